@@ -132,6 +132,20 @@ async def test_there_is_a_limit(flaky: Any) -> None:
     assert flaky.calls == 4
 
 
+async def test_answers_that_cannot_be_answers_are_asked_for_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "FIRST_DELAY_SECONDS", 0.001)
+    asked = 0
+
+    async def ask() -> None:
+        nonlocal asked
+        asked += 1
+        raise http.BadAnswer("no ids of tokens")
+
+    with pytest.raises(http.BadAnswer):
+        await http.retrying(ask, 20)
+    assert asked == http.BAD_ANSWERS
+
+
 async def test_nobody_listens() -> None:
     with pytest.raises(http.HttpError) as failure:
         await http_utils.post("http://127.0.0.1:9/x", {}, max_retries=0)
