@@ -237,6 +237,18 @@ def test_one_step_worked_by_hand() -> None:
     assert loss.dtype == torch.float32
 
 
+def test_the_value_loss_of_two_samples_is_the_one_worked_by_hand() -> None:
+    tokens = make_tokens([2, 1])
+    tokens.loss_mask = torch.ones(3, dtype=torch.int32)
+    tokens.values = torch.tensor([1.0, 0.5, 3.0], dtype=torch.float64)
+    tokens.old_values = torch.tensor([0.0, 0.4, 2.0], dtype=torch.float64)
+    tokens.returns = torch.tensor([2.0, 0.0, 2.5], dtype=torch.float64)
+    loss, metrics = compute_loss(make_args(loss_type="value_loss", value_clip=0.3), tokens, **counts(tokens))
+    # Errors: max((1 - 2)^2, (0.3 - 2)^2) = 2.89; max(0.5^2, 0.5^2) = 0.25; max((3 - 2.5)^2, (2.3 - 2.5)^2) = 0.25.
+    assert loss.item() == pytest.approx(((2.89 + 0.25) / 2 + 0.25) / 2)
+    assert metrics["value_clipfrac"].item() == pytest.approx(0.25)
+
+
 # --- splits ------------------------------------------------------------------------------------
 
 
