@@ -580,7 +580,7 @@ def test_custom_loss_gets_logits_batch_and_reduction(hooks: str) -> None:
         "total_lengths": [4, 3],
         "response_lengths": [3, 2],
         "loss_masks": [torch.tensor([1, 1, 0]), torch.tensor([1, 1])],
-        "rollout_mask_sums": [2.0, 2.0],
+        "rollout_mask_sums": [2.0, 4.0],  # the rollout of the second sample has another one elsewhere
         "train_metadata": [{"row": 1}, {"row": 2}],
         "micro_batch_indices": [[0], [1]],
         "global_batch_sizes": [2],
@@ -591,7 +591,7 @@ def test_custom_loss_gets_logits_batch_and_reduction(hooks: str) -> None:
     args = make_args(loss_type="custom_loss", custom_loss_function_path=f"{hooks}:loss")
     loss, metrics = compute_loss(args, tokens, num_rollouts=2, num_tokens=4)
     nll = torch.nn.functional.cross_entropy(logits, targets, reduction="none").detach()
-    expected = (nll[[0, 1, 3, 4]].sum() / 2 / 2).item()
+    expected = ((nll[[0, 1]].sum() / 2 + nll[[3, 4]].sum() / 4) / 2).item()
     assert loss.item() == metrics["nll"].item() == pytest.approx(expected)
     assert metrics["worst_max"].item() == pytest.approx(nll.max().item())
     loss.backward()
