@@ -222,6 +222,7 @@ def _trainer(parts: Parts) -> Trainer:
     old_actor = OldActor.from_args(args, parts.asynchronous, parts.begin.manifest)
     steps = args.num_critic_only_steps
     trained = parts.begin.trained
+    # The arguments are all of their sections: here those of the cluster and of KL.
     return Trainer(args, args, steps, actor, critic, old_actor, parts.log, parts.stop, trained)
 
 
@@ -230,6 +231,7 @@ def _begin_run(parts: Parts, manager: ManagerClient, trainer: Trainer, urls: lis
     begin = parts.begin
     log = parts.log
     # The arguments are the settings of every section.
+    # The arguments as the sections of the cluster and of weight sync.
     pool = EnginePool(args, args, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
     world_size = len(trainer.actor.ranks) if trainer.actor is not None else 0
     facts = RunFacts(attempt=begin.attempt, world_size=world_size, seed=args.seed, settings=parts.settings)
