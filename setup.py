@@ -1,4 +1,5 @@
-"""Puts the two training loops into the wheel, in which ``slime train`` runs the files that a checkout has at its top.
+"""Puts the two training loops into the wheel, in which ``slime train`` runs the files that a
+checkout has at its top.
 
 Everything else about the package is in pyproject.toml.
 """
@@ -12,7 +13,9 @@ LOOPS = ("train.py", "train_async.py")
 
 
 class BuildWithLoops(build_py):
-    """Copies the loops into ``slime/cli/loops`` of the build. An editable installation uses those of the checkout."""
+    """Copies the loops into ``slime/cli/loops`` of the build. An editable installation uses those
+    of the checkout.
+    """
 
     def run(self) -> None:
         super().run()

@@ -1,15 +1,18 @@
-"""What asynchronous training gains, and what scheduling it costs with many engines: hours of runs on a simulated clock.
+"""What asynchronous training gains, and what scheduling it costs with many engines: hours of runs
+on a simulated clock.
 
     python benchmarks/async_simulation.py                                    # all parts, minutes
     python benchmarks/async_simulation.py --parts gain --engines 16 --sigma 1.2
 
-The scheduling is slime's own (``slime/plugins/tools/plan/simulation.py``): rollout loop, standing pool, admission, data
-source, rewards. Engines decode under the speed curve of an H200 (``slime/plugins/tools/plan/simulated_engines.py``);
-the trainer needs a time per token such that a synchronous run spends ``--ratio`` times as long on generation as on
-training. Lengths are log-normal with ``--sigma``, cut at 16 medians.
+The scheduling is slime's own (``slime/plugins/tools/plan/simulation.py``): rollout loop, standing
+pool, admission, data source, rewards. Engines decode under the speed curve of an H200
+(``slime/plugins/tools/plan/simulated_engines.py``); the trainer needs a time per token such that a
+synchronous run spends ``--ratio`` times as long on generation as on training. Lengths are
+log-normal with ``--sigma``, cut at 16 medians.
 
-Parts: ``gain`` (wall time of each mode over that of the synchronous loop), ``tails`` (the same for light and heavy
-tails), ``scale`` (CPU seconds of the scheduling code per group by the number of engines). The last line is JSON.
+Parts: ``gain`` (wall time of each mode over that of the synchronous loop), ``tails`` (the same for
+light and heavy tails), ``scale`` (CPU seconds of the scheduling code per group by the number of
+engines). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -55,11 +58,15 @@ class Tail(Setting):
 
     def draw(self, count: int) -> list[int]:
         sizes = np.exp(self.sigma * np.random.default_rng(self.seed).standard_normal(count))
-        return list(np.maximum(np.round(self.median * np.minimum(sizes, 16.0)), 1).astype(int).tolist())
+        return list(
+            np.maximum(np.round(self.median * np.minimum(sizes, 16.0)), 1).astype(int).tolist()
+        )
 
 
 class TimedEngines(Engines):
-    """Engines that count the CPU seconds of their own code, to be told from those of the scheduling code."""
+    """Engines that count the CPU seconds of their own code, to be told from those of the scheduling
+    code.
+    """
 
     own_seconds = 0.0
 
@@ -76,7 +83,9 @@ class TimedEngines(Engines):
 
 
 class TimedRun(Run):
-    """A run with these engines, which collects garbage after each rollout as the rollout manager does."""
+    """A run with these engines, which collects garbage after each rollout as the rollout manager
+    does.
+    """
 
     def __init__(self, setting: Setting, mode: Mode, train_seconds: float) -> None:
         super().__init__(setting, mode, train_seconds)
@@ -95,9 +104,12 @@ class TimedRun(Run):
         await super()._train(step, groups)
 
 
-def gains(setting: Setting, modes: tuple[Mode, ...] = MODES, ratio: float = 2.0) -> dict[str, dict[str, float]]:
-    """Return by mode: ``over_synchronous`` (wall time), ``trainer_busy`` (share of it), ``staleness_max`` (steps), and
-    ``several_versions`` (share of the answers that an update went through).
+def gains(
+    setting: Setting, modes: tuple[Mode, ...] = MODES, ratio: float = 2.0
+) -> dict[str, dict[str, float]]:
+    """Return by mode: ``over_synchronous`` (wall time), ``trainer_busy`` (share of it),
+    ``staleness_max`` (steps), and ``several_versions`` (share of the answers that an update went
+    through).
 
     Args:
         ratio: Seconds of generation over those of training in the synchronous loop.
@@ -121,7 +133,9 @@ def trained_tokens(run: Run) -> int:
     return sum(run.lengths[index] for index in run.trained)
 
 
-def mean_gains(setting: Setting, seeds: int, modes: tuple[Mode, ...], ratio: float) -> dict[str, dict[str, float]]:
+def mean_gains(
+    setting: Setting, seeds: int, modes: tuple[Mode, ...], ratio: float
+) -> dict[str, dict[str, float]]:
     """Means over seeds, with the smallest and the largest ``over_synchronous``."""
     runs = [gains(replace(setting, seed=seed), modes, ratio) for seed in range(1, seeds + 1)]
     rows = {}
@@ -134,7 +148,9 @@ def mean_gains(setting: Setting, seeds: int, modes: tuple[Mode, ...], ratio: flo
 
 
 def scheduling_cost(engines: int, least_groups: int = 4096) -> dict[str, float]:
-    """CPU microseconds per group of 2 samples: fully asynchronous, 4 slots and two groups a step for each engine."""
+    """CPU microseconds per group of 2 samples: fully asynchronous, 4 slots and two groups a step
+    for each engine.
+    """
     batch = 2 * engines
     steps = max(8, least_groups // batch)
     setting = Tail(engines, slots=4, batch=batch, samples=2, steps=steps)
@@ -148,37 +164,68 @@ def scheduling_cost(engines: int, least_groups: int = 4096) -> dict[str, float]:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
     cost = 1e6 * cpu / (steps * batch)
-    return {"engines": engines, "groups": steps * batch, "under_way": 2 * batch, "microseconds_per_group": cost}
+    return {
+        "engines": engines,
+        "groups": steps * batch,
+        "under_way": 2 * batch,
+        "microseconds_per_group": cost,
+    }
 
 
 def scheduling_costs(scales: list[int], repeats: int) -> list[dict[str, float]]:
-    """By size the least of several runs; the sizes take turns, as a machine's speed changes from minute to minute."""
+    """By size the least of several runs; the sizes take turns, as a machine's speed changes from
+    minute to minute.
+    """
     rounds = [[scheduling_cost(engines) for engines in scales] for _ in range(repeats)]
-    return [min(of_size, key=lambda row: row["microseconds_per_group"]) for of_size in zip(*rounds, strict=True)]
+    return [
+        min(of_size, key=lambda row: row["microseconds_per_group"])
+        for of_size in zip(*rounds, strict=True)
+    ]
 
 
 def read_curve(text: str) -> tuple[tuple[int, float], ...]:
-    return tuple((int(running), float(rate)) for running, rate in (point.split(":") for point in text.split(",")))
+    return tuple(
+        (int(running), float(rate))
+        for running, rate in (point.split(":") for point in text.split(","))
+    )
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     given = Tail()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default="gain,tails,scale")
     parser.add_argument("--engines", type=int, default=given.engines)
-    parser.add_argument("--slots", type=int, default=given.slots, help="requests that run on an engine at once")
+    parser.add_argument(
+        "--slots", type=int, default=given.slots, help="requests that run on an engine at once"
+    )
     parser.add_argument("--batch", type=int, default=given.batch, help="groups per step")
     parser.add_argument("--samples", type=int, default=given.samples, help="per group")
     parser.add_argument("--steps", type=int, default=given.steps)
     parser.add_argument("--median", type=int, default=given.median, help="tokens of a response")
-    parser.add_argument("--sigma", type=float, default=given.sigma, help="of the logarithm of the length")
-    parser.add_argument("--update-seconds", type=float, default=given.update_seconds, help="pause of a weight update")
     parser.add_argument(
-        "--curve", type=read_curve, default=given.curve, help="speed of an engine: 1:271,64:9690 (requests:tokens/s)"
+        "--sigma", type=float, default=given.sigma, help="of the logarithm of the length"
     )
-    parser.add_argument("--ratio", type=float, default=2.0, help="generation over training in a synchronous run")
+    parser.add_argument(
+        "--update-seconds",
+        type=float,
+        default=given.update_seconds,
+        help="pause of a weight update",
+    )
+    parser.add_argument(
+        "--curve",
+        type=read_curve,
+        default=given.curve,
+        help="speed of an engine: 1:271,64:9690 (requests:tokens/s)",
+    )
+    parser.add_argument(
+        "--ratio", type=float, default=2.0, help="generation over training in a synchronous run"
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3, help="of each number of engines; the quickest counts")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of each number of engines; the quickest counts"
+    )
     parser.add_argument("--tails", default=",".join(map(str, TAILS)), help="sigmas")
     parser.add_argument("--scales", default=",".join(map(str, SCALES)), help="numbers of engines")
     return parser.parse_args(words)
@@ -186,20 +233,34 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     options = parse(words)
-    names = ("engines", "slots", "batch", "samples", "steps", "median", "sigma", "update_seconds", "curve")
+    names = (
+        "engines",
+        "slots",
+        "batch",
+        "samples",
+        "steps",
+        "median",
+        "sigma",
+        "update_seconds",
+        "curve",
+    )
     setting = Tail(**{name: getattr(options, name) for name in names})
     parts = options.parts.split(",")
-    result: dict[str, Any] = {"setting": {**asdict(setting), "ratio": options.ratio, "seeds": options.seeds}}
+    result: dict[str, Any] = {
+        "setting": {**asdict(setting), "ratio": options.ratio, "seeds": options.seeds}
+    }
     if "gain" in parts:
         result["gain"] = rows = mean_gains(setting, options.seeds, MODES, options.ratio)
         print(
-            "wall time over the synchronous loop's (over seeds), share in which the trainer is busy, largest staleness,"
+            "wall time over the synchronous loop's (over seeds), share in which the trainer is "
+            "busy, largest staleness,"
         )
         print("share of answers that an update went through")
         for name, row in rows.items():
             print(
-                f"  {name:28} {row['over_synchronous']:.3f} ({row['smallest']:.3f} to {row['largest']:.3f})"
-                f"  {row['trainer_busy']:.2f}  {row['staleness_max']:.0f}  {row['several_versions']:.2f}",
+                f"  {name:28} {row['over_synchronous']:.3f} ({row['smallest']:.3f} to "
+                f"{row['largest']:.3f})  {row['trainer_busy']:.2f}  {row['staleness_max']:.0f}  "
+                f"{row['several_versions']:.2f}",
                 flush=True,
             )
     if "tails" in parts:
@@ -207,13 +268,23 @@ def main(words: list[str] | None = None) -> None:
         result["tails"] = {}
         for sigma in map(float, options.tails.split(",")):
             rows = mean_gains(replace(setting, sigma=sigma), options.seeds, COMPARED, options.ratio)
-            result["tails"][str(sigma)] = {name: row["over_synchronous"] for name, row in rows.items()}
-            print(f"  {sigma:.2f}  " + "  ".join(f"{row['over_synchronous']:.3f}" for row in rows.values()), flush=True)
+            result["tails"][str(sigma)] = {
+                name: row["over_synchronous"] for name, row in rows.items()
+            }
+            print(
+                f"  {sigma:.2f}  "
+                + "  ".join(f"{row['over_synchronous']:.3f}" for row in rows.values()),
+                flush=True,
+            )
     if "scale" in parts:
         print(
-            f"CPU of the scheduling code per group of 2 samples, least of {options.repeats}: a minute each", flush=True
+            f"CPU of the scheduling code per group of 2 samples, least of {options.repeats}: a "
+            "minute each",
+            flush=True,
         )
-        result["scale"] = scheduling_costs([int(engines) for engines in options.scales.split(",")], options.repeats)
+        result["scale"] = scheduling_costs(
+            [int(engines) for engines in options.scales.split(",")], options.repeats
+        )
         for row in result["scale"]:
             print(
                 f"  {row['engines']:5} engines, {row['under_way']:6.0f} groups under way: "

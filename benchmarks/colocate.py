@@ -1,10 +1,12 @@
-"""What a colocated engine gives back and how long that takes: residue, release, resume, and the same text after.
+"""What a colocated engine gives back and how long that takes: residue, release, resume, and the
+same text after.
 
     python benchmarks/colocate.py --shape qwen3-4b
 
-One engine, started as a run starts it (``--offload-rollout``). Per cycle: greedy texts, flush and release, memory,
-resume of the weights' room, the weights once more by the transport of colocated runs, resume of the cache, the same
-texts. (``benchmarks/h200_train.py`` has the cycle with a trainer in it.) The last line is JSON.
+One engine, started as a run starts it (``--offload-rollout``). Per cycle: greedy texts, flush and
+release, memory, resume of the weights' room, the weights once more by the transport of colocated
+runs, resume of the cache, the same texts. (``benchmarks/h200_train.py`` has the cycle with a
+trainer in it.) The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,16 +25,25 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
 START_SECONDS = 420.0
 GIB, GB = 2**30, 1e9
-PROMPTS = ("Natalia sold clips to 48 of her friends", "What is 7 times 8?", "abc", "Once upon a time there was a GPU")
+PROMPTS = (
+    "Natalia sold clips to 48 of her friends",
+    "What is 7 times 8?",
+    "abc",
+    "Once upon a time there was a GPU",
+)
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-4b", help="of benchmarks/random_model.py")
     parser.add_argument("--model", type=Path, help="folder of the random model; made where absent")
     parser.add_argument("--cycles", type=int, default=3)
     parser.add_argument("--backend", choices=("sglang", "embedded"), default="sglang")
-    parser.add_argument("--output", type=Path, default=Path("/tmp/colocate"), help="folder for logs and JSON")
+    parser.add_argument(
+        "--output", type=Path, default=Path("/tmp/colocate"), help="folder for logs and JSON"
+    )
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the script")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a trial")
     options, flags = parser.parse_known_args()
@@ -48,8 +59,23 @@ def make_args(options: argparse.Namespace) -> Any:
 
     prompts = options.output / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
-    words = ["--hf-checkpoint", options.model, "--prompt-data", prompts, "--rollout-backend", options.backend]
-    words += ["--train-backend", "fsdp", "--colocate", "--actor-num-gpus-per-node", 1, "--num-rollout", 1]
+    words = [
+        "--hf-checkpoint",
+        options.model,
+        "--prompt-data",
+        prompts,
+        "--rollout-backend",
+        options.backend,
+    ]
+    words += [
+        "--train-backend",
+        "fsdp",
+        "--colocate",
+        "--actor-num-gpus-per-node",
+        1,
+        "--num-rollout",
+        1,
+    ]
     words += ["--output-dir", options.output / "run", "--no-audit-weights"]
     words += ["--rollout-dtype", "bfloat16" if options.device == "cuda" else "float32"]
     if options.backend == "sglang" and options.device == "cpu":
@@ -100,7 +126,12 @@ class Engine:
         params = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
         texts, scores = [], []
         for prompt in PROMPTS:
-            body = {"text": prompt, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+            body = {
+                "text": prompt,
+                "sampling_params": params,
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
             answer = run(self.handle.generate(body))
             meta = answer["meta_info"]
             texts.append(answer["text"])
@@ -109,7 +140,9 @@ class Engine:
         return texts, scores
 
 
-def cycle(options: argparse.Namespace, args: Any, engine: Engine, tensors: Any, number: int) -> dict[str, Any]:
+def cycle(
+    options: argparse.Namespace, args: Any, engine: Engine, tensors: Any, number: int
+) -> dict[str, Any]:
     from slime.utils.async_utils import run
     from slime.weights.settings import WeightSyncSettings
     from slime.weights.sync import sync_weights
@@ -125,7 +158,9 @@ def cycle(options: argparse.Namespace, args: Any, engine: Engine, tensors: Any, 
     settings = WeightSyncSettings.from_args(args)
     transport = create_transport(settings, colocated_host=True)
     start = time.perf_counter()
-    report = sync_weights(settings, tensors, [engine.handle], transport, f"0.{number}", is_sender=True)
+    report = sync_weights(
+        settings, tensors, [engine.handle], transport, f"0.{number}", is_sender=True
+    )
     row["sync_seconds"] = time.perf_counter() - start
     run(transport.close())
     assert report is not None
@@ -136,7 +171,9 @@ def cycle(options: argparse.Namespace, args: Any, engine: Engine, tensors: Any, 
     row["text_equal"] = after == before
     row["logprob_difference"] = max(abs(a - b) for a, b in zip(scores, again, strict=True))
     row["text"] = before[0][:80]
-    row["seconds"] = sum(row[f"{name}_seconds"] for name in ("flush", "release", "resume_weights", "resume_cache"))
+    row["seconds"] = sum(
+        row[f"{name}_seconds"] for name in ("flush", "release", "resume_weights", "resume_cache")
+    )
     return row
 
 
@@ -157,7 +194,9 @@ def main() -> None:
         torch.zeros(1, device="cuda")
     without = device_bytes()
     process = start_engine(
-        EngineSettings.from_args(args), plan_engines(args)[0], log_path=options.output / "engine.log"
+        EngineSettings.from_args(args),
+        plan_engines(args)[0],
+        log_path=options.output / "engine.log",
     )
     try:
         process.wait_ready(START_SECONDS)
@@ -167,7 +206,10 @@ def main() -> None:
         tensors = list(weights(options.model, "cuda" if on_cuda else "cpu", dtype))
         for number in range(options.cycles):
             rows.append(cycle(options, args, engine, tensors, number))
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
+            print(
+                {k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()},
+                flush=True,
+            )
     finally:
         process.stop()
     residue = max(row["asleep_bytes"] for row in rows) - without
@@ -186,10 +228,10 @@ def main() -> None:
         "cycles": rows,
     }
     print(
-        f"engine {result['engine_gb']} GB, released to {result['residue_gb']} GB; release + resume "
-        f"{result['release_and_resume_seconds']} s; same text after: {result['text_equal']} (log-probs differ by "
-        f"{result['logprob_difference']:.1e}); later cycles use "
-        f"{result['grown_gb']} GB more"
+        f"engine {result['engine_gb']} GB, released to {result['residue_gb']} GB; release + "
+        f"resume {result['release_and_resume_seconds']} s; same text after: "
+        f"{result['text_equal']} (log-probs differ by {result['logprob_difference']:.1e}); later "
+        f"cycles use {result['grown_gb']} GB more"
     )
     line = json.dumps(result)
     (options.output / "colocate.json").write_text(line + "\n")

@@ -1,12 +1,13 @@
-"""``slime doctor`` on whole runs made here: healthy ones of many kinds, and faults that really happen to a run.
+"""``slime doctor`` on whole runs made here: healthy ones of many kinds, and faults that really
+happen to a run.
 
     python benchmarks/doctor_runs.py --model SMOLLM2_FOLDER --output /tmp/doctor             # all
     python benchmarks/doctor_runs.py --model SMOLLM2_FOLDER --output /tmp/doctor --only lora ppo
     python benchmarks/doctor_runs.py --model SMOLLM2_FOLDER --output /tmp/doctor --again             # without runs
 
-Each run is a command of train.py on the CPU. A healthy one must have no finding but hints; of a faulty one, the first
-finding must be the expected one. Prints a line for each, writes ``doctor_runs.json``, and keeps the metrics of healthy
-runs as ``NAME_cpu.jsonl``.
+Each run is a command of train.py on the CPU. A healthy one must have no finding but hints; of a
+faulty one, the first finding must be the expected one. Prints a line for each, writes
+``doctor_runs.json``, and keeps the metrics of healthy runs as ``NAME_cpu.jsonl``.
 """
 
 from __future__ import annotations
@@ -43,11 +44,17 @@ REFUSED = "refused"
 STEPS = 4
 SECONDS = 400.0
 CODE = {
-    "broken.py": "async def reward(args, sample, **kwargs):\n    return sample.metadata['answer']\n",
-    "missing.py": ("async def reward(args, sample, **kwargs):\n    import a_missing_package\n    return 1.0\n"),
+    "broken.py": "async def reward(args, sample, **kwargs):\n"
+    "    return sample.metadata['answer']\n",
+    "missing.py": (
+        "async def reward(args, sample, **kwargs):\n    import a_missing_package\n    return 1.0\n"
+    ),
     "zero.py": "async def reward(args, sample, **kwargs):\n    return 0.0\n",
-    "endless.py": "import asyncio\nasync def generate(args, sample, sampling_params):\n    await asyncio.sleep(3600)\n",
-    "prompt.py": "async def reward(args, sample, **kwargs):\n    return float(len(str(sample.label)) - 1)\n",
+    "endless.py": "import asyncio\n"
+    "async def generate(args, sample, sampling_params):\n"
+    "    await asyncio.sleep(3600)\n",
+    "prompt.py": "async def reward(args, sample, **kwargs):\n"
+    "    return float(len(str(sample.label)) - 1)\n",
     "nothing.py": "def keep(args, samples, **kwargs):\n    return False\n",
 }
 EVALUATION = (
@@ -60,7 +67,11 @@ SFT = (
     "--loss-type", "sft_loss", "--disable-compute-advantages-and-returns",
 )  # fmt: skip
 ON_CPU = json.dumps(
-    {"PYTHONPATH": os.pathsep.join([str(CHECKOUT / "tests/backends/megatron/cpu_site"), str(CHECKOUT)])}
+    {
+        "PYTHONPATH": os.pathsep.join(
+            [str(CHECKOUT / "tests/backends/megatron/cpu_site"), str(CHECKOUT)]
+        )
+    }
 )
 MEGATRON = ("--train-backend", "megatron", "--train-env-vars", ON_CPU)
 
@@ -72,7 +83,8 @@ class Case:
     Attributes:
         words: What is special about it.
         flags: Flags of train.py beside :func:`common`.
-        expected: The kind of the first finding; empty for a healthy run; :data:`REFUSED` if no run begins.
+        expected: The kind of the first finding; empty for a healthy run; :data:`REFUSED` if no run
+            begins.
         strike: What is done to the run once its first step is trained.
         again: Flags of a second start, which resumes it.
         script: ``train.py`` or ``train_async.py``.
@@ -230,7 +242,9 @@ def run(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
 
 
 def result(options: argparse.Namespace, name: str, case: Case) -> dict[str, Any]:
-    """Return what the doctor finds in the folder of a run, and keep the metrics of a healthy one."""
+    """Return what the doctor finds in the folder of a run, and keep the metrics of a healthy
+    one.
+    """
     folder = options.output / name
     found = findings(folder, case)
     problems = {one.kind: one.title for one in found if not one.hint}
@@ -268,15 +282,27 @@ def wait(process: subprocess.Popen[bytes], folder: Path, case: Case, mark: str) 
     if process.poll() is None:
         raise RuntimeError(f"the run did not end within {SECONDS:.0f} s")
     if not struck:
-        raise RuntimeError(f"the run ended before its first step: {(folder / 'output.txt').read_text()[-2000:]}")
+        raise RuntimeError(
+            f"the run ended before its first step: {(folder / 'output.txt').read_text()[-2000:]}"
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a folder of SmolLM2-135M-Instruct")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a folder of SmolLM2-135M-Instruct"
+    )
     parser.add_argument("--output", type=Path, default=Path("/tmp/doctor_runs"))
-    parser.add_argument("--only", nargs="+", choices=[*HEALTHY, *FAULTS], default=[*HEALTHY, *FAULTS])
-    parser.add_argument("--again", action="store_true", help="read the folders of earlier runs again, without running")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*HEALTHY, *FAULTS], default=[*HEALTHY, *FAULTS]
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="read the folders of earlier runs again, without running",
+    )
     options = parser.parse_args()
     options.output, options.model = options.output.resolve(), options.model.resolve()
     file = options.output / "doctor_runs.json"
@@ -284,13 +310,18 @@ def main() -> int:
     for name in options.only:
         begin = time.monotonic()
         try:
-            known[name] = (result if options.again else run)(options, name, (HEALTHY | FAULTS)[name])
+            known[name] = (result if options.again else run)(
+                options, name, (HEALTHY | FAULTS)[name]
+            )
         except (OSError, RuntimeError, ValueError) as error:
             print(f"{name}: {error}", flush=True)
             continue
         one = known[name]
         verdict = "right" if one["right"] else "WRONG"
-        print(f"{name}: {one['first'] or 'nothing'} ({verdict}), {time.monotonic() - begin:.1f} s", flush=True)
+        print(
+            f"{name}: {one['first'] or 'nothing'} ({verdict}), {time.monotonic() - begin:.1f} s",
+            flush=True,
+        )
         options.output.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(known, indent=1) + "\n")
     return int(not all(known.get(name, {}).get("right") for name in options.only))

@@ -1,12 +1,16 @@
-"""The embedded engine against a bare decode loop and against transformers' ``generate``, in one run.
+"""The embedded engine against a bare decode loop and against transformers' ``generate``, in one
+run.
 
-All three make the same number of tokens for the same prompts with the same model, dtype and threads, at
-temperature 1, without stopping early:
+All three make the same number of tokens for the same prompts with the same model, dtype and
+threads, at temperature 1, without stopping early:
 
-- *bare*: prefill untimed, then nothing but forward and draw, on one static batch. No log-probs, no HTTP, no
-  scheduling. ``plain``: as transformers loads the model; ``onednn``: with slime's faster linear layers.
-- *generate*: ``model.generate`` on the same batch, prefill included, as transformers loads the model.
-- *engine*: one HTTP request per sequence, all at once, log-probs of every token returned, prefill included.
+- *bare*: prefill untimed, then nothing but forward and draw, on one static batch. No log-probs, no
+  HTTP, no scheduling. ``plain``: as transformers loads the model; ``onednn``: with slime's faster
+  linear layers.
+- *generate*: ``model.generate`` on the same batch, prefill included, as transformers loads the
+  model.
+- *engine*: one HTTP request per sequence, all at once, log-probs of every token returned, prefill
+  included.
 
 The last line is JSON; ``ratio_bare`` and ``ratio_generate`` are the engine's tokens/s over theirs.
 """
@@ -27,19 +31,31 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--model", default=str(CHECKOUT / "models" / "SmolLM2-135M-Instruct"), help="Hugging Face folder"
+        "--model",
+        default=str(CHECKOUT / "models" / "SmolLM2-135M-Instruct"),
+        help="Hugging Face folder",
     )
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--samples-per-prompt", type=int, default=8, help="identical prompts in a row")
+    parser.add_argument(
+        "--samples-per-prompt", type=int, default=8, help="identical prompts in a row"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--repeats", type=int, default=2, help="each side runs so often, in turn; the median counts")
-    parser.add_argument("--deterministic", action="store_true", help="measure the engine's deterministic mode as well")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="each side runs so often, in turn; the median counts"
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="measure the engine's deterministic mode as well",
+    )
     parser.add_argument("--skip-generate", action="store_true")
     return parser.parse_args()
 
@@ -49,8 +65,12 @@ def make_prompts(options: argparse.Namespace, vocab: int) -> list[list[int]]:
     import torch
 
     groups = -(-options.concurrency // options.samples_per_prompt)
-    ids = torch.randint(5, vocab - 5, (groups, options.prompt_tokens), generator=torch.Generator().manual_seed(0))
-    return [row for row in ids.tolist() for _ in range(options.samples_per_prompt)][: options.concurrency]
+    ids = torch.randint(
+        5, vocab - 5, (groups, options.prompt_tokens), generator=torch.Generator().manual_seed(0)
+    )
+    return [row for row in ids.tolist() for _ in range(options.samples_per_prompt)][
+        : options.concurrency
+    ]
 
 
 def bare_loop(model: Any, prompts: list[list[int]], new_tokens: int) -> float:
@@ -101,19 +121,30 @@ def _sync(model: Any) -> None:
         torch.cuda.synchronize()
 
 
-async def engine_round(url: str, prompts: list[list[int]], new_tokens: int) -> tuple[float, dict[str, int]]:
-    """Tokens per second over HTTP, all requests at once, and what the engine says it took from its cache."""
+async def engine_round(
+    url: str, prompts: list[list[int]], new_tokens: int
+) -> tuple[float, dict[str, int]]:
+    """Tokens per second over HTTP, all requests at once, and what the engine says it took from its
+    cache.
+    """
     from slime.engines import http
 
     async def one(ids: list[int], seed: int) -> dict[str, Any]:
-        sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True, "sampling_seed": seed}
+        sampling = {
+            "max_new_tokens": new_tokens,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "sampling_seed": seed,
+        }
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
         return dict(await http.post(f"{url}/generate", body))
 
     start = time.perf_counter()
     answers = await asyncio.gather(*(one(ids, seed) for seed, ids in enumerate(prompts)))
     seconds = time.perf_counter() - start
-    assert all(len(answer["meta_info"]["output_token_logprobs"]) == new_tokens for answer in answers)
+    assert all(
+        len(answer["meta_info"]["output_token_logprobs"]) == new_tokens for answer in answers
+    )
     cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
     await http.post(f"{url}/flush_cache", {})
     return len(prompts) * new_tokens / seconds, {"cached": cached, "prompt": sum(map(len, prompts))}
@@ -153,7 +184,8 @@ def measure_engine(
 def main() -> None:
     options = parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the engine sets it, so that all sides have the same
+    # as the engine sets it, so that all sides have the same
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     import torch
     from transformers import AutoModelForCausalLM
@@ -164,10 +196,17 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
-    plain = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    plain = (
+        AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    )
     fast = load_hf_model(options.model, dtype, options.device)
     prompts = make_prompts(options, plain.config.vocab_size)
-    speeds: dict[str, list[float]] = {"bare_plain": [], "bare_onednn": [], "generate": [], "engine": []}
+    speeds: dict[str, list[float]] = {
+        "bare_plain": [],
+        "bare_onednn": [],
+        "generate": [],
+        "engine": [],
+    }
     bare_loop(plain, prompts, 2)
     bare_loop(fast, prompts, 2)
     facts: dict[str, Any] = {}
@@ -182,11 +221,16 @@ def main() -> None:
         speeds["engine_deterministic"], _ = measure_engine(options, prompts, True, options.repeats)
     median = {name: statistics.median(values) for name, values in speeds.items() if values}
     for name, value in median.items():
-        print(f"{name:22s} {value:8.1f} tokens/s   ({', '.join(f'{v:.0f}' for v in speeds[name])})", file=sys.stderr)
+        print(
+            f"{name:22s} {value:8.1f} tokens/s   ({', '.join(f'{v:.0f}' for v in speeds[name])})",
+            file=sys.stderr,
+        )
     print(json.dumps(report(options, median, facts)))
 
 
-def report(options: argparse.Namespace, median: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
+def report(
+    options: argparse.Namespace, median: dict[str, float], facts: dict[str, Any]
+) -> dict[str, Any]:
     """The figures as one flat dictionary."""
     result: dict[str, Any] = {
         "benchmark": "engine_throughput",

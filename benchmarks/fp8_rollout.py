@@ -1,12 +1,14 @@
-"""Generation with weights as 8-bit floats beside bfloat16: output tokens/s, bytes and seconds of a sync, and the gap.
+"""Generation with weights as 8-bit floats beside bfloat16: output tokens/s, bytes and seconds of a
+sync, and the gap.
 
     python benchmarks/fp8_rollout.py --shape qwen3-4b
 
-For each precision, one server is started as a run starts it (``--rollout-quantization fp8`` or without), all weights
-are sent to it twice, the log-probs of random sequences are compared with those of transformers on the weights before
-they are quantized, and requests of random tokens are answered at each concurrency. The settings of the servers are
-otherwise equal. With random weights all log-probs are near those of a uniform distribution, so that the gap says
-little; ``--model`` names a real checkpoint. Other words are flags of train.py. The last line is JSON.
+For each precision, one server is started as a run starts it (``--rollout-quantization fp8`` or
+without), all weights are sent to it twice, the log-probs of random sequences are compared with
+those of transformers on the weights before they are quantized, and requests of random tokens are
+answered at each concurrency. The settings of the servers are otherwise equal. With random weights
+all log-probs are near those of a uniform distribution, so that the gap says little; ``--model``
+names a real checkpoint. Other words are flags of train.py. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,22 +30,41 @@ START_SECONDS = 300.0
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-4b", help="of benchmarks/random_model.py")
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder; default: random weights in the shape")
-    parser.add_argument("--precisions", default="bfloat16,fp8", help="comma-separated, in the order of measurement")
+    parser.add_argument(
+        "--model", type=Path, help="a Hugging Face folder; default: random weights in the shape"
+    )
+    parser.add_argument(
+        "--precisions", default="bfloat16,fp8", help="comma-separated, in the order of measurement"
+    )
     parser.add_argument("--concurrency", default="64,256", help="comma-separated")
     parser.add_argument("--input-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=512)
-    parser.add_argument("--turns", type=int, default=2, help="requests per place, one after the other")
+    parser.add_argument(
+        "--turns", type=int, default=2, help="requests per place, one after the other"
+    )
     parser.add_argument("--backend", choices=("sglang", "embedded"), default="sglang")
-    parser.add_argument("--device", default="cuda", help="cpu for a trial of the script with the embedded engine")
-    parser.add_argument("--output", type=Path, default=Path("/tmp/fp8_rollout"), help="folder for logs and JSON")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape and few tokens, for a trial")
+    parser.add_argument(
+        "--device", default="cuda", help="cpu for a trial of the script with the embedded engine"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("/tmp/fp8_rollout"), help="folder for logs and JSON"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny shape and few tokens, for a trial"
+    )
     options, flags = parser.parse_known_args()
     options.flags = flags
     if options.tiny:
-        options.shape, options.concurrency, options.input_tokens, options.output_tokens = "tiny", "2,4", 32, 8
+        options.shape, options.concurrency, options.input_tokens, options.output_tokens = (
+            "tiny",
+            "2,4",
+            32,
+            8,
+        )
     options.random = options.model is None
     options.model = options.model or Path("/tmp") / f"random-{options.shape}"
     return options
@@ -56,9 +77,29 @@ def make_args(options: argparse.Namespace, precision: str) -> Any:
     prompts.write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
     most = max(map(int, options.concurrency.split(",")))
     on_cuda = options.device == "cuda"
-    words = ["--hf-checkpoint", options.model, "--prompt-data", prompts, "--rollout-backend", options.backend]
-    words += ["--train-backend", "fsdp", "--colocate", "--actor-num-gpus-per-node", 1, "--num-rollout", 1]
-    words += ["--output-dir", options.output / "run", "--rollout-dtype", "bfloat16" if on_cuda else "float32"]
+    words = [
+        "--hf-checkpoint",
+        options.model,
+        "--prompt-data",
+        prompts,
+        "--rollout-backend",
+        options.backend,
+    ]
+    words += [
+        "--train-backend",
+        "fsdp",
+        "--colocate",
+        "--actor-num-gpus-per-node",
+        1,
+        "--num-rollout",
+        1,
+    ]
+    words += [
+        "--output-dir",
+        options.output / "run",
+        "--rollout-dtype",
+        "bfloat16" if on_cuda else "float32",
+    ]
     words += ["--no-check-weight-update-equal"]
     if options.backend == "sglang":
         words += ["--sglang-attention-backend", "triton", "--sglang-cuda-graph-max-bs-decode", most]
@@ -81,12 +122,16 @@ def sequences(options: argparse.Namespace, vocab: int) -> list[list[int]]:
     return [[rng.randrange(vocab) for _ in range(options.input_tokens)] for _ in range(4)]
 
 
-def plain_log_probs(options: argparse.Namespace, dtype: Any, chosen: list[list[int]]) -> list[list[float]]:
+def plain_log_probs(
+    options: argparse.Namespace, dtype: Any, chosen: list[list[int]]
+) -> list[list[float]]:
     """Of all tokens but the first, computed by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    model: Any = (
+        AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    )
     found = []
     with torch.inference_mode():
         for tokens in chosen:
@@ -107,7 +152,9 @@ def sync(args: Any, engine: Any, tensors: list[tuple[str, Any]], number: int) ->
 
     settings = WeightSyncSettings.from_args(args)
     transport = create_transport(settings, colocated_host=True)
-    report = sync_weights(settings, iter(tensors), [engine], transport, f"0.{number}", is_sender=True)
+    report = sync_weights(
+        settings, iter(tensors), [engine], transport, f"0.{number}", is_sender=True
+    )
     run(transport.close())
     assert report is not None
     return {
@@ -119,7 +166,9 @@ def sync(args: Any, engine: Any, tensors: list[tuple[str, Any]], number: int) ->
     }
 
 
-async def answer_all(options: argparse.Namespace, engine: Any, concurrency: int, vocab: int) -> float:
+async def answer_all(
+    options: argparse.Namespace, engine: Any, concurrency: int, vocab: int
+) -> float:
     """Output tokens/s of ``concurrency`` requests at a time."""
     rng = random.Random(2)
     places = asyncio.Semaphore(concurrency)
@@ -127,7 +176,11 @@ async def answer_all(options: argparse.Namespace, engine: Any, concurrency: int,
     async def one() -> int:
         body = {
             "input_ids": [rng.randrange(vocab) for _ in range(options.input_tokens)],
-            "sampling_params": {"max_new_tokens": options.output_tokens, "temperature": 1.0, "ignore_eos": True},
+            "sampling_params": {
+                "max_new_tokens": options.output_tokens,
+                "temperature": 1.0,
+                "ignore_eos": True,
+            },
             "return_logprob": True,
         }
         async with places:
@@ -139,7 +192,9 @@ async def answer_all(options: argparse.Namespace, engine: Any, concurrency: int,
     return sum(counts) / (time.perf_counter() - start)
 
 
-def measure(options: argparse.Namespace, precision: str, vocab: int, expected: list[list[float]]) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, precision: str, vocab: int, expected: list[list[float]]
+) -> dict[str, Any]:
     import torch
 
     from slime.engines.handle import EngineHandle
@@ -197,7 +252,9 @@ def main() -> None:
     vocab = int(json.loads((options.model / "config.json").read_text())["vocab_size"])
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     expected = plain_log_probs(options, dtype, sequences(options, vocab))
-    rows = [measure(options, precision, vocab, expected) for precision in options.precisions.split(",")]
+    rows = [
+        measure(options, precision, vocab, expected) for precision in options.precisions.split(",")
+    ]
     for row in rows:
         print(row, flush=True)
     by_name = {row["precision"]: row for row in rows}
@@ -213,7 +270,9 @@ def main() -> None:
     if {"bfloat16", "fp8"} <= by_name.keys():
         rates = [name for name in rows[0] if name.startswith("tokens_per_second_")]
         result["fp8_over_bfloat16"] = {
-            name.removeprefix("tokens_per_second_"): round(by_name["fp8"][name] / by_name["bfloat16"][name], 3)
+            name.removeprefix("tokens_per_second_"): round(
+                by_name["fp8"][name] / by_name["bfloat16"][name], 3
+            )
             for name in rates
         }
         print(f"tokens/s of fp8 over bfloat16 by concurrency: {result['fp8_over_bfloat16']}")

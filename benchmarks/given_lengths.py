@@ -1,7 +1,8 @@
 """Answers of given lengths, the same on both sides of ``verl_step.py``.
 
-The lengths are in the environment variable :data:`LENGTHS`: ``1024``, or ``log-normal:512:4096`` for a long tail with
-median 512 (sigma 1), cut at 4096. This file imports neither slime nor verl before it is asked for an answer.
+The lengths are in the environment variable :data:`LENGTHS`: ``1024``, or ``log-normal:512:4096``
+for a long tail with median 512 (sigma 1), cut at 4096. This file imports neither slime nor verl
+before it is asked for an answer.
 """
 
 from __future__ import annotations
@@ -26,17 +27,25 @@ def longest(lengths: str) -> int:
     """
     kind, *numbers = lengths.split(":")
     wanted = numbers if kind == "log-normal" and len(numbers) == 2 else [kind, *numbers]
-    if len(wanted) != 1 + (kind == "log-normal") or not all(word.isdigit() and int(word) > 0 for word in wanted):
-        raise ValueError(f"{lengths!r} are no lengths: give a number of tokens, or log-normal:MEDIAN:LONGEST")
+    if len(wanted) != 1 + (kind == "log-normal") or not all(
+        word.isdigit() and int(word) > 0 for word in wanted
+    ):
+        raise ValueError(
+            f"{lengths!r} are no lengths: give a number of tokens, or log-normal:MEDIAN:LONGEST"
+        )
     return int(wanted[-1])
 
 
 def length(lengths: str, number: int) -> int:
-    """Tokens of the answer to sample ``number``: its row times the group size, plus its place in the group."""
+    """Tokens of the answer to sample ``number``: its row times the group size, plus its place in
+    the group.
+    """
     if not lengths.startswith("log-normal:"):
         return int(lengths)
     median, cut = map(int, lengths.split(":")[1:])
-    return max(1, min(int(median * math.exp(random.Random(f"length {number}").gauss(0.0, 1.0))), cut))
+    return max(
+        1, min(int(median * math.exp(random.Random(f"length {number}").gauss(0.0, 1.0))), cut)
+    )
 
 
 class Limits(TypedDict):

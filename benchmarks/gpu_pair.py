@@ -1,4 +1,5 @@
-"""Megatron with SGLang on two GPUs: one run of the quickstart's task, or of a model with experts, and its figures.
+"""Megatron with SGLang on two GPUs: one run of the quickstart's task, or of a model with experts,
+and its figures.
 
     python benchmarks/gpu_pair.py colocated --model SMOLLM2_WITH_4_KV_HEADS --output DIR
     python benchmarks/gpu_pair.py async-killed --model MODEL --output DIR
@@ -14,9 +15,10 @@
 | resumed | as colocated, from the last snapshot of apart | as colocated |
 | routing, routing-off | Megatron, one GPU | SGLang on the same one; some answers are continued in the next rollout |
 
-``routing`` asks the engine once more for the experts of each finished sample, all tokens in one request, and compares
-them with those that the run collected, apart for samples that were continued: where rows are at wrong positions, they
-agree by chance only. Flags behind ``--`` go to ``train.py`` last. The last line is JSON.
+``routing`` asks the engine once more for the experts of each finished sample, all tokens in one
+request, and compares them with those that the run collected, apart for samples that were continued:
+where rows are at wrong positions, they agree by chance only. Flags behind ``--`` go to ``train.py``
+last. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -48,9 +50,20 @@ TP2 = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
 ON_BOTH = ("--actor-num-gpus-per-node", 2, "--colocate", "--rollout-num-gpus-per-engine", 2)
 ONE_EACH = ("--actor-num-gpus-per-node", 1, "--rollout-num-gpus", 1)
 MEGATRON = ("--train-backend", "megatron")
-TOLERANT = ("--use-fault-tolerance", "--rollout-health-check-interval", 5, "--rollout-health-check-timeout", 20)
+TOLERANT = (
+    "--use-fault-tolerance",
+    "--rollout-health-check-interval",
+    5,
+    "--rollout-health-check-timeout",
+    20,
+)
 ASYNC = ("--async-buffer-size", 2, "--rollout-function-path", POOL)
-CONTINUED = ("--partial-rollout", "--over-sampling-batch-size", 16, "--no-skip-zero-advantage-groups")
+CONTINUED = (
+    "--partial-rollout",
+    "--over-sampling-batch-size",
+    16,
+    "--no-skip-zero-advantage-groups",
+)
 ROUTING = (*MEGATRON, "--actor-num-gpus-per-node", 1, "--colocate", *CONTINUED)
 RUNS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "colocated": ("train.py", (*MEGATRON, *TP2, *ON_BOTH, "--use-router")),
@@ -63,21 +76,34 @@ RUNS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 STEPS = {"colocated": 30, "colocated-fsdp": 30, "apart": 10, "async-killed": 24, "resumed": 16}
 KILLED_AFTER = 2  # steps
-UNEQUAL = "log-normal:48:192"  # tokens of the answers of routing: some are not done when a rollout has enough
+# tokens of the answers of routing: some are not done when a rollout has enough
+UNEQUAL = "log-normal:48:192"
 
 
 def parse_options() -> argparse.Namespace:
     words = sys.argv[1:]
-    own, flags = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    own, flags = (
+        (words[: words.index("--")], words[words.index("--") + 1 :])
+        if "--" in words
+        else (words, [])
+    )
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=sorted(RUNS))
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--output", type=Path, default=Path("/tmp/gpu_pair"), help="folder for the runs and figures")
     parser.add_argument(
-        "--steps", type=int, help="default: 30, 10 (apart), 16 (resumed), 24 (async-killed), 6 (routing)"
+        "--output", type=Path, default=Path("/tmp/gpu_pair"), help="folder for the runs and figures"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="default: 30, 10 (apart), 16 (resumed), 24 (async-killed), 6 (routing)",
     )
     parser.add_argument("--seconds", type=float, default=300.0, help="the run is ended after this")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial of the script")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial of the script"
+    )
     options = parser.parse_args(own)
     options.flags = flags
     options.model, options.output = options.model.resolve(), options.output.resolve()
@@ -107,7 +133,13 @@ def command(options: argparse.Namespace) -> list[str]:
     flags += ["--train-dtype", dtype, "--rollout-dtype", dtype, "--rollout-backend", "sglang"]
     flags += ["--run-name", options.what, "--phase-timeout", int(options.seconds), *own]
     if options.device == "cuda":
-        flags += ["--sglang-attention-backend", "triton", "--sglang-mem-fraction-static", 0.4, "--no-compile-layers"]
+        flags += [
+            "--sglang-attention-backend",
+            "triton",
+            "--sglang-mem-fraction-static",
+            0.4,
+            "--no-compile-layers",
+        ]
         flags += ["--sglang-cuda-graph-max-bs-decode", 64, "--sglang-disable-prefill-cuda-graph"]
         flags += ["--sglang-max-total-tokens", 131072]
     else:
@@ -127,7 +159,9 @@ def command(options: argparse.Namespace) -> list[str]:
 
 
 def without_evaluation(flags: list[Any]) -> list[Any]:
-    """The flags up to ``--eval-prompt-data``, with what follows its two values, and without an interval."""
+    """The flags up to ``--eval-prompt-data``, with what follows its two values, and without an
+    interval.
+    """
     at = flags.index("--eval-prompt-data")
     flags = flags[:at] + flags[at + 3 :]
     at = flags.index("--eval-interval")
@@ -135,11 +169,18 @@ def without_evaluation(flags: list[Any]) -> list[Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The run to its end; when it is late, it is asked to end, then killed with all that it started."""
+    """The run to its end; when it is late, it is asked to end, then killed with all that it
+    started.
+    """
     folder, mark = options.output / options.what, uuid.uuid4().hex
     shutil.rmtree(folder, ignore_errors=True)
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, MARK: mark, "PYTHONPATH": path, "ROUTING_FILE": str(options.output / "routing_rows.jsonl")}
+    env = {
+        **os.environ,
+        MARK: mark,
+        "PYTHONPATH": path,
+        "ROUTING_FILE": str(options.output / "routing_rows.jsonl"),
+    }
     env[LENGTHS] = UNEQUAL
     words = command(options)
     print(" ".join(words), flush=True)
@@ -152,8 +193,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             code = child.wait(0.25)
             break
         except subprocess.TimeoutExpired:
-            if options.what == "async-killed" and "killed_at" not in found and len(steps_of(folder)) >= KILLED_AFTER:
-                found |= {"killed_processes": kill_engine(mark), "killed_at": round(time.time() - started, 1)}
+            if (
+                options.what == "async-killed"
+                and "killed_at" not in found
+                and len(steps_of(folder)) >= KILLED_AFTER
+            ):
+                found |= {
+                    "killed_processes": kill_engine(mark),
+                    "killed_at": round(time.time() - started, 1),
+                }
     if code is None:
         print(f"not done after {options.seconds:.0f} s", flush=True)
         child.send_signal(signal.SIGTERM)
@@ -183,7 +231,9 @@ def kill_engine(mark: str) -> int:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl that belong to steps; a last line that is not complete yet is left out."""
+    """The rows of metrics.jsonl that belong to steps; a last line that is not complete yet is left
+    out.
+    """
     file = folder / "metrics.jsonl"
     lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
     return [row for row in map(json.loads, lines) if "rollout/step" in row]
@@ -204,7 +254,9 @@ def figures(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any
         "steps": [row["rollout/step"] for row in rows],
         "rewards": [round(float(row.get("rollout/raw_reward") or 0.0), 3) for row in rows],
         "times": h200_train.times(rows),
-        "memory_gib": {phase: used.get("device") for phase, used in h200_train.memory(rows).items()},
+        "memory_gib": {
+            phase: used.get("device") for phase, used in h200_train.memory(rows).items()
+        },
         "logprob_gap": over("train/train_rollout_logprob_abs_diff"),
         "audit_gap": over("perf/audit_logprob_diff", max),
         "staleness_max": over("rollout/staleness/max", max),
@@ -217,9 +269,12 @@ def figures(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any
         result |= {name: said.get(name) for name in ("accuracy_before", "accuracy_after")}
     if options.what == "async-killed":
         kill = load(BENCHMARKS / "kill_engine.py")
-        shutil.copytree(options.output / options.what, options.output / "outputs" / "run", dirs_exist_ok=True)
+        shutil.copytree(
+            options.output / options.what, options.output / "outputs" / "run", dirs_exist_ok=True
+        )
         result["events"] = [
-            (round(event["time"] - found["started"], 1), event["said"]) for event in kill.timeline(options.output)
+            (round(event["time"] - found["started"], 1), event["said"])
+            for event in kill.timeline(options.output)
         ]
     if options.what == "routing":
         result["routes"] = routes(options.output / "routing_rows.jsonl")
@@ -227,7 +282,9 @@ def figures(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any
 
 
 def routes(file: Path) -> dict[str, Any]:
-    """Share of routes that the engine gives again when it is asked for all tokens of a sample at once."""
+    """Share of routes that the engine gives again when it is asked for all tokens of a sample at
+    once.
+    """
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     shares: dict[str, Any] = {}
     for name, chosen in (
@@ -236,7 +293,9 @@ def routes(file: Path) -> dict[str, Any]:
     ):
         rows = sum(line["rows"] for line in chosen)
         for key in ("same", "shifted"):
-            shares[f"{name}_{key}"] = round(sum(line[key] for line in chosen) / rows, 4) if rows else None
+            shares[f"{name}_{key}"] = (
+                round(sum(line[key] for line in chosen) / rows, 4) if rows else None
+            )
         shares[f"{name}_samples"] = len(chosen)
     return shares
 

@@ -1,13 +1,16 @@
-"""The measurements of a GPU machine in one call: parts in sequence, each with a deadline; a short table at the end.
+"""The measurements of a GPU machine in one call: parts in sequence, each with a deadline; a short
+table at the end.
 
     python benchmarks/h200.py --parts mfu,rollout,colocate --output results
     python benchmarks/h200.py --parts curve,step --smollm2 FOLDER --gsm8k train.jsonl --output results
     python benchmarks/h200.py --parts mfu,start,adapter,mfu_experts_gpus --at-once 4 --output results
 
-With ``--at-once`` parts for one GPU run on as many GPUs at the same time, and parts for several GPUs after them, so the
-seconds of a start, which need many CPU cores, are those of a busy machine. A part that fails or hangs costs its own
-figures only. The table goes to the terminal, all figures to
-``h200_<parts>.json``, the end of every part's output to ``h200_<parts>.log``. The last line is JSON.
+With ``--at-once`` parts for one GPU run on as many GPUs at the same time, and parts for several
+GPUs after them, so the seconds of a start, which need many CPU cores, are those of a busy machine.
+A part that fails or hangs costs its own figures only. The table goes to the terminal, all figures
+to
+``h200_<parts>.json``, the end of every part's output to ``h200_<parts>.log``. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ class Part:
     show: Callable[[Figures], str]
 
 
-def script(name: str, *words: Any, flags: tuple[Any, ...] = ()) -> Callable[[argparse.Namespace, Path], list[Any]]:
+def script(
+    name: str, *words: Any, flags: tuple[Any, ...] = ()
+) -> Callable[[argparse.Namespace, Path], list[Any]]:
     """One of the scripts; ``flags`` are the trainer's."""
 
     def command(options: argparse.Namespace, folder: Path) -> list[Any]:
@@ -63,11 +68,20 @@ def trial(options: argparse.Namespace) -> list[str]:
     return ["--device", "cpu", "--tiny"] if options.device == "cpu" else []
 
 
-def several_gpus(*words: Any, flags: tuple[Any, ...] = ()) -> Callable[[argparse.Namespace, Path], list[Any]]:
+def several_gpus(
+    *words: Any, flags: tuple[Any, ...] = ()
+) -> Callable[[argparse.Namespace, Path], list[Any]]:
     """``train_mfu.py`` under torchrun; ``flags`` are the trainer's."""
 
     def command(options: argparse.Namespace, folder: Path) -> list[Any]:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", options.gpus]
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            options.gpus,
+        ]
         measured = [BENCHMARKS / "train_mfu.py", *words, "--output", folder, *trial(options)]
         return [*launch, *measured, *(("--", *flags) if flags else ())]
 
@@ -75,7 +89,11 @@ def several_gpus(*words: Any, flags: tuple[Any, ...] = ()) -> Callable[[argparse
 
 
 def curve(options: argparse.Namespace, folder: Path) -> list[Any]:
-    return [*script("h200_train.py", "curve", "--seconds", 260)(options, folder), "--model", options.smollm2]
+    return [
+        *script("h200_train.py", "curve", "--seconds", 260)(options, folder),
+        "--model",
+        options.smollm2,
+    ]
 
 
 def step(options: argparse.Namespace, folder: Path) -> list[Any]:
@@ -93,7 +111,11 @@ def kill_engine(options: argparse.Namespace, folder: Path) -> list[Any]:
 
 
 def cuda_tests(options: argparse.Namespace, folder: Path) -> list[Any]:
-    tests = [CHECKOUT / "tests" / "backends", CHECKOUT / "tests" / "models", CHECKOUT / "tests" / "weights"]
+    tests = [
+        CHECKOUT / "tests" / "backends",
+        CHECKOUT / "tests" / "models",
+        CHECKOUT / "tests" / "weights",
+    ]
     flags = ["-m", "cuda", "-q", "-p", "no:cacheprovider", "--rootdir", CHECKOUT, "--tb=short"]
     return [sys.executable, "-m", "pytest", *flags, *tests]
 
@@ -101,8 +123,9 @@ def cuda_tests(options: argparse.Namespace, folder: Path) -> list[Any]:
 def show_mfu(f: Figures) -> str:
     expected = f["expected_gib"]
     return (
-        f"MFU {f['train_mfu']:.1%}, log-probs {f['log_probs_mfu']:.1%} of {f['matmul_tflops']} TFLOP/s; "
-        f"{f['train_tokens_per_gpu_per_second']:.0f} tokens/s/GPU; peak {f['peak_gib']} GiB, must {expected['sum']}"
+        f"MFU {f['train_mfu']:.1%}, log-probs {f['log_probs_mfu']:.1%} of {f['matmul_tflops']} "
+        f"TFLOP/s; {f['train_tokens_per_gpu_per_second']:.0f} tokens/s/GPU; peak {f['peak_gib']} "
+        f"GiB, must {expected['sum']}"
     )
 
 
@@ -112,29 +135,41 @@ def show_step(f: Figures) -> str:
     share = t["generation_and_training_share"]
     return (
         f"{f['steps']} steps, exit {f['exit_code']}; {t['step_seconds']:.2f} s: {phases} other "
-        f"{t['other_seconds']:.2f}; audit {t['audit_seconds']:.2f} apart; generation + training {share:.1%}"
+        f"{t['other_seconds']:.2f}; audit {t['audit_seconds']:.2f} apart; generation + training "
+        f"{share:.1%}"
     )
 
 
 def show_start(f: Figures) -> str:
     runs = {name.replace("_", " "): f[name] for name in ("empty_caches", "filled_caches")}
-    return "first step ended after " + ", ".join(f"{r['first_step_at_seconds']} s ({name})" for name, r in runs.items())
+    return "first step ended after " + ", ".join(
+        f"{r['first_step_at_seconds']} s ({name})" for name, r in runs.items()
+    )
 
 
 def show_curve(f: Figures) -> str:
-    rewards = " ".join(f"{reward:.2f}" for reward in f["rewards"][:: max(len(f["rewards"]) // 10, 1)])
-    return f"reward {rewards}; held out {f['accuracy_before']} -> {f['accuracy_after']}; {show_step(f)}"
+    rewards = " ".join(
+        f"{reward:.2f}" for reward in f["rewards"][:: max(len(f["rewards"]) // 10, 1)]
+    )
+    return (
+        f"reward {rewards}; held out {f['accuracy_before']} -> {f['accuracy_after']}; "
+        f"{show_step(f)}"
+    )
 
 
 def show_colocate(f: Figures) -> str:
     return (
-        f"engine {f['engine_gb']} GB -> {f['residue_gb']} GB; release + resume {f['release_and_resume_seconds']} s; "
-        f"same text {f['text_equal']}; grown {f['grown_gb']} GB"
+        f"engine {f['engine_gb']} GB -> {f['residue_gb']} GB; release + resume "
+        f"{f['release_and_resume_seconds']} s; same text {f['text_equal']}; grown {f['grown_gb']} "
+        "GB"
     )
 
 
 def show_rollout(f: Figures) -> str:
-    return f"{f['ours_tokens_per_second']:.0f} / {f['raw_tokens_per_second']:.0f} tokens/s: ratio {f['ratio']:.3f}"
+    return (
+        f"{f['ours_tokens_per_second']:.0f} / {f['raw_tokens_per_second']:.0f} tokens/s: ratio "
+        f"{f['ratio']:.3f}"
+    )
 
 
 def show_any(f: Figures) -> str:
@@ -145,16 +180,34 @@ MEGATRON = ("--backend", "megatron")
 EXPERTS = (*MEGATRON, "--tokens", 8192, "--recompute", "--shape")
 IN_BF16 = ("--grad-reduce-in-bf16",)
 EP4 = ("--expert-model-parallel-size", 4, "--use-distributed-optimizer", *IN_BF16)
-EXPERTS_OF_FSDP = ("--bf16-master-weights", "--optimizer-8bit", "--no-fsdp-reshard-after-forward", *IN_BF16)
+EXPERTS_OF_FSDP = (
+    "--bf16-master-weights",
+    "--optimizer-8bit",
+    "--no-fsdp-reshard-after-forward",
+    *IN_BF16,
+)
 NOTHING_OFFLOADED = ("--no-offload-train", "--sglang-mem-fraction-static", 0.35)
 ADAPTER = ("--lora-rank", 16, "--lora-sync", "adapter")
-FEW_SAMPLES = ("--rollout-batch-size", 8, "--n-samples-per-prompt", 8, "--response-tokens", 256, "--steps", 2)
+FEW_SAMPLES = (
+    "--rollout-batch-size",
+    8,
+    "--n-samples-per-prompt",
+    8,
+    "--response-tokens",
+    256,
+    "--steps",
+    2,
+)
 TP2 = ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--use-distributed-optimizer")
 PARTS: dict[str, Part] = {
     "cuda_tests": Part(150, cuda_tests, show_any),
     "mfu": Part(240, script("train_mfu.py"), show_mfu),
-    "mfu_4_micro_batches": Part(240, script("train_mfu.py", "--micro-batches", 4, "--steps", 3), show_mfu),
-    "mfu_not_compiled": Part(200, script("train_mfu.py", "--no-compile", "--recompute", "--steps", 3), show_mfu),
+    "mfu_4_micro_batches": Part(
+        240, script("train_mfu.py", "--micro-batches", 4, "--steps", 3), show_mfu
+    ),
+    "mfu_not_compiled": Part(
+        200, script("train_mfu.py", "--no-compile", "--recompute", "--steps", 3), show_mfu
+    ),
     "mfu_gpus": Part(300, several_gpus(), show_mfu),
     "mfu_megatron": Part(300, script("train_mfu.py", *MEGATRON), show_mfu),
     "mfu_megatron_experts": Part(
@@ -186,11 +239,23 @@ PARTS: dict[str, Part] = {
     "colocate": Part(240, script("colocate.py"), show_colocate),
     "curve": Part(300, curve, show_curve),
     "step": Part(520, step, show_step),
-    "start": Part(560, script("h200_train.py", "start", *NOTHING_OFFLOADED, "--seconds", 260), show_start),
+    "start": Part(
+        560, script("h200_train.py", "start", *NOTHING_OFFLOADED, "--seconds", 260), show_start
+    ),
     "adapter": Part(
         400,
         script(
-            *("h200_train.py", "step", "--shape", "qwen3-8b", "--steps", 3, "--seconds", 380, *ADAPTER),
+            *(
+                "h200_train.py",
+                "step",
+                "--shape",
+                "qwen3-8b",
+                "--steps",
+                3,
+                "--seconds",
+                380,
+                *ADAPTER,
+            ),
             *(*NOTHING_OFFLOADED, "--no-offload-rollout"),
         ),
         show_step,
@@ -198,15 +263,38 @@ PARTS: dict[str, Part] = {
     "adapter_32b": Part(
         560,
         script(
-            *("h200_train.py", "step", "--shape", "qwen3-32b", "--seconds", 540, *ADAPTER, *FEW_SAMPLES),
-            *("--gradient-checkpointing", "--max-tokens-per-gpu", 4096, "--sglang-mem-fraction-static", 0.6),
+            *(
+                "h200_train.py",
+                "step",
+                "--shape",
+                "qwen3-32b",
+                "--seconds",
+                540,
+                *ADAPTER,
+                *FEW_SAMPLES,
+            ),
+            *(
+                "--gradient-checkpointing",
+                "--max-tokens-per-gpu",
+                4096,
+                "--sglang-mem-fraction-static",
+                0.6,
+            ),
         ),
         show_step,
     ),
     "step_delta_nets": Part(
         560,
         script(
-            *("h200_train.py", "step", "--shape", "qwen3.5-4b-served", "--seconds", 540, *FEW_SAMPLES),
+            *(
+                "h200_train.py",
+                "step",
+                "--shape",
+                "qwen3.5-4b-served",
+                "--seconds",
+                540,
+                *FEW_SAMPLES,
+            ),
             *("--max-tokens-per-gpu", 8192, "--sglang-mem-fraction-static", 0.7),
         ),
         show_step,
@@ -217,14 +305,24 @@ PARTS: dict[str, Part] = {
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", required=True, help=f"comma-separated: {', '.join(PARTS)}")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the table's figures and logs")
-    parser.add_argument("--work", type=Path, help="folder for what the parts leave; default: a temporary one")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the table's figures and logs"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder for what the parts leave; default: a temporary one"
+    )
     parser.add_argument("--seconds", type=float, default=580.0, help="for all parts together")
     parser.add_argument("--gpus", type=int, default=4, help="of the parts with several")
     parser.add_argument(
-        "--at-once", type=int, default=1, metavar="N", help="parts for one GPU at a time, each on its own"
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="parts for one GPU at a time, each on its own",
     )
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct, for `curve`")
     parser.add_argument("--gsm8k", type=Path, help="rows of GSM8K, for `step`")
@@ -242,9 +340,11 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def run_part(name: str, options: argparse.Namespace, folder: Path, seconds: float, gpu: str | None = None) -> Figures:
-    """Its figures, how it ended and how long it took; never raises for what the part does. It sees ``gpu`` only, or all
-    if that is None."""
+def run_part(
+    name: str, options: argparse.Namespace, folder: Path, seconds: float, gpu: str | None = None
+) -> Figures:
+    """Its figures, how it ended and how long it took; never raises for what the part does. It sees
+    ``gpu`` only, or all if that is None."""
     part = PARTS[name]
     log = folder / "output.log"
     folder.mkdir(parents=True, exist_ok=True)
@@ -252,7 +352,9 @@ def run_part(name: str, options: argparse.Namespace, folder: Path, seconds: floa
     started = time.monotonic()
     mark = f"{os.getpid()}-{name}"
     env = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", ""), str(CHECKOUT)]).strip(os.pathsep)
+    env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", ""), str(CHECKOUT)]).strip(
+        os.pathsep
+    )
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpu
     if name.endswith("_gpus"):
@@ -261,7 +363,9 @@ def run_part(name: str, options: argparse.Namespace, folder: Path, seconds: floa
         command = list(map(str, part.command(options, folder)))
         file.write((" ".join(command) + "\n").encode())
         file.flush()
-        child = subprocess.Popen(command, cwd=folder, env=env, stdout=file, stderr=file, start_new_session=True)
+        child = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=file, stderr=file, start_new_session=True
+        )
         try:
             status = f"exit {child.wait(limit)}"
         except subprocess.TimeoutExpired:
@@ -272,7 +376,9 @@ def run_part(name: str, options: argparse.Namespace, folder: Path, seconds: floa
 
 
 def end_all(child: subprocess.Popen[bytes], mark: str, gpu: str | None) -> None:
-    """The part and whatever it left behind: first asked, then killed. They carry the part's mark."""
+    """The part and whatever it left behind: first asked, then killed. They carry the part's
+    mark.
+    """
     import psutil
 
     left = [process for process in psutil.process_iter() if _carries(process, mark)]
@@ -296,10 +402,17 @@ def _carries(process: Any, mark: str) -> bool:
 
 
 def wait_for_memory(gpu: str | None) -> None:
-    """The next part on this GPU (None: on all of them) measures memory: wait until the last one's is back."""
+    """The next part on this GPU (None: on all of them) measures memory: wait until the last one's
+    is back.
+    """
     if shutil.which("nvidia-smi") is None:
         return
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", *(["-i", gpu] if gpu else [])]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+        *(["-i", gpu] if gpu else []),
+    ]
     until = time.monotonic() + MEMORY_SECONDS
     while time.monotonic() < until:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()
@@ -326,7 +439,10 @@ def keep(options: argparse.Namespace, work: Path, results: dict[str, Figures]) -
     (options.output / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
     with open(options.output / f"{stem}.log", "w", encoding="utf-8") as file:
         for name in results:
-            for log in [work / name / "output.log", *sorted((work / name).glob("**/engine*.log"))[:2]]:
+            for log in [
+                work / name / "output.log",
+                *sorted((work / name).glob("**/engine*.log"))[:2],
+            ]:
                 if log.is_file():
                     text = log.read_text(encoding="utf-8", errors="replace")[-LOG_BYTES:]
                     file.write(f"===== {name}: {log.relative_to(work)}\n{text}\n")
@@ -367,7 +483,9 @@ def main() -> None:
 
     several = [name for name in options.parts if name.endswith("_gpus")]
     with ThreadPoolExecutor(options.at_once) as pool:
-        list(pool.map(measure_on_a_free_gpu, [name for name in options.parts if name not in several]))
+        list(
+            pool.map(measure_on_a_free_gpu, [name for name in options.parts if name not in several])
+        )
     for name in several:
         measure(name)
     results = {name: results[name] for name in options.parts}
@@ -382,7 +500,9 @@ def main() -> None:
 
 def _short(figures: Figures | None) -> Figures | None:
     """Without what is long: it is in the file."""
-    return figures and {name: value for name, value in figures.items() if len(json.dumps(value)) < 700}
+    return figures and {
+        name: value for name, value in figures.items() if len(json.dumps(value)) < 700
+    }
 
 
 if __name__ == "__main__":

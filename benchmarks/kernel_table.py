@@ -1,4 +1,6 @@
-"""A piece of work by kernel, as torch's profiler sees it: a table of milliseconds, by kind and by name."""
+"""A piece of work by kernel, as torch's profiler sees it: a table of milliseconds, by kind and by
+name.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ WIDTH = 110
 def kernel_table(work: Callable[[], Any], rows: int = 30) -> str:
     """Run ``work`` once under the profiler, and return milliseconds and launches of its kernels.
 
-    ``busy`` is the time in which at least one kernel ran, ``span`` the time from the first kernel to the last.
+    ``busy`` is the time in which at least one kernel ran, ``span`` the time from the first kernel
+    to the last.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+    ) as profiler:
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -42,7 +47,11 @@ def kernel_table(work: Callable[[], Any], rows: int = 30) -> str:
                 spans.append((event.time_range.start, event.time_range.end))
                 kernels[event.name][0] += event.time_range.end - event.time_range.start
                 kernels[event.name][1] += 1
-        elif event.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"):
+        elif event.name in (
+            "cudaStreamSynchronize",
+            "cudaDeviceSynchronize",
+            "cudaEventSynchronize",
+        ):
             waits += 1
     if not spans:
         return "no kernels ran on a GPU\n"
@@ -51,11 +60,16 @@ def kernel_table(work: Callable[[], Any], rows: int = 30) -> str:
         kind = next((kind for kind, pattern in KINDS if re.search(pattern, name)), "rest")
         kinds[kind][0] += microseconds
         kinds[kind][1] += count
-    lines = [f"span {_span(spans) / 1e3:.1f} ms, busy {_busy(spans) / 1e3:.1f} ms, the host waited {waits} times"]
+    lines = [
+        f"span {_span(spans) / 1e3:.1f} ms, busy {_busy(spans) / 1e3:.1f} ms, the host waited "
+        f"{waits} times"
+    ]
     for title, found in (("kind", kinds), ("kernel", kernels)):
         lines.append(f"{'ms':>9} {'launches':>9}  {title}")
         ordered = sorted(found.items(), key=lambda item: -item[1][0])[:rows]
-        lines += [f"{time / 1e3:9.2f} {count:9.0f}  {name[:WIDTH]}" for name, (time, count) in ordered]
+        lines += [
+            f"{time / 1e3:9.2f} {count:9.0f}  {name[:WIDTH]}" for name, (time, count) in ordered
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -3,11 +3,12 @@
     python benchmarks/kill_engine.py                                  # two GPUs, SGLang, NCCL
     python benchmarks/kill_engine.py --device cpu --shape tiny        # anywhere, embedded engine
 
-Runs ``train.py --use-fault-tolerance`` with its trainer on one GPU and one engine on each other. In the update after
-rollout 1 an engine gets SIGKILL at the third bucket, in that after rollout 3 SIGSTOP: all of its processes, from
-within the trainer, so that its half of the broadcast is under way. Prints what happened when, checks that every
-prompt group was trained exactly once, that the audit of each update passed and that no process is left, and ends
-with one line of JSON (``"ok": true``). Exits with 1 otherwise.
+Runs ``train.py --use-fault-tolerance`` with its trainer on one GPU and one engine on each other. In
+the update after rollout 1 an engine gets SIGKILL at the third bucket, in that after rollout 3
+SIGSTOP: all of its processes, from within the trainer, so that its half of the broadcast is under
+way. Prints what happened when, checks that every prompt group was trained exactly once, that the
+audit of each update passed and that no process is left, and ends with one line of JSON (``"ok":
+true``). Exits with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -147,14 +148,22 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=540.0, help="seconds for the whole run")
-    parser.add_argument("--sync-minutes", type=int, default=1, help="deadline of one bucket (SIGSTOP waits for it)")
-    parser.add_argument("--output", help="folder for model, logs and metrics; default: a temporary one")
-    parser.add_argument("--attention-backend", default="triton", help="SGLang's; triton is in every build of it")
+    parser.add_argument(
+        "--sync-minutes", type=int, default=1, help="deadline of one bucket (SIGSTOP waits for it)"
+    )
+    parser.add_argument(
+        "--output", help="folder for model, logs and metrics; default: a temporary one"
+    )
+    parser.add_argument(
+        "--attention-backend", default="triton", help="SGLang's; triton is in every build of it"
+    )
     parser.add_argument("flags", nargs="*", help="more flags of train.py, after --")
     return parser.parse_args()
 
@@ -162,7 +171,11 @@ def parse() -> argparse.Namespace:
 def command(options: argparse.Namespace, folder: Path, model: Path) -> list[str]:
     hooks, prompts = folder / "hooks.py", folder / "prompts.jsonl"
     hooks.write_text(HOOKS.replace("MARKNAME", MARK))
-    prompts.write_text("".join(json.dumps({"prompt": f"Write {i}.", "label": str(i)}) + "\n" for i in range(8 * STEPS)))
+    prompts.write_text(
+        "".join(
+            json.dumps({"prompt": f"Write {i}.", "label": str(i)}) + "\n" for i in range(8 * STEPS)
+        )
+    )
     flags: list[object] = [
         "--hf-checkpoint", model, "--prompt-data", prompts, "--apply-chat-template",
         "--custom-rm-path", f"{hooks}:reward", "--rollout-data-postprocess-path", f"{hooks}:in_trainer",
@@ -174,7 +187,12 @@ def command(options: argparse.Namespace, folder: Path, model: Path) -> list[str]
     ]  # fmt: skip
     if options.device == "cuda":
         flags += ["--rollout-backend", "sglang", "--update-weight-buffer-size", 64 * 2**20]
-        flags += ["--sglang-attention-backend", options.attention_backend, "--sglang-mem-fraction-static", 0.3]
+        flags += [
+            "--sglang-attention-backend",
+            options.attention_backend,
+            "--sglang-mem-fraction-static",
+            0.3,
+        ]
         flags += ["--sglang-disable-cuda-graph", "--no-compile-layers"]
     else:
         flags += ["--rollout-backend", "embedded", "--update-weight-buffer-size", 20000]
@@ -189,7 +207,11 @@ def run(options: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any
     start = time.time()
     with open(folder / "output.txt", "wb") as output:
         process = subprocess.Popen(
-            command(options, folder, model), cwd=folder, env=environment, stdout=output, stderr=output
+            command(options, folder, model),
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=output,
         )
         try:
             code: int | None = process.wait(options.timeout)
@@ -206,7 +228,12 @@ def run(options: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any
     for process in left:
         process.kill()
     print((folder / "output.txt").read_text(errors="replace")[-6000:])
-    return {"exit_code": code, "seconds": time.time() - start, "start": start, "left_processes": names}
+    return {
+        "exit_code": code,
+        "seconds": time.time() - start,
+        "start": start,
+        "left_processes": names,
+    }
 
 
 def alive(mark: str) -> list[psutil.Process]:
@@ -232,12 +259,16 @@ def judge(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
     events = timeline(folder)
     for event in events:
         more = {key: value for key, value in event.items() if key not in ("time", "event")}
-        print(f"  {event['time'] - result['start']:8.2f} s  {event['event']:<22} {json.dumps(more) if more else ''}")
+        print(
+            f"  {event['time'] - result['start']:8.2f} s  {event['event']:<22} "
+            f"{json.dumps(more) if more else ''}"
+        )
     out = folder / "outputs" / "run"
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "rollout/step" in row]
     groups = [
-        sorted({row["group_index"] for row in read_samples(file)}) for file in sample_files(out, "rollout").values()
+        sorted({row["group_index"] for row in read_samples(file)})
+        for file in sample_files(out, "rollout").values()
     ]
     checks = {
         "run ended well": result["exit_code"] == 0,
@@ -258,10 +289,14 @@ def timeline(folder: Path) -> list[dict[str, Any]]:
     notes = folder / "events.jsonl"
     events = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
     log = folder / "outputs" / "run" / "logs" / "rollout-manager.log"
-    pattern = re.compile(r"^(\S+ \S+),(\d+) slime\.cluster\.\S+ \w+ (engine \d+ .*?(?:is lost|is up again|serves).*)$")
+    pattern = re.compile(
+        r"^(\S+ \S+),(\d+) slime\.cluster\.\S+ \w+ (engine \d+ .*?(?:is lost|is up again|serves).*)$"
+    )
     for line in log.read_text(errors="replace").splitlines() if log.exists() else []:
         if match := pattern.match(line):
-            when = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1000
+            when = (
+                datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1000
+            )
             events.append({"time": when, "event": "manager", "said": match[3][:200]})
     return sorted(events, key=lambda event: float(event["time"]))
 
@@ -273,7 +308,11 @@ def waits(events: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         if event["event"] not in ("SIGKILL", "SIGSTOP"):
             continue
         after = {}
-        for what, words in (("noticed_s", "is lost"), ("up_again_s", "is up again"), ("serves_s", " serves")):
+        for what, words in (
+            ("noticed_s", "is lost"),
+            ("up_again_s", "is up again"),
+            ("serves_s", " serves"),
+        ):
             times = [e["time"] for e in events[i:] if words in e.get("said", "")]
             if times:
                 after[what] = times[0] - event["time"]

@@ -1,4 +1,6 @@
-"""How long ranks in lock step take for a rollout, over the ideal: ``python benchmarks/packing.py``."""
+"""How long ranks in lock step take for a rollout, over the ideal: ``python
+benchmarks/packing.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from collections.abc import Callable
 from slime.data.balance import forward_flops
 from slime.data.schedule import PackingSettings, build_dp_schedule
 
-# samples, data-parallel ranks, mean of the lengths before they are cut, token budget, tokens of a shared prompt
+# samples, data-parallel ranks, mean of the lengths before they are cut, token budget, tokens of a
+# shared prompt
 SHAPES = (
     (256, 8, 4000, 16384, 0),
     (512, 64, 4000, 16384, 0),
@@ -27,7 +30,10 @@ def measure(
 ) -> tuple[float, float, float, float]:
     """Tokens over the ideal, FLOPs over the ideal, micro-batches per rank, CPU seconds."""
     count, ranks, mean, cap, prompt = shape
-    lengths = [prompt + min(cap - prompt, max(64, int(draw.lognormvariate(math.log(mean), 0.6)))) for _ in range(count)]
+    lengths = [
+        prompt + min(cap - prompt, max(64, int(draw.lognormvariate(math.log(mean), 0.6))))
+        for _ in range(count)
+    ]
     settings = PackingSettings(dynamic=True, max_tokens=cap, balanced=balance)
     start = time.process_time()
     partitions, micro_batches, counts, _ = build_dp_schedule(
@@ -49,7 +55,9 @@ def measure(
     return ratios[0], ratios[1], float(counts[0]), seconds
 
 
-def _cost(members: list[int], lengths: list[int], prompt: int, cost_of: Callable[[int], float]) -> float:
+def _cost(
+    members: list[int], lengths: list[int], prompt: int, cost_of: Callable[[int], float]
+) -> float:
     repeated = len(members) - len({i // GROUP_SIZE for i in members}) if prompt else 0
     return float(sum(cost_of(lengths[i]) for i in members) - repeated * cost_of(prompt))
 
@@ -62,10 +70,12 @@ def main() -> None:
         draw = random.Random(0)
         for shape in SHAPES:
             runs = [measure(shape, balance, draw) for _ in range(options.draws)]
-            tokens, flops, count, seconds = (sum(column) / len(runs) for column in zip(*runs, strict=True))
+            tokens, flops, count, seconds = (
+                sum(column) / len(runs) for column in zip(*runs, strict=True)
+            )
             print(
-                f"{shape}: balance_data {balance}: tokens {tokens:.3f}, FLOPs {flops:.3f} times the ideal; "
-                f"{count:.1f} micro-batches per rank, {seconds:.2f} s of CPU time"
+                f"{shape}: balance_data {balance}: tokens {tokens:.3f}, FLOPs {flops:.3f} times "
+                f"the ideal; {count:.1f} micro-batches per rank, {seconds:.2f} s of CPU time"
             )
 
 

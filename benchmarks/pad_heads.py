@@ -2,10 +2,11 @@
 
     python benchmarks/pad_heads.py --model models/SmolLM2-135M-Instruct --kv-heads 4 --output models/SmolLM2-4-kv-heads
 
-Tensor parallelism divides heads, and SmolLM2-135M has 9 query and 3 key-value heads, which two ranks cannot share. The
-copy has more groups of heads, 12 and 4 for instance. All rows and columns of an added head are zero: its values are
-zero, and so is its part of the output projection. The gradients of all of them are zero as well (each has a factor that
-is zero), so training does not change them either.
+Tensor parallelism divides heads, and SmolLM2-135M has 9 query and 3 key-value heads, which two
+ranks cannot share. The copy has more groups of heads, 12 and 4 for instance. All rows and columns
+of an added head are zero: its values are zero, and so is its part of the output projection. The
+gradients of all of them are zero as well (each has a factor that is zero), so training does not
+change them either.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ def pad_heads(model: Path, output: Path, kv_heads: int) -> Path:
         for path in model.glob(pattern):
             if not path.name.endswith(".index.json"):
                 shutil.copyfile(path, output / path.name)
-    config |= {"num_attention_heads": query_heads, "num_key_value_heads": kv_heads, "head_dim": size}
+    config |= {
+        "num_attention_heads": query_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": size,
+    }
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
@@ -60,7 +65,8 @@ def pad_heads(model: Path, output: Path, kv_heads: int) -> Path:
 def grown(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """The tensor with zeros behind it in one dimension.
 
-    A query head's group is its number divided by the heads of a group, so heads added at the end change no other group.
+    A query head's group is its number divided by the heads of a group, so heads added at the end
+    change no other group.
     """
     shape = list(tensor.shape)
     shape[dim] = size - shape[dim]
@@ -68,8 +74,12 @@ def grown(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint in Hugging Face's format")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="folder of a checkpoint in Hugging Face's format"
+    )
     parser.add_argument("--kv-heads", type=int, required=True, help="key-value heads of the copy")
     parser.add_argument("--output", type=Path, required=True, help="folder of the copy")
     options = parser.parse_args()

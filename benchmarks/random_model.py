@@ -1,9 +1,10 @@
-"""A Hugging Face folder in the shape of a public model, with random weights and a tokenizer made here.
+"""A Hugging Face folder in the shape of a public model, with random weights and a tokenizer made
+here.
 
     python benchmarks/random_model.py --shape qwen3-4b --output /tmp/qwen3-4b
 
-For measurements of speed: nothing is downloaded. The tokenizer takes one token per byte; its other entries are
-made-up words, which only a model produces.
+For measurements of speed: nothing is downloaded. The tokenizer takes one token per byte; its other
+entries are made-up words, which only a model produces.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 QWEN3 = dict(
-    head_dim=128, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=40960, vocab_size=151936
+    head_dim=128,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=40960,
+    vocab_size=151936,
 )
 SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the public models
     "qwen3-0.6b": dict(
@@ -47,15 +53,24 @@ SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the public mode
         tie_word_embeddings=True, **{**QWEN3, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 2048},
     ),
 }  # fmt: skip
-SHAPES["tiny-experts"] = {**SHAPES["tiny"], "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
-SHAPES["small-experts-10-layers"] = {  # as many experts and as wide heads as qwen3-30b-a3b, but 0.5 billion parameters
+SHAPES["tiny-experts"] = {
+    **SHAPES["tiny"],
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+# as many experts and as wide heads as qwen3-30b-a3b, but 0.5 billion parameters
+SHAPES["small-experts-10-layers"] = {
     **SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1024,
     "moe_intermediate_size": 256, "num_attention_heads": 8, "vocab_size": 512, "max_position_embeddings": 2048,
 }  # fmt: skip
-SHAPES["qwen3-8b-8-layers"] = {**SHAPES["qwen3-8b"], "num_hidden_layers": 8}  # float32 masters fit in 80 GB
-SHAPES["qwen3-30b-a3b-10-layers"] = {**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10}  # as much as 141 GB train
+# float32 masters fit in 80 GB
+SHAPES["qwen3-8b-8-layers"] = {**SHAPES["qwen3-8b"], "num_hidden_layers": 8}
+# as much as 141 GB train
+SHAPES["qwen3-30b-a3b-10-layers"] = {**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10}
 SHAPE_FAMILIES = ("qwen3", "qwen3_moe")  # the model types of SHAPES
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' config class, and what differs from its defaults
+# transformers' config class, and what differs from its defaults
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-20b-4-layers": (  # 24 layers in the public model: as much as one GPU trains
         "GptOssConfig", dict(num_hidden_layers=4, num_local_experts=32, swiglu_limit=7.0),
     ),
@@ -80,8 +95,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' config clas
     ),
 }  # fmt: skip
 # As much as 80 GB train. Fewer whole periods of the layers: the kinds keep their proportions.
-FAMILIES["gpt-oss-20b-2-layers"] = ("GptOssConfig", {**FAMILIES["gpt-oss-20b-4-layers"][1], "num_hidden_layers": 2})
-FAMILIES["qwen3.5-4b-16-layers"] = ("Qwen3_5TextConfig", {**FAMILIES["qwen3.5-4b"][1], "num_hidden_layers": 16})
+FAMILIES["gpt-oss-20b-2-layers"] = (
+    "GptOssConfig",
+    {**FAMILIES["gpt-oss-20b-4-layers"][1], "num_hidden_layers": 2},
+)
+FAMILIES["qwen3.5-4b-16-layers"] = (
+    "Qwen3_5TextConfig",
+    {**FAMILIES["qwen3.5-4b"][1], "num_hidden_layers": 16},
+)
 # The entries of the tokenizer for images and videos, and how config.json calls them.
 MEDIA = {
     "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
@@ -95,18 +116,28 @@ PROCESSOR = {
 
 
 def _served(shape: str, mrope_section: list[int]) -> tuple[str, dict[str, Any]]:
-    """Qwen3.5 as the public checkpoints have it, with a small vision part: SGLang has no class for the text alone."""
-    text = {"vocab_size": 248320, **FAMILIES[shape][1], "tie_word_embeddings": True, "mamba_ssm_dtype": "float32"}
+    """Qwen3.5 as the public checkpoints have it, with a small vision part: SGLang has no class for
+    the text alone.
+    """
+    text = {
+        "vocab_size": 248320,
+        **FAMILIES[shape][1],
+        "tie_word_embeddings": True,
+        "mamba_ssm_dtype": "float32",
+    }
     text["rope_parameters"] = dict(
         rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_interleaved=True,
         mrope_section=mrope_section,
     )  # fmt: skip
     vision = dict(
         depth=2, hidden_size=64, intermediate_size=128, num_heads=2, out_hidden_size=text["hidden_size"],
-        patch_size=14, num_position_embeddings=100, deepstack_visual_indexes=[],  # SGLang's default is Qwen3-VL's
+        # SGLang's default is Qwen3-VL's
+        patch_size=14, num_position_embeddings=100, deepstack_visual_indexes=[],
     )  # fmt: skip
     ids = {name: text["vocab_size"] - len(MEDIA) + i for i, name in enumerate(MEDIA)}
-    return "Qwen3_5Config", dict(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    return "Qwen3_5Config", dict(
+        text_config=text, vision_config=vision, tie_word_embeddings=True, **ids
+    )
 
 
 FAMILIES["qwen3.5-4b-served"] = _served("qwen3.5-4b", [11, 11, 10])
@@ -138,11 +169,14 @@ def make_config(shape: str) -> Any:
 
 
 def write_config(shape: str, output: Path) -> Any:
-    """Write what a folder has beside weights; with a vision part, also a processor. Returns the config."""
+    """Write what a folder has beside weights; with a vision part, also a processor. Returns the
+    config.
+    """
     config = make_config(shape)
     config.save_pretrained(output)
     served = hasattr(config, "vision_config")
-    last = ["<|endoftext|>", *MEDIA.values()] if served else []  # transformers' tokenizer of Qwen3.5 adds the first
+    # transformers' tokenizer of Qwen3.5 adds the first
+    last = ["<|endoftext|>", *MEDIA.values()] if served else []
     _write_tokenizer(config.get_text_config().vocab_size, output, last)
     if served:
         (output / "processor_config.json").write_text(json.dumps(PROCESSOR))
@@ -150,7 +184,9 @@ def write_config(shape: str, output: Path) -> Any:
 
 
 def write_model(shape: str, output: Path, seed: int = 0, weights: bool = True) -> Path:
-    """Write config, tokenizer and with ``weights`` bf16 weights; a folder that is complete is left as it is."""
+    """Write config, tokenizer and with ``weights`` bf16 weights; a folder that is complete is left
+    as it is.
+    """
     if (output / "complete").exists():
         return output
     output.mkdir(parents=True, exist_ok=True)
@@ -204,7 +240,9 @@ def _write_weights(config: Any, output: Path, seed: int) -> None:
             tensor = tensor.to(torch.bfloat16)
         else:
             tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            tensor = tensor.normal_(0.0, config.get_text_config().initializer_range, generator=generator).cpu()
+            tensor = tensor.normal_(
+                0.0, config.get_text_config().initializer_range, generator=generator
+            ).cpu()
         pending[name] = tensor
         size += tensor.nbytes
         total += tensor.nbytes
@@ -223,7 +261,9 @@ def checkpoint_shapes(config: Any) -> dict[str, tuple[int, ...]]:
         return _shapes_of_transformers(config)
     c = config
     heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c.vocab_size, c.hidden_size)
+    }
     for i in range(c.num_hidden_layers):
         layer = f"model.layers.{i}"
         for name, shape in {
@@ -242,7 +282,10 @@ def checkpoint_shapes(config: Any) -> dict[str, tuple[int, ...]]:
         if experts:
             shapes[f"{layer}.mlp.gate.weight"] = (experts, c.hidden_size)
         for mlp in [f"{layer}.mlp.experts.{e}" for e in range(experts)] or [f"{layer}.mlp"]:
-            shapes[f"{mlp}.gate_proj.weight"] = shapes[f"{mlp}.up_proj.weight"] = (width, c.hidden_size)
+            shapes[f"{mlp}.gate_proj.weight"] = shapes[f"{mlp}.up_proj.weight"] = (
+                width,
+                c.hidden_size,
+            )
             shapes[f"{mlp}.down_proj.weight"] = (c.hidden_size, width)
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
@@ -262,8 +305,9 @@ def _without_memory(config: Any) -> Any:
 def initial_vectors(config: Any) -> dict[str, Any]:
     """The vectors of norms and of recurrent layers as transformers initializes them.
 
-    A norm that multiplies by 1 + weight begins with zeros. With ones, each norm doubles what it returns, and rounding
-    to bfloat16 changes the log-probs of a model of 32 layers four times as much.
+    A norm that multiplies by 1 + weight begins with zeros. With ones, each norm doubles what it
+    returns, and rounding to bfloat16 changes the log-probs of a model of 32 layers four times as
+    much.
     """
     model = _without_memory(config)
     found: dict[str, Any] = {}
@@ -272,7 +316,10 @@ def initial_vectors(config: Any) -> dict[str, Any]:
         if own and all(tensor.dim() == 1 for tensor in own.values()):
             module.to_empty(device="cpu", recurse=False)
             model._init_weights(module)
-            found |= {f"{prefix}.{name}": tensor.detach() for name, tensor in module.named_parameters(recurse=False)}
+            found |= {
+                f"{prefix}.{name}": tensor.detach()
+                for name, tensor in module.named_parameters(recurse=False)
+            }
     return found
 
 
@@ -280,11 +327,15 @@ def _shapes_of_transformers(config: Any) -> dict[str, tuple[int, ...]]:
     """Of the families whose tensors in memory are those on disk."""
     model = _without_memory(config)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    return {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=[*SHAPES, *FAMILIES], default="qwen3-4b")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,12 +1,13 @@
-"""``slime replay`` and ``slime verify`` on GPUs: a run that records, its steps again, and models against the CPU.
+"""``slime replay`` and ``slime verify`` on GPUs: a run that records, its steps again, and models
+against the CPU.
 
     python benchmarks/replay_step.py --output /tmp/replay                  # one GPU, the shape of Qwen3-0.6B
     python benchmarks/replay_step.py --output /tmp/replay --gpus 2         # also on two data-parallel ranks
     python benchmarks/replay_step.py --output /tmp/replay --device cpu --tiny
 
-Two runs of three steps, one with --deterministic; of each, the last step is replayed twice. Then cut-down models are
-verified on FSDP and, with --verify, on others: ``--verify "openai/gpt-oss-20b --backend megatron"``. A part that fails
-costs its own figures only. The last line is JSON.
+Two runs of three steps, one with --deterministic; of each, the last step is replayed twice. Then
+cut-down models are verified on FSDP and, with --verify, on others: ``--verify "openai/gpt-oss-20b
+--backend megatron"``. A part that fails costs its own figures only. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,12 +33,20 @@ STEPS = 3
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-0.6b", help="of benchmarks/random_model.py")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of the machine; the run itself uses one")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu for a trial of the script")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="GPUs of the machine; the run itself uses one"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu for a trial of the script"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and batch, for a trial")
-    parser.add_argument("--verify", action="append", default=[], metavar="WORDS", help="words of slime verify")
+    parser.add_argument(
+        "--verify", action="append", default=[], metavar="WORDS", help="words of slime verify"
+    )
     parser.add_argument("--seconds", type=float, default=180.0, help="the deadline of each part")
     parser.add_argument("--output", type=Path, default=Path("/tmp/replay_step"))
     options = parser.parse_args()
@@ -78,7 +87,11 @@ def train(options: argparse.Namespace, model: Path, data: Path, name: str, *flag
         "--save", f"saved-{name}", "--save-interval", 1, "--save-keep-last", 2, "--dump-details", f"details-{name}",
         "--output-dir", options.output, "--run-name", name, "--phase-timeout", options.seconds, *flags,
     )  # fmt: skip
-    print(f"{name}: exit code {code} after {seconds:.0f} s" + ("" if code == 0 else "\n" + said[-3000:]), flush=True)
+    print(
+        f"{name}: exit code {code} after {seconds:.0f} s"
+        + ("" if code == 0 else "\n" + said[-3000:]),
+        flush=True,
+    )
     return options.output / name
 
 
@@ -103,7 +116,12 @@ def replay(options: argparse.Namespace, run: Path, *words: object) -> dict[str, 
 def verify(options: argparse.Namespace, words: str) -> dict[str, Any]:
     code, said, seconds = command(options, "verify", *words.split())
     print(said[-1200:], flush=True)
-    return {"words": words, "code": code, "seconds": round(seconds, 1), "said": said.splitlines()[-12:]}
+    return {
+        "words": words,
+        "code": code,
+        "seconds": round(seconds, 1),
+        "said": said.splitlines()[-12:],
+    }
 
 
 def main() -> None:
@@ -112,15 +130,27 @@ def main() -> None:
     if not model.is_dir():
         write_model(options.shape, model)
     data, _ = make_products(options.output / "data", seed=1)
-    result: dict[str, Any] = {"shape": options.shape, "device": options.device, "replays": [], "verified": []}
+    result: dict[str, Any] = {
+        "shape": options.shape,
+        "device": options.device,
+        "replays": [],
+        "verified": [],
+    }
     for name, flags in (("plain", ()), ("deterministic", ("--deterministic",))):
         run = train(options, model, data, name, *flags)
-        for words in [[], [], *([["--actor-num-gpus-per-node", 2]] if options.gpus > 1 or options.tiny else [])]:
+        for words in [
+            [],
+            [],
+            *([["--actor-num-gpus-per-node", 2]] if options.gpus > 1 or options.tiny else []),
+        ]:
             one = {"run": name, **replay(options, run, *words)}
             print(json.dumps(one), flush=True)
             result["replays"].append(one)
-        shutil.rmtree(options.output / f"saved-{name}", ignore_errors=True)  # 7 GiB for each snapshot
-    (options.output / "config.json").write_text(json.dumps({"model_type": "qwen3"} | SHAPES["qwen3-4b"]))
+        # 7 GiB for each snapshot
+        shutil.rmtree(options.output / f"saved-{name}", ignore_errors=True)
+    (options.output / "config.json").write_text(
+        json.dumps({"model_type": "qwen3"} | SHAPES["qwen3-4b"])
+    )
     for words in [f"{options.output} --engine embedded", *options.verify]:
         result["verified"].append(verify(options, words))
     (options.output / "replay_step.json").write_text(json.dumps(result, indent=1) + "\n")

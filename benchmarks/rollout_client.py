@@ -1,20 +1,23 @@
-"""What the rollout loop itself costs, next to a bare load generator: milliseconds of CPU per sample.
+"""What the rollout loop itself costs, next to a bare load generator: milliseconds of CPU per
+sample.
 
     python benchmarks/rollout_client.py                       # 512 samples of 1024 tokens, 256 at a time
 
-A server in a process of its own answers every request after ``--delay`` seconds with the same ``--new`` tokens and
-log-probs, as SGLang would. The bare generator sends the same bodies over the same kind of connection and throws the
-bytes away. What the loop adds (tokenising, decoding, samples, rewards, bookkeeping) is CPU time of the client: at
-``--rate`` output tokens/s of real engines it is this share of one core, and it only slows generation down as far as
-it keeps a finished request from being followed by the next.
+A server in a process of its own answers every request after ``--delay`` seconds with the same
+``--new`` tokens and log-probs, as SGLang would. The bare generator sends the same bodies over the
+same kind of connection and throws the bytes away. What the loop adds (tokenising, decoding,
+samples, rewards, bookkeeping) is CPU time of the client: at ``--rate`` output tokens/s of real
+engines it is this share of one core, and it only slows generation down as far as it keeps a
+finished request from being followed by the next.
 
-With ``--workers N`` the loop hands its groups to N rollout workers (``--rollout-workers``; 0: none), and the CPU of
-this process, which is then the rollout manager's, stands beside that of the workers. With ``--delay 0`` the time on the
-clock is the rate at which N processes read answers.
+With ``--workers N`` the loop hands its groups to N rollout workers (``--rollout-workers``; 0:
+none), and the CPU of this process, which is then the rollout manager's, stands beside that of the
+workers. With ``--delay 0`` the time on the clock is the rate at which N processes read answers.
 
-``--engines N`` stands for N engines behind the router: the loop has N times ``--concurrency`` requests in flight.
-With the CPU time of each process and the memory that its samples take, this is how the cost of a rollout grows with the
-engines, the samples and their length. ``--rollouts 1 --no-bare`` leaves out what only the comparison needs.
+``--engines N`` stands for N engines behind the router: the loop has N times ``--concurrency``
+requests in flight. With the CPU time of each process and the memory that its samples take, this is
+how the cost of a rollout grows with the engines, the samples and their length. ``--rollouts 1
+--no-bare`` leaves out what only the comparison needs.
 """
 
 from __future__ import annotations
@@ -55,23 +58,45 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--engines", type=int, default=1, help="simulated engines (default: 1)")
-    parser.add_argument("--concurrency", type=int, default=256, help="requests in flight of each engine (default: 256)")
-    parser.add_argument("--rollouts", type=int, default=2, help="of which the last one counts (default: 2)")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=256,
+        help="requests in flight of each engine (default: 256)",
+    )
+    parser.add_argument(
+        "--rollouts", type=int, default=2, help="of which the last one counts (default: 2)"
+    )
     parser.add_argument("--no-bare", action="store_true", help="without the bare load generator")
     parser.add_argument("--prompt", type=int, default=256, help="tokens per prompt")
     parser.add_argument("--new", type=int, default=1024, help="tokens per answer")
     parser.add_argument("--delay", type=float, default=4.0, help="seconds until an answer")
     parser.add_argument("--workers", type=int, default=0, help="rollout workers")
-    parser.add_argument("--rate", type=float, default=15660.0, help="output tokens/s of real engines to compare with")
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=15660.0,
+        help="output tokens/s of real engines to compare with",
+    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def command(options: argparse.Namespace) -> list[str]:
-    return [sys.executable, __file__, "--serve", "--new", str(options.new), "--delay", str(options.delay)]
+    return [
+        sys.executable,
+        __file__,
+        "--serve",
+        "--new",
+        str(options.new),
+        "--delay",
+        str(options.delay),
+    ]
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -80,12 +105,20 @@ def serve(options: argparse.Namespace) -> None:
 
     draw = random.Random(0)
     # Engines send log-probs that are exact in float32, which samples keep in four bytes.
-    scored = [[float(np.float32(-3 * draw.random())), draw.randrange(4, 60), None] for _ in range(options.new)]
-    meta: dict[str, Any] = {"output_token_logprobs": scored, "finish_reason": {"type": "length", "length": options.new}}
+    scored = [
+        [float(np.float32(-3 * draw.random())), draw.randrange(4, 60), None]
+        for _ in range(options.new)
+    ]
+    meta: dict[str, Any] = {
+        "output_token_logprobs": scored,
+        "finish_reason": {"type": "length", "length": options.new},
+    }
     meta |= {"weight_version": "0.1", "prompt_tokens": options.prompt, "cached_tokens": 0}
     meta |= {"completion_tokens": options.new, "id": "0" * 32, "e2e_latency": options.delay}
     text = " ".join(f"w{token}" for _, token, _ in scored)
-    body = json.dumps({"text": text, "output_ids": [token for _, token, _ in scored], "meta_info": meta}).encode()
+    body = json.dumps(
+        {"text": text, "output_ids": [token for _, token, _ in scored], "meta_info": meta}
+    ).encode()
 
     async def generate(request: web.Request) -> web.Response:
         await request.read()
@@ -115,7 +148,9 @@ def measure(options: argparse.Namespace, url: str, folder: Path) -> dict[str, An
                 _, bare_wall, bare_cpu = timed(bare(options, url))
             before, memory = [cpu_seconds(process) for process in workers], private_bytes(own)
             output, loop_wall, loop_cpu = timed(loop(args, rollout_id, source))
-            used = [cpu_seconds(process) - since for process, since in zip(workers, before, strict=True)]
+            used = [
+                cpu_seconds(process) - since for process, since in zip(workers, before, strict=True)
+            ]
             memory = private_bytes(own) - memory
             del output
         peaks = [round(peak_bytes(process) / 2**20) for process in (own, *workers)]
@@ -188,7 +223,13 @@ async def bare(options: argparse.Namespace, url: str) -> None:
     import aiohttp
 
     ids = [4 + i % 56 for i in range(options.prompt)]
-    body = json.dumps({"input_ids": ids, "sampling_params": {"max_new_tokens": options.new}, "return_logprob": True})
+    body = json.dumps(
+        {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": options.new},
+            "return_logprob": True,
+        }
+    )
     limit = asyncio.Semaphore(options.engines * options.concurrency)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -220,7 +261,9 @@ def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, A
 
     inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", eos_token="w1").save_pretrained(
+        folder
+    )
     LlamaConfig(vocab_size=64).save_pretrained(folder)
     words = " ".join(f"w{4 + i % 56}" for i in range(options.prompt))
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": words, "label": "1"}) + "\n")
@@ -231,7 +274,8 @@ def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, A
         "--rollout-max-response-len", str(options.new), "--sglang-server-concurrency", str(options.concurrency),
         "--rollout-num-gpus", "1", "--train-backend", "fsdp", "--rollout-backend", "embedded", "--no-deterministic",
     ])  # fmt: skip
-    args = args.with_values(rollout_num_gpus=options.engines)  # the flag refuses more than this machine can run
+    # the flag refuses more than this machine can run
+    args = args.with_values(rollout_num_gpus=options.engines)
     args.sglang_router_ip, port = url.removeprefix("http://").split(":")
     args.sglang_router_port = int(port)
     init_http_client(args)
@@ -241,15 +285,22 @@ def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, A
 
 def show(options: argparse.Namespace, result: dict[str, Any]) -> None:
     in_flight = options.engines * options.concurrency
-    print(f"{options.samples} samples of {options.new} tokens, {in_flight} at a time, {options.delay} s each")
+    print(
+        f"{options.samples} samples of {options.new} tokens, {in_flight} at a time, "
+        f"{options.delay} s each"
+    )
     for name in ("loop",) if options.no_bare else ("bare", "loop"):
         wall, cpu = result[f"{name}_wall_s"], result[f"{name}_cpu_ms_per_sample"]
         print(f"  {name:<5}{wall:8.2f} s on the clock {cpu:8.2f} ms of CPU per sample")
     if options.workers:
-        print(f"  {options.workers} workers{result['workers_cpu_ms_per_sample']:19.2f} ms of CPU per sample, together")
+        print(
+            f"  {options.workers} workers{result['workers_cpu_ms_per_sample']:19.2f} ms of CPU "
+            "per sample, together"
+        )
     busiest, every = result["busiest_cpu_us_per_token"], result["all_cpu_us_per_token"]
-    print(f"  per token {busiest:.3f} µs of CPU of the busiest process, {every:.3f} of all, and "
-          f"{result['kept_bytes_per_token']:.1f} bytes in this one; peaks {result['peak_mib']} MiB")  # fmt: skip
+    print(
+        f"  per token {busiest:.3f} µs of CPU of the busiest process, {every:.3f} of all, and "
+        f"{result['kept_bytes_per_token']:.1f} bytes in this one; peaks {result['peak_mib']} MiB")  # fmt: skip
     share = result["share_of_a_core_at_rate"]
     print(f"  at {options.rate:.0f} output tokens/s the loop keeps {share:.1%} of one core busy")
 

@@ -1,14 +1,16 @@
-"""What the rollout manager spends per response token between an engine's answer and the trainers' batches.
+"""What the rollout manager spends per response token between an engine's answer and the trainers'
+batches.
 
     python benchmarks/rollout_data.py                                   # 512 samples of 8,192 tokens
     python benchmarks/rollout_data.py --samples 2048 --tokens 9500      # a step of 19M tokens
 
-All figures are CPU time of one process (two cores shared with other work change them little), except for the longest
-time for which the event loop did not answer, which is wall time: once while a rollout is completed with all samples in
-the pool (the state for a snapshot is taken on the event loop), once while another thread converts and splits them.
-On a busy machine compare with the same figure of an idle loop.
-Memory is that of the samples, with 5.5 bytes of text for each token, and that of the parts of all ranks, which are made
-one after the other.
+All figures are CPU time of one process (two cores shared with other work change them little),
+except for the longest time for which the event loop did not answer, which is wall time: once while
+a rollout is completed with all samples in the pool (the state for a snapshot is taken on the event
+loop), once while another thread converts and splits them. On a busy machine compare with the same
+figure of an idle loop.
+Memory is that of the samples, with 5.5 bytes of text for each token, and that of the parts of all
+ranks, which are made one after the other.
 ``--lists`` reads every field once before the conversion, as hooks that look at the samples do.
 """
 
@@ -68,11 +70,21 @@ def main() -> None:
     leaves = [sample for group in groups for sample in group]
     timed("pack", lambda: [sample.pack() for sample in leaves if hasattr(sample, "pack")])
     asyncio.run(stalls(args, groups, result, timed, options.lists))
-    result["convert_staleness_split"] = sum(result[name] for name in ("convert", "staleness", "split"))
+    result["convert_staleness_split"] = sum(
+        result[name] for name in ("convert", "staleness", "split")
+    )
     result["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     for name, value in result.items():
-        unit = "ms" if name.startswith("loop") else "GiB" if name.endswith("gib") else "µs of CPU per token"
-        print(f"{name:28s} {value:9.3f} {unit if not name.endswith('_bytes') else 'bytes per token'}")
+        unit = (
+            "ms"
+            if name.startswith("loop")
+            else "GiB"
+            if name.endswith("gib")
+            else "µs of CPU per token"
+        )
+        print(
+            f"{name:28s} {value:9.3f} {unit if not name.endswith('_bytes') else 'bytes per token'}"
+        )
     print(json.dumps({"samples": options.samples, "tokens": options.tokens, **result}))
 
 
@@ -81,11 +93,15 @@ def private_bytes() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=8192, help="of each response")
     parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks")
-    parser.add_argument("--lists", action="store_true", help="hooks read all per-token fields before the conversion")
+    parser.add_argument(
+        "--lists", action="store_true", help="hooks read all per-token fields before the conversion"
+    )
     return parser.parse_args()
 
 
@@ -109,19 +125,34 @@ def make_groups(options: argparse.Namespace) -> list[list[Any]]:
     messages = [{"role": "user", "content": "How much is 2 + 2? " * 40}]
     return [
         [
-            Sample(group_index=i // GROUP, index=i + k, prompt=messages, label="4", metadata={"tags": ["a"]})
+            Sample(
+                group_index=i // GROUP,
+                index=i + k,
+                prompt=messages,
+                label="4",
+                metadata={"tags": ["a"]},
+            )
             for k in range(GROUP)
         ]
         for i in range(0, options.samples, GROUP)
     ]
 
 
-def fill(options: argparse.Namespace, args: Any, groups: list[list[Any]], result: dict[str, float]) -> None:
+def fill(
+    options: argparse.Namespace, args: Any, groups: list[list[Any]], result: dict[str, float]
+) -> None:
     """Append one answer to each sample, as it comes out of the JSON parser."""
     draw = random.Random(0)
     # Engines send log-probs that are exact in float32, which samples keep in four bytes.
-    scored = [[float(np.float32(-3 * draw.random())), draw.randrange(150_000), None] for _ in range(options.tokens)]
-    meta = {"finish_reason": {"type": "stop"}, "weight_version": "0.3", "output_token_logprobs": scored}
+    scored = [
+        [float(np.float32(-3 * draw.random())), draw.randrange(150_000), None]
+        for _ in range(options.tokens)
+    ]
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "weight_version": "0.3",
+        "output_token_logprobs": scored,
+    }
     body = orjson.dumps({"text": "The answer " * (options.tokens // 2), "meta_info": meta})
     used = parsing = 0.0
     for group in groups:
@@ -141,9 +172,15 @@ def fill(options: argparse.Namespace, args: Any, groups: list[list[Any]], result
 
 
 async def stalls(
-    args: Any, groups: list[list[Any]], result: dict[str, float], timed: Callable[..., Any], lists: bool
+    args: Any,
+    groups: list[list[Any]],
+    result: dict[str, float],
+    timed: Callable[..., Any],
+    lists: bool,
 ) -> None:
-    """The longest time for which it stood still: while a rollout was completed, and while it was converted."""
+    """The longest time for which it stood still: while a rollout was completed, and while it was
+    converted.
+    """
     longest = [0.0]
 
     async def beat() -> None:
@@ -171,8 +208,14 @@ async def stalls(
     await measured("loop_stood_still_completing", complete)
     if lists:
         leaves = flatten(groups)
-        timed("hooks_read_lists", lambda: [(s.tokens, s.loss_mask, s.rollout_log_probs) for s in leaves])
-    await measured("loop_stood_still_converting", lambda: in_thread(lambda: convert(args, groups, timed, result)))
+        timed(
+            "hooks_read_lists",
+            lambda: [(s.tokens, s.loss_mask, s.rollout_log_probs) for s in leaves],
+        )
+    await measured(
+        "loop_stood_still_converting",
+        lambda: in_thread(lambda: convert(args, groups, timed, result)),
+    )
     task.cancel()
 
 
@@ -199,7 +242,9 @@ async def in_thread(call: Callable[[], None]) -> None:
     thread.join()
 
 
-def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any], result: dict[str, float]) -> None:
+def convert(
+    args: Any, groups: list[list[Any]], timed: Callable[..., Any], result: dict[str, float]
+) -> None:
     """Everything of ``RolloutManager.generate`` that looks at tokens."""
     samples = flatten(groups)
 
@@ -209,7 +254,9 @@ def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any], resul
 
     def split() -> None:  # one part after the other, as the manager puts them into the object store
         parts = each_part(PackingSettings.from_args(args), data, args.rollout_num_gpus)
-        result["split_bytes"] = sum(map(array_bytes, parts)) / sum(sample.response_length for sample in samples)
+        result["split_bytes"] = sum(map(array_bytes, parts)) / sum(
+            sample.response_length for sample in samples
+        )
 
     timed("metrics", lambda: rollout_metrics(args, samples, 1.0))
     data = timed("convert", lambda: samples_to_train_data(args, groups))
@@ -218,7 +265,11 @@ def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any], resul
 
 
 def array_bytes(part: Mapping[str, Any]) -> int:
-    arrays = [array for value in part.values() for array in (value if isinstance(value, Ragged) else [value])]
+    arrays = [
+        array
+        for value in part.values()
+        for array in (value if isinstance(value, Ragged) else [value])
+    ]
     return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 

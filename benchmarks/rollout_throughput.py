@@ -1,11 +1,13 @@
-"""Output tokens a second of slime's rollout loop, over those of raw SGLang under its own load generator.
+"""Output tokens a second of slime's rollout loop, over those of raw SGLang under its own load
+generator.
 
     python benchmarks/rollout_throughput.py --shape qwen3-4b
 
-One server, started as a run starts it. In turn, and in alternating order so that drift cancels: ``generate_rollout``
-over HTTP (data source, tokenizer, log-probs of every token, samples, a reward), and ``sglang.bench_serving`` with the
-same number of requests, lengths, concurrency and request settings (ids in, log-probs out, no stream, ignore EOS).
-No prompt comes twice, caches are flushed before each turn. The last line is JSON.
+One server, started as a run starts it. In turn, and in alternating order so that drift cancels:
+``generate_rollout`` over HTTP (data source, tokenizer, log-probs of every token, samples, a
+reward), and ``sglang.bench_serving`` with the same number of requests, lengths, concurrency and
+request settings (ids in, log-probs out, no stream, ignore EOS). No prompt comes twice, caches are
+flushed before each turn. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,18 +30,31 @@ START_SECONDS = 420.0
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-4b", help="of benchmarks/random_model.py")
     parser.add_argument("--model", type=Path, help="folder of the random model; made where absent")
     parser.add_argument("--requests", type=int, default=512, help="of one turn")
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--input-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=2, help="turns of each, after one short one that warms up")
-    parser.add_argument("--seconds", type=float, default=500.0, help="no new pair of turns begins after this")
-    parser.add_argument("--output", type=Path, default=Path("/tmp/rollout_throughput"), help="folder for logs and JSON")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="turns of each, after one short one that warms up"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=500.0, help="no new pair of turns begins after this"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("/tmp/rollout_throughput"),
+        help="folder for logs and JSON",
+    )
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the script")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape and few tokens, for a trial")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny shape and few tokens, for a trial"
+    )
     options, flags = parser.parse_known_args()
     options.flags = flags  # of train.py
     if options.tiny:
@@ -52,18 +67,50 @@ def parse_options() -> argparse.Namespace:
 def make_args(options: argparse.Namespace, prompts: Path) -> Any:
     from slime.config.parser import load_args
 
-    words = ["--hf-checkpoint", options.model, "--prompt-data", prompts, "--rollout-backend", "sglang"]
-    words += ["--debug-rollout-only", "--rollout-num-gpus", 1, "--rollout-batch-size", options.requests]
-    words += ["--n-samples-per-prompt", 1, "--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages"]
+    words = [
+        "--hf-checkpoint",
+        options.model,
+        "--prompt-data",
+        prompts,
+        "--rollout-backend",
+        "sglang",
+    ]
+    words += [
+        "--debug-rollout-only",
+        "--rollout-num-gpus",
+        1,
+        "--rollout-batch-size",
+        options.requests,
+    ]
+    words += [
+        "--n-samples-per-prompt",
+        1,
+        "--advantage-estimator",
+        "reinforce_plus_plus",
+        "--normalize-advantages",
+    ]
     words += ["--rollout-max-response-len", options.output_tokens]
-    words += ["--sglang-server-concurrency", options.concurrency, "--rm-type", "random", "--num-rollout", 100]
+    words += [
+        "--sglang-server-concurrency",
+        options.concurrency,
+        "--rm-type",
+        "random",
+        "--num-rollout",
+        100,
+    ]
     words += ["--output-dir", options.output / "run"]
     words += ["--rollout-dtype", "bfloat16" if options.device == "cuda" else "float32"]
     if options.device == "cpu":
         words += ["--sglang-device", "cpu", "--sglang-max-total-tokens", 4096]
     else:
-        words += ["--sglang-attention-backend", "triton", "--sglang-cuda-graph-max-bs-decode", options.concurrency]
-        words += ["--sglang-disable-prefill-cuda-graph"]  # 45 s of the start, and no figure here needs them
+        words += [
+            "--sglang-attention-backend",
+            "triton",
+            "--sglang-cuda-graph-max-bs-decode",
+            options.concurrency,
+        ]
+        # 45 s of the start, and no figure here needs them
+        words += ["--sglang-disable-prefill-cuda-graph"]
     return load_args([*map(str, words), *options.flags])
 
 
@@ -107,33 +154,87 @@ class Ours:
         from slime.rollout.base_types import call_rollout_fn
 
         start = time.perf_counter()
-        output: Any = call_rollout_fn(self.function, self.args, self.rollouts, self.source, evaluation=False)
+        output: Any = call_rollout_fn(
+            self.function, self.args, self.rollouts, self.source, evaluation=False
+        )
         seconds = time.perf_counter() - start
         self.rollouts += 1
         samples = flatten(output.samples)
         tokens = sum(sample.response_length for sample in samples)
-        assert all(len(sample.rollout_log_probs or []) == sample.response_length for sample in samples)
-        return {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds, "requests": len(samples)}
+        assert all(
+            len(sample.rollout_log_probs or []) == sample.response_length for sample in samples
+        )
+        return {
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            "requests": len(samples),
+        }
 
 
 def raw_turn(options: argparse.Namespace, url: str, requests: int, seed: int) -> dict[str, float]:
     """``sglang.bench_serving``, in a process of its own."""
     result = options.output / f"bench_serving_{seed}.jsonl"
     result.unlink(missing_ok=True)
-    command: list[Any] = [sys.executable, "-c", _BENCH_SERVING, "--backend", "sglang", "--base-url", url]
-    command += ["--dataset-name", "random-ids", "--num-prompts", requests, "--random-input-len", options.input_tokens]
-    command += ["--random-output-len", options.output_tokens, "--random-range-ratio", 1.0, "--tokenize-prompt"]
-    command += ["--max-concurrency", options.concurrency, "--return-logprob", "--disable-stream", "--disable-tqdm"]
-    command += ["--model", options.model, "--tokenizer", options.model, "--seed", seed, "--output-file", result]
-    command += ["--warmup-requests", 0, "--extra-request-body", json.dumps({"logprob_start_len": -1})]
+    command: list[Any] = [
+        sys.executable,
+        "-c",
+        _BENCH_SERVING,
+        "--backend",
+        "sglang",
+        "--base-url",
+        url,
+    ]
+    command += [
+        "--dataset-name",
+        "random-ids",
+        "--num-prompts",
+        requests,
+        "--random-input-len",
+        options.input_tokens,
+    ]
+    command += [
+        "--random-output-len",
+        options.output_tokens,
+        "--random-range-ratio",
+        1.0,
+        "--tokenize-prompt",
+    ]
+    command += [
+        "--max-concurrency",
+        options.concurrency,
+        "--return-logprob",
+        "--disable-stream",
+        "--disable-tqdm",
+    ]
+    command += [
+        "--model",
+        options.model,
+        "--tokenizer",
+        options.model,
+        "--seed",
+        seed,
+        "--output-file",
+        result,
+    ]
+    command += [
+        "--warmup-requests",
+        0,
+        "--extra-request-body",
+        json.dumps({"logprob_start_len": -1}),
+    ]
     env = dict(os.environ)
     if options.device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     limit = max(60.0, options.seconds)
-    done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=limit)
+    done = subprocess.run(
+        list(map(str, command)), env=env, capture_output=True, text=True, timeout=limit
+    )
     (options.output / f"bench_serving_{seed}.log").write_text(done.stdout + done.stderr)
     if done.returncode or not result.exists():
-        raise RuntimeError(f"bench_serving ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(
+            f"bench_serving ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+        )
     said = json.loads(result.read_text().splitlines()[-1])
     if said["completed"] != requests:
         raise RuntimeError(f"bench_serving completed {said['completed']} of {requests} requests")
@@ -175,7 +276,10 @@ def measure(options: argparse.Namespace, args: Any, engine: Any) -> dict[str, An
     def one(name: str, seed: int, requests: int) -> dict[str, float]:
         run(handle.flush_cache())
         result = ours.turn() if name == "ours" else raw_turn(options, engine.url, requests, seed)
-        print(f"{name:5} {result['tokens_per_second']:9.0f} tokens/s  {result['seconds']:6.1f} s", flush=True)
+        print(
+            f"{name:5} {result['tokens_per_second']:9.0f} tokens/s  {result['seconds']:6.1f} s",
+            flush=True,
+        )
         return result
 
     print("warm-up (not counted)", flush=True)
@@ -190,7 +294,9 @@ def measure(options: argparse.Namespace, args: Any, engine: Any) -> dict[str, An
             turns[name].append(one(name, 1000 + i, options.requests))
     info = run(handle.info())
     medians = {
-        name: statistics.median(turn["tokens_per_second"] for turn in made) for name, made in turns.items() if made
+        name: statistics.median(turn["tokens_per_second"] for turn in made)
+        for name, made in turns.items()
+        if made
     }
     return {
         "benchmark": "rollout_throughput",
@@ -216,12 +322,18 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     write_model(options.shape, options.model)
     prompts = options.output / "prompts.jsonl"
-    write_prompts(prompts, options.repeats * options.requests + options.concurrency, options.input_tokens)
+    write_prompts(
+        prompts, options.repeats * options.requests + options.concurrency, options.input_tokens
+    )
     args = make_args(options, prompts)
     from slime.engines.launch import EngineSettings, plan_engines, start_engine
 
     started = time.perf_counter()
-    engine = start_engine(EngineSettings.from_args(args), plan_engines(args)[0], log_path=options.output / "engine.log")
+    engine = start_engine(
+        EngineSettings.from_args(args),
+        plan_engines(args)[0],
+        log_path=options.output / "engine.log",
+    )
     try:
         engine.wait_ready(START_SECONDS)
         print(f"server up in {time.perf_counter() - started:.0f} s", flush=True)

@@ -1,4 +1,6 @@
-"""Reward function of ``gpu_pair.py routing``: random rewards, and a look at the routes of each sample."""
+"""Reward function of ``gpu_pair.py routing``: random rewards, and a look at the routes of each
+sample.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ from slime.rollout.generate import get_model_url
 
 
 async def compare(args: Any, sample: Sample, **_: object) -> float:
-    """Ask for the experts of all tokens in one request, and note which share of the collected routes is the same.
+    """Ask for the experts of all tokens in one request, and note which share of the collected
+    routes is the same.
 
-    ``same`` and ``shifted`` are sums over tokens and layers of the share of experts in common, the second against the
-    routes of the token before: what agrees by chance.
+    ``same`` and ``shifted`` are sums over tokens and layers of the share of experts in common, the
+    second against the routes of the token before: what agrees by chance.
     """
     held = sample.rollout_routed_experts
     assert held is not None, "the sample has no routes"
@@ -50,5 +53,7 @@ async def compare(args: Any, sample: Sample, **_: object) -> float:
 
 
 def common(one: np.ndarray, other: np.ndarray) -> float:
-    """Sum over ``[rows, layers]`` of the share of the top-k experts that are in both, in whatever order."""
+    """Sum over ``[rows, layers]`` of the share of the top-k experts that are in both, in whatever
+    order.
+    """
     return float((one[..., :, None] == other[..., None, :]).any(-1).mean(-1).sum())

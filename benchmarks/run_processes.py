@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 import psutil
 
 MARK = "SLIME_TEST_RUN"
-"""A variable in the environment of a run, by which all of its processes are found. Verifiers have a reduced environment
-and need ``--verifier-env SLIME_TEST_RUN``."""
+"""A variable in the environment of a run, by which all of its processes are found. Verifiers have a
+reduced environment and need ``--verifier-env SLIME_TEST_RUN``."""
 SCRIPTS = ("train.py", "train_async.py")
 
 Words = Sequence[str]
 ROLES: dict[str, Callable[[Words], bool]] = {
-    "engine": lambda words: "slime.plugins.embedded.server" in words and "slime.engines.guard" not in words,
+    "engine": lambda words: (
+        "slime.plugins.embedded.server" in words and "slime.engines.guard" not in words
+    ),
     "engine actor": lambda words: words[0].startswith("ray::EngineActor"),
     "router": lambda words: words[0].startswith("sglang::router"),
     "rank": lambda words: words[0].startswith("ray::TrainActor"),

@@ -4,19 +4,21 @@
     python benchmarks/soak.py --output /tmp/soak-async --kind fully-async   # of train_async.py with the standing pool
     python benchmarks/soak.py --output /tmp/soak --judge                    # only the verdict, from the samples there
 
-Every ten rollouts, each process of the run is looked at from outside: memory with its share of what several processes
-map (PSS), the part of it that no file backs, open descriptors and threads. (What files back, mostly libraries, also
-changes with other programs on the machine, so it is not judged.) Also counted are the files in /dev/shm that belong to
-the run, the folder of the run (with ``--save-keep-last 2 --log-keep-last 20``), and, from within the trainer, what
-Ray's object store holds. Snapshots, evaluations, fault tolerance and a math verifier are on.
+Every ten rollouts, each process of the run is looked at from outside: memory with its share of what
+several processes map (PSS), the part of it that no file backs, open descriptors and threads. (What
+files back, mostly libraries, also changes with other programs on the machine, so it is not judged.)
+Also counted are the files in /dev/shm that belong to the run, the folder of the run (with
+``--save-keep-last 2 --log-keep-last 20``), and, from within the trainer, what Ray's object store
+holds. Snapshots, evaluations, fault tolerance and a math verifier are on.
 
-The verdict leaves out the first fifty rollouts. The rest is averaged over twelve equal stretches, and a line is
-fitted through these means: neighbouring samples depend on each other, so a fit through all of them would look more
-certain than it is. A quantity grows if the lower end of the slope's 95% interval lies above its limit (``LIMITS``).
-The last line is JSON; the exit status is 1 if the run failed or anything grows.
+The verdict leaves out the first fifty rollouts. The rest is averaged over twelve equal stretches,
+and a line is fitted through these means: neighbouring samples depend on each other, so a fit
+through all of them would look more certain than it is. A quantity grows if the lower end of the
+slope's 95% interval lies above its limit (``LIMITS``). The last line is JSON; the exit status is 1
+if the run failed or anything grows.
 
-``--trace`` lists, from within trainer and rollout manager, the lines of code whose allocations grew (tracemalloc; the
-run is slower and larger then).
+``--trace`` lists, from within trainer and rollout manager, the lines of code whose allocations grew
+(tracemalloc; the run is slower and larger then).
 """
 
 from __future__ import annotations
@@ -44,7 +46,15 @@ MARK = "SLIME_SOAK_RUN"
 MIB = 2**20
 EVERY, WARM_UP, STRETCHES = 10, 50, 12
 T_95 = 2.228  # Student's t of 97.5% for STRETCHES - 2 degrees of freedom
-LIMITS = {"uss_mib": 0.25, "heap_mib": 0.25, "fds": 0.2, "threads": 0.2, "files": 0.2, "mib": 0.25, "objects": 0.2}
+LIMITS = {
+    "uss_mib": 0.25,
+    "heap_mib": 0.25,
+    "fds": 0.2,
+    "threads": 0.2,
+    "files": 0.2,
+    "mib": 0.25,
+    "objects": 0.2,
+}
 """How much may be added per 100 rollouts. A quarter of a MiB is 2.6 KiB per rollout."""
 POOL = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 KINDS = {
@@ -156,23 +166,32 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kind", choices=sorted(KINDS), default="sync")
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--output", type=Path, required=True, help="folder that does not exist yet")
-    parser.add_argument("--judge", action="store_true", help="only judge what an earlier call has sampled")
+    parser.add_argument(
+        "--judge", action="store_true", help="only judge what an earlier call has sampled"
+    )
     parser.add_argument("--trace", action="store_true", help="list the allocations that grew")
     parser.add_argument("--timeout", type=float, default=2300.0, help="seconds for the whole run")
     parser.add_argument("flags", nargs="*", help="more flags of the run, after --")
     return parser.parse_args()
 
 
-# --- the run -------------------------------------------------------------------------------------------
+# --- the run
+# -------------------------------------------------------------------------------------------
 
 
 def command(options: argparse.Namespace, folder: Path) -> list[str]:
     script, more = KINDS[options.kind]
-    hooks, prompts, held_out = folder / "hooks.py", folder / "prompts.jsonl", folder / "held_out.jsonl"
+    hooks, prompts, held_out = (
+        folder / "hooks.py",
+        folder / "prompts.jsonl",
+        folder / "held_out.jsonl",
+    )
     hooks.write_text(HOOKS)
     rows = [json.dumps({"prompt": f"Write {i}.", "label": str(i % 3)}) + "\n" for i in range(256)]
     prompts.write_text("".join(rows))
@@ -194,8 +213,13 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.trace:
         environment["PYTHONTRACEMALLOC"] = "8"
     start, last = time.time(), -1
-    with open(folder / "output.txt", "wb") as output, open(folder / "samples.jsonl", "w") as samples:
-        process = subprocess.Popen(command(options, folder), cwd=folder, env=environment, stdout=output, stderr=output)
+    with (
+        open(folder / "output.txt", "wb") as output,
+        open(folder / "samples.jsonl", "w") as samples,
+    ):
+        process = subprocess.Popen(
+            command(options, folder), cwd=folder, env=environment, stdout=output, stderr=output
+        )
         while process.poll() is None and time.time() - start < options.timeout:
             time.sleep(0.25)
             done = steps_done(folder)
@@ -216,7 +240,12 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for remaining, _ in left:
         remaining.kill()
     print((folder / "output.txt").read_text(errors="replace")[-2000:])
-    return {"exit_code": code, "late": late, "seconds": round(time.time() - start), "left_processes": names}
+    return {
+        "exit_code": code,
+        "late": late,
+        "seconds": round(time.time() - start),
+        "left_processes": names,
+    }
 
 
 _read = {"position": 0, "steps": 0}
@@ -260,7 +289,11 @@ def look(mark: str, folder: Path) -> dict[str, Any]:
     pids = set()
     for process, line in alive(mark):
         try:
-            facts = {**memory(process.pid), "fds": process.num_fds(), "threads": process.num_threads()}
+            facts = {
+                **memory(process.pid),
+                "fds": process.num_fds(),
+                "threads": process.num_threads(),
+            }
         except (psutil.Error, OSError):  # it has just ended
             continue
         pids.add(process.pid)
@@ -275,14 +308,18 @@ def look(mark: str, folder: Path) -> dict[str, Any]:
 
 
 def memory(pid: int) -> dict[str, float]:
-    """MiB of a process with its share of what several map, and the part of it that no file backs (heap and stacks)."""
+    """MiB of a process with its share of what several map, and the part of it that no file backs
+    (heap and stacks).
+    """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines[1:]}
     return {"pss_mib": kib["Pss"] / 1024, "heap_mib": kib["Pss_Anon"] / 1024}
 
 
 def shared_memory(pids: set[int]) -> dict[str, float]:
-    """Files of the run in /dev/shm: those that its processes have mapped or open, or whose names have their ids."""
+    """Files of the run in /dev/shm: those that its processes have mapped or open, or whose names
+    have their ids.
+    """
     used = set()
     for pid in pids:
         try:
@@ -296,7 +333,9 @@ def shared_memory(pids: set[int]) -> dict[str, float]:
             continue
     count = total = 0
     for entry in os.scandir("/dev/shm"):
-        ours = entry.path in used or pids & {int(number) for number in re.findall(r"\d+", entry.name)}
+        ours = entry.path in used or pids & {
+            int(number) for number in re.findall(r"\d+", entry.name)
+        }
         try:
             count, total = count + bool(ours), total + entry.stat().st_blocks * 512 * bool(ours)
         except OSError:
@@ -324,7 +363,8 @@ def size(path: Path) -> float:
     return total / MIB
 
 
-# --- the verdict ---------------------------------------------------------------------------------------
+# --- the verdict
+# ---------------------------------------------------------------------------------------
 
 
 def judge(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
@@ -376,7 +416,9 @@ def series(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Growth per 100 rollouts and half of its 95% interval, of the means of :data:`STRETCHES` equal stretches."""
+    """Growth per 100 rollouts and half of its 95% interval, of the means of :data:`STRETCHES` equal
+    stretches.
+    """
     size = len(points) / STRETCHES
     stretches = [points[round(i * size) : round((i + 1) * size)] for i in range(STRETCHES)]
     xs = [statistics.fmean(x for x, _ in stretch) for stretch in stretches]
@@ -392,7 +434,9 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         growth = f"{row['per_100']:+.3f} ± {row['margin']:.3f}"
         mark = "  GROWS" if row["grows"] else ""
-        print(f"{row['what']:<36}{row['first']:>10}{row['last']:>10}{row['most']:>10}{growth:>22}{mark}")
+        print(
+            f"{row['what']:<36}{row['first']:>10}{row['last']:>10}{row['most']:>10}{growth:>22}{mark}"
+        )
 
 
 if __name__ == "__main__":

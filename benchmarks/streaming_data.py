@@ -1,8 +1,10 @@
-"""Memory and time of ``--streaming-data`` on a file that is made for it: check, open, shuffled draws, resume.
+"""Memory and time of ``--streaming-data`` on a file that is made for it: check, open, shuffled
+draws, resume.
 
     python benchmarks/streaming_data.py --gigabytes 5 --folder /tmp
 
-Prints a line per phase with the process's peak memory so far; JSON last. The file is removed at the end.
+Prints a line per phase with the process's peak memory so far; JSON last. The file is removed at the
+end.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def write(path: Path, size: float) -> int:
     written = rows = 0
     with path.open("w", buffering=1 << 22) as file:
         while written < size:
-            written += file.write(json.dumps({"prompt": f"{rows}: {TEXT}", "label": str(rows % 97)}) + "\n")
+            written += file.write(
+                json.dumps({"prompt": f"{rows}: {TEXT}", "label": str(rows % 97)}) + "\n"
+            )
             rows += 1
     return rows
 
@@ -82,7 +86,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=5.0)
     parser.add_argument("--rollouts", type=int, default=100)
-    parser.add_argument("--folder", default=None, help="where the file is made; default: the temporary folder")
+    parser.add_argument(
+        "--folder", default=None, help="where the file is made; default: the temporary folder"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "prompts.jsonl"

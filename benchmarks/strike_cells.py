@@ -19,10 +19,21 @@ MIDDLE = ("generate", "reward", "train", "sync", "evaluation", "save")
 PHASES = ("start", *MIDDLE, "end")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 ABSENT = {("verifier", "start"): "verifiers start with the first judgement"}
-NO_WORKER = "only the mode of this name has rollout workers: in the others the rollout manager generates"
+NO_WORKER = (
+    "only the mode of this name has rollout workers: in the others the rollout manager generates"
+)
 WORKERS = "rollout workers"
 FIRST = 1  # the rollout of the first strike
-FROZEN = {"engine actor": 1, "verifier": 1, "worker": 2, "router": 2, "engine": 3, "rank": 3, "driver": 3, "manager": 4}
+FROZEN = {
+    "engine actor": 1,
+    "verifier": 1,
+    "worker": 2,
+    "router": 2,
+    "engine": 3,
+    "rank": 3,
+    "driver": 3,
+    "manager": 4,
+}
 """How long it takes, beside other strikes, until a process of this role that froze was replaced."""
 UNWATCHED = 5  # a frozen raylet or GCS
 
@@ -33,7 +44,8 @@ class Mode:
 
     Attributes:
         apart: Steps between two strikes of a run.
-        differ: Targets after whose loss the mode does not promise the numbers of an undisturbed run.
+        differ: Targets after whose loss the mode does not promise the numbers of an undisturbed
+            run.
     """
 
     flags: tuple[object, ...] = ()
@@ -52,13 +64,27 @@ MODES = {
     "one-step": Mode(("--async-buffer-size", 1), "train_async.py", 3, _ASYNCHRONOUS),
     "two ranks": Mode(_TWO_RANKS),
     "fully asynchronous": Mode(
-        ("--async-buffer-size", 2, "--rollout-function-path", _FULLY), "train_async.py", 5, frozenset(TARGETS)
+        ("--async-buffer-size", 2, "--rollout-function-path", _FULLY),
+        "train_async.py",
+        5,
+        frozenset(TARGETS),
     ),
     "Megatron TP2": Mode(
-        (*_TWO_RANKS, "--tensor-model-parallel-size", 2, "--train-backend", "megatron", "--train-env-vars", _MEGATRON)
+        (
+            *_TWO_RANKS,
+            "--tensor-model-parallel-size",
+            2,
+            "--train-backend",
+            "megatron",
+            "--train-env-vars",
+            _MEGATRON,
+        )
     ),
-    # The hook of the generate function arms the end in the rollout manager, which generates nothing here.
-    WORKERS: Mode(("--rollout-workers", 2, "--custom-rollout-log-function-path", f"{HOOKS}:in_manager")),
+    # The hook of the generate function arms the end in the rollout manager, which generates nothing
+    # here.
+    WORKERS: Mode(
+        ("--rollout-workers", 2, "--custom-rollout-log-function-path", f"{HOOKS}:in_manager")
+    ),
 }
 
 
@@ -82,7 +108,8 @@ class Found:
         outcome: ``went on``, ``restarted``, ``ended``, ``hung``, ``not reached`` or ``absent``.
         seconds: From the strike to the end of the step after it (or of the run).
         account: Whether the ledger closes.
-        equal: Whether the numbers are those of an undisturbed run; None where the mode does not promise it.
+        equal: Whether the numbers are those of an undisturbed run; None where the mode does not
+            promise it.
         left: What the run left behind.
         ok: Whether all of this is as promised.
     """
@@ -102,28 +129,43 @@ def all_cells() -> list[Cell]:
 
 def absent(cell: Cell) -> str:
     """Why there is no such process; empty if there is one."""
-    return NO_WORKER if cell.target == "worker" and cell.mode != WORKERS else ABSENT.get((cell.target, cell.phase), "")
+    return (
+        NO_WORKER
+        if cell.target == "worker" and cell.mode != WORKERS
+        else ABSENT.get((cell.target, cell.phase), "")
+    )
 
 
 def price(cell: Cell) -> int:
-    """How long a strike takes beside others: a killed process is noticed at once, a frozen one after its deadline."""
+    """How long a strike takes beside others: a killed process is noticed at once, a frozen one
+    after its deadline.
+    """
     return 1 if cell.signal == "SIGKILL" else FROZEN.get(cell.target, UNWATCHED)
 
 
 def chains(cells: Sequence[Cell], most: int) -> list[list[Cell]]:
-    """Runs of one mode with cells of any phases and signals: at most ``most`` of the middle, a start and an end.
+    """Runs of one mode with cells of any phases and signals: at most ``most`` of the middle, a
+    start and an end.
 
-    The cells of one target are spread over the runs of their mode, since an engine that is lost five times in ten
-    minutes is given up. A frozen raylet or GCS comes last: nothing replaces it before the others are struck.
+    The cells of one target are spread over the runs of their mode, since an engine that is lost
+    five times in ten minutes is given up. A frozen raylet or GCS comes last: nothing replaces it
+    before the others are struck.
     """
     made: list[list[Cell]] = []
     for mode in dict.fromkeys(cell.mode for cell in cells):
         same = [cell for cell in cells if cell.mode == mode]
-        middle = sorted((cell for cell in same if cell.phase in MIDDLE), key=lambda cell: cell.target)
-        starts, ends = ([cell for cell in same if cell.phase == phase] for phase in ("start", "end"))
+        middle = sorted(
+            (cell for cell in same if cell.phase in MIDDLE), key=lambda cell: cell.target
+        )
+        starts, ends = (
+            [cell for cell in same if cell.phase == phase] for phase in ("start", "end")
+        )
         count = max(-(-len(middle) // most), len(starts), len(ends))
         for number in range(count):
-            part = sorted(middle[number::count], key=lambda cell: (price(cell) == UNWATCHED, PHASES.index(cell.phase)))
+            part = sorted(
+                middle[number::count],
+                key=lambda cell: (price(cell) == UNWATCHED, PHASES.index(cell.phase)),
+            )
             made.append([*starts[number : number + 1], *part, *ends[number : number + 1]])
     return made
 
@@ -138,4 +180,8 @@ def rollouts_of(chain: Sequence[Cell]) -> list[int]:
 
 
 def steps_of(chain: Sequence[Cell]) -> int:
-    return max(rollouts_of(chain)) + MODES[chain[0].mode].apart + 1 if max(rollouts_of(chain)) >= 0 else 3
+    return (
+        max(rollouts_of(chain)) + MODES[chain[0].mode].apart + 1
+        if max(rollouts_of(chain)) >= 0
+        else 3
+    )

@@ -1,7 +1,9 @@
-"""Hooks of the runs of ``strikes.py``: a run waits at the planned place until the campaign has struck.
+"""Hooks of the runs of ``strikes.py``: a run waits at the planned place until the campaign has
+struck.
 
-``plan.json`` in the folder of the variable :data:`FOLDER` lists a phase and a rollout for each strike. The process that
-gets there first writes ``reached-<number>``, with its process id, and waits until ``struck-<number>`` exists.
+``plan.json`` in the folder of the variable :data:`FOLDER` lists a phase and a rollout for each
+strike. The process that gets there first writes ``reached-<number>``, with its process id, and
+waits until ``struck-<number>`` exists.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ def folder() -> Path:
 
 
 def due(phase: str, rollout: int) -> int | None:
-    """The number of the strike that is planned here, if this process is the first one that gets here.
+    """The number of the strike that is planned here, if this process is the first one that gets
+    here.
 
     Args:
-        rollout: A strike in generation, judgement or evaluation comes with the first sample of this rollout or of a
-            later one.
+        rollout: A strike in generation, judgement or evaluation comes with the first sample of this
+            rollout or of a later one.
     """
     late = phase in ("generate", "reward", "evaluation")
     for number, (planned, when) in enumerate(json.loads((folder() / "plan.json").read_text())):
@@ -72,7 +75,9 @@ async def hold_request(number: int | None) -> None:
 
 def _evaluated() -> int:
     """The rollout after which an evaluation that runs now was started."""
-    return max((int(file.name.rpartition("-")[2]) for file in folder().glob("trained-*")), default=-1)
+    return max(
+        (int(file.name.rpartition("-")[2]) for file in folder().glob("trained-*")), default=-1
+    )
 
 
 async def generate(args: Any, sample: Any, sampling_params: SamplingParams) -> Any:
@@ -97,8 +102,9 @@ async def reward(args: Any, sample: Any, **_: object) -> Any:
     return await verify(args, sample, f"{__file__}:score", sample.response, sample.label, rollout)
 
 
-# A stopped verifier is noticed after the limit of one judgement, which is then repeated. The built-in rewards have no
-# limit around their attempts; a function of a user has one, which would end the first of them.
+# A stopped verifier is noticed after the limit of one judgement, which is then repeated. The
+# built-in rewards have no limit around their attempts; a function of a user has one, which would
+# end the first of them.
 reward.deadline = lambda args: 4.0 * args.reward_timeout  # type: ignore[attr-defined]
 
 
@@ -108,7 +114,9 @@ def score(response: str, label: str, rollout: int) -> float:
     return sum(letter == label for letter in response) + 0.01 * (len(response) % 7)
 
 
-def in_manager(rollout_id: int, args: Any, samples: Any, metrics: dict[str, Any], seconds: float) -> bool:
+def in_manager(
+    rollout_id: int, args: Any, samples: Any, metrics: dict[str, Any], seconds: float
+) -> bool:
     """``--custom-rollout-log-function-path``: called in the rollout manager after each rollout."""
     _arm_end()
     return False

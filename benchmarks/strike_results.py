@@ -1,4 +1,6 @@
-"""What struck runs left: their numbers beside an undisturbed run's, their last words, and the table of all cells."""
+"""What struck runs left: their numbers beside an undisturbed run's, their last words, and the table
+of all cells.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def numbers(row: dict[str, Any]) -> dict[str, Any]:
         "rollout/worker_",
     )
     gone = ("cache", "under_way", "_time", "weight_version", "staleness")
-    return {k: v for k, v in row.items() if not k.startswith(leave) and not any(word in k for word in gone)}
+    return {
+        k: v
+        for k, v in row.items()
+        if not k.startswith(leave) and not any(word in k for word in gone)
+    }
 
 
 def differences(run: Path, reference: Path) -> list[str]:
@@ -47,16 +53,24 @@ def differences(run: Path, reference: Path) -> list[str]:
     found = [f"step {step} is missing" for step in range(max(ours, default=-1)) if step not in ours]
     for step in sorted(ours.keys() & theirs.keys()):
         one, two = numbers(ours[step]), numbers(theirs[step])
-        found += [f"step {step}: {key}" for key in sorted({*one, *two}) if one.get(key) != two.get(key)]
+        found += [
+            f"step {step}: {key}" for key in sorted({*one, *two}) if one.get(key) != two.get(key)
+        ]
     weights, right = read_weights(run / "weights.jsonl"), read_weights(reference / "weights.jsonl")
     both = weights.keys() & right.keys()
-    found += [f"weights after {step} steps" for step in sorted(both) if weights[step].digest != right[step].digest]
+    found += [
+        f"weights after {step} steps"
+        for step in sorted(both)
+        if weights[step].digest != right[step].digest
+    ]
     return found if both else [*found, "no digests of weights"]
 
 
 def last_words(output: str, lines: int = 6) -> str:
     """The end of an output, without the frames of tracebacks."""
-    return " | ".join([line.strip() for line in output.splitlines() if line.strip()][-lines:])[-1200:]
+    return " | ".join([line.strip() for line in output.splitlines() if line.strip()][-lines:])[
+        -1200:
+    ]
 
 
 def clear(message: str) -> bool:
@@ -85,11 +99,23 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
         f"{sum(values['ok'] for values in counted)} as promised."
     )
     for mode, number in dict.fromkeys((cell.mode, cell.signal) for cell in all_cells()):
-        these = {cell: v for cell, v in results.items() if (cell.mode, cell.signal) == (mode, number)}
-        phases = [p for p in PHASES if any(c.phase == p and v["outcome"] != "absent" for c, v in these.items())]
+        these = {
+            cell: v for cell, v in results.items() if (cell.mode, cell.signal) == (mode, number)
+        }
+        phases = [
+            p
+            for p in PHASES
+            if any(c.phase == p and v["outcome"] != "absent" for c, v in these.items())
+        ]
         if not phases:
             continue
-        lines += ["", f"{mode}, {number}:", "", f"| target | {' | '.join(phases)} |", "|---" * (len(phases) + 1) + "|"]
+        lines += [
+            "",
+            f"{mode}, {number}:",
+            "",
+            f"| target | {' | '.join(phases)} |",
+            "|---" * (len(phases) + 1) + "|",
+        ]
         for target in TARGETS:
             row = [shown(these.get(Cell(mode, target, phase, number))) for phase in phases]
             if set(row) - {"–", ""}:
@@ -105,5 +131,9 @@ def shown(values: dict[str, Any] | None) -> str:
     told = f"{values['outcome']} {values['seconds']:.0f} s"
     if values["ok"]:
         return told
-    fault = "" if values["outcome"] in ("hung", "not reached", "ended") else f": {values['message'].partition(':')[0]}"
+    fault = (
+        ""
+        if values["outcome"] in ("hung", "not reached", "ended")
+        else f": {values['message'].partition(':')[0]}"
+    )
     return f"**{told}{fault}**"

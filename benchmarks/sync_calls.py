@@ -3,11 +3,12 @@
     python benchmarks/sync_calls.py                         # Qwen3-30B-A3B's tensors; 8, 32 and 125 engines
     python benchmarks/sync_calls.py --layers 2 --engines 2,4 --repeats 1   # a trial of the script
 
-Measures the control plane alone: the whole of ``sync_weights`` runs against HTTP servers that read each request and
-answer at once, with tensors that have names, shapes and dtypes but no memory, and with a process group that sends
-nothing. ``before`` is one sender with buckets of 512 MiB that encodes each bucket's names and shapes once per engine;
-``after`` is the present default: buckets of 1 GiB, one encoding for all engines, and as many senders as slime chooses
-for so many engines, each in a process of its own. Both run in turn, ``--repeats`` times. The last line is JSON.
+Measures the control plane alone: the whole of ``sync_weights`` runs against HTTP servers that read
+each request and answer at once, with tensors that have names, shapes and dtypes but no memory, and
+with a process group that sends nothing. ``before`` is one sender with buckets of 512 MiB that
+encodes each bucket's names and shapes once per engine; ``after`` is the present default: buckets of
+1 GiB, one encoding for all engines, and as many senders as slime chooses for so many engines, each
+in a process of its own. Both run in turn, ``--repeats`` times. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ PROCESS_SECONDS = 500.0
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", default="8,32,125", help="numbers of engines, comma-separated")
     parser.add_argument("--layers", type=int, default=48, help="of the model")
     parser.add_argument("--repeats", type=int, default=3, help="syncs of each kind")
-    parser.add_argument("--ranks", type=int, default=64, help="training ranks, which bound the number of senders")
+    parser.add_argument(
+        "--ranks", type=int, default=64, help="training ranks, which bound the number of senders"
+    )
     return parser.parse_args()
 
 
@@ -58,13 +63,18 @@ def named_weights(layers: int) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}.{name}.weight", meta(HIDDEN)
         yield f"{prefix}.mlp.gate.weight", meta(EXPERTS, HIDDEN)
         for expert in range(EXPERTS):
-            for name, shape in (("gate", (EXPERT, HIDDEN)), ("up", (EXPERT, HIDDEN)), ("down", (HIDDEN, EXPERT))):
+            for name, shape in (
+                ("gate", (EXPERT, HIDDEN)),
+                ("up", (EXPERT, HIDDEN)),
+                ("down", (HIDDEN, EXPERT)),
+            ):
                 yield f"{prefix}.mlp.experts.{expert}.{name}_proj.weight", meta(*shape)
     yield "model.norm.weight", meta(HIDDEN)
     yield "lm_head.weight", meta(VOCABULARY, HIDDEN)
 
 
-# --- engines ---------------------------------------------------------------------------------------
+# --- engines
+# ---------------------------------------------------------------------------------------
 
 
 def serve(pipe: Any) -> None:
@@ -95,7 +105,8 @@ def serve(pipe: Any) -> None:
     asyncio.run(run())
 
 
-# --- one sender ------------------------------------------------------------------------------------
+# --- one sender
+# ------------------------------------------------------------------------------------
 
 
 def send(urls: list[str], layers: int, before: bool, start: Any, results: Any) -> None:
@@ -142,7 +153,8 @@ def send(urls: list[str], layers: int, before: bool, start: Any, results: Any) -
     make = EncodesEachTime if before else Counts
     transport = ControlPlane("nccl", 300.0)
     weights = list(named_weights(layers))
-    sync_weights(settings, weights[:1], [make(url) for url in urls], transport, "0.0", True)  # imports, connections
+    # imports, connections
+    sync_weights(settings, weights[:1], [make(url) for url in urls], transport, "0.0", True)
     handles = [make(url) for url in urls]  # as a trainer makes them for each sync
     start.wait()
     calls, began, cpu = 0, time.perf_counter(), time.process_time()
@@ -159,7 +171,10 @@ def measure(options: argparse.Namespace, port: int, count: int, before: bool) ->
     shares = [[url for url in urls if ranks[url] == rank] for rank in dict.fromkeys(ranks.values())]
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(len(shares)), context.Queue()
-    processes = [context.Process(target=send, args=(share, options.layers, before, start, results)) for share in shares]
+    processes = [
+        context.Process(target=send, args=(share, options.layers, before, start, results))
+        for share in shares
+    ]
     for process in processes:
         process.start()
     try:
@@ -193,7 +208,10 @@ def main() -> None:
                 for kind, found in runs.items():
                     found.append(measure(options, port, count, before=kind == "before"))
             rows[str(count)] = {
-                kind: {name: round(statistics.median(run[name] for run in found), 3) for name in found[0]}
+                kind: {
+                    name: round(statistics.median(run[name] for run in found), 3)
+                    for name in found[0]
+                }
                 for kind, found in runs.items()
             }
             for kind, row in rows[str(count)].items():
@@ -203,7 +221,16 @@ def main() -> None:
     finally:
         server.kill()
     tensors = sum(1 for _ in named_weights(options.layers))
-    print(json.dumps({"benchmark": "sync_calls", "tensors": tensors, "repeats": options.repeats, "engines": rows}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "sync_calls",
+                "tensors": tensors,
+                "repeats": options.repeats,
+                "engines": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@
     torchrun --nproc-per-node 4 benchmarks/train_mfu.py --shape qwen3-4b
     torchrun --nproc-per-node 4 benchmarks/train_mfu.py --backend megatron -- --tensor-model-parallel-size 2
 
-A step is forward, backward and optimizer over ``--micro-batches`` packs of ``--tokens`` tokens a data-parallel rank:
-samples of unequal length, of which the response alone is scored, with the loss of GRPO. Utilisation is the model's
-FLOPs (no recomputation, padding or unscored row counts; causal attention counts half) over the step's seconds, over
-the rate at which this GPU multiplies large bf16 matrices, measured first. Words after ``--`` are flags of train.py.
-The last line is JSON.
+A step is forward, backward and optimizer over ``--micro-batches`` packs of ``--tokens`` tokens a
+data-parallel rank:
+samples of unequal length, of which the response alone is scored, with the loss of GRPO. Utilisation
+is the model's FLOPs (no recomputation, padding or unscored row counts; causal attention counts
+half) over the step's seconds, over the rate at which this GPU multiplies large bf16 matrices,
+measured first. Words after ``--`` are flags of train.py. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,22 +34,32 @@ GIB = 2**30
 
 
 def parse_options() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-4b", help="of benchmarks/random_model.py")
     parser.add_argument("--model", type=Path, help="folder of the random model; made where absent")
     parser.add_argument("--backend", choices=("fsdp", "megatron"), default="fsdp")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--sample-tokens", type=int, default=1024, help="mean length of a sample")
     parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--micro-batches", type=int, default=1, help="per step and data-parallel rank")
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="per step and data-parallel rank"
+    )
     parser.add_argument("--steps", type=int, default=5, help="counted steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before, which compile")
     parser.add_argument("--recompute", action="store_true", help="recompute activations")
-    parser.add_argument("--no-compile", action="store_true", help="layers as transformers runs them")
     parser.add_argument(
-        "--no-checkpoint", action="store_true", help="FSDP's ranks make up their own shards: no files, no CPU memory"
+        "--no-compile", action="store_true", help="layers as transformers runs them"
     )
-    parser.add_argument("--profile", action="store_true", help="also write a table of one step by kernel")
+    parser.add_argument(
+        "--no-checkpoint",
+        action="store_true",
+        help="FSDP's ranks make up their own shards: no files, no CPU memory",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="also write a table of one step by kernel"
+    )
     parser.add_argument("--output", type=Path, help="folder for the JSON")
     parser.add_argument("--name", help="of the files in it")
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the script")
@@ -58,11 +69,15 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(own[: own.index("--")] if "--" in own else own)
     if options.tiny:
         tiny = {"a3b": "tiny-experts", "gpt-oss": "tiny-gpt-oss", "qwen3.5": "tiny-qwen3.5"}
-        options.shape = next((small for part, small in tiny.items() if part in options.shape), "tiny")
+        options.shape = next(
+            (small for part, small in tiny.items() if part in options.shape), "tiny"
+        )
         options.tokens, options.sample_tokens, options.prompt_tokens = 256, 64, 16
     if min(options.tokens, options.sample_tokens) < options.prompt_tokens + 16:
         parser.error("a sample is shorter than its prompt and 16 tokens")
-    if options.no_checkpoint and (options.backend != "fsdp" or int(os.environ.get("WORLD_SIZE", 1)) == 1):
+    if options.no_checkpoint and (
+        options.backend != "fsdp" or int(os.environ.get("WORLD_SIZE", 1)) == 1
+    ):
         parser.error("--no-checkpoint is for several ranks of FSDP")
     kind = "config" if options.no_checkpoint else "random"
     options.model = options.model or Path("/tmp") / f"{kind}-{options.shape}"
@@ -78,8 +93,20 @@ def make_args(options: argparse.Namespace, rest: list[str], world: int) -> Any:
     on_cuda = options.device == "cuda"
     words = [
         *("--hf-checkpoint", str(options.model), "--train-backend", options.backend, "--colocate"),
-        *("--actor-num-gpus-per-node", str(world), "--train-dtype", "bfloat16" if on_cuda else "float32"),
-        *("--rollout-batch-size", str(samples), "--n-samples-per-prompt", "1", "--num-rollout", "1000"),
+        *(
+            "--actor-num-gpus-per-node",
+            str(world),
+            "--train-dtype",
+            "bfloat16" if on_cuda else "float32",
+        ),
+        *(
+            "--rollout-batch-size",
+            str(samples),
+            "--n-samples-per-prompt",
+            "1",
+            "--num-rollout",
+            "1000",
+        ),
         *("--lr", "1e-6", "--no-skip-zero-advantage-groups", "--no-deterministic"),
         *(["--gradient-checkpointing"] if options.recompute else []),
         *(["--no-compile-layers"] if options.no_compile else []),
@@ -93,7 +120,8 @@ def make_args(options: argparse.Namespace, rest: list[str], world: int) -> Any:
 
 
 def build_without_checkpoint() -> None:
-    """Let ranks of FSDP build a model without values, and fill their shards with random ones where they are.
+    """Let ranks of FSDP build a model without values, and fill their shards with random ones where
+    they are.
 
     The check of the packed model needs values before the model is sharded, and is left out.
     """
@@ -125,7 +153,9 @@ def build_without_checkpoint() -> None:
 
 
 def sample_lengths(rng: random.Random, tokens: int, mean: int, prompt: int) -> list[int]:
-    """Of a micro-batch of exactly ``tokens``. Each sample has the prompt and at least 16 tokens of response."""
+    """Of a micro-batch of exactly ``tokens``. Each sample has the prompt and at least 16 tokens of
+    response.
+    """
     count = max(tokens // mean, 1)
     spread = mean // 2 - prompt // 2
     lengths = sorted(mean + rng.randint(-spread, spread) for _ in range(count))
@@ -167,7 +197,9 @@ def make_batch(options: argparse.Namespace, vocab: int, rank: int, data_parallel
         rollout_ids=list(range(rank * n, rank * n + n)),
         rollout_mask_sums=[float(r) for r in responses],
         rollout_log_probs=[torch.full((r,), -12.0) for r in responses],
-        micro_batch_indices=[list(range(i * count, (i + 1) * count)) for i in range(options.micro_batches)],
+        micro_batch_indices=[
+            list(range(i * count, (i + 1) * count)) for i in range(options.micro_batches)
+        ],
         num_microbatches=[options.micro_batches],
         global_batch_sizes=[n * data_parallel],
         global_token_counts=[float(sum(responses) * data_parallel)],
@@ -200,10 +232,12 @@ def forward_flops(config: Any, batch: dict[str, Any]) -> float:
 
 
 def forward_flops_of_matrices(config: Any, batch: dict[str, Any]) -> float:
-    """Of other families: two per token and element of each matrix that a token passes, and causal attention.
+    """Of other families: two per token and element of each matrix that a token passes, and causal
+    attention.
 
-    Tensors with three dimensions hold all experts, of which a token takes ``num_experts_per_tok``. Convolutions and the
-    recurrence of gated delta nets are not counted, so the utilisation of models that have them is a lower bound.
+    Tensors with three dimensions hold all experts, of which a token takes ``num_experts_per_tok``.
+    Convolutions and the recurrence of gated delta nets are not counted, so the utilisation of
+    models that have them is a lower bound.
     """
     from random_model import checkpoint_shapes
 
@@ -214,7 +248,9 @@ def forward_flops_of_matrices(config: Any, batch: dict[str, Any]) -> float:
         if "embed_tokens" in name or "lm_head" in name or "conv1d" in name or len(shape) < 2:
             continue
         is_bias = name.endswith("_bias")
-        taken = 0.0 if is_bias else config.num_experts_per_tok / shape[0] if len(shape) == 3 else 1.0
+        taken = (
+            0.0 if is_bias else config.num_experts_per_tok / shape[0] if len(shape) == 3 else 1.0
+        )
         elements += taken * math.prod(shape)
 
     def attention(length: int) -> float:
@@ -254,22 +290,39 @@ def timed(work: Any, device: Any) -> float:
     return time.perf_counter() - start
 
 
-def expected_memory(backend: Any, config: Any, options: argparse.Namespace, rest: list[str]) -> dict[str, float]:
+def expected_memory(
+    backend: Any, config: Any, options: argparse.Namespace, rest: list[str]
+) -> dict[str, float]:
     """GiB that must be there on this rank: weights, gradients and optimizer, and what the backward
-    pass of dense layers reads in bf16 (their input, q, k and v before and after norm and rotation, attention's
-    output, the middle, gate and up); with recomputation the inputs of the layers."""
+    pass of dense layers reads in bf16 (their input, q, k and v before and after norm and rotation,
+    attention's output, the middle, gate and up); with recomputation the inputs of the layers."""
     import torch
 
     layout = getattr(backend, "layout", None)  # Megatron's
     if layout is None:
-        parameters = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for _, p in backend.named_parameters)
-        master, moments = 2.0 if backend.args.bf16_master_weights else 4.0, 2.0 if backend.args.optimizer_8bit else 8.0
-        sizes = {"weights": master * parameters, "gradients": master * parameters, "optimizer": moments * parameters}
-    else:  # bf16 weights; float32 masters and moments, over the ranks with equal ones with the distributed optimizer
+        parameters = sum(
+            (p.to_local() if hasattr(p, "to_local") else p).numel()
+            for _, p in backend.named_parameters
+        )
+        master, moments = (
+            2.0 if backend.args.bf16_master_weights else 4.0,
+            2.0 if backend.args.optimizer_8bit else 8.0,
+        )
+        sizes = {
+            "weights": master * parameters,
+            "gradients": master * parameters,
+            "optimizer": moments * parameters,
+        }
+    # bf16 weights; float32 masters and moments, over the ranks with equal ones with the distributed
+    # optimizer
+    else:
         own = [p for chunk in backend.chunks for p in chunk.parameters()]
         experts = sum(p.numel() for p in own if not getattr(p, "allreduce", True))
         dense = sum(p.numel() for p in own) - experts
-        equal, equal_experts = layout.dp * layout.cp, layout.world_size // (layout.ep * layout.etp * layout.pp)
+        equal, equal_experts = (
+            layout.dp * layout.cp,
+            layout.world_size // (layout.ep * layout.etp * layout.pp),
+        )
         if not backend.args.megatron.get("use_distributed_optimizer"):
             equal = equal_experts = 1
         gradient = 2.0 if backend.args.megatron.get("grad_reduce_in_bf16") else 4.0
@@ -281,18 +334,26 @@ def expected_memory(backend: Any, config: Any, options: argparse.Namespace, rest
     model_parallel = 1 if layout is None else layout.tp * layout.pp * layout.cp
     c = config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    per_token = c.hidden_size + (q + 2 * kv) + (q + kv) + q + c.hidden_size + 2 * c.intermediate_size
+    per_token = (
+        c.hidden_size + (q + 2 * kv) + (q + kv) + q + c.hidden_size + 2 * c.intermediate_size
+    )
     kept = per_token * c.num_hidden_layers
     again = c.num_hidden_layers if options.recompute else _recomputed_layers(rest)
     kept -= (per_token - c.hidden_size) * again
     element = 2 if torch.cuda.is_available() else 4
     sizes["activations"] = element * kept * options.tokens / model_parallel
-    return {name: round(size / GIB, 2) for name, size in sizes.items()} | {"sum": round(sum(sizes.values()) / GIB, 2)}
+    return {name: round(size / GIB, 2) for name, size in sizes.items()} | {
+        "sum": round(sum(sizes.values()) / GIB, 2)
+    }
 
 
 def _recomputed_layers(rest: list[str]) -> int:
     """Of ``--recompute-method block``, in the trainer's flags."""
-    return int(rest[rest.index("--recompute-num-layers") + 1]) if "--recompute-num-layers" in rest else 0
+    return (
+        int(rest[rest.index("--recompute-num-layers") + 1])
+        if "--recompute-num-layers" in rest
+        else 0
+    )
 
 
 def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -306,13 +367,19 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     args = make_args(options, rest, world)
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 0)) or _free_port()
-    # torchrun's own store listens on MASTER_PORT: rank 0 opens a second one beside it, for which this must be off.
+    address, port = (
+        os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        int(os.environ.get("MASTER_PORT", 0)) or _free_port(),
+    )
+    # torchrun's own store listens on MASTER_PORT: rank 0 opens a second one beside it, for which
+    # this must be off.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     if options.no_checkpoint:
         build_without_checkpoint()
     started = time.perf_counter()
-    backend: Any = create_backend(args, "actor", rank, world, address, port + (1 if world > 1 else 0), local_rank)
+    backend: Any = create_backend(
+        args, "actor", rank, world, address, port + (1 if world > 1 else 0), local_rank
+    )
     loading = time.perf_counter() - started
     device = getattr(backend, "device", torch.device(options.device))
     rate = matmul_rate(device)
@@ -378,7 +445,10 @@ def write_profile(options: argparse.Namespace, works: dict[str, Any], world: int
     """Write the kernels of each of ``works``, as rank 0 sees them."""
     from kernel_table import kernel_table
 
-    tables = [f"== {name}: {options.backend} {options.shape}\n{kernel_table(work)}" for name, work in works.items()]
+    tables = [
+        f"== {name}: {options.backend} {options.shape}\n{kernel_table(work)}"
+        for name, work in works.items()
+    ]
     if int(os.environ.get("RANK", 0)) == 0 and options.output:
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / f"{file_name(options, world)}_kernels.txt").write_text("\n".join(tables))
@@ -405,10 +475,10 @@ def main() -> None:
         expected = ", ".join(f"{name} {size:.1f}" for name, size in result["expected_gib"].items())
         print(
             f"{options.backend} {options.shape} on {result['gpus']} x {result['device']}: step "
-            f"{statistics.median(result['train_seconds']):.3f} s, MFU {result['train_mfu']:.1%}, log-probs "
-            f"{result['log_probs_mfu']:.1%} of {result['matmul_tflops']} TFLOP/s; "
-            f"{result['train_tokens_per_gpu_per_second']:.0f} tokens/s per GPU; "
-            f"peak {result['peak_gib']} GiB, must be there: {expected}"
+            f"{statistics.median(result['train_seconds']):.3f} s, MFU {result['train_mfu']:.1%}, "
+            f"log-probs {result['log_probs_mfu']:.1%} of {result['matmul_tflops']} TFLOP/s; "
+            f"{result['train_tokens_per_gpu_per_second']:.0f} tokens/s per GPU; peak "
+            f"{result['peak_gib']} GiB, must be there: {expected}"
         )
         line = json.dumps(result)
         if options.output:

@@ -1,9 +1,11 @@
 """Seconds per GRPO step: slime against TRL on this machine, in one run.
 
 Both train the same model on the same rows, in the same dtype, with the same group size, response
-length, learning rate and number of threads, without a reference model. A step is generation, reward,
-forward, backward and optimizer; ours includes bringing the weights to the engine. They run in turns
-(TRL, ours, TRL, ours, ...), never at once. The first steps of each turn are warm-up and not counted.
+length, learning rate and number of threads, without a reference model. A step is generation,
+reward, forward, backward and optimizer; ours includes bringing the weights to the engine. They run
+in turns
+(TRL, ours, TRL, ours, ...), never at once. The first steps of each turn are warm-up and not
+counted.
 
 TRL lives in an environment of its own, since its requirements are not ours. Make it once with
 
@@ -33,33 +35,64 @@ TORCH, TRL = "torch==2.13.0", "trl==1.16.*"
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="Hugging Face folder; default: models/SmolLM2-135M-Instruct")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and compute")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face folder; default: models/SmolLM2-135M-Instruct"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and compute"
+    )
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step (default: 8)")
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt (default: 8)")
     parser.add_argument("--new-tokens", type=int, default=20, help="longest response (default: 20)")
     parser.add_argument("--steps", type=int, default=4, help="counted steps per turn (default: 4)")
-    parser.add_argument("--warmup", type=int, default=1, help="steps at the start of a turn that do not count")
-    parser.add_argument("--turns", type=int, default=1, help="how often each of the two runs (default: 1)")
-    parser.add_argument("--threads", type=int, default=2, help="OpenMP threads of TRL's process (default: 2)")
-    parser.add_argument("--trl-micro-batch", type=int, default=16, help="samples per forward of TRL (default: 16)")
+    parser.add_argument(
+        "--warmup", type=int, default=1, help="steps at the start of a turn that do not count"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=1, help="how often each of the two runs (default: 1)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="OpenMP threads of TRL's process (default: 2)"
+    )
+    parser.add_argument(
+        "--trl-micro-batch", type=int, default=16, help="samples per forward of TRL (default: 16)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=("trl", "ours"), help="measure one of the two")
-    parser.add_argument("--trl-venv", type=Path, default=VENV, help=f"environment with TRL (default: {VENV})")
-    parser.add_argument("--make-trl-venv", action="store_true", help="make that environment if it is not there")
-    parser.add_argument("--our-flags", default="", help='more flags for train.py: --our-flags="--use-router ..."')
-    parser.add_argument("--output-dir", type=Path, default=CHECKOUT / "outputs" / "benchmarks" / "trl_step")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds that one turn may take (default: 1800)")
+    parser.add_argument(
+        "--trl-venv", type=Path, default=VENV, help=f"environment with TRL (default: {VENV})"
+    )
+    parser.add_argument(
+        "--make-trl-venv", action="store_true", help="make that environment if it is not there"
+    )
+    parser.add_argument(
+        "--our-flags", default="", help='more flags for train.py: --our-flags="--use-router ..."'
+    )
+    parser.add_argument(
+        "--output-dir", type=Path, default=CHECKOUT / "outputs" / "benchmarks" / "trl_step"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=1800, help="seconds that one turn may take (default: 1800)"
+    )
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)  # given to the worker
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # runs inside TRL's environment
+    # runs inside TRL's environment
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.model = (args.model or CHECKOUT / "models" / "SmolLM2-135M-Instruct").expanduser().resolve()
+    args.model = (
+        (args.model or CHECKOUT / "models" / "SmolLM2-135M-Instruct").expanduser().resolve()
+    )
     if not (args.model / "config.json").is_file():
-        parser.error(f"no model in {args.model}: run `slime fetch-model smollm2-135m-instruct`, or give --model FOLDER")
+        parser.error(
+            f"no model in {args.model}: run `slime fetch-model smollm2-135m-instruct`, or give "
+            "--model FOLDER"
+        )
     if args.prompts * args.group_size % args.trl_micro_batch:
         parser.error(
-            f"{args.prompts} x {args.group_size} samples do not divide into --trl-micro-batch {args.trl_micro_batch}"
+            f"{args.prompts} x {args.group_size} samples do not divide into --trl-micro-batch "
+            f"{args.trl_micro_batch}"
         )
     return args
 
@@ -93,10 +126,13 @@ def trl_python(args: argparse.Namespace) -> Path:
     if not python.is_file() and args.make_trl_venv:
         print(f"making {args.trl_venv} (several hundred MB)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(args.trl_venv.expanduser())], check=True)
-        for packages in ([TORCH], [TORCH, TRL]):  # torch first, so that TRL brings no other build of it
+        # torch first, so that TRL brings no other build of it
+        for packages in ([TORCH], [TORCH, TRL]):
             subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
     if not python.is_file():
-        raise SystemExit(f"no TRL environment in {args.trl_venv}: add --make-trl-venv, or see --help")
+        raise SystemExit(
+            f"no TRL environment in {args.trl_venv}: add --make-trl-venv, or see --help"
+        )
     return python
 
 
@@ -115,15 +151,32 @@ def run_trl(args: argparse.Namespace, python: Path) -> dict[str, Any]:
         "trl_micro_batch",
     ):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    words += ["--seed", str(args.seed), "--data", str(args.data), "--output-dir", str(args.output_dir)]
-    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    words += [
+        "--seed",
+        str(args.seed),
+        "--data",
+        str(args.data),
+        "--output-dir",
+        str(args.output_dir),
+    ]
+    quiet = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
     threads = {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     print("TRL:", shlex.join(words), flush=True)
     done = subprocess.run(
-        words, env=os.environ | quiet | threads, stdout=subprocess.PIPE, text=True, timeout=args.timeout
+        words,
+        env=os.environ | quiet | threads,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=args.timeout,
     )
     if done.returncode != 0:
-        raise SystemExit(f"TRL's process ended with status {done.returncode}:\n{done.stdout[-4000:]}")
+        raise SystemExit(
+            f"TRL's process ended with status {done.returncode}:\n{done.stdout[-4000:]}"
+        )
     figures = json.loads(done.stdout.strip().splitlines()[-1])
     print(f"TRL: {figures['seconds']}", flush=True)
     return figures
@@ -141,8 +194,9 @@ def last_number_reward(completions: list[Any], label: list[str], **_: Any) -> li
 def trl_turn(args: argparse.Namespace) -> dict[str, Any]:
     """Runs inside TRL's environment: train and time each step.
 
-    TRL's own defaults stay but for what makes the work equal to ours, and for gradient checkpointing,
-    which is off: nothing here is short of memory, and recomputing would cost TRL a quarter of its speed.
+    TRL's own defaults stay but for what makes the work equal to ours, and for gradient
+    checkpointing, which is off: nothing here is short of memory, and recomputing would cost TRL a
+    quarter of its speed.
     """
     import datasets
     import torch
@@ -151,7 +205,9 @@ def trl_turn(args: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(args.threads)
     rows = [json.loads(line) for line in args.data.read_text().splitlines()]
-    data = datasets.Dataset.from_list([{"prompt": row["prompt"], "label": str(row["label"])} for row in rows])
+    data = datasets.Dataset.from_list(
+        [{"prompt": row["prompt"], "label": str(row["label"])} for row in rows]
+    )
     batch = args.prompts * args.group_size
     config = trl.GRPOConfig(
         output_dir=str(args.output_dir / "trl"),
@@ -197,7 +253,9 @@ def trl_turn(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "seconds": [round(t, 3) for t in times[args.warmup :]],
         "rewards": [round(float(entry["reward"]), 4) for entry in history],
-        "mean_response_length": [round(float(entry["completions/mean_length"]), 2) for entry in history],
+        "mean_response_length": [
+            round(float(entry["completions/mean_length"]), 2) for entry in history
+        ],
         "trl": trl.__version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
@@ -232,7 +290,13 @@ def our_command(args: argparse.Namespace, run_name: str) -> list[str]:
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     switches = ["--apply-chat-template", "--rollout-shuffle", "--use-dynamic-batch-size"]
-    return [sys.executable, str(CHECKOUT / "train.py"), *words, *switches, *shlex.split(args.our_flags)]
+    return [
+        sys.executable,
+        str(CHECKOUT / "train.py"),
+        *words,
+        *switches,
+        *shlex.split(args.our_flags),
+    ]
 
 
 def run_ours(args: argparse.Namespace, turn: int) -> dict[str, Any]:
@@ -240,17 +304,24 @@ def run_ours(args: argparse.Namespace, turn: int) -> dict[str, Any]:
     run_name = f"ours-{os.getpid()}-{turn}"
     words = our_command(args, run_name)
     print("ours:", shlex.join(words), flush=True)
-    done = subprocess.run(words, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, timeout=args.timeout)
+    done = subprocess.run(
+        words, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, timeout=args.timeout
+    )
     if done.returncode != 0:
         raise SystemExit(f"train.py ended with status {done.returncode}:\n{done.stdout[-4000:]}")
-    rows = [json.loads(line) for line in (args.output_dir / run_name / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (args.output_dir / run_name / "metrics.jsonl").read_text().splitlines()
+    ]
     figures = our_figures(rows, args.warmup)
     print(f"ours: {figures['seconds']}", flush=True)
     return figures
 
 
 def our_figures(rows: list[dict[str, Any]], warmup: int) -> dict[str, Any]:
-    """Step times, rewards and the share of groups that training skipped, from the rows of ``metrics.jsonl``."""
+    """Step times, rewards and the share of groups that training skipped, from the rows of
+    ``metrics.jsonl``.
+    """
 
     def series(name: str) -> list[float]:
         return [round(float(row[name]), 4) for row in rows if row.get(name) is not None]
@@ -258,7 +329,8 @@ def our_figures(rows: list[dict[str, Any]], warmup: int) -> dict[str, Any]:
     seconds = series("perf/step_time")
     if len(seconds) <= warmup:
         raise SystemExit(
-            f"metrics.jsonl has {len(seconds)} rows with perf/step_time; need more than {warmup} warm-up steps"
+            f"metrics.jsonl has {len(seconds)} rows with perf/step_time; need more than {warmup} "
+            "warm-up steps"
         )
     skipped = sorted({name for row in rows for name in row if "skipped" in name})
     return {
@@ -288,10 +360,13 @@ def report(args: argparse.Namespace, turns: dict[str, list[dict[str, Any]]]) -> 
         seconds = [s for result in results for s in result["seconds"]]
         if seconds:
             figures[f"{name}_seconds_per_step"] = round(statistics.median(seconds), 3)
-            print(f"{name:5s} median {statistics.median(seconds):7.2f} s/step over {len(seconds)} steps "
-                  f"({min(seconds):.2f} to {max(seconds):.2f})")  # fmt: skip
+            print(
+                f"{name:5s} median {statistics.median(seconds):7.2f} s/step over {len(seconds)} "
+                f"steps ({min(seconds):.2f} to {max(seconds):.2f})")  # fmt: skip
     if {"trl_seconds_per_step", "ours_seconds_per_step"} <= set(figures):
-        figures["speedup"] = round(figures["trl_seconds_per_step"] / figures["ours_seconds_per_step"], 2)
+        figures["speedup"] = round(
+            figures["trl_seconds_per_step"] / figures["ours_seconds_per_step"], 2
+        )
         print(f"ours is {figures['speedup']:.2f} times as fast per step")
     print(json.dumps(figures))
 

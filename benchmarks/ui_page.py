@@ -3,10 +3,12 @@
     python benchmarks/ui_page.py                                   # 10,000 steps with 100,000 samples of 2 kB
     python benchmarks/ui_page.py --steps 1000 --each 100
 
-The run is generated in a temporary folder; its time does not count. The command is then started twice, as a user would:
-with an empty index, and again with the index of the first time. Figures are wall seconds: ``serves`` until the command
-prints its address, ``overview`` from then until the first view is drawn, and those of other views from the click on.
-Needs Debian's Chromium (``apt-get install chromium``).
+The run is generated in a temporary folder; its time does not count. The command is then started
+twice, as a user would:
+with an empty index, and again with the index of the first time. Figures are wall seconds:
+``serves`` until the command prints its address, ``overview`` from then until the first view is
+drawn, and those of other views from the click on. Needs Debian's Chromium (``apt-get install
+chromium``).
 """
 
 from __future__ import annotations
@@ -46,15 +48,25 @@ def main() -> None:
             "steps": options.steps, "samples": samples, "sample_bytes": options.characters,
             "megabytes": round(size / 1e6), "cores": os.cpu_count(),
         }  # fmt: skip
-        result["empty_index"] = asyncio.run(measure(folder, samples, cache, Path(name) / "profile-1"))
-        result["with_index"] = asyncio.run(measure(folder, samples, cache, Path(name) / "profile-2"))
-        result["index_megabytes"] = round(sum(file.stat().st_size for file in cache.rglob("*.sqlite")) / 1e6)
+        result["empty_index"] = asyncio.run(
+            measure(folder, samples, cache, Path(name) / "profile-1")
+        )
+        result["with_index"] = asyncio.run(
+            measure(folder, samples, cache, Path(name) / "profile-2")
+        )
+        result["index_megabytes"] = round(
+            sum(file.stat().st_size for file in cache.rglob("*.sqlite")) / 1e6
+        )
     print(json.dumps(result))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10_000, help="training steps of the generated run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10_000, help="training steps of the generated run"
+    )
     parser.add_argument("--each", type=int, default=10, help="samples of each step")
     parser.add_argument("--characters", type=int, default=2000, help="characters of each response")
     return parser.parse_args()
@@ -66,7 +78,9 @@ def write_run(folder: Path, steps: int, each: int, characters: int) -> int:
 
     rng = random.Random(0)
     (folder / "samples").mkdir(parents=True)
-    (folder / "config.yaml").write_text(f"rollout_batch_size: {each // GROUP}\nn_samples_per_prompt: {GROUP}\n")
+    (folder / "config.yaml").write_text(
+        f"rollout_batch_size: {each // GROUP}\nn_samples_per_prompt: {GROUP}\n"
+    )
     text = "".join(rng.choices("abcdefghij ", k=characters))
     names = [f"train/metric_{number}" for number in range(METRICS)]
     with (folder / "metrics.jsonl").open("w") as metrics:
@@ -118,15 +132,32 @@ async def measure(folder: Path, samples: int, cache: Path, profile: Path) -> dic
 
             middle = int(len(list((folder / "samples").iterdir())) / 2)
             await timed("overview", first())
-            await timed("step", opened(f"step/long/{middle}", "document.querySelector('#groups tbody tr') !== null"))
             await timed(
-                "sample", opened(f"sample/long/rollout/{middle}/3", "document.querySelector('.turn.made') !== null")
+                "step",
+                opened(
+                    f"step/long/{middle}", "document.querySelector('#groups tbody tr') !== null"
+                ),
             )
-            await timed("curves", opened("curves/long", "document.querySelectorAll('.chart canvas').length > 5"))
-            known = "fetch('/api/run/long/overview').then((a) => a.json()).then((run) => run.samples)"
+            await timed(
+                "sample",
+                opened(
+                    f"sample/long/rollout/{middle}/3",
+                    "document.querySelector('.turn.made') !== null",
+                ),
+            )
+            await timed(
+                "curves",
+                opened("curves/long", "document.querySelectorAll('.chart canvas').length > 5"),
+            )
+            known = (
+                "fetch('/api/run/long/overview').then((a) => a.json()).then((run) => run.samples)"
+            )
             await browser.until(f"{known}.then((n) => n === {samples})", READY_SECONDS)
             seconds["index_complete"] = round(time.monotonic() - start, 2)
-            await timed("prompts", opened("prompts/long", "document.querySelector('#prompts tbody tr') !== null"))
+            await timed(
+                "prompts",
+                opened("prompts/long", "document.querySelector('#prompts tbody tr') !== null"),
+            )
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=60)

@@ -1,8 +1,10 @@
-"""What verl runs in ``verl_step.py`` in place of its own answers and rewards. Imported in verl's environment only.
+"""What verl runs in ``verl_step.py`` in place of its own answers and rewards. Imported in verl's
+environment only.
 
-:class:`GivenLength` does what verl's single-turn agent loop does, apart from two things: each answer has a given number
-of tokens, and the prompt is rendered with the tokenizer's chat template directly, because verl's builder of prompts
-for Qwen3 needs its special tokens, which the tokenizer of a random model does not have.
+:class:`GivenLength` does what verl's single-turn agent loop does, apart from two things: each
+answer has a given number of tokens, and the prompt is rendered with the tokenizer's chat template
+directly, because verl's builder of prompts for Qwen3 needs its special tokens, which the tokenizer
+of a random model does not have.
 
 :class:`QuickSampler` belongs to ``--tuned``.
 """
@@ -20,13 +22,17 @@ from verl.utils.profiler import simple_timer
 
 
 class GivenLength(AgentLoopBase):
-    """An agent loop with one answer; ``extra_info["index"]`` of the row and ``session_id`` number the sample."""
+    """An agent loop with one answer; ``extra_info["index"]`` of the row and ``session_id`` number
+    the sample.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "hf_model_type": None})
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
-        number = int(kwargs["extra_info"]["index"]) * self.rollout_config.n + int(kwargs["session_id"])
+        number = int(kwargs["extra_info"]["index"]) * self.rollout_config.n + int(
+            kwargs["session_id"]
+        )
         text = self.tokenizer.apply_chat_template(
             list(kwargs["raw_prompt"]), tokenize=False, add_generation_prompt=True
         )
@@ -34,7 +40,9 @@ class GivenLength(AgentLoopBase):
         metrics: dict[str, Any] = {}
         with simple_timer("generate_sequences", metrics):
             answer = await self.server_manager.generate(
-                request_id=uuid4().hex, prompt_ids=prompt, sampling_params={**sampling_params, **limits(number)}
+                request_id=uuid4().hex,
+                prompt_ids=prompt,
+                sampling_params={**sampling_params, **limits(number)},
             )
         metrics.setdefault("num_preempted", -1)
         ids = answer.token_ids[: self.rollout_config.response_length]
@@ -60,5 +68,7 @@ class QuickSampler(ReplayBuffer):
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
-    """0 or 1 by the text of the answer, like slime's ``--rm-type random``: groups have mixed rewards at no cost."""
+    """0 or 1 by the text of the answer, like slime's ``--rm-type random``: groups have mixed
+    rewards at no cost.
+    """
     return float(hashlib.sha1(solution_str[:200].encode(errors="ignore")).digest()[0] & 1)

@@ -5,21 +5,24 @@
     python benchmarks/verl_step.py --lengths log-normal:512:4096                 # answers with a long tail
     python benchmarks/verl_step.py --tuned                                       # verl as an expert would set it
 
-Both train the same model (a public shape with random weights) on the same questions with FSDP, and generate with SGLang
-on the same GPU: the same batch, group size, length of each answer, tokens of a micro-batch, dtypes, optimizer, learning
-rate, SGLang's attention, CUDA graphs and share of the memory. There is no reference model, one optimizer step in a
-rollout, and nothing is offloaded unless ``--offload`` says so. verl runs first, then slime, never both at once. The
-first steps of each compile and do not count. ``--tuned`` adds to verl's settings those that its defaults leave out and
-this work allows: no pass for old log-probs (``--bypass``), weights that stay gathered after the forward pass, gradients
-that are reduced once in a step, eight agent workers instead of four, and a trainer that looks for finished answers each
-0.1 s instead of each 2 s.
+Both train the same model (a public shape with random weights) on the same questions with FSDP, and
+generate with SGLang on the same GPU: the same batch, group size, length of each answer, tokens of a
+micro-batch, dtypes, optimizer, learning rate, SGLang's attention, CUDA graphs and share of the
+memory. There is no reference model, one optimizer step in a rollout, and nothing is offloaded
+unless ``--offload`` says so. verl runs first, then slime, never both at once. The first steps of
+each compile and do not count. ``--tuned`` adds to verl's settings those that its defaults leave out
+and this work allows: no pass for old log-probs (``--bypass``), weights that stay gathered after the
+forward pass, gradients that are reduced once in a step, eight agent workers instead of four, and a
+trainer that looks for finished answers each 0.1 s instead of each 2 s.
 
-verl needs an environment of its own with verl 0.9.1, liger-kernel, flash-attn and SGLang; for figures that compare the
-loops, with the version of SGLang that slime has. Packages that its environment lacks may lie in folders given with
-``--verl-path``. ``--device cpu --shape tiny`` tries both command lines without a GPU.
+verl needs an environment of its own with verl 0.9.1, liger-kernel, flash-attn and SGLang; for
+figures that compare the loops, with the version of SGLang that slime has. Packages that its
+environment lacks may lie in folders given with ``--verl-path``. ``--device cpu --shape tiny`` tries
+both command lines without a GPU.
 
-The last line of the output is JSON with all figures: seconds of each step and phase, the largest memory in use on the
-GPU (``nvidia-smi``), and the ratios. Metrics and logs of both runs are kept in ``--output-dir``.
+The last line of the output is JSON with all figures: seconds of each step and phase, the largest
+memory in use on the GPU (``nvidia-smi``), and the ratios. Metrics and logs of both runs are kept in
+``--output-dir``.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ OURS = {
     "response_tokens": "rollout/response_len/mean", "grad_norm": "train/grad_norm",
 }  # fmt: skip
 FSDP_CONFIG = "actor_rollout_ref.actor.fsdp_config"
-TUNED = {  # what an expert adds for one optimizer step on one GPU, besides bypass_mode; the sampler is in verl_hooks.py
+# what an expert adds for one optimizer step on one GPU, besides bypass_mode; the sampler is in
+# verl_hooks.py
+TUNED = {
     f"{FSDP_CONFIG}.reshard_after_forward": False, f"{FSDP_CONFIG}.use_no_sync_for_gradient_accumulation": True,
     "actor_rollout_ref.rollout.agent.num_workers": 8,  # verl's default
     "trainer.v1.sampler.custom_sampler.path": HERE / "verl_hooks.py",
@@ -64,29 +69,63 @@ ATTENTION_BACKEND, LR = "triton", 1e-6
 
 
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=[*SHAPES, *FAMILIES], default="qwen3-0.6b", help="of random_model.py")
-    parser.add_argument("--questions", type=Path, help="rows of GSM8K; default: made-up problems of that length")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", choices=[*SHAPES, *FAMILIES], default="qwen3-0.6b", help="of random_model.py"
+    )
+    parser.add_argument(
+        "--questions", type=Path, help="rows of GSM8K; default: made-up problems of that length"
+    )
     parser.add_argument("--prompts", type=int, default=32, help="per step (default: 32)")
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt (default: 8)")
-    parser.add_argument("--lengths", default="1024", help="tokens of each answer, or log-normal:MEDIAN:LONGEST")
+    parser.add_argument(
+        "--lengths", default="1024", help="tokens of each answer, or log-normal:MEDIAN:LONGEST"
+    )
     parser.add_argument("--steps", type=int, default=3, help="counted steps (default: 3)")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them (default: 1)")
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
-    parser.add_argument("--engine-memory", type=float, default=0.6, help="share of the GPU's memory for SGLang")
-    parser.add_argument("--offload", action="store_true", help="both move weights and optimizer to the CPU meanwhile")
+    parser.add_argument(
+        "--engine-memory", type=float, default=0.6, help="share of the GPU's memory for SGLang"
+    )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="both move weights and optimizer to the CPU meanwhile",
+    )
     parser.add_argument("--recompute", action="store_true", help="both recompute activations")
-    parser.add_argument("--bypass", action="store_true", help="verl takes SGLang's log-probs as the old ones")
-    parser.add_argument("--tuned", action="store_true", help="verl as an expert would set it; includes --bypass")
+    parser.add_argument(
+        "--bypass", action="store_true", help="verl takes SGLang's log-probs as the old ones"
+    )
+    parser.add_argument(
+        "--tuned", action="store_true", help="verl as an expert would set it; includes --bypass"
+    )
     parser.add_argument("--only", choices=("verl", "ours"), help="measure one of the two")
-    parser.add_argument("--verl-python", type=Path, default=Path(sys.executable), help="interpreter that has verl")
-    parser.add_argument("--verl-path", type=Path, action="append", default=[], help="more folders of packages for verl")
-    parser.add_argument("--verl-set", action="append", default=[], help="more settings: --verl-set name=value")
-    parser.add_argument("--our-flags", default="", help='more flags for train.py: --our-flags="--no-compile-layers"')
-    parser.add_argument("--seconds", type=float, default=540.0, help="that each of the two may take (default: 540)")
+    parser.add_argument(
+        "--verl-python", type=Path, default=Path(sys.executable), help="interpreter that has verl"
+    )
+    parser.add_argument(
+        "--verl-path",
+        type=Path,
+        action="append",
+        default=[],
+        help="more folders of packages for verl",
+    )
+    parser.add_argument(
+        "--verl-set", action="append", default=[], help="more settings: --verl-set name=value"
+    )
+    parser.add_argument(
+        "--our-flags", default="", help='more flags for train.py: --our-flags="--no-compile-layers"'
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=540.0, help="that each of the two may take (default: 540)"
+    )
     parser.add_argument("--gpu", default="0")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output-dir", type=Path, default=HERE.parent / "outputs" / "benchmarks" / "verl_step")
+    parser.add_argument(
+        "--output-dir", type=Path, default=HERE.parent / "outputs" / "benchmarks" / "verl_step"
+    )
     args = parser.parse_args(words)
     try:
         args.longest = longest(args.lengths)
@@ -182,9 +221,16 @@ def verl_command(args: argparse.Namespace) -> list[str]:
     if on_gpu:
         settings["+actor_rollout_ref.actor.optim.override_optimizer_config"] = "{fused:True}"
     else:
-        settings |= {"trainer.device": "cpu", f"{rollout}.dtype": "float32", "+ray_kwargs.ray_init.num_gpus": 1}
+        settings |= {
+            "trainer.device": "cpu",
+            f"{rollout}.dtype": "float32",
+            "+ray_kwargs.ray_init.num_gpus": 1,
+        }
         settings[f"{FSDP_CONFIG}.use_torch_compile"] = False
-    settings |= {f"+{rollout}.engine_kwargs.sglang.{name}": value for name, value in sglang_settings(args).items()}
+    settings |= {
+        f"+{rollout}.engine_kwargs.sglang.{name}": value
+        for name, value in sglang_settings(args).items()
+    }
     settings |= TUNED if args.tuned else {}
     words = [f"{name}={value}" for name, value in settings.items()]
     return [str(args.verl_python), "-m", "verl.trainer.main_ppo", *words, *args.verl_set]
@@ -204,20 +250,34 @@ def our_command(args: argparse.Namespace) -> list[str]:
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     # verl trains groups whose rewards are all the same, too.
-    words += ["--colocate", "--use-dynamic-batch-size", "--apply-chat-template", "--no-skip-zero-advantage-groups"]
+    words += [
+        "--colocate",
+        "--use-dynamic-batch-size",
+        "--apply-chat-template",
+        "--no-skip-zero-advantage-groups",
+    ]
     words += ["--offload-train" if args.offload else "--no-offload-train"]
     words += ["--gradient-checkpointing"] if args.recompute else []
     if args.device == "cuda":
         words += ["--sglang-mem-fraction-static", str(args.engine_memory)]
         for name, value in sglang_settings(args).items():
-            words += [f"--sglang-{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+            words += [f"--sglang-{name.replace('_', '-')}"] + (
+                [] if value is True else [str(value)]
+            )
     return [sys.executable, str(HERE.parent / "train.py"), *words, *shlex.split(args.our_flags)]
 
 
 def environment(args: argparse.Namespace, side: str) -> dict[str, str]:
     folders = [HERE, *args.verl_path] if side == "verl" else [HERE.parent]
-    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    own = {"PYTHONPATH": path, LENGTHS: args.lengths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(
+        os.pathsep
+    )
+    own = {
+        "PYTHONPATH": path,
+        LENGTHS: args.lengths,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     if args.device == "cuda":
         own["CUDA_VISIBLE_DEVICES"] = args.gpu
     if side == "verl":
@@ -232,30 +292,47 @@ def environment(args: argparse.Namespace, side: str) -> dict[str, str]:
 def run_side(args: argparse.Namespace, side: str) -> str:
     """Run one side to its end; returns what it said last if it failed, otherwise nothing."""
     metrics_file(args, side).unlink(missing_ok=True)
-    (args.output_dir / "agents.yaml").write_text("- name: given_length\n  _target_: verl_hooks.GivenLength\n")
+    (args.output_dir / "agents.yaml").write_text(
+        "- name: given_length\n  _target_: verl_hooks.GivenLength\n"
+    )
     command = verl_command(args) if side == "verl" else our_command(args)
     log, env = args.output_dir / f"{side}.log", environment(args, side)
     print(f"{side}: {shlex.join(command)}", flush=True)
     with log.open("w") as out:
-        child = subprocess.Popen(command, cwd=args.output_dir, env=env, stdout=out, stderr=out, start_new_session=True)
+        child = subprocess.Popen(
+            command, cwd=args.output_dir, env=env, stdout=out, stderr=out, start_new_session=True
+        )
         for wait, number in ((args.seconds, signal.SIGTERM), (30.0, signal.SIGKILL)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(wait)
-            with contextlib.suppress(ProcessLookupError):  # what a run that has ended left behind is ended, too
+            # what a run that has ended left behind is ended, too
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, number)
     status = child.wait()
-    return f"ended with status {status}: {log.read_text(errors='replace')[-2000:]}" if status else ""
+    return (
+        f"ended with status {status}: {log.read_text(errors='replace')[-2000:]}" if status else ""
+    )
 
 
 @contextlib.contextmanager
 def peak_memory(args: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """Looks twice a second at the memory in use on the GPU, and notes the largest value under ``gib`` at the end."""
+    """Looks twice a second at the memory in use on the GPU, and notes the largest value under
+    ``gib`` at the end.
+    """
     peak: dict[str, float] = {}
     if args.device == "cpu":
         yield peak
         return
     file = args.output_dir / "memory.txt"
-    command = ["nvidia-smi", "-i", args.gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "500"]
+    command = [
+        "nvidia-smi",
+        "-i",
+        args.gpu,
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "500",
+    ]
     with file.open("w") as output:
         watch = subprocess.Popen(command, stdout=output)
         try:
@@ -276,11 +353,17 @@ def metrics_file(args: argparse.Namespace, side: str) -> Path:
 
 
 def read_rows(args: argparse.Namespace, side: str) -> list[dict[str, Any]]:
-    """One row for each step, by the names of the side's own log. verl counts from 1, and nests the values."""
+    """One row for each step, by the names of the side's own log. verl counts from 1, and nests the
+    values.
+    """
     file = metrics_file(args, side)
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     if side == "verl":
-        return [row["data"] for row in sorted(rows, key=lambda row: row["step"]) if VERL["step"] in row["data"]]
+        return [
+            row["data"]
+            for row in sorted(rows, key=lambda row: row["step"])
+            if VERL["step"] in row["data"]
+        ]
     return [row for row in rows if row.get(OURS["step"]) is not None]
 
 
@@ -291,23 +374,38 @@ def figures(side: str, rows: list[dict[str, Any]], warmup: int) -> dict[str, Any
     named = VERL if side == "verl" else OURS
     steps = {name: [row[key] for row in rows[warmup:] if key in row] for name, key in named.items()}
     steps = {name: values for name, values in steps.items() if values}
-    return {"steps": steps, "medians": {name: round(statistics.median(values), 3) for name, values in steps.items()}}
+    return {
+        "steps": steps,
+        "medians": {name: round(statistics.median(values), 3) for name, values in steps.items()},
+    }
 
 
 def report(args: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
     """Prints a table; returns everything for the JSON."""
     work = ("shape", "prompts", "group_size", "lengths", "micro_batch_tokens", "engine_memory")
     told = (*work, "offload", "bypass", "tuned")
-    made: dict[str, Any] = {"benchmark": "verl_step", **{name: getattr(args, name) for name in told}, **results}
+    made: dict[str, Any] = {
+        "benchmark": "verl_step",
+        **{name: getattr(args, name) for name in told},
+        **results,
+    }
     for side, result in results.items():
-        print(f"{side:5s} {result.get('medians')}, peak {result['peak_gib']} GiB {result.get('failed', '')}")
+        print(
+            f"{side:5s} {result.get('medians')}, peak {result['peak_gib']} GiB "
+            f"{result.get('failed', '')}"
+        )
     medians = [results.get(side, {}).get("medians") for side in ("verl", "ours")]
     if all(medians):
         verl, ours = medians
         made["ratio"] = round(verl["step"] / ours["step"], 2)
-        made["ratio_without_old_log_probs"] = round((verl["step"] - verl.get("old_log_probs", 0.0)) / ours["step"], 2)
+        made["ratio_without_old_log_probs"] = round(
+            (verl["step"] - verl.get("old_log_probs", 0.0)) / ours["step"], 2
+        )
         made["same_tokens"] = abs(verl["response_tokens"] / ours["response_tokens"] - 1) < 0.01
-        print(f"verl over ours: {made['ratio']}, without its log-prob pass {made['ratio_without_old_log_probs']}")
+        print(
+            f"verl over ours: {made['ratio']}, without its log-prob pass "
+            f"{made['ratio_without_old_log_probs']}"
+        )
     return made
 
 

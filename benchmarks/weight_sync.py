@@ -5,12 +5,13 @@
     python benchmarks/weight_sync.py --engine embedded --device cpu --tiny --dtype float32    # the same, without SGLang
     python benchmarks/weight_sync.py --engine embedded --device cpu --model models/SmolLM2-135M-Instruct --dtype float32
 
-The whole of a sync is timed: gathering, copies, the engine's loading, control calls. ``pause`` is the part in which
-the engine does not generate. Every sync sends other values than the last, the engine is idle. Over NCCL the engine is
-on another GPU. ``delta`` changes 2% of the bytes, spread evenly over all tensors. Each transport runs in a process
-of its own with a deadline, so one that fails costs no other figure. At the end of each, the same weights are sent and
-the engine's checksums of all tensors compared: all transports must have brought the same bytes; and once more with
-every tensor overwritten in between. The last line is JSON.
+The whole of a sync is timed: gathering, copies, the engine's loading, control calls. ``pause`` is
+the part in which the engine does not generate. Every sync sends other values than the last, the
+engine is idle. Over NCCL the engine is on another GPU. ``delta`` changes 2% of the bytes, spread
+evenly over all tensors. Each transport runs in a process of its own with a deadline, so one that
+fails costs no other figure. At the end of each, the same weights are sent and the engine's
+checksums of all tensors compared: all transports must have brought the same bytes; and once more
+with every tensor overwritten in between. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -39,19 +40,35 @@ DELTA_TARGET = 0.2  # of the full disk sync
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-4b", help="of benchmarks/random_model.py")
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder instead of random weights in a shape")
+    parser.add_argument(
+        "--model", type=Path, help="a Hugging Face folder instead of random weights in a shape"
+    )
     parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of trainer and engine")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="of trainer and engine"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a trial")
-    parser.add_argument("--transports", default="ipc,distributed,disk,delta", help="comma-separated")
-    parser.add_argument("--bucket-mib", default="512,1024,2048", help="of ipc and distributed; disk, delta: the first")
-    parser.add_argument("--repeats", type=int, default=5, help="syncs per figure, after one that warms up")
+    parser.add_argument(
+        "--transports", default="ipc,distributed,disk,delta", help="comma-separated"
+    )
+    parser.add_argument(
+        "--bucket-mib",
+        default="512,1024,2048",
+        help="of ipc and distributed; disk, delta: the first",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="syncs per figure, after one that warms up"
+    )
     parser.add_argument("--seconds", type=float, default=200.0, help="deadline of each transport")
     parser.add_argument("--threads", type=int, default=1, help="of each process on the CPU")
-    parser.add_argument("--disk-dir", type=Path, help="folder for disk and delta; default: a temporary one")
+    parser.add_argument(
+        "--disk-dir", type=Path, help="folder for disk and delta; default: a temporary one"
+    )
     parser.add_argument("--encoding", default="xor", choices=("xor", "overwrite"), help="of deltas")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -85,13 +102,18 @@ def make_args(options: argparse.Namespace) -> Any:
     if options.device == "cpu":
         settings["sglang"] |= {"device": "cpu", "max_total_tokens": 4096}
     else:  # no figure here needs its CUDA graphs, which take most of its start
-        settings["sglang"] |= {"attention_backend": "triton", "disable_cuda_graph": True, "mem_fraction_static": 0.4}
+        settings["sglang"] |= {
+            "attention_backend": "triton",
+            "disable_cuda_graph": True,
+            "mem_fraction_static": 0.4,
+        }
     for name, value in settings.items():
         setattr(args, name, value)
     return args
 
 
-# --- one transport, in a process of its own --------------------------------------------------------
+# --- one transport, in a process of its own
+# --------------------------------------------------------
 
 
 class Weights:
@@ -108,11 +130,15 @@ class Weights:
             from safetensors.torch import load_file
 
             for file in sorted(options.model.glob("*.safetensors")):
-                self.tensors |= {k: t.to(self.device, self.dtype) for k, t in load_file(file).items()}
+                self.tensors |= {
+                    k: t.to(self.device, self.dtype) for k, t in load_file(file).items()
+                }
             return
         import random_model
 
-        for name, shape in random_model.checkpoint_shapes(random_model.make_config(options.shape)).items():
+        for name, shape in random_model.checkpoint_shapes(
+            random_model.make_config(options.shape)
+        ).items():
             self.tensors[name] = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.fill(0)
 
@@ -128,7 +154,9 @@ class Weights:
 
         for tensor in self.tensors.values():
             for part in tensor.view(-1).view(torch.uint8).split(1 << 27):
-                chosen = torch.rand(part.shape, device=part.device, generator=self.generator) < share
+                chosen = (
+                    torch.rand(part.shape, device=part.device, generator=self.generator) < share
+                )
                 part ^= chosen.to(torch.uint8) * 85
 
     def named(self) -> Iterator[tuple[str, Any]]:
@@ -140,7 +168,9 @@ def timed_handle(url: str, spent: dict[str, list[float]]) -> Any:
     from slime.engines.handle import EngineHandle
 
     class Timed(EngineHandle):
-        async def _call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
+        async def _call(
+            self, method: str, path: str, body: Any = None, seconds: float | None = None
+        ) -> Any:
             start = time.perf_counter()
             try:
                 return await super()._call(method, path, body, seconds)
@@ -178,10 +208,14 @@ def run_part(options: argparse.Namespace) -> None:
         if weights.device.type == "cuda":
             torch.cuda.synchronize()
         spent.clear()
-        report = sync_weights(settings, weights.named(), [engine], transport, f"{attempt}.{step}", True, **more)
+        report = sync_weights(
+            settings, weights.named(), [engine], transport, f"{attempt}.{step}", True, **more
+        )
         step += 1
         assert report is not None
-        return dataclasses.asdict(report) | {"calls": {path: round(sum(times), 4) for path, times in spent.items()}}
+        return dataclasses.asdict(report) | {
+            "calls": {path: round(sum(times), 4) for path, times in spent.items()}
+        }
 
     rows = []
     sizes = [int(text) for text in options.bucket_mib.split(",")]
@@ -205,14 +239,19 @@ def run_part(options: argparse.Namespace) -> None:
     assert run(engine.checksum()) == sums
     run(transport.close())
     best = min(rows, key=lambda row: row["seconds"])
-    print(json.dumps({**best, "rows": rows, "check_equal_seconds": checked, "checksums": fingerprint(sums)}))
+    print(
+        json.dumps(
+            {**best, "rows": rows, "check_equal_seconds": checked, "checksums": fingerprint(sums)}
+        )
+    )
 
 
 def summary(mib: int, reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of all but the first; calls of the fastest."""
     later = reports[1:]
     middle = {
-        key: statistics.median(report[key] for report in later) for key in ("seconds", "pause_seconds", "density")
+        key: statistics.median(report[key] for report in later)
+        for key in ("seconds", "pause_seconds", "density")
     }
     fastest = min(later, key=lambda report: report["seconds"])
     return {
@@ -229,8 +268,9 @@ def summary(mib: int, reports: list[dict[str, Any]]) -> dict[str, Any]:
 def line(name: str, row: dict[str, Any]) -> str:
     calls = ", ".join(f"{path} {seconds:.3f}" for path, seconds in row["calls"].items())
     return (
-        f"{name:12} buckets {row['bucket_mib']:5} MiB: {row['seconds']:.3f} s (fastest {row['fastest_seconds']:.3f}, "
-        f"slowest {row['slowest_seconds']:.3f}, first {row['first_seconds']:.3f}), pause {row['pause_seconds']:.3f} s, "
+        f"{name:12} buckets {row['bucket_mib']:5} MiB: {row['seconds']:.3f} s (fastest "
+        f"{row['fastest_seconds']:.3f}, slowest {row['slowest_seconds']:.3f}, first "
+        f"{row['first_seconds']:.3f}), pause {row['pause_seconds']:.3f} s, "
         f"{row['nbytes'] / 2**20:.0f} MiB, density {row['density']:.3f} [{calls}]"
     )
 
@@ -241,7 +281,8 @@ def fingerprint(sums: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(sorted(sums.items())).encode()).hexdigest()[:16]
 
 
-# --- all of them -----------------------------------------------------------------------------------
+# --- all of them
+# -----------------------------------------------------------------------------------
 
 
 class Servers:
@@ -266,7 +307,11 @@ class Servers:
             )
         start = time.perf_counter()
         engine.wait_ready(START_SECONDS)
-        print(f"engine on {gpu} answers after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"engine on {gpu} answers after {time.perf_counter() - start:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         return str(engine.url)
 
     def log_tail(self, gpu: int) -> str:
@@ -278,7 +323,17 @@ class Servers:
 
 
 def run_in_process(options: argparse.Namespace, name: str, url: str) -> dict[str, Any]:
-    words = [sys.executable, __file__, *sys.argv[1:], "--part", name, "--url", url, "--work", str(options.work)]
+    words = [
+        sys.executable,
+        __file__,
+        *sys.argv[1:],
+        "--part",
+        name,
+        "--url",
+        url,
+        "--work",
+        str(options.work),
+    ]
     done = subprocess.run(words, stdout=subprocess.PIPE, timeout=options.seconds, text=True)
     if done.returncode:
         raise RuntimeError(f"ended with {done.returncode}")
@@ -290,7 +345,9 @@ def prepare(options: argparse.Namespace) -> None:
     paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if options.device == "cpu":
-        os.environ.update(OMP_NUM_THREADS=str(options.threads), OMP_WAIT_POLICY="PASSIVE", CUDA_VISIBLE_DEVICES="")
+        os.environ.update(
+            OMP_NUM_THREADS=str(options.threads), OMP_WAIT_POLICY="PASSIVE", CUDA_VISIBLE_DEVICES=""
+        )
         if options.engine == "sglang":
             from slime.engines.sglang.kernels import install
 
@@ -308,7 +365,9 @@ def prepare(options: argparse.Namespace) -> None:
 def gpu_count(options: argparse.Namespace) -> int:
     if options.device == "cpu":
         return 0
-    seen = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True)
+    seen = subprocess.run(
+        ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True
+    )
     return len(seen.stdout.splitlines())
 
 
@@ -338,8 +397,9 @@ def judge(results: dict[str, Any]) -> list[str]:
             continue
         wanted = [f"{limit:.2f}" if limit else "-" for limit in TARGETS.get(name, (None, None))]
         lines.append(
-            f"{name:12} {row['seconds']:.3f} s (wanted {wanted[0]}), pause {row['pause_seconds']:.3f} s "
-            f"(wanted {wanted[1]}), buckets of {row['bucket_mib']} MiB, {row['nbytes'] / 2**20:.0f} MiB sent"
+            f"{name:12} {row['seconds']:.3f} s (wanted {wanted[0]}), pause "
+            f"{row['pause_seconds']:.3f} s (wanted {wanted[1]}), buckets of {row['bucket_mib']} "
+            f"MiB, {row['nbytes'] / 2**20:.0f} MiB sent"
         )
     if "seconds" in results.get("disk", {}) and "seconds" in results.get("delta", {}):
         ratio = results["delta"]["seconds"] / results["disk"]["seconds"]

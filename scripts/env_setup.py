@@ -26,7 +26,8 @@ CUDA_MEGABYTES = 3500
 EXTRA_LOCKS = {"sglang-cpu": "cpu-sglang.txt"}
 STAMP = "slime-stamp"
 LOCK_DEADLINE_SECONDS = 1800.0
-INSTALLING = "an install into this folder was begun and has not ended\n"  # the lock file's text meanwhile
+# the lock file's text meanwhile
+INSTALLING = "an install into this folder was begun and has not ended\n"
 
 
 class SetupError(RuntimeError):
@@ -67,7 +68,9 @@ def choose_device() -> str:
 
 
 def choose_extra() -> str:
-    """``SLIME_EXTRA``: packages on top of the CPU environment, in an environment of their own; empty: none."""
+    """``SLIME_EXTRA``: packages on top of the CPU environment, in an environment of their own;
+    empty: none.
+    """
     asked = os.environ.get("SLIME_EXTRA", "")
     if asked and asked not in EXTRA_LOCKS:
         raise SetupError(f"SLIME_EXTRA={asked}: use {' or '.join(EXTRA_LOCKS)}")
@@ -75,8 +78,8 @@ def choose_extra() -> str:
 
 
 def choose_folder(device: str, extra: str = "") -> Path:
-    """``SLIME_ENV_DIR``; in CI a folder of the user's cache named by the key; else ``.venv``. With the extra's name
-    appended, where there is one."""
+    """``SLIME_ENV_DIR``; in CI a folder of the user's cache named by the key; else ``.venv``. With
+    the extra's name appended, where there is one."""
     suffix = f"-{extra}" if extra else ""
     asked = os.environ.get("SLIME_ENV_DIR")
     if asked:
@@ -119,18 +122,25 @@ def ensure(folder: Path, device: str, extra: str = "") -> Path:
         return python
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.parent / f"{folder.name}.lock", folder) as lock:
-        # Only under the lock: while another call makes the environment, the folder has files but no pyvenv.cfg yet.
+        # Only under the lock: while another call makes the environment, the folder has files but no
+        # pyvenv.cfg yet.
         if not may_be_filled(folder, lock):
-            raise SetupError(f"{folder} holds other files: name an empty or new folder in SLIME_ENV_DIR")
+            raise SetupError(
+                f"{folder} holds other files: name an empty or new folder in SLIME_ENV_DIR"
+            )
         found = stamped(folder)  # another call may have finished meanwhile
         if found[:1] != [key] or not python.exists():
             lock.write_text(INSTALLING, encoding="utf-8")
             try:
                 install(folder, device, extra)
             finally:
-                # From now on pyvenv.cfg tells what the folder is. A mark that stayed after a failure would let a later
-                # call wipe what the user has put into the folder instead.
-                if (folder / "pyvenv.cfg").is_file() or not folder.is_dir() or not any(folder.iterdir()):
+                # From now on pyvenv.cfg tells what the folder is. A mark that stayed after a
+                # failure would let a later call wipe what the user has put into the folder instead.
+                if (
+                    (folder / "pyvenv.cfg").is_file()
+                    or not folder.is_dir()
+                    or not any(folder.iterdir())
+                ):
                     lock.write_text("", encoding="utf-8")
         if found != [key, str(CHECKOUT)]:
             install_slime(folder)
@@ -139,7 +149,9 @@ def ensure(folder: Path, device: str, extra: str = "") -> Path:
 
 
 def may_be_filled(folder: Path, lock: Path) -> bool:
-    """Whether ``folder`` is new, empty, an environment, or what an install left that was killed at any moment."""
+    """Whether ``folder`` is new, empty, an environment, or what an install left that was killed at
+    any moment.
+    """
     if not folder.is_dir() or not any(folder.iterdir()):
         return True
     return (folder / "pyvenv.cfg").is_file() or lock.read_text(encoding="utf-8") == INSTALLING
@@ -159,7 +171,9 @@ def write_stamp(folder: Path, key: str) -> None:
 
 @contextlib.contextmanager
 def exclusive(lock: Path, folder: Path) -> Iterator[Path]:
-    """Hold a file lock and yield its path; it falls with its process, so a killed install blocks nobody."""
+    """Hold a file lock and yield its path; it falls with its process, so a killed install blocks
+    nobody.
+    """
     import fcntl
 
     deadline = time.monotonic() + LOCK_DEADLINE_SECONDS
@@ -182,21 +196,31 @@ def exclusive(lock: Path, folder: Path) -> Iterator[Path]:
 
 
 def install(folder: Path, device: str, extra: str = "") -> None:
-    """Create the environment and install the locked packages; torch first, so that nothing pulls another."""
+    """Create the environment and install the locked packages; torch first, so that nothing pulls
+    another.
+    """
     (folder / STAMP).unlink(missing_ok=True)
     create(folder)
     log = folder / "install.log"
     log.unlink(missing_ok=True)
     if device == "cuda":
-        say(f"installing for CUDA from {lock_file(device).name}: up to {CUDA_MEGABYTES} MB to download")
-        run_pip(folder, ["-r", str(lock_file(device)), "-c", str(without_torch(folder))], "packages")
+        say(
+            f"installing for CUDA from {lock_file(device).name}: up to {CUDA_MEGABYTES} MB to "
+            "download"
+        )
+        run_pip(
+            folder, ["-r", str(lock_file(device)), "-c", str(without_torch(folder))], "packages"
+        )
         return
     install_cpu_torch(folder)
     for lock in (lock_file(device), *extra_locks(extra)):
         text = lock.read_text(encoding="utf-8")
         packages = pins(text)
         size = header(text, "download-mb")
-        say(f"installing {len(packages)} packages: up to {size} MB to download where they are not in pip's cache")
+        say(
+            f"installing {len(packages)} packages: up to {size} MB to download where they are not "
+            "in pip's cache"
+        )
         hashed = ["--require-hashes"] if "--hash=" in text else []
         if not run_uv(folder, ["-r", str(lock), *hashed], "the packages"):
             run_pip(folder, ["--no-deps", "-r", str(lock)], "packages", total=len(packages))
@@ -212,7 +236,11 @@ def create(folder: Path) -> None:
             return
     say(f"making a virtual environment with Python {platform.python_version()} in {folder}")
     made = subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", str(folder)], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-m", "venv", "--clear", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     if made.returncode != 0:
         raise SetupError(
@@ -222,18 +250,32 @@ def create(folder: Path) -> None:
 
 
 def install_cpu_torch(folder: Path) -> None:
-    """The CPU build: from a wheel that pip's configuration leads to, else from PyTorch's CPU index."""
+    """The CPU build: from a wheel that pip's configuration leads to, else from PyTorch's CPU
+    index.
+    """
     version = header(lock_file("cpu").read_text(encoding="utf-8"), "torch")
     if sys.platform != "linux":
         say(f"installing torch {version}: up to {CPU_TORCH_MEGABYTES} MB to download")
         run_pip(folder, ["--no-deps", f"torch=={version}"], "torch")
         return
     wanted = f"torch=={version}+cpu"
-    configured = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
-    say(f"installing the CPU build of torch {version} (up to {CPU_TORCH_MEGABYTES} MB; less where a wheel is at hand)")
+    configured = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
+    say(
+        f"installing the CPU build of torch {version} (up to {CPU_TORCH_MEGABYTES} MB; less where "
+        "a wheel is at hand)"
+    )
     if os.environ.get("PIP_FIND_LINKS") and run_uv(folder, [wanted], "torch"):
         return
-    local = subprocess.run([*configured, wanted], capture_output=True, text=True, check=False, timeout=1800)
+    local = subprocess.run(
+        [*configured, wanted], capture_output=True, text=True, check=False, timeout=1800
+    )
     append_log(folder, local.stdout + local.stderr)
     if local.returncode == 0:
         return
@@ -258,7 +300,16 @@ def install_slime(folder: Path) -> None:
 def without_torch(folder: Path) -> Path:
     """The CPU pins as constraints for another build of torch, whose own needs may differ."""
     lines = pins((CHECKOUT / "requirements" / "cpu.txt").read_text(encoding="utf-8"))
-    loose = ("setuptools", "sympy", "networkx", "fsspec", "filelock", "typing-extensions", "jinja2", "mpmath")
+    loose = (
+        "setuptools",
+        "sympy",
+        "networkx",
+        "fsspec",
+        "filelock",
+        "typing-extensions",
+        "jinja2",
+        "mpmath",
+    )
     kept = [line for line in lines if line.split("==")[0] not in loose]
     path = folder / "constraints.txt"
     path.write_text("\n".join(kept) + "\n", encoding="utf-8")
@@ -267,14 +318,18 @@ def without_torch(folder: Path) -> Path:
 
 def pins(text: str) -> list[str]:
     """The ``name==version`` of each package of a lock file, without its hashes."""
-    return [line.split()[0] for line in text.splitlines() if line and not line.startswith(("#", " "))]
+    return [
+        line.split()[0] for line in text.splitlines() if line and not line.startswith(("#", " "))
+    ]
 
 
 def header(text: str, name: str) -> str:
     """A ``# name: value`` line of a lock file."""
     found = re.search(rf"^# {re.escape(name)}: (\S+)", text, re.MULTILINE)
     if not found:
-        raise SetupError(f"the lock file has no '# {name}:' line; make it anew with scripts/lock.py")
+        raise SetupError(
+            f"the lock file has no '# {name}:' line; make it anew with scripts/lock.py"
+        )
     return found.group(1)
 
 
@@ -288,7 +343,9 @@ def run_pip(folder: Path, arguments: Sequence[str], what: str, total: int = 0) -
                "--progress-bar", "off", *arguments]  # fmt: skip
     lines: list[str] = []
     count = 0
-    pip = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    pip = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     try:
         assert pip.stdout is not None
         for line in pip.stdout:
@@ -307,13 +364,17 @@ def run_pip(folder: Path, arguments: Sequence[str], what: str, total: int = 0) -
         append_log(folder, "".join(lines))
     if code != 0:
         tail = "".join(line for line in lines if not line.startswith("WARNING: Location"))[-1500:]
-        raise SetupError(f"pip could not install {what} (all of it in {folder / 'install.log'}):\n{tail}")
+        raise SetupError(
+            f"pip could not install {what} (all of it in {folder / 'install.log'}):\n{tail}"
+        )
 
 
 def run_uv(folder: Path, arguments: Sequence[str], what: str) -> bool:
-    """``uv pip install --no-deps``, which is many times faster than pip where uv's cache has the packages.
+    """``uv pip install --no-deps``, which is many times faster than pip where uv's cache has the
+    packages.
 
-    uv does not read pip's configuration files. Where it cannot install the packages, pip is asked, which reports.
+    uv does not read pip's configuration files. Where it cannot install the packages, pip is asked,
+    which reports.
 
     Returns:
         Whether they are installed. False where uv is not there, or ``SLIME_INSTALLER`` is ``pip``.
@@ -325,11 +386,23 @@ def run_uv(folder: Path, arguments: Sequence[str], what: str) -> bool:
     if uv is None or asked == "pip":
         return False
     settings = {"PIP_INDEX_URL": "UV_DEFAULT_INDEX", "PIP_CERT": "SSL_CERT_FILE"}
-    environment = {new: os.environ[old] for old, new in settings.items() if os.environ.get(old)} | os.environ
+    environment = {
+        new: os.environ[old] for old, new in settings.items() if os.environ.get(old)
+    } | os.environ
     if links := os.environ.get("PIP_FIND_LINKS"):
         environment = {"UV_FIND_LINKS": ",".join(links.split())} | environment
-    command = [uv, "pip", "install", "--python", str(folder / "bin" / "python"), "--no-deps", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800, env=environment)
+    command = [
+        uv,
+        "pip",
+        "install",
+        "--python",
+        str(folder / "bin" / "python"),
+        "--no-deps",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=1800, env=environment
+    )
     append_log(folder, done.stdout + done.stderr)
     if done.returncode != 0:
         say(f"uv could not install {what} (see install.log); trying pip")

@@ -1,4 +1,5 @@
-"""Write requirements/cpu.txt: every package that slime-rl[dev] needs, pinned as in the running environment.
+"""Write requirements/cpu.txt: every package that slime-rl[dev] needs, pinned as in the running
+environment.
 
 Run it in an environment where the tests pass: ``python scripts/lock.py``. Only what slime's own
 requirements lead to is written, so a stray package in the environment does not get into the lock.
@@ -22,10 +23,13 @@ from packaging.utils import canonicalize_name
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 LOCK = CHECKOUT / "requirements" / "cpu.txt"
-BUILD = ("setuptools",)  # slime's build back end; installed with the rest so that nothing is fetched later
+# slime's build back end; installed with the rest so that nothing is fetched later
+BUILD = ("setuptools",)
 LEFT_OUT = ("slime", "torch")  # torch stands apart: which build is right depends on the machine
 ALONE = {"sglang-cpu": ("sglang==0.5.23", "xgrammar", "apache-tvm-ffi", "compressed-tensors")}
-"""Packages of an extra whose own needs are left out: SGLang asks for gigabytes of CUDA and another torch."""
+"""Packages of an extra whose own needs are left out: SGLang asks for gigabytes of CUDA and another
+torch.
+"""
 EXTRA_HEADER = """\
 # What slime-rl[{extra}] adds to cpu.txt, pinned; made by scripts/lock.py --extra {extra}, do not edit by hand.
 # SLIME_EXTRA={extra} bash scripts/env.sh installs both with --no-deps.
@@ -47,7 +51,9 @@ def own_requirements(root: str, extras: tuple[str, ...]) -> list[Requirement]:
     for extra in extras:
         for line in project["optional-dependencies"][extra]:
             needed = Requirement(line)
-            found += own_requirements(root, tuple(needed.extras)) if needed.name == root else [needed]
+            found += (
+                own_requirements(root, tuple(needed.extras)) if needed.name == root else [needed]
+            )
     return found
 
 
@@ -66,14 +72,17 @@ def closure(root: str, extras: tuple[str, ...]) -> dict[str, str]:
         found[key[0]] = distribution.version
         for line in distribution.requires or []:
             needed = Requirement(line)
-            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras)):
+            if needed.marker is None or any(
+                needed.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras)
+            ):
                 queue.append(needed)
     return found
 
 
 def hashed(lines: list[str]) -> str:
-    """The pins with the hashes of all files that the registry has for each version. torch has no pin here and so no
-    hash: its CPU build is another file on every platform, and some machines have it from a folder of their own."""
+    """The pins with the hashes of all files that the registry has for each version. torch has no
+    pin here and so no hash: its CPU build is another file on every platform, and some machines have
+    it from a folder of their own."""
     with tempfile.TemporaryDirectory() as folder:
         pins, made = Path(folder) / "pins.txt", Path(folder) / "hashed.txt"
         pins.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -89,8 +98,15 @@ def lock_extra(extra: str, megabytes: int) -> int:
     target = LOCK.with_name(f"cpu-{family}.txt")
     have = {line.partition("==")[0] for line in LOCK.read_text(encoding="utf-8").splitlines()}
     pins = closure("slime", (extra,))
-    pins |= {canonicalize_name(name): metadata.version(name) for name in (a.partition("==")[0] for a in ALONE[extra])}
-    lines = [f"{name}=={version}" for name, version in sorted(pins.items()) if name not in {*have, *LEFT_OUT}]
+    pins |= {
+        canonicalize_name(name): metadata.version(name)
+        for name in (a.partition("==")[0] for a in ALONE[extra])
+    }
+    lines = [
+        f"{name}=={version}"
+        for name, version in sorted(pins.items())
+        if name not in {*have, *LEFT_OUT}
+    ]
     header = EXTRA_HEADER.format(extra=extra, megabytes=megabytes)
     target.write_text(header + hashed(lines), encoding="utf-8")
     print(f"{target}: {len(lines)} packages", file=sys.stderr)
@@ -100,15 +116,22 @@ def lock_extra(extra: str, megabytes: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=LOCK)
-    parser.add_argument("--megabytes", type=int, default=365, help="download size to announce, without torch")
-    parser.add_argument("--extra", choices=sorted(ALONE), help="write the lock of this extra instead")
+    parser.add_argument(
+        "--megabytes", type=int, default=365, help="download size to announce, without torch"
+    )
+    parser.add_argument(
+        "--extra", choices=sorted(ALONE), help="write the lock of this extra instead"
+    )
     args = parser.parse_args()
     if args.extra:
         return lock_extra(args.extra, args.megabytes)
     pins = closure("slime", ("dev",))
     torch = pins["torch"].split("+")[0]
     header = HEADER.format(
-        python=platform.python_version(), system=platform.system(), torch=torch, megabytes=args.megabytes
+        python=platform.python_version(),
+        system=platform.system(),
+        torch=torch,
+        megabytes=args.megabytes,
     )
     lines = [f"{name}=={version}" for name, version in sorted(pins.items()) if name not in LEFT_OUT]
     args.output.write_text(header + hashed(lines), encoding="utf-8")

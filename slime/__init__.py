@@ -1,7 +1,8 @@
 """slime: LLM post-training for RL scaling.
 
-``slime.train`` and ``slime.Trainer`` train from Python; docs/en/python_api.md describes them. Importing this package
-imports neither torch nor Ray: the names below are loaded when they are first used.
+``slime.train`` and ``slime.Trainer`` train from Python; docs/en/python_api.md describes them.
+Importing this package imports neither torch nor Ray: the names below are loaded when they are first
+used.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _NAMES = {
 
 
 def _working_directory_last() -> None:
-    """Put the working directory of a run, which Ray puts first, to the end of the import path of its processes.
+    """Put the working directory of a run, which Ray puts first, to the end of the import path of
+    its processes.
 
     Users' modules are found there, but never in place of Python's own or of installed ones.
     """
@@ -57,9 +59,15 @@ def _require_standard_library() -> None:
             module, end = os.path.splitext(name)
             path = os.path.join(folder, name)
             code = end == ".py" or (not end and os.path.isfile(os.path.join(path, "__init__.py")))
-            if code and module in sys.stdlib_module_names and module not in ("test", "idlelib", "this"):
+            if (
+                code
+                and module in sys.stdlib_module_names
+                and module not in ("test", "idlelib", "this")
+            ):
                 hides = f"{os.path.abspath(path)} hides Python's own module {module}"
-                raise ImportError(f"{hides}: rename it, or take its folder off the import path (PYTHONPATH)")
+                raise ImportError(
+                    f"{hides}: rename it, or take its folder off the import path (PYTHONPATH)"
+                )
 
 
 _working_directory_last()

@@ -1,4 +1,5 @@
-"""The one table of names: which class or function a name stands for, slime's own and those of other packages.
+"""The one table of names: which class or function a name stands for, slime's own and those of other
+packages.
 
 A part is registered with the place of its code, so nothing is imported before a run uses it::
 
@@ -7,9 +8,9 @@ A part is registered with the place of its code, so nothing is imported before a
     def parts() -> None:
         register("reward", "haiku", "my_package.haiku:HAIKU")
 
-A package names such a function as an entry point of the group ``slime.plugins``. It is called once in each process,
-when a name is first asked for. The plug-ins in :mod:`slime.plugins` have a function ``parts`` too, and the core's own
-parts are at the end of this file.
+A package names such a function as an entry point of the group ``slime.plugins``. It is called once
+in each process, when a name is first asked for. The plug-ins in :mod:`slime.plugins` have a
+function ``parts`` too, and the core's own parts are at the end of this file.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ KINDS = {
     "algorithm": "a class that derives from slime.algorithms.Algorithm, for --advantage-estimator",
     "reward": "a slime.rollout.rm_hub.reward.Reward, for --rm-type",
     "environment": "a function make(what, **options) that returns an Environment, for --environment",
-    "engine": "a function start(settings, spec, host, log_path, gpu_ids, node) that returns a RunningEngine",
+    "engine": "a function start(settings, spec, host, log_path, gpu_ids, node) that returns a "
+    "RunningEngine",
     "transport": "a slime.weights.transports.base.TransportKind, for --update-weight-transport",
     "weight mode": "the same, for --update-weight-mode, which then decides about the transport",
     "tracker": "a class that derives from slime.observability.trackers.Tracker, for --tracker",
     "layer kind": "a slime.models.layer_kinds.LayerKind: a way in which layers of a model mix tokens",
     "model family": "a slime.weights.maps.family.Family: the weight map of a model for Megatron",
-    "checkpoint": "a function read(folder, family, settings) that returns the NamedWeights of another program's folder",
+    "checkpoint": "a function read(folder, family, settings) that returns the NamedWeights of another "
+    "program's folder",
     "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",
     "check": "a function check(args) that returns problems, one line each, before a run starts",
-    "warning": "a function warn(args, asynchronous) that returns lines, which are printed after the name at the start",
-    "summary": "what is shown of a finished run: finish(run_dir, console, seconds, since), figures(run_dir), "
-    "picture(figures) and write_picture(path, figures)",
+    "warning": "a function warn(args, asynchronous) that returns lines, which are printed after the "
+    "name at the start",
+    "summary": "what is shown of a finished run: finish(run_dir, console, seconds, since), "
+    "figures(run_dir), picture(figures) and write_picture(path, figures)",
     "report": "a function report(args, asynchronous) that returns lines for --dry-run",
 }
 
@@ -55,8 +59,10 @@ class Part:
 
     Attributes:
         target: The object itself, or its place (``package.module:name``).
-        flags: A dataclass whose fields are flags (:func:`slime.config.flag.flag`), or its place; None for none.
-        package: The module that the part needs, which may be missing, and what ``pip install`` gets it.
+        flags: A dataclass whose fields are flags (:func:`slime.config.flag.flag`), or its place;
+            None for none.
+        package: The module that the part needs, which may be missing, and what ``pip install`` gets
+            it.
         when: For a check: it is called only if one of these arguments is set.
     """
 
@@ -90,12 +96,16 @@ def register(
         raise RegistryError(f"{kind!r} is not a kind of part; the kinds are {', '.join(KINDS)}")
     other = _parts.get((kind, name))
     if other is not None and _place(other.target) != _place(target):
-        raise RegistryError(f"the {kind} {name!r} is registered twice: {_place(other.target)} and {_place(target)}")
+        raise RegistryError(
+            f"the {kind} {name!r} is registered twice: {_place(other.target)} and {_place(target)}"
+        )
     _parts[kind, name] = Part(kind, name, target, flags, package, when)
 
 
 def parts(kind: str) -> dict[str, Part]:
-    """Return the parts of a kind by their names, slime's own first. None of their code is imported."""
+    """Return the parts of a kind by their names, slime's own first. None of their code is
+    imported.
+    """
     _discover()
     return {part.name: part for part in _parts.values() if part.kind == kind}
 
@@ -116,7 +126,9 @@ def find(kind: str, name: str) -> Any:
 def sections() -> tuple[type, ...]:
     """Return the dataclasses whose fields are the flags of parts, without duplicates."""
     _discover()
-    return tuple(dict.fromkeys(load(part.flags) for part in _parts.values() if part.flags is not None))
+    return tuple(
+        dict.fromkeys(load(part.flags) for part in _parts.values() if part.flags is not None)
+    )
 
 
 def failures() -> list[str]:
@@ -126,7 +138,9 @@ def failures() -> list[str]:
 
 
 def _place(target: object) -> str:
-    """Return ``package.module:name`` also of an object, so that a cell of a notebook can be run again."""
+    """Return ``package.module:name`` also of an object, so that a cell of a notebook can be run
+    again.
+    """
     if isinstance(target, str):
         return target
     return f"{getattr(target, '__module__', '')}:{getattr(target, '__qualname__', repr(target))}"
@@ -155,11 +169,12 @@ def _register_others() -> Iterator[str]:
     for point in entry_points(group=GROUP):
         try:
             point.load()()
-        except Exception as error:  # the code of another package can raise anything, and must not end every command
+        # the code of another package can raise anything, and must not end every command
+        except Exception as error:
             package = point.dist.name if point.dist is not None else point.value
             yield (
-                f"the package {package} cannot register its parts ({point.value}: {type(error).__name__}: {error}); "
-                "mend or uninstall it"
+                f"the package {package} cannot register its parts ({point.value}: "
+                f"{type(error).__name__}: {error}); mend or uninstall it"
             )
 
 
@@ -170,7 +185,11 @@ _CORE = (
     ("algorithm", "rloo", "slime.algorithms.grpo:Rloo"),
     ("algorithm", "dr_grpo", "slime.algorithms.dr_grpo:DrGrpo"),
     ("algorithm", "reinforce_plus_plus", "slime.algorithms.reinforce_plus_plus:ReinforcePlusPlus"),
-    ("algorithm", "reinforce_plus_plus_baseline", "slime.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline"),
+    (
+        "algorithm",
+        "reinforce_plus_plus_baseline",
+        "slime.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
+    ),
     ("algorithm", "ppo", "slime.algorithms.gae:Ppo"),
     ("reward", "deepscaler", "slime.rollout.rm_hub.math:DEEPSCALER"),
     ("reward", "dapo", "slime.rollout.rm_hub.math:DAPO"),

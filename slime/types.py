@@ -12,7 +12,9 @@ JsonObject: TypeAlias = dict[str, JsonValue]
 
 
 class VersionSpan(TypedDict):
-    """Consecutive tokens of an answer that were sampled with the same weights: ``start`` to ``end``, exclusive."""
+    """Consecutive tokens of an answer that were sampled with the same weights: ``start`` to
+    ``end``, exclusive.
+    """
 
     version: str | int
     start: int
@@ -20,10 +22,11 @@ class VersionSpan(TypedDict):
 
 
 class MetaInfo(TypedDict, total=False):
-    """``meta_info`` of an engine's answer to ``POST /generate``. An engine leaves out what it does not measure, or says
-    None; ``finish_reason`` is None in a stream until the answer is complete.
+    """``meta_info`` of an engine's answer to ``POST /generate``. An engine leaves out what it does
+    not measure, or says None; ``finish_reason`` is None in a stream until the answer is complete.
 
-    Log-probs are ``(log-prob, token id, text)``. Arrays of ids travel as base64 of int32, or as lists.
+    Log-probs are ``(log-prob, token id, text)``. Arrays of ids travel as base64 of int32, or as
+    lists.
     """
 
     finish_reason: dict[str, Any]
@@ -63,7 +66,8 @@ class SamplingParams(TypedDict, total=False):
 
 
 class GenerateBody(TypedDict, total=False):
-    """Body of ``POST /generate``: SGLang's, and ``weight_version_plan``, which only the embedded engine knows.
+    """Body of ``POST /generate``: SGLang's, and ``weight_version_plan``, which only the embedded
+    engine knows.
 
     Images are data URIs, because an engine, whose port others may reach, fetches nothing.
     """
@@ -92,8 +96,8 @@ class GenerateOutput(TypedDict):
 class Tokenizer(Protocol):
     """The part of Hugging Face's ``PreTrainedTokenizerBase`` that slime uses.
 
-    Transformers annotates these methods with unions over all their return formats; here they have the types that
-    slime's calls get.
+    Transformers annotates these methods with unions over all their return formats; here they have
+    the types that slime's calls get.
     """
 
     chat_template: str | dict[str, str] | None
@@ -109,17 +113,23 @@ class Tokenizer(Protocol):
     def __len__(self) -> int: ...
 
     def __call__(self, text: str | Sequence[str], **kwargs: object) -> Mapping[str, Any]:
-        """``input_ids`` (one list for a text, a list of lists for several), and what ``kwargs`` ask for besides."""
+        """``input_ids`` (one list for a text, a list of lists for several), and what ``kwargs`` ask
+        for besides.
+        """
 
     def save_pretrained(self, save_directory: str | Path) -> object: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    def decode(self, token_ids: int | Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+    def decode(
+        self, token_ids: int | Sequence[int], *, skip_special_tokens: bool = False
+    ) -> str: ...
 
     def convert_tokens_to_ids(self, tokens: str) -> int: ...
 
     def get_vocab(self) -> dict[str, int]: ...
 
-    def apply_chat_template(self, conversation: Sequence[Mapping[str, object]], **kwargs: object) -> Any:
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, object]], **kwargs: object
+    ) -> Any:
         """Text with ``tokenize=False``, token ids otherwise."""

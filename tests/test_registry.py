@@ -1,4 +1,6 @@
-"""The table of names: what registers, what is found, and what a package of somebody else may do wrong."""
+"""The table of names: what registers, what is found, and what a package of somebody else may do
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +75,17 @@ def test_a_package_that_cannot_register_is_told_and_stops_nothing(
 def test_import_slime_and_the_flags_load_no_plugin_and_no_torch() -> None:
     """But for the classes of estimators, which the checks of other flags ask."""
     program = (
-        "import sys, slime\nfrom slime.config.parser import build_parser\nbuild_parser()\n"
-        "loaded = [name for name in sys.modules if name.startswith('slime.plugins.') and name.count('.') > 2]\n"
+        "import sys, slime\n"
+        "from slime.config.parser import build_parser\n"
+        "build_parser()\n"
+        "loaded = [name for name in sys.modules if name.startswith('slime.plugins.') and "
+        "name.count('.') > 2]\n"
         "loaded = [name for name in loaded if not name.startswith('slime.plugins.estimators.')]\n"
         "print(*loaded, 'torch' in sys.modules)"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert said.split() == ["False"]
 
 
@@ -86,4 +93,6 @@ def test_the_delta_transport_is_chosen_by_the_mode_alone() -> None:
     _, problems = check_args(["--update-weight-transport", "delta"])
     assert any("--update-weight-transport" in problem and "disk" in problem for problem in problems)
     args, problems = check_args(["--update-weight-mode", "delta"])
-    assert args.update_weight_mode == "delta" and any("needs --update-weight-transport disk" in one for one in problems)
+    assert args.update_weight_mode == "delta" and any(
+        "needs --update-weight-transport disk" in one for one in problems
+    )

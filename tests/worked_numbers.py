@@ -1,4 +1,6 @@
-"""Formulas against numbers worked by hand: the files ``reference_numbers.yaml`` and how a case of each is checked."""
+"""Formulas against numbers worked by hand: the files ``reference_numbers.yaml`` and how a case of
+each is checked.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,17 @@ TOLERANCE = 1e-5
 
 def read_cases(test_file: str) -> dict[str, Any]:
     """The cases of ``reference_numbers.yaml`` beside a test."""
-    data: dict[str, Any] = yaml.safe_load((Path(test_file).parent / "reference_numbers.yaml").read_text())
+    data: dict[str, Any] = yaml.safe_load(
+        (Path(test_file).parent / "reference_numbers.yaml").read_text()
+    )
     return data
 
 
 def by_name(cases: list[dict[str, Any]]) -> Any:
     return pytest.mark.parametrize(
-        "case", cases, ids=lambda case: case.get("name") or f"{case['estimator']}: {case['formula']}"
+        "case",
+        cases,
+        ids=lambda case: case.get("name") or f"{case['estimator']}: {case['formula']}",
     )
 
 
@@ -67,7 +73,9 @@ def run_args(changes: dict[str, Any] | None) -> Args:
 
 
 def check_function(case: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> None:
-    """A function of ``functions``: its result, the masks of a correction, and the gradient of the first result."""
+    """A function of ``functions``: its result, the masks of a correction, and the gradient of the
+    first result.
+    """
     function = functions[case["function"]]
     inputs = {name: to_tensors(name, value) for name, value in case["inputs"].items()}
     wanted = case.get("gradient")
@@ -95,7 +103,9 @@ def check_estimator(case: dict[str, Any]) -> None:
     masks = [torch.tensor(mask) for mask in case["loss_masks"]]
     samples = [
         Sample(index=i, group_index=group, reward=reward, response_length=len(mask))
-        for i, (group, reward, mask) in enumerate(zip(case["groups"], case["rewards"], masks, strict=True))
+        for i, (group, reward, mask) in enumerate(
+            zip(case["groups"], case["rewards"], masks, strict=True)
+        )
     ]
     raw, rewards = post_process_rewards(args, samples, case["groups"])
     assert raw == case["rewards"]
@@ -108,40 +118,59 @@ def check_estimator(case: dict[str, Any]) -> None:
     }
     for name in ("log_probs", "ref_log_probs", "teacher_log_probs", "values"):
         if name in case:
-            batch[{"log_probs": "old_log_probs", "values": "old_values"}.get(name, name)] = to_tensors(name, case[name])
+            batch[{"log_probs": "old_log_probs", "values": "old_values"}.get(name, name)] = (
+                to_tensors(name, case[name])
+            )
     compute_advantages(AdvantageSettings.from_args(args), batch, Identity())
     assert close(to_lists(batch["advantages"]), case["advantages"]), batch["advantages"]
     if "returns" in case:
         assert close(to_lists(batch["returns"]), case["returns"]), batch["returns"]
 
 
-def cross_entropy(args: Any, batch: dict[str, Any], logits: Tensor, mean: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def cross_entropy(
+    args: Any, batch: dict[str, Any], logits: Tensor, mean: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     return mean(torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="none")), {}
 
 
 def check_loss(case: dict[str, Any]) -> None:
     """One optimizer step: its loss, and the gradient with respect to what the model gives."""
-    kind, given = case["loss"], {name: to_tensors(name, value) for name, value in case["tokens"].items()}
-    args = run_args({"loss_type": "policy_loss" if kind == "value_loss" else kind} | case.get("args", {}))
+    kind, given = (
+        case["loss"],
+        {name: to_tensors(name, value) for name, value in case["tokens"].items()},
+    )
+    args = run_args(
+        {"loss_type": "policy_loss" if kind == "value_loss" else kind} | case.get("args", {})
+    )
     args.advantage_estimator = case.get("estimator", "grpo")
     args.custom_loss_function_path = f"{__file__}:cross_entropy"
-    leaf = given[{"value_loss": "values", "custom_loss": "logits"}.get(kind, "log_probs")].requires_grad_()
+    leaf = given[
+        {"value_loss": "values", "custom_loss": "logits"}.get(kind, "log_probs")
+    ].requires_grad_()
     lengths, siblings = given["response_lengths"], case.get("siblings", 1)
     sums = torch.stack([part.sum() for part in given["loss_mask"].split(lengths)]).float()
     tokens = TokenBatch(
         total_lengths=[n + 2 for n in lengths],
-        rollout_mask_sums=torch.cat([part.sum().repeat(len(part)) for part in sums.split(siblings)]),
+        rollout_mask_sums=torch.cat(
+            [part.sum().repeat(len(part)) for part in sums.split(siblings)]
+        ),
         **given,
     )
     settings = LossSettings.from_args(args)
-    loss, _ = compute_loss(settings, tokens, num_rollouts=len(lengths) / siblings, num_tokens=float(sums.sum()))
+    loss, _ = compute_loss(
+        settings, tokens, num_rollouts=len(lengths) / siblings, num_tokens=float(sums.sum())
+    )
     assert close(loss.item(), case["expected"]), loss
     loss.backward()
     assert leaf.grad is not None and close(leaf.grad.tolist(), case["gradient"]), leaf.grad
 
 
-def check_all_are_there(data: dict[str, Any], functions: dict[str, Any], algorithms: dict[str, Any]) -> None:
-    """Each function and estimator has a case, and each estimator with a loss of its own one of its loss."""
+def check_all_are_there(
+    data: dict[str, Any], functions: dict[str, Any], algorithms: dict[str, Any]
+) -> None:
+    """Each function and estimator has a case, and each estimator with a loss of its own one of its
+    loss.
+    """
     from slime.algorithms.grpo import Grpo
 
     cases = [*data["functions"], *data["estimators"], *data["losses"]]
@@ -149,7 +178,9 @@ def check_all_are_there(data: dict[str, Any], functions: dict[str, Any], algorit
     assert {case["estimator"] for case in data["estimators"]} == set(algorithms)
     members = ("ppo_kl", "policy_loss", "pg_reducer")
     with_own_loss = {
-        name for name, one in algorithms.items() if any(getattr(one, x) is not getattr(Grpo, x) for x in members)
+        name
+        for name, one in algorithms.items()
+        if any(getattr(one, x) is not getattr(Grpo, x) for x in members)
     }
     assert {case.get("estimator") for case in data["losses"]} >= with_own_loss
     for case in cases:

@@ -3,10 +3,11 @@
     python tools/affected.py            # of what is not committed, and of the commits that main does not have
     python tools/affected.py HEAD~3     # of all changes since a commit
 
-A test file is listed if it has changed, if it imports a changed module of slime, directly or through others, or if it
-is the one of a changed module by the layout (``slime/data/rows.py``: ``tests/data/test_rows*.py``). Changes outside of
-the package and the tests list the tests that speak of them: docs those of ``tests/docs``, scripts those of
-``tests/scripts``, and so on. What all tests use (``conftest.py``, the pins) lists all tests.
+A test file is listed if it has changed, if it imports a changed module of slime, directly or
+through others, or if it is the one of a changed module by the layout (``slime/data/rows.py``:
+``tests/data/test_rows*.py``). Changes outside of the package and the tests list the tests that
+speak of them: docs those of ``tests/docs``, scripts those of ``tests/scripts``, and so on. What all
+tests use (``conftest.py``, the pins) lists all tests.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from pathlib import Path
 from import_graph import all_arrows, modules, resolve
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-EVERYTHING = ("pyproject.toml", "requirements/", "tests/conftest.py", "tests/make_args.py", "scripts/env")
+EVERYTHING = (
+    "pyproject.toml",
+    "requirements/",
+    "tests/conftest.py",
+    "tests/make_args.py",
+    "scripts/env",
+)
 """Beginnings of the paths of which all tests depend."""
 NAMES_BY_PATH = ("slime.config.", "slime.registry", "slime.plugins.")
 SPEAK_OF = {
@@ -43,10 +50,14 @@ def changed_files(base: str) -> list[str]:
     """Paths that differ from the commit ``base``, or that git does not know yet."""
 
     def git(*words: str) -> list[str]:
-        done = subprocess.run(["git", *words], cwd=CHECKOUT, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", *words], cwd=CHECKOUT, check=True, capture_output=True, text=True
+        )
         return done.stdout.split("\n")[:-1]
 
-    return sorted({*git("diff", "--name-only", base), *git("ls-files", "--others", "--exclude-standard")})
+    return sorted(
+        {*git("diff", "--name-only", base), *git("ls-files", "--others", "--exclude-standard")}
+    )
 
 
 def users_of(changed: Iterable[str]) -> set[str]:
@@ -75,7 +86,11 @@ def _imports(file: Path) -> frozenset[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("slime."):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith("slime.")
+        ):
             names.add(node.value.partition(":")[0])
     return frozenset(names)
 
@@ -100,9 +115,19 @@ def affected_tests(changed: Sequence[str]) -> list[str]:
     touched = {path for path in changed if path.startswith("tests/")}
     by_path = {str(file.relative_to(CHECKOUT)): module for module, file in modules().items()}
     used = users_of(by_path[path] for path in changed if path in by_path)
-    helpers = {file.stem: file for file in (CHECKOUT / "tests").rglob("*.py") if not file.name.startswith("test_")}
-    changed_helpers = {Path(path).stem for path in touched if not Path(path).name.startswith("test_")}
-    folders = [folder for start, folder in SPEAK_OF.items() if any(path.startswith(start) for path in changed)]
+    helpers = {
+        file.stem: file
+        for file in (CHECKOUT / "tests").rglob("*.py")
+        if not file.name.startswith("test_")
+    }
+    changed_helpers = {
+        Path(path).stem for path in touched if not Path(path).name.startswith("test_")
+    }
+    folders = [
+        folder
+        for start, folder in SPEAK_OF.items()
+        if any(path.startswith(start) for path in changed)
+    ]
     own = {
         f"tests/{Path(path).relative_to('slime').parent}/test_{Path(path).stem}"
         for path in changed

@@ -1,4 +1,6 @@
-"""``python tools/batch_page.py``: write docs/en/reference/batch.md from the table of the batch's entries."""
+"""``python tools/batch_page.py``: write docs/en/reference/batch.md from the table of the batch's
+entries.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ def page() -> str:
         "",
         "<!-- Made by `python tools/batch_page.py`; do not edit. -->",
         "",
-        "The dict `rollout_data` of `--custom-advantage-function-path` and `--rollout-data-postprocess-path` and the",
-        "dict `batch` of `--custom-loss-function-path` hold these entries of one data-parallel rank. Entries per",
-        "sample are lists in the rank's own order; entries per token are lists with one tensor per sample. Those in",
-        "bold are always there. One of these functions may add entries of its own, which those that are called later",
+        "The dict `rollout_data` of `--custom-advantage-function-path` and "
+        "`--rollout-data-postprocess-path` and the",
+        "dict `batch` of `--custom-loss-function-path` hold these entries of one data-parallel "
+        "rank. Entries per",
+        "sample are lists in the rank's own order; entries per token are lists with one tensor "
+        "per sample. Those in",
+        "bold are always there. One of these functions may add entries of its own, which those "
+        "that are called later",
         "find under the same name.",
     ]
     for per in dict.fromkeys(field.per for field in FIELDS):

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Hugging Face folder → Megatron weights (torch_dist), on CPU or GPU machines; Megatron itself is not needed.
+"""Hugging Face folder → Megatron weights (torch_dist), on CPU or GPU machines; Megatron itself is
+not needed.
 
     source scripts/models/qwen3-4B.sh
     python tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint Qwen3-4B --save Qwen3-4B_torch_dist
 
     torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py ...     # large models: ranks share the work
 
-MODEL_ARGS are compared with config.json, and its model with the tensors of the checkpoint. Quantized checkpoints (FP8,
-INT4 of compressed-tensors, MXFP4) are dequantized. Any parallel layout reads the result (``--ref-load``,
-``--load``); flags of a layout are accepted and change nothing. ``--override FILE`` is read as by train.py.
+MODEL_ARGS are compared with config.json, and its model with the tensors of the checkpoint.
+Quantized checkpoints (FP8, INT4 of compressed-tensors, MXFP4) are dequantized. Any parallel layout
+reads the result (``--ref-load``, ``--load``); flags of a layout are accepted and change nothing.
+``--override FILE`` is read as by train.py.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def main() -> None:
     from slime.weights.hf_folder import HfFolder
     from slime.weights.maps.family import family_of
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hf-checkpoint", required=True, help="Hugging Face folder or hub id")
     parser.add_argument("--save", required=True, type=Path, help="folder to write")
     parser.add_argument("--model-name", help="model family, if not that of config.json")
@@ -53,7 +57,10 @@ def main() -> None:
         print("\n".join(f"{checkpoint} {notice}" for notice in notices), file=sys.stderr)
     torch_dist.convert_from_hf(folder, family, settings, options.save)
     if rank == 0:
-        print(f"{options.save}: {family.name}, {settings['num_layers']} layers, written by {ranks} process(es)")
+        print(
+            f"{options.save}: {family.name}, {settings['num_layers']} layers, written by {ranks} "
+            "process(es)"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""A training checkpoint → Hugging Face folder, by the trainer itself: the same flags as training, and ``--output-dir``.
+"""A training checkpoint → Hugging Face folder, by the trainer itself: the same flags as training,
+and ``--output-dir``.
 
     torchrun --nproc-per-node 4 tools/convert_to_hf.py --load outputs/run/checkpoints --output-dir Qwen3-4B-trained \
         ... # all other flags of the run
 
-It works for every backend and format that training can load, also checkpoints of Megatron-LM. Start as many processes
-as the layout needs without data parallelism: 4 for ``--tensor-model-parallel-size 4``.
+It works for every backend and format that training can load, also checkpoints of Megatron-LM. Start
+as many processes as the layout needs without data parallelism: 4 for ``--tensor-model-parallel-size
+4``.
 """
 
 from __future__ import annotations
@@ -26,13 +28,18 @@ def main() -> None:
     from slime.config.resolve import resolve_defaults
     from slime.engines.process import free_port
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output-dir", required=True, type=Path)
     options, rest = parser.parse_known_args()
     args, problems = read_settings(rest)
     problems += resolve_defaults(args)
     if args.load is None or args.hf_checkpoint is None:
-        problems.append("--load and --hf-checkpoint are needed: what to convert, and the config and tokenizer to keep")
+        problems.append(
+            "--load and --hf-checkpoint are needed: what to convert, and the config and "
+            "tokenizer to keep"
+        )
     try:
         snapshot = snapshot_of(args.load, args.ckpt_step)
     except SnapshotError as error:

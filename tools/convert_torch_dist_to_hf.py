@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Megatron weights (torch_dist) → Hugging Face folder, on any machine; Megatron itself is not needed.
+"""Megatron weights (torch_dist) → Hugging Face folder, on any machine; Megatron itself is not
+needed.
 
     python tools/convert_torch_dist_to_hf.py --input-dir outputs/run/checkpoints/iter_0000099 \
         --output-dir Qwen3-4B-iter99 --origin-hf-dir Qwen3-4B
 
-``--input-dir`` is a snapshot, a folder of snapshots (the newest is taken), what convert_hf_to_torch_dist.py wrote, or a
-checkpoint of Megatron-LM (a folder with a tracker file, or one iteration in it), which also needs ``--origin-hf-dir``.
-All other files are copied from ``--origin-hf-dir``.
+``--input-dir`` is a snapshot, a folder of snapshots (the newest is taken), what
+convert_hf_to_torch_dist.py wrote, or a checkpoint of Megatron-LM (a folder with a tracker file, or
+one iteration in it), which also needs ``--origin-hf-dir``. All other files are copied from
+``--origin-hf-dir``.
 """
 
 from __future__ import annotations
@@ -46,14 +48,19 @@ def _find(options: argparse.Namespace) -> Found:
 
     if foreign := megatron_lm_folder(options.input_dir):
         if options.origin_hf_dir is None:
-            raise ValueError(f"--origin-hf-dir is missing: {foreign} was written by Megatron-LM and does not name it")
+            raise ValueError(
+                f"--origin-hf-dir is missing: {foreign} was written by Megatron-LM and does not "
+                "name it"
+            )
         origin = resolve_folder(options.origin_hf_dir)
         config = load_hf_config(origin).get_text_config()
         family = family_of(config, options.model_name)
         settings = family.settings(config.to_dict())
         if options.vocab_size:
             settings["vocab_size"] = options.vocab_size
-        return Found(foreign, origin, family.name, MegatronLmWeights(foreign, family, settings).named())
+        return Found(
+            foreign, origin, family.name, MegatronLmWeights(foreign, family, settings).named()
+        )
     folder = torch_dist.find(options.input_dir)
     meta = torch_dist.read_meta(folder)
     if meta["role"] != "actor":
@@ -70,16 +77,24 @@ def main() -> None:
     from slime.models.stored import write_tensors
     from slime.weights.hf_folder import MtpLayers, write_side_files
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--input-dir", required=True)
     parser.add_argument("--output-dir", required=True, type=Path)
-    parser.add_argument("--origin-hf-dir", help="default: the checkpoint that the weights came from")
-    parser.add_argument("--vocab-size", type=int, help="rows of the embeddings; default: config.json's")
+    parser.add_argument(
+        "--origin-hf-dir", help="default: the checkpoint that the weights came from"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, help="rows of the embeddings; default: config.json's"
+    )
     parser.add_argument("--model-name", help="model family, if not the one that is stored")
     parser.add_argument("--force", action="store_true", help="write into a folder that exists")
     options = parser.parse_args()
     if options.output_dir.exists() and any(options.output_dir.iterdir()) and not options.force:
-        parser.error(f"--output-dir {options.output_dir} is not empty; --force writes into it all the same")
+        parser.error(
+            f"--output-dir {options.output_dir} is not empty; --force writes into it all the same"
+        )
     try:
         weights = _find(options)
     except (FileNotFoundError, ValueError) as error:

@@ -3,8 +3,9 @@
 
     python tools/dequantize_hf.py --hf-checkpoint DeepSeek-V3 --save DeepSeek-V3-bf16
 
-It reads block, row and tensor FP8, INT4 and INT8 of compressed-tensors and MXFP4, one tensor at a time, and writes the
-dtype of config.json (bfloat16 where it names none). The new config.json has no quantization_config.
+It reads block, row and tensor FP8, INT4 and INT8 of compressed-tensors and MXFP4, one tensor at a
+time, and writes the dtype of config.json (bfloat16 where it names none). The new config.json has no
+quantization_config.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ def main() -> None:
     from slime.models.stored import write_tensors
     from slime.weights.hf_folder import HfFolder, write_side_files
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hf-checkpoint", required=True, help="Hugging Face folder or hub id")
-    parser.add_argument("--save", required=True, type=Path, help="folder to write; it must be empty or absent")
+    parser.add_argument(
+        "--save", required=True, type=Path, help="folder to write; it must be empty or absent"
+    )
     options = parser.parse_args()
     if options.save.exists() and any(options.save.iterdir()):
         parser.error(f"--save {options.save} is not empty")
     try:
         folder = HfFolder(options.hf_checkpoint)
         if not folder.is_quantized:
-            parser.error(f"--hf-checkpoint {options.hf_checkpoint} is not quantized: there is nothing to do")
+            parser.error(
+                f"--hf-checkpoint {options.hf_checkpoint} is not quantized: there is nothing to do"
+            )
         names = sorted(folder.shapes(), key=lambda name: (folder.where(name), name))
         write_tensors(((name, folder.get(name)) for name in names), options.save, writer=True)
     except ModelError as error:

@@ -2,9 +2,10 @@
 
     python tools/doctor_page.py
 
-Each fault of tests/plugins/tools/doctor/faults.py is planted into several recordings of healthy runs. A diagnosis
-counts as right if it is the first finding in all of them. The healthy runs themselves must have no finding but hints.
-The whole runs are those of benchmarks/doctor_runs.py, as its results were recorded.
+Each fault of tests/plugins/tools/doctor/faults.py is planted into several recordings of healthy
+runs. A diagnosis counts as right if it is the first finding in all of them. The healthy runs
+themselves must have no finding but hints. The whole runs are those of benchmarks/doctor_runs.py, as
+its results were recorded.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ def alarms(path: Path) -> list[str]:
 
 def first_kinds(fault: Fault) -> str:
     """Return the kinds of the first findings, with how often each came if they differ."""
-    counts = Counter(found.kind if (found := fault.first(run)) is not None else "nothing" for run in fault.runs)
+    counts = Counter(
+        found.kind if (found := fault.first(run)) is not None else "nothing" for run in fault.runs
+    )
     if len(counts) == 1:
         return f"`{next(iter(counts))}`"
-    return ", ".join(f"`{kind}` in {count} of {len(fault.runs)}" for kind, count in counts.most_common())
+    return ", ".join(
+        f"`{kind}` in {count} of {len(fault.runs)}" for kind, count in counts.most_common()
+    )
 
 
 def lines() -> Iterator[str]:
@@ -46,7 +51,10 @@ def lines() -> Iterator[str]:
     found = list(faults())
     right = sum(fault.right == len(fault.runs) for fault in found)
     healthy = sum(not alarms(path) for path in HEALTHY)
-    yield f"Planted: {len(found)} faults, each into {len(HOSTS)} recordings. The first diagnosis is right in all of"
+    yield (
+        f"Planted: {len(found)} faults, each into {len(HOSTS)} recordings. The first diagnosis is "
+        "right in all of"
+    )
     yield f"them for **{right} of {len(found)}** faults. Healthy recordings without an alarm:"
     yield f"**{healthy} of {len(HEALTHY)}**."
     yield ""
@@ -54,12 +62,17 @@ def lines() -> Iterator[str]:
     yield "|---|---|---|"
     for fault in found:
         words = fault.words.replace("|", "\\|")
-        yield f"| {words} | {first_kinds(fault)} | {'yes' if fault.right == len(fault.runs) else 'no'} |"
+        yield (
+            f"| {words} | {first_kinds(fault)} | "
+            f"{'yes' if fault.right == len(fault.runs) else 'no'} |"
+        )
 
 
 def lines_of_runs() -> Iterator[str]:
     """Yield the lines of the table of whole runs, the faulty ones first."""
-    runs = sorted(json.loads(RUNS.read_text(encoding="utf-8")).values(), key=lambda run: not run["expected"])
+    runs = sorted(
+        json.loads(RUNS.read_text(encoding="utf-8")).values(), key=lambda run: not run["expected"]
+    )
     faulty = [run for run in runs if run["expected"]]
     alarms = sum(not run["right"] for run in runs if not run["expected"])
     right = sum(run["right"] for run in faulty)
@@ -70,10 +83,15 @@ def lines_of_runs() -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for run in runs:
         kind = f"`{run['first']}`" if run["first"] else "none"
-        hints = f" (hint: {', '.join(f'`{hint}`' for hint in run['hints'])})" if run["hints"] else ""
+        hints = (
+            f" (hint: {', '.join(f'`{hint}`' for hint in run['hints'])})" if run["hints"] else ""
+        )
         said = run["findings"].get(run["first"], "").replace("|", "\\|")
         what = run["what"] if run["expected"] else f"healthy: {run['what']}"
-        yield f"| {what} | {run['steps']} | {kind}{hints} | {said} | {'yes' if run['right'] else 'no'} |"
+        yield (
+            f"| {what} | {run['steps']} | {kind}{hints} | {said} | "
+            f"{'yes' if run['right'] else 'no'} |"
+        )
 
 
 def page(text: str) -> str:

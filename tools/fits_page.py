@@ -2,7 +2,8 @@
 
     python tools/fits_page.py
 
-Each cell is the largest phase of a colocated step apart from generation, whose memory is a share that the user sets.
+Each cell is the largest phase of a colocated step apart from generation, whose memory is a share
+that the user sets.
 """
 
 from __future__ import annotations
@@ -44,9 +45,21 @@ def peak(model: Path, flags: str, engine_share: float) -> tuple[float, str]:
     words = [*("--hf-checkpoint", str(model)), *RUN.split(), *flags.split()]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        slime(["plan", "--layouts", "0", "--json", *words, "--sglang-mem-fraction-static", str(engine_share)])
+        slime(
+            [
+                "plan",
+                "--layouts",
+                "0",
+                "--json",
+                *words,
+                "--sglang-mem-fraction-static",
+                str(engine_share),
+            ]
+        )
     phases = json.loads(printed.getvalue())["memory_bytes"]
-    sizes = {name: sum(parts.values()) / 2**30 for name, parts in phases.items() if name != "generate"}
+    sizes = {
+        name: sum(parts.values()) / 2**30 for name, parts in phases.items() if name != "generate"
+    }
     largest = max(sizes, key=lambda name: sizes[name])
     return sizes[largest], largest
 
@@ -58,11 +71,18 @@ def table() -> list[str]:
         for name, shape in MODELS.items():
             model = Path(folder) / shape
             model.mkdir()
-            config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"}
+            config = {
+                "model_type": "qwen3",
+                "architectures": ["Qwen3ForCausalLM"],
+                "dtype": "bfloat16",
+            }
             (model / "config.json").write_text(json.dumps({**config, **SHAPES[shape]}))
             share = 0.6 if shape == "qwen3-32b" else 0.3
             found = [peak(model, flags, share) for flags in OPTIONS.values()]
-            cells = [f"**{size:.0f}** ({phase})" if size < limit else f"{size:.0f} ({phase})" for size, phase in found]
+            cells = [
+                f"**{size:.0f}** ({phase})" if size < limit else f"{size:.0f} ({phase})"
+                for size, phase in found
+            ]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

@@ -1,5 +1,5 @@
-"""``python tools/flags_page.py``: write docs/en/reference/flags.md from the fields, and the table of estimators
-in docs/en/algorithms.md from their classes."""
+"""``python tools/flags_page.py``: write docs/en/reference/flags.md from the fields, and the table
+of estimators in docs/en/algorithms.md from their classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ALGORITHMS_PAGE = ROOT / "docs" / "en" / "algorithms.md"
 _VARIABLES = {
     "RAY_ADDRESS": "join this Ray cluster instead of starting one (set by `ray job submit`)",
     "CUDA_VISIBLE_DEVICES": "the GPUs that count as this machine's",
-    "HF_HOME": "where hub models are cached, as for `huggingface_hub`; `HF_HUB_CACHE` and `HF_HUB_OFFLINE` too",
+    "HF_HOME": "where hub models are cached, as for `huggingface_hub`; `HF_HUB_CACHE` and "
+    "`HF_HUB_OFFLINE` too",
     "TENSORBOARD_DIR": "folder of TensorBoard events, instead of the run's",
     "WANDB_MODE": "as for `wandb`, with all of its other variables; `--wandb-mode` and the like win",
 }
@@ -50,8 +51,15 @@ def page() -> str:
     refused = [flag for flag in FLAGS.values() if flag.status == "refused"]
     parts = [_HEAD, "## Flags that work\n"]
     for group in dict.fromkeys(flag.group for flag in works):
-        parts += [f"### {group}\n", *map(_line, (flag for flag in works if flag.group == group)), ""]
-    parts += ["## Accepted with a notice\n", "They have no effect, and one line at the start says why.\n"]
+        parts += [
+            f"### {group}\n",
+            *map(_line, (flag for flag in works if flag.group == group)),
+            "",
+        ]
+    parts += [
+        "## Accepted with a notice\n",
+        "They have no effect, and one line at the start says why.\n",
+    ]
     parts += [_by_reason(_reasons(notice))]
     parts += ["## Refused\n", "Using one of these is an error that gives the reason.\n"]
     parts += [_by_reason(_reasons(refused))]
@@ -82,16 +90,29 @@ def _by_reason(rows: Iterable[tuple[str, str]]) -> str:
 
 def _passed() -> str:
     lines = [
-        "Names come from tables of the pinned versions (`slime/config/tables`); parsing imports none of them.",
+        "Names come from tables of the pinned versions (`slime/config/tables`); parsing imports "
+        "none of them.",
         "",
     ]
     for family, spelled, versions in (
-        ("sglang", "`--sglang-` and the name of the server's own option", ", ".join(passthrough.SGLANG_VERSIONS)),
-        ("router", "`--router-` and the name of the router's own option", passthrough.ROUTER_VERSION),
+        (
+            "sglang",
+            "`--sglang-` and the name of the server's own option",
+            ", ".join(passthrough.SGLANG_VERSIONS),
+        ),
+        (
+            "router",
+            "`--router-` and the name of the router's own option",
+            passthrough.ROUTER_VERSION,
+        ),
         ("megatron", "Megatron's own names", passthrough.MEGATRON_VERSION),
     ):
-        names = [option for option, entry in passthrough.options().items() if entry.family == family]
-        lines.append(f"- {family} {versions}: {spelled}; {len(names)} spellings, values in `args.{family}`.")
+        names = [
+            option for option, entry in passthrough.options().items() if entry.family == family
+        ]
+        lines.append(
+            f"- {family} {versions}: {spelled}; {len(names)} spellings, values in `args.{family}`."
+        )
     for title, status in (
         ("Options that slime sets itself:", "set by slime"),
         ("Options that are refused:", "not supported"),
@@ -116,28 +137,37 @@ def _default(flag: Flag) -> str:
         return "on" if flag.kind == "toggle" and flag.default else ""
     if flag.default in (None, [], {}):
         return ""
-    return f"`{' '.join(map(str, flag.default)) if isinstance(flag.default, list) else flag.default}`"
+    return (
+        f"`{' '.join(map(str, flag.default)) if isinstance(flag.default, list) else flag.default}`"
+    )
 
 
 def _meaning(flag: Flag) -> str:
     stored = f" (`args.{flag.name}`)" if flag.option[2:].replace("-", "_") != flag.name else ""
     fraction = flag.high is not None and flag.high <= 1  # other ranges are told by the error
-    said = re.sub(r"^(Function that (is )?|Number of (?!the ))", "", flag.help)  # FUNCTION and N say so
+    # FUNCTION and N say so
+    said = re.sub(r"^(Function that (is )?|Number of (?!the ))", "", flag.help)
     return said[0].upper() + said[1:] + (f" ({range_text(flag)})" if fraction else "") + stored
 
 
 def documented_table() -> str:
     """The table of estimators, with one row for each class."""
-    lines = ["| name | advantage of token t | policy loss | other flags | source |", "|---|---|---|---|---|"]
+    lines = [
+        "| name | advantage of token t | policy loss | other flags | source |",
+        "|---|---|---|---|---|",
+    ]
     # With vars(), because an inherited row describes another estimator.
     lines += [
-        f"| `{name}` | " + " | ".join(vars(find("algorithm", name))["row"]) + " |" for name in registered("algorithm")
+        f"| `{name}` | " + " | ".join(vars(find("algorithm", name))["row"]) + " |"
+        for name in registered("algorithm")
     ]
     return "\n".join(line.replace("|  |", "| |") for line in lines)
 
 
 def algorithms_page(text: str) -> str:
-    """The page with the table of the built-in estimators as their classes have it; rows of other names stay below."""
+    """The page with the table of the built-in estimators as their classes have it; rows of other
+    names stay below.
+    """
     head = documented_table().splitlines()[0]
     before, _, rest = text.partition(head)
     table, blank, after = rest.partition("\n\n")

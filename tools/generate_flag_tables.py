@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Make the tables of pass-through flags in slime/config/tables from the wheels of the pinned versions.
+"""Make the tables of pass-through flags in slime/config/tables from the wheels of the pinned
+versions.
 
     pip download --no-deps -d WHEELS sglang==0.5.23 sglang==0.5.15.post1 sglang-router==0.3.2 megatron-core==0.16.1
     pip install --no-deps --target SITE msgspec        # SGLang's config records need the real one
     python tools/generate_flag_tables.py --wheels WHEELS --site SITE
 
-Each wheel is unpacked aside and asked for its own options in a process of its own: SGLang and the router build
-their argparse parsers, Megatron gives its config dataclasses. Packages that are not installed here are replaced
-by stand-ins, since only declarations are read. torch must be installed; nothing is installed by this script.
+Each wheel is unpacked aside and asked for its own options in a process of its own: SGLang and the
+router build their argparse parsers, Megatron gives its config dataclasses. Packages that are not
+installed here are replaced by stand-ins, since only declarations are read. torch must be installed;
+nothing is installed by this script.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ SIMPLE = (bool, int, float, str, type(None))
 
 
 class _StandInType(type):
-    """Anything that a declaration may do with an absent name: subclass, call, decorate, subscript, join."""
+    """Anything that a declaration may do with an absent name: subclass, call, decorate, subscript,
+    join.
+    """
 
     def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **_: Any) -> Any:
         return super().__new__(mcs, name, bases, body)
@@ -62,7 +66,11 @@ class _StandInType(type):
         return _stand_in(f"{cls.__name__}.{name}")
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else _stand_in(cls.__name__)
+        return (
+            args[0]
+            if len(args) == 1 and not kwargs and callable(args[0])
+            else _stand_in(cls.__name__)
+        )
 
     def __iter__(cls) -> Any:
         return iter(())
@@ -97,7 +105,9 @@ class _StandInModule(types.ModuleType):
 
 
 class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """First finder of all: stands in for packages that the wheel imports and that are not installed."""
+    """First finder of all: stands in for packages that the wheel imports and that are not
+    installed.
+    """
 
     def __init__(self, wheel: str) -> None:
         self.wheel = wheel
@@ -110,8 +120,12 @@ class _AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         root = fullname.partition(".")[0]
-        installed = root in sys.stdlib_module_names or importlib.machinery.PathFinder.find_spec(root) is not None
-        replaced = fullname.startswith(NOT_NEEDED) or fullname.endswith("_rs")  # the router's compiled half
+        installed = (
+            root in sys.stdlib_module_names
+            or importlib.machinery.PathFinder.find_spec(root) is not None
+        )
+        # the router's compiled half
+        replaced = fullname.startswith(NOT_NEEDED) or fullname.endswith("_rs")
         if (installed and not replaced) or not self._asked_by_wheel():
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
@@ -162,7 +176,9 @@ def _action_kind(action: argparse.Action) -> str:
 
 
 def _dataclass_fields(cls: type, title: str) -> dict[str, dict[str, Any]]:
-    """``{"field_name": {type, default, choices, config}}`` of the fields that a command line can set."""
+    """``{"field_name": {type, default, choices, config}}`` of the fields that a command line can
+    set.
+    """
     fields = {}
     for field in dataclasses.fields(cls):
         entry = _field_entry(field.type)
@@ -175,7 +191,12 @@ def _dataclass_fields(cls: type, title: str) -> dict[str, dict[str, Any]]:
 
 def _field_entry(hint: Any) -> dict[str, Any] | None:
     text = str(hint)
-    if "Callable" in text or "torch.dtype" in text or "ContextManager" in text or "RecipeConfig" in text:
+    if (
+        "Callable" in text
+        or "torch.dtype" in text
+        or "ContextManager" in text
+        or "RecipeConfig" in text
+    ):
         return None
     members = [member for member in typing.get_args(hint) if member is not type(None)]
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
@@ -199,7 +220,9 @@ def describe(package: str) -> dict[str, Any]:
     if package == "megatron_core":
         fields: dict[str, Any] = {}
         for name, module in MEGATRON_CONFIGS.items():
-            for field, entry in _dataclass_fields(getattr(importlib.import_module(module), name), name).items():
+            for field, entry in _dataclass_fields(
+                getattr(importlib.import_module(module), name), name
+            ).items():
                 fields.setdefault(field, entry)
         return dict(sorted(fields.items()))
     importlib.import_module("torch._dynamo")  # whole before stand-ins can confuse its own probes
@@ -208,7 +231,9 @@ def describe(package: str) -> dict[str, Any]:
     if package == "sglang":
         importlib.import_module("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
     else:
-        importlib.import_module("sglang_router.router_args").RouterArgs.add_cli_args(parser, use_router_prefix=False)
+        importlib.import_module("sglang_router.router_args").RouterArgs.add_cli_args(
+            parser, use_router_prefix=False
+        )
     return _parser_options(parser)
 
 
@@ -216,21 +241,43 @@ def _describe_wheel(wheel: Path, site: list[str]) -> None:
     package, version = wheel.name.split("-")[:2]
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".py")])
-        command = [sys.executable, "-W", "ignore", __file__, "--describe", package, "--path", folder, *site]
+            archive.extractall(
+                folder, [name for name in archive.namelist() if name.endswith(".py")]
+            )
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            __file__,
+            "--describe",
+            package,
+            "--path",
+            folder,
+            *site,
+        ]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-    table = {"package": package, "version": version, "options": json.loads(result.stdout.rpartition("\n@@")[2])}
+    table = {
+        "package": package,
+        "version": version,
+        "options": json.loads(result.stdout.rpartition("\n@@")[2]),
+    }
     target = TABLES / f"{package}-{version}.json"
-    lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in table["options"].items())
+    lines = ",\n".join(
+        f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in table["options"].items()
+    )
     head = f'{{"package": {json.dumps(package)}, "version": {json.dumps(version)}, "options": {{\n'
     target.write_text(f"{head}{lines}\n}}}}\n")
     print(f"{target.name}: {len(table['options'])} options")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--wheels", type=Path, help="folder of downloaded wheels")
-    parser.add_argument("--site", action="append", default=[], help="folder of extra packages that a wheel needs")
+    parser.add_argument(
+        "--site", action="append", default=[], help="folder of extra packages that a wheel needs"
+    )
     parser.add_argument("--describe", help=argparse.SUPPRESS)
     parser.add_argument("--path", nargs="+", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()

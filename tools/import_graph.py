@@ -1,7 +1,8 @@
 """The imports between the modules of slime, read from its files.
 
-Three things count as an import, wherever they stand in a file: an ``import`` statement (also inside a function), an
-``import`` for types alone, and a string that holds the dotted path of a module, which something imports at run time.
+Three things count as an import, wherever they stand in a file: an ``import`` statement (also inside
+a function), an ``import`` for types alone, and a string that holds the dotted path of a module,
+which something imports at run time.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def room(module: str) -> str:
 
 
 def resolve(dotted: str, known: dict[str, Path]) -> str | None:
-    """The module that a dotted path names, or the one that holds what it names; None where slime has no such module."""
+    """The module that a dotted path names, or the one that holds what it names; None where slime
+    has no such module.
+    """
     while dotted.count("."):
         if dotted in known:
             return dotted
@@ -59,16 +62,28 @@ def resolve(dotted: str, known: dict[str, Path]) -> str | None:
 
 def arrows(module: str, known: dict[str, Path]) -> Iterator[Arrow]:
     tree = ast.parse(known[module].read_text(encoding="utf-8"))
-    guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-    for_types = {id(inner) for guard in guards for statement in guard.body for inner in ast.walk(statement)}
-    prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    guards = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
+    ]
+    for_types = {
+        id(inner) for guard in guards for statement in guard.body for inner in ast.walk(statement)
+    }
+    prose = {
+        id(n.value)
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
+    }
     for node in ast.walk(tree):
         kind, names = "type" if id(node) in for_types else "import", []
         if isinstance(node, ast.ImportFrom):
             names = [f"{_origin(module, node, known)}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
+        ):
             kind, names = "string", _DOTTED.findall(node.value)
         for name in names:
             target = resolve(name, known) if name.startswith("slime.") else None

@@ -2,9 +2,11 @@
 
     python tools/measure_code.py [--rooms] [FOLDER]
 
-The tokens are Python's, without comments and docstrings. The core is the package without slime/plugins.
+The tokens are Python's, without comments and docstrings. The core is the package without
+slime/plugins.
 
-``tests/docs/test_measures.py`` holds the limits of these figures, and CONTRIBUTING.md names this command.
+``tests/docs/test_measures.py`` holds the limits of these figures, and CONTRIBUTING.md names this
+command.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def _add_function(total: Measures, function: Function) -> None:
     parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     named = {p.arg: ast.unparse(p.annotation) for p in parameters if p.annotation is not None}
     total.functions += 1
-    total.functions_above_60_lines += (function.end_lineno or function.lineno) - function.lineno + 1 > 60
+    total.functions_above_60_lines += (
+        function.end_lineno or function.lineno
+    ) - function.lineno + 1 > 60
     total.functions_with_any_parameter += "Any" in named.values()
     total.functions_that_take_args += named.get("args") in ("Any", "Args")
 
@@ -101,12 +105,21 @@ def _is_getattr_of_args(call: ast.Call) -> bool:
     return ast.unparse(call.args[0]).split(".")[-1] == "args"
 
 
-EMPTY = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
+EMPTY = {
+    tokenize.NEWLINE,
+    tokenize.NL,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+    tokenize.ENCODING,
+}
 """Kinds of tokens without a text of their own."""
 
 
 def _count_tokens(text: str, prose: set[int]) -> int:
-    """Return the number of tokens but for comments and the strings that begin on a line of ``prose``."""
+    """Return the number of tokens but for comments and the strings that begin on a line of
+    ``prose``.
+    """
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return sum(
         token.type not in EMPTY
@@ -129,13 +142,23 @@ def _lines_of_tokens(text: str) -> tuple[set[int], set[int]]:
 
 
 def _docstring_lines(tree: ast.AST) -> set[int]:
-    return {line for node in _docstrings(tree) for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return {
+        line
+        for node in _docstrings(tree)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
 
 
 def _docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
-    """Strings that stand as statements: docstrings of modules, classes, functions and attributes."""
+    """Strings that stand as statements: docstrings of modules, classes, functions and
+    attributes.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node
 
 
@@ -152,14 +175,22 @@ def show(folder: Path) -> dict[str, float]:
 def tokens_by_room(package: Path = PACKAGE) -> dict[str, int]:
     """The tokens of each room and of each plug-in (``plugins/NAME``) of the package."""
     rooms = [*package.iterdir(), *(package / "plugins").iterdir()]
-    folders = [room for room in rooms if (room / "__init__.py").is_file() and room.name != "plugins"]
+    folders = [
+        room for room in rooms if (room / "__init__.py").is_file() and room.name != "plugins"
+    ]
     return {folder.relative_to(package).as_posix(): measure(folder).tokens for folder in folders}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=PACKAGE, help="folder to measure; default: slime/")
-    parser.add_argument("--rooms", action="store_true", help="print the tokens of each room and plug-in, too")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=PACKAGE, help="folder to measure; default: slime/"
+    )
+    parser.add_argument(
+        "--rooms", action="store_true", help="print the tokens of each room and plug-in, too"
+    )
     options = parser.parse_args()
     print(json.dumps(show(options.folder), indent=2))
     if options.rooms:

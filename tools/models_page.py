@@ -1,12 +1,15 @@
-"""``python tools/models_page.py``: do what docs/en/models.md says with every family, and write its tables.
+"""``python tools/models_page.py``: do what docs/en/models.md says with every family, and write its
+tables.
 
-A row says what a tiny random model of the family did here: packs with and without shared prompts and with recomputed
-layers, padded batches, the embedded engine; with biases and tied embeddings, and with neither. What is
-refused must be refused with a reason. A family that does not do what its row says ends the tool with an error, and
-nothing is written. The page gets the versions and the date of the run.
+A row says what a tiny random model of the family did here: packs with and without shared prompts
+and with recomputed layers, padded batches, the embedded engine; with biases and tied embeddings,
+and with neither. What is refused must be refused with a reason. A family that does not do what its
+row says ends the tool with an error, and nothing is written. The page gets the versions and the
+date of the run.
 
-With names of families (``python tools/models_page.py GLM-5 "Llama 4"``) the tool checks their rows only. It writes the
-tables then too, but not the versions and the date, which are those of the last run of all families.
+With names of families (``python tools/models_page.py GLM-5 "Llama 4"``) the tool checks their rows
+only. It writes the tables then too, but not the versions and the date, which are those of the last
+run of all families.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "en" / "models.md"
-sys.path[:0] = [str(ROOT / part) for part in (".", "tests", "tests/models", "tests/engines", "tests/plugins/embedded")]
+sys.path[:0] = [
+    str(ROOT / part)
+    for part in (".", "tests", "tests/models", "tests/engines", "tests/plugins/embedded")
+]
 
 from every_family import FAMILIES, save_tiny, tiny_config  # noqa: E402
 from family_checks import check_packed, check_padded  # noqa: E402
@@ -34,7 +40,15 @@ from slime.models.packed_layers import prepare_packing  # noqa: E402
 from slime.plugins.embedded.states import use_slots  # noqa: E402
 from slime.weights.maps.family import get_family  # noqa: E402
 
-HEADINGS = ("family", "`model_type`", "kinds of layers", "FSDP packed", "FSDP padded", "embedded engine", "Megatron")
+HEADINGS = (
+    "family",
+    "`model_type`",
+    "kinds of layers",
+    "FSDP packed",
+    "FSDP padded",
+    "embedded engine",
+    "Megatron",
+)
 BIASES = (
     *("attention_bias", "attention_out_bias", "mlp_bias"),
     *("use_bias", "use_conv_bias", "conv_bias", "mamba_proj_bias", "mamba_conv_bias"),
@@ -83,8 +97,8 @@ def _megatron(model_type: str) -> str:
 
 
 def table() -> str:
-    """Return the table of families, in Markdown, with an empty line after it: a row for those that are alike, without
-    columns that are always yes."""
+    """Return the table of families, in Markdown, with an empty line after it: a row for those that
+    are alike, without columns that are always yes."""
     families = list(map(cells, FAMILIES))
     shown = [i for i in range(2, len(HEADINGS)) if any(row[i] != "yes" for row in families)]
     alike: dict[tuple[str, ...], list[str]] = {}
@@ -105,7 +119,8 @@ def check_family(family: str, folder: Path) -> None:
     """
     _, _, _, packed, padded, engine, _ = cells(family)
     config = tiny_config(family)
-    # Released models of Gemma 4 have no biases, and with random ones its gradients are within 3e-5 only.
+    # Released models of Gemma 4 have no biases, and with random ones its gradients are within 3e-5
+    # only.
     biases = () if family == "Gemma 4" else BIASES
     for both in (False, True):
         changes = {name: both for name in ("tie_word_embeddings", *biases) if hasattr(config, name)}
@@ -143,10 +158,13 @@ def main(families: Sequence[str]) -> None:
 
 def _with_run(text: str) -> str:
     """Return the page with the versions and the date of this run."""
-    short = {name: ".".join(importlib.metadata.version(name).split(".")[:2]) for name in ("transformers", "torch")}
+    short = {
+        name: ".".join(importlib.metadata.version(name).split(".")[:2])
+        for name in ("transformers", "torch")
+    }
     ran = (
-        f"it last ran with transformers {short['transformers']}\nand torch {short['torch']} on a CPU on "
-        f"{datetime.datetime.now(datetime.UTC).date()}"
+        f"it last ran with transformers {short['transformers']}\n"
+        f"and torch {short['torch']} on a CPU on {datetime.datetime.now(datetime.UTC).date()}"
     )
     text, replaced = RAN.subn(ran, text)
     assert replaced == 1, "the page has no line about the last run"

@@ -1,10 +1,11 @@
 """``python tools/mutate.py``: how many planted mistakes the nearest tests find.
 
-Each mistake of tools/mutants.txt, such as a wrong sign or a dropped factor, is made in a copy of the checkout, where
-the tests nearest to its file run until one fails. A mutant is *killed* if a test fails with it and passes without it,
-*survived* if none fails, *stale* if its text is not once in its file, and *broken* if its tests fail, or find nothing,
-even without it. The exit status is 1 unless 95 % of all are killed. A result is kept until the mutant, its file or its
-tests change, so a repeated call goes on where the last one stopped.
+Each mistake of tools/mutants.txt, such as a wrong sign or a dropped factor, is made in a copy of
+the checkout, where the tests nearest to its file run until one fails. A mutant is *killed* if a
+test fails with it and passes without it, *survived* if none fails, *stale* if its text is not once
+in its file, and *broken* if its tests fail, or find nothing, even without it. The exit status is 1
+unless 95 % of all are killed. A result is kept until the mutant, its file or its tests change, so a
+repeated call goes on where the last one stopped.
 """
 
 from __future__ import annotations
@@ -32,12 +33,20 @@ ROOT = Path(__file__).resolve().parents[1]
 VERDICTS = ("killed", "survived", "stale", "broken", "not run")
 MARKS = "not slow and not real and not sglang and not megatron and not long"
 PYTEST = ("-x", "-q", "-m", MARKS, "--timeout=180", "--hypothesis-seed=0", "-p", "no:cacheprovider")
-# What tests import, but nothing of slime: imported once for all mutants, because together they take ten seconds.
-PACKAGES = ("aiohttp", "hypothesis", "torch._dynamo", "torch.distributed.fsdp", "transformers.generation")
+# What tests import, but nothing of slime: imported once for all mutants, because together they take
+# ten seconds.
+PACKAGES = (
+    "aiohttp",
+    "hypothesis",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.generation",
+)
 
 _tree = Path()  # of this process: its copy of the checkout
 _seconds = itertools.count(1)
-_sound: dict[str, bool] = {}  # tests that have failed with a mutant, and whether they pass without one
+# tests that have failed with a mutant, and whether they pass without one
+_sound: dict[str, bool] = {}
 
 
 class Mutant(NamedTuple):
@@ -50,7 +59,9 @@ class Mutant(NamedTuple):
 
     @property
     def is_stale(self) -> bool:
-        return not (ROOT / self.file).is_file() or (ROOT / self.file).read_text().count(self.old) != 1
+        return (
+            not (ROOT / self.file).is_file() or (ROOT / self.file).read_text().count(self.old) != 1
+        )
 
     def digest(self) -> str:
         """Return what changes with the mutant, with its file and with its tests."""
@@ -65,7 +76,9 @@ class Mutant(NamedTuple):
 
 
 def read_table() -> list[Mutant]:
-    """Read the table: a line with a file and perhaps its tests, followed by indented lines ``old ==> new``."""
+    """Read the table: a line with a file and perhaps its tests, followed by indented lines ``old
+    ==> new``.
+    """
     mutants: list[Mutant] = []
     file, tests = "", tuple[str, ...]()
     for line in (ROOT / "tools" / "mutants.txt").read_text().splitlines():
@@ -79,17 +92,23 @@ def read_table() -> list[Mutant]:
 
 
 def nearest_tests(file: str) -> tuple[str, ...]:
-    """Return the tests of a file by the layout: ``tests/<room>/test_<file>*.py``, or else those of the whole room."""
+    """Return the tests of a file by the layout: ``tests/<room>/test_<file>*.py``, or else those of
+    the whole room.
+    """
     room = Path("tests", *Path(file).parts[1:-1])
     named = sorted((ROOT / room).glob(f"test_{Path(file).stem}*.py"))
     return tuple(f"{room}/{path.name}" for path in named) or (str(room),)
 
 
 def make_tree(folder: str) -> None:
-    """Copy the files of the checkout that git knows or would add to a folder of this process; link the others."""
+    """Copy the files of the checkout that git knows or would add to a folder of this process; link
+    the others.
+    """
     global _tree
     _tree = Path(tempfile.mkdtemp(dir=folder))
-    listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, text=True)
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, text=True
+    )
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (_tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +138,9 @@ def judge(mutant: Mutant) -> tuple[str, str, float]:
 
 
 def run_tests(tests: list[str]) -> tuple[int | None, str]:
-    """Run tests in the copy; return pytest's exit status and the id of the first test or file that failed."""
+    """Run tests in the copy; return pytest's exit status and the id of the first test or file that
+    failed.
+    """
     failed = _tree / ".failed"
     failed.unlink(missing_ok=True)
     child = multiprocessing.get_context("fork").Process(target=_pytest, args=(tests, failed))
@@ -145,9 +166,16 @@ def _pytest(tests: list[str], failed: Path) -> None:
 
 def run(mutants: list[Mutant], results: Path, jobs: int, minutes: float) -> dict[Mutant, str]:
     """Judge the mutants that have no result yet; return the verdicts of all."""
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    known, digests = {line["digest"]: line["verdict"] for line in lines}, {one: one.digest() for one in mutants}
-    verdicts = {one: "stale" if one.is_stale else known.get(digests[one], "not run") for one in mutants}
+    lines = (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
+    known, digests = (
+        {line["digest"]: line["verdict"] for line in lines},
+        {one: one.digest() for one in mutants},
+    )
+    verdicts = {
+        one: "stale" if one.is_stale else known.get(digests[one], "not run") for one in mutants
+    }
     missing = [one for one in mutants if verdicts[one] == "not run"]
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # before torch is imported
     for package in PACKAGES if missing else ():
@@ -158,14 +186,19 @@ def run(mutants: list[Mutant], results: Path, jobs: int, minutes: float) -> dict
         ProcessPoolExecutor(jobs, fork, make_tree, (folder,)) as pool,
     ):  # fmt: skip
         asked = {pool.submit(judge, one): one for one in missing}
-        # After the workers were forked: the mutants that are judged now end, the others are left for the next call.
+        # After the workers were forked: the mutants that are judged now end, the others are left
+        # for the next call.
         signal.signal(signal.SIGTERM, lambda *_: pool.shutdown(wait=False, cancel_futures=True))
         for future in as_completed(asked):
             if future.cancelled():
                 continue
             one, (verdict, test, seconds) = asked[future], future.result()
             verdicts[one] = verdict
-            print(json.dumps({"digest": digests[one], "verdict": verdict, "mutant": str(one)}), file=file, flush=True)
+            print(
+                json.dumps({"digest": digests[one], "verdict": verdict, "mutant": str(one)}),
+                file=file,
+                flush=True,
+            )
             print(f"{verdict:8} {seconds:5.1f} s  {one}  {test}", flush=True)
             if time.monotonic() > end:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -173,23 +206,40 @@ def run(mutants: list[Mutant], results: Path, jobs: int, minutes: float) -> dict
 
 
 def show(verdicts: dict[Mutant, str]) -> float:
-    """Print the counts of each file and what was not killed; return the share of mutants that were killed."""
+    """Print the counts of each file and what was not killed; return the share of mutants that were
+    killed.
+    """
     print(f"\n{'file':40}", *(f"{verdict:>9}" for verdict in VERDICTS))
     for file in [*dict.fromkeys(one.file for one in verdicts), "all"]:
         counts = Counter(verdict for one, verdict in verdicts.items() if file in (one.file, "all"))
         print(f"{file:40}", *(f"{counts[verdict] or '':>9}" for verdict in VERDICTS))
-    print(*(f"{verdict:9} {one}" for one, verdict in verdicts.items() if verdict != "killed"), sep="\n")
+    print(
+        *(f"{verdict:9} {one}" for one, verdict in verdicts.items() if verdict != "killed"),
+        sep="\n",
+    )
     print(f"{counts['killed'] / len(verdicts):.1%} of {len(verdicts)} mutants were killed")
     return counts["killed"] / len(verdicts)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--jobs", type=int, default=1, help="mutants that are judged at a time (default: 1)")
-    parser.add_argument("--only", metavar="FILE", help="only the mutants of this file, such as slime/data/rewards.py")
-    parser.add_argument("--list", action="store_true", help="only print the mutants and their tests")
-    parser.add_argument("--minutes", type=float, default=1e6, help="start no mutant after so many minutes")
-    parser.add_argument("--results", type=Path, default=ROOT / "outputs" / "mutants.jsonl", help="kept results")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="mutants that are judged at a time (default: 1)"
+    )
+    parser.add_argument(
+        "--only",
+        metavar="FILE",
+        help="only the mutants of this file, such as slime/data/rewards.py",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="only print the mutants and their tests"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e6, help="start no mutant after so many minutes"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "outputs" / "mutants.jsonl", help="kept results"
+    )
     options = parser.parse_args()
     mutants = [one for one in read_table() if options.only in (None, one.file)]
     if options.list or not mutants:

@@ -59,7 +59,9 @@ OTHER_EXPERTS = "the rates of experts are those of Megatron's kernels"
 FLOAT8 = "the seconds are those without it"
 STATE_ON_CPU = "Adam had 4 threads; the only row with the state on the CPU"
 EAGER = 9.75 * GIB
-"""NCCL's memory before communicators were made at their first use (h200_nccl_memory: 10.35 with the context)."""
+"""NCCL's memory before communicators were made at their first use (h200_nccl_memory: 10.35 with the
+context).
+"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,11 @@ def model(shape: str) -> PlannedModel:
 
 def read(name: str) -> list[dict[str, Any]]:
     text = (RESULTS / name).read_text(encoding="utf-8")
-    return [json.loads(text)] if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+    return (
+        [json.loads(text)]
+        if name.endswith(".json")
+        else [json.loads(line) for line in text.splitlines()]
+    )
 
 
 @cache
@@ -148,41 +154,69 @@ def _training(file: str, row: dict[str, Any]) -> Iterator[Row]:
     )
     length = row.get("sample_tokens", 1024)
     count = max(tokens // length, 1)
-    # make_batch of train_mfu.py: prompts of 256 tokens, lengths uniform within (length - 256) / 2 of the mean
+    # make_batch of train_mfu.py: prompts of 256 tokens, lengths uniform within (length - 256) / 2
+    # of the mean
     squares = 1 + ((length - 256) / 2 / length) ** 2 / 3 if count > 1 else 1.0
     batch = Packs(row["micro_batches"], tokens, tokens - 256 * count, length, squares)
     seconds = train_seconds(shape, H200, train, batch)
     sizes = " ".join(
-        f"{name}{size}" for name, size in (("TP", layout.tp), ("EP", layout.ep), ("DP", layout.dp)) if size > 1
+        f"{name}{size}"
+        for name, size in (("TP", layout.tp), ("EP", layout.ep), ("DP", layout.dp))
+        if size > 1
     )
     how = {0: "", -1: ", recomputed"}.get(recomputed, f", {recomputed} layers recomputed")
-    what = f"{row['backend']} {row['shape']} {sizes or 'one GPU'}, {tokens // 1024}k x {row['micro_batches']}"
-    what += f", samples of {length // 1024}k{how}" + "".join(
-        f", {f}" for f in given if any(word in f for word in ("offload", "reshard", "lora", "8bit", "bf16-m", "float8"))
+    what = (
+        f"{row['backend']} {row['shape']} {sizes or 'one GPU'}, {tokens // 1024}k x "
+        f"{row['micro_batches']}"
     )
-    old = OLD_EXPERTS if SHAPES[row["shape"]].get("num_experts") and row.get("code") != "after" else ""
+    what += f", samples of {length // 1024}k{how}" + "".join(
+        f", {f}"
+        for f in given
+        if any(word in f for word in ("offload", "reshard", "lora", "8bit", "bf16-m", "float8"))
+    )
+    old = (
+        OLD_EXPERTS
+        if SHAPES[row["shape"]].get("num_experts") and row.get("code") != "after"
+        else ""
+    )
     alone = "the only row with Adam on the CPU: it gives the rate" if train.optimizer_on_cpu else ""
-    no_rate = OTHER_EXPERTS if SHAPES[row["shape"]].get("num_experts") and row["backend"] == "fsdp" else ""
+    no_rate = (
+        OTHER_EXPERTS
+        if SHAPES[row["shape"]].get("num_experts") and row["backend"] == "fsdp"
+        else ""
+    )
     no_rate = FLOAT8 if train.float8 else no_rate
     peak = train_memory(shape, train, batch).peak / GIB
-    yield Row(file, what, "GiB, peak", peak, row["peak_gib"], STATE_ON_CPU if train.state_on_cpu else "")
+    yield Row(
+        file, what, "GiB, peak", peak, row["peak_gib"], STATE_ON_CPU if train.state_on_cpu else ""
+    )
     why = old or alone or no_rate or (STATE_ON_CPU if train.state_on_cpu else "")
     yield Row(file, what, "s, train", seconds.step, statistics.median(row["train_seconds"]), why)
-    yield Row(file, what, "s, log-probs", seconds.scoring, statistics.median(row["log_probs_seconds"]), old or no_rate)
+    yield Row(
+        file,
+        what,
+        "s, log-probs",
+        seconds.scoring,
+        statistics.median(row["log_probs_seconds"]),
+        old or no_rate,
+    )
 
 
 def _asynchronous() -> Iterator[Row]:
-    """``async_run.py --device cuda --tail 192``: lengths of ``long_tail.py``, prompts of about 40 tokens.
+    """``async_run.py --device cuda --tail 192``: lengths of ``long_tail.py``, prompts of about 40
+    tokens.
 
-    The trainer's layers were not compiled, and its steps took 4.7 s in all modes. They are taken as measured, so that
-    the rows show the simulation of the engine and of the scheduling.
+    The trainer's layers were not compiled, and its steps took 4.7 s in all modes. They are taken as
+    measured, so that the rows show the simulation of the engine and of the scheduling.
     """
     row = read("h200_async_two_gpus.json")[0]
     median, count, steps = row["tail"], 512, row["steps"]
     mean = median * exp(0.5)
     work = Workload(64, 8, 40, mean, 16 * median, 1.0)
     train = TrainSetup("fsdp", ParallelLayout(), compiled=False)
-    planned = Run(model("qwen3-0.6b"), H200, train, EngineSetup(fraction=0.5), Placement(colocate=False), work)
+    planned = Run(
+        model("qwen3-0.6b"), H200, train, EngineSetup(fraction=0.5), Placement(colocate=False), work
+    )
     modes = {
         "sync": SYNCHRONOUS,
         "one-step": Mode("one-step", "rollouts", 1, 1),
@@ -193,7 +227,11 @@ def _asynchronous() -> Iterator[Row]:
     for run in row["runs"]:
         what = f"qwen3-0.6b, a GPU for each side, {run['kind']}, {count} log-normal responses"
         yield Row(
-            "h200_async_two_gpus", what, "s, step", _step(planned, modes[run["kind"]], trained), run["step_seconds"]
+            "h200_async_two_gpus",
+            what,
+            "s, step",
+            _step(planned, modes[run["kind"]], trained),
+            run["step_seconds"],
         )
 
 
@@ -233,18 +271,28 @@ def _whole(
 ) -> Iterator[Row]:
     plan = make_plan(run)
     phases = {phase.name: phase.total / GIB for phase in plan.phases}
-    if run.train is not None and run.train.backend == "fsdp":  # it has released its buckets when memory is measured
+    # it has released its buckets when memory is measured
+    if run.train is not None and run.train.backend == "fsdp":
         phases["weight sync"] -= GATHERED_BUCKETS / GIB
     yield Row(file, what, "s, generate", plan.seconds["generate"], times["phases"]["rollout"])
     yield Row(file, what, "s, step", plan.step, times["step_seconds"])
-    # Measured after a phase, so the trainer's state without its activations: that of the phase "save".
-    for name, phase in (("generate", "rollout"), ("save", "train"), ("weight sync", "update_weights")):
+    # Measured after a phase, so the trainer's state without its activations: that of the phase
+    # "save".
+    for name, phase in (
+        ("generate", "rollout"),
+        ("save", "train"),
+        ("weight sync", "update_weights"),
+    ):
         extra = nccl / GIB
-        yield Row(file, what, f"GiB after {phase}", phases[name] + extra, memory[phase]["device"][-1])
+        yield Row(
+            file, what, f"GiB after {phase}", phases[name] + extra, memory[phase]["device"][-1]
+        )
 
 
 def _recipe() -> Iterator[Row]:
-    """``scripts/run-qwen3-4B.sh`` on two GPUs; communicators were made at the start in that code."""
+    """``scripts/run-qwen3-4B.sh`` on two GPUs; communicators were made at the start in that
+    code.
+    """
     steps = [row for row in read("h200_recipe_qwen3_4b_metrics.jsonl") if "rollout/step" in row][1:]
 
     def median(name: str) -> float:
@@ -254,8 +302,14 @@ def _recipe() -> Iterator[Row]:
     work = Workload(32, 8, median("rollout/total_lengths") - response, response, 784)
     train = TrainSetup("megatron", ParallelLayout(world_size=2, tp=2), 9216, recomputed=-1)
     run = Run(model("qwen3-4b"), H200, train, EngineSetup(gpus=2, fraction=0.7), Placement(), work)
-    times = {"phases": {"rollout": median("perf/rollout_time")}, "step_seconds": median("perf/step_time")}
-    memory = {phase: {"device": [median(f"memory/{phase}/device")]} for phase in ("rollout", "train", "update_weights")}
+    times = {
+        "phases": {"rollout": median("perf/rollout_time")},
+        "step_seconds": median("perf/step_time"),
+    }
+    memory = {
+        phase: {"device": [median(f"memory/{phase}/device")]}
+        for phase in ("rollout", "train", "update_weights")
+    }
     from slime.plugins.tools.plan.memory import COMMUNICATORS
 
     yield from _whole(
@@ -270,7 +324,10 @@ def _recipe() -> Iterator[Row]:
 
 def table() -> list[str]:
     """The table in Markdown, of the rows whose code still exists."""
-    lines = ["| measured in | what | figure | predicted | measured | difference |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| measured in | what | figure | predicted | measured | difference |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows():
         if row.outside == OLD_EXPERTS:
             continue

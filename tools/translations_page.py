@@ -1,5 +1,5 @@
-"""``python tools/translations_page.py``: write docs/en/reference/other_frameworks.md from the table of ``slime
-translate``."""
+"""``python tools/translations_page.py``: write docs/en/reference/other_frameworks.md from the table
+of ``slime translate``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ def _meaning(target: str, values: dict[str, dict[str, str]]) -> str:
         return target
     words = [f"`{' '.join(part for part in (found[1], found[2]) if part)}`"]
     words += [_FORMS[found[3]]] if found[3] and _FORMS[found[3]] else []
-    words += [f"({', '.join(f'`{a}` is `{b}`' for a, b in values[found[1]].items())})"] if found[1] in values else []
+    words += (
+        [f"({', '.join(f'`{a}` is `{b}`' for a, b in values[found[1]].items())})"]
+        if found[1] in values
+        else []
+    )
     return " ".join(words)
 
 

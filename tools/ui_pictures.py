@@ -4,9 +4,9 @@
     python tools/ui_pictures.py --runs outputs --record fully_async blackbox_agent --model SMOLLM2_FOLDER
     python tools/ui_pictures.py --runs outputs                                               # the pictures, seconds
 
-The runs are those of scripts/quickstart.sh, examples/fully_async and examples/blackbox_agent with the flags that the
-page asks for (dumps, two engines) and fewer samples. The pictures are written to docs/images with a palette. Look at
-each of them before it is committed.
+The runs are those of scripts/quickstart.sh, examples/fully_async and examples/blackbox_agent with
+the flags that the page asks for (dumps, two engines) and fewer samples. The pictures are written to
+docs/images with a palette. Look at each of them before it is committed.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ async def take(runs: Runs, step: int, agent_step: int, profile: Path) -> None:
         await view("curves", "fully_async", width=1150, height=1500)
         await browser.enter("#find", "train/")
         await browser.click("input[name=compare][value=quickstart]")
-        await browser.until("document.querySelector('.u-legend')?.textContent.includes('quickstart')")
+        await browser.until(
+            "document.querySelector('.u-legend')?.textContent.includes('quickstart')"
+        )
         await drawn(browser, 6)
         await save(browser, "curves", until=".grid > :nth-child(9)")
 
@@ -130,13 +132,16 @@ async def save(browser: Browser, name: str, until: str | None = None) -> None:
     Args:
         until: The last element that the picture shows; by default all of the page's content.
     """
-    # In a window as high as the page there is no scroll bar, without which the columns may be others.
+    # In a window as high as the page there is no scroll bar, without which the columns may be
+    # others.
     size = await browser.run("[innerWidth, document.documentElement.scrollHeight]")
     assert isinstance(size, list)
     await browser.size(*size)
     await asyncio.sleep(0.5)  # charts are drawn again in their new width
     last = until or "main > :last-child"
-    bottom = await browser.run(f"document.querySelector({last!r}).getBoundingClientRect().bottom + scrollY + 12")
+    bottom = await browser.run(
+        f"document.querySelector({last!r}).getBoundingClientRect().bottom + scrollY + 12"
+    )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "whole.png"
         await browser.picture(file, whole=True)
@@ -144,16 +149,27 @@ async def save(browser: Browser, name: str, until: str | None = None) -> None:
     picture = picture.crop((0, 0, picture.width, min(picture.height, round(float(str(bottom))))))
     path = IMAGES / f"ui_{name}.png"
     picture.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
-    print(f"{path.relative_to(ROOT)}: {picture.width} x {picture.height}, {path.stat().st_size / 1000:.0f} kB")
+    print(
+        f"{path.relative_to(ROOT)}: {picture.width} x {picture.height}, "
+        f"{path.stat().st_size / 1000:.0f} kB"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--record", nargs="+", choices=list(RECORDINGS), default=[], help="make these runs instead")
+    parser.add_argument(
+        "--record", nargs="+", choices=list(RECORDINGS), default=[], help="make these runs instead"
+    )
     parser.add_argument("--model", type=Path, help="a folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--step", type=int, default=5, help="the step of the asynchronous run to show")
-    parser.add_argument("--agent-step", type=int, default=5, help="the step of the agent's run to show")
+    parser.add_argument(
+        "--step", type=int, default=5, help="the step of the asynchronous run to show"
+    )
+    parser.add_argument(
+        "--agent-step", type=int, default=5, help="the step of the agent's run to show"
+    )
     options = parser.parse_args()
     options.runs = options.runs.resolve()
     if options.record and options.model is None:

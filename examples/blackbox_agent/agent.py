@@ -1,4 +1,5 @@
-"""An agent that knows nothing of slime: it asks for a product, and says "too small" or "too large" until it is right.
+"""An agent that knows nothing of slime: it asks for a product, and says "too small" or "too large"
+until it is right.
 
     python agent.py "What is 6 times 7?" 42          # at whatever endpoint OPENAI_BASE_URL and OPENAI_API_KEY name
 
@@ -28,7 +29,9 @@ async def solve(client: AsyncOpenAI, model: str, question: str, answer: int) -> 
     ]
     for attempt in range(ATTEMPTS):
         try:
-            reply = await client.chat.completions.create(model=model, messages=messages, max_tokens=16)
+            reply = await client.chat.completions.create(
+                model=model, messages=messages, max_tokens=16
+            )
         except BadRequestError as error:
             if error.code == "context_length_exceeded":
                 return 0.0
@@ -37,7 +40,10 @@ async def solve(client: AsyncOpenAI, model: str, question: str, answer: int) -> 
         numbers = [int(number) for number in re.findall(r"\d{1,9}", text)]
         if numbers and numbers[-1] == answer:
             return 0.5**attempt
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": hint(numbers, answer)}]
+        messages += [
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": hint(numbers, answer)},
+        ]
     return 0.0
 
 

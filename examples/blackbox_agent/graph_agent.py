@@ -1,9 +1,10 @@
-"""The agent of agent.py on LangGraph: a graph of an answer and a hint, which ends with the right number.
+"""The agent of agent.py on LangGraph: a graph of an answer and a hint, which ends with the right
+number.
 
     python graph_agent.py "What is 6 times 7?" 42    # at whatever endpoint OPENAI_BASE_URL and OPENAI_API_KEY name
 
-Needs ``pip install langgraph langchain-openai``. As a function for ``--agent-function-path graph_agent.py:run`` in the
-environment of slime, or as a command in an environment of its own:
+Needs ``pip install langgraph langchain-openai``. As a function for ``--agent-function-path
+graph_agent.py:run`` in the environment of slime, or as a command in an environment of its own:
 ``--agent-command "agents-env/bin/python graph_agent.py"``.
 """
 
@@ -23,17 +24,25 @@ ATTEMPTS = 3
 
 
 def graph(model: ChatOpenAI, answer: int) -> Any:
-    """The compiled graph: answer, and as long as the number is wrong and an attempt is left, a hint and an answer."""
+    """The compiled graph: answer, and as long as the number is wrong and an attempt is left, a hint
+    and an answer.
+    """
 
     def numbers(state: MessagesState) -> list[int]:
-        return [int(number) for number in re.findall(r"\d{1,9}", str(state["messages"][-1].content))]
+        return [
+            int(number) for number in re.findall(r"\d{1,9}", str(state["messages"][-1].content))
+        ]
 
     async def reply(state: MessagesState) -> dict[str, Any]:
         return {"messages": [await model.ainvoke(state["messages"])]}
 
     def hint(state: MessagesState) -> dict[str, Any]:
         found = numbers(state)
-        said = f"{found[-1]} is too {'small' if found[-1] < answer else 'large'}." if found else "That is no number."
+        said = (
+            f"{found[-1]} is too {'small' if found[-1] < answer else 'large'}."
+            if found
+            else "That is no number."
+        )
         return {"messages": [("user", f"{said} Try again.")]}
 
     def ends(state: MessagesState) -> str:
@@ -60,7 +69,9 @@ async def solve(model: ChatOpenAI, question: str, answer: int) -> float:
 
 async def run(task: Any) -> float:
     """What slime calls, with the task's row and its endpoint."""
-    model = ChatOpenAI(model=task.model, base_url=task.openai_base_url, api_key=task.api_key, max_tokens=16)
+    model = ChatOpenAI(
+        model=task.model, base_url=task.openai_base_url, api_key=task.api_key, max_tokens=16
+    )
     return await solve(model, task.prompt[-1]["content"], int(task.label))
 
 

@@ -1,9 +1,11 @@
-"""The agent of agent.py on the OpenAI Agents SDK: two solvers at once, each gets a hint if it is wrong.
+"""The agent of agent.py on the OpenAI Agents SDK: two solvers at once, each gets a hint if it is
+wrong.
 
     python sdk_agent.py "What is 6 times 7?" 42      # at whatever endpoint OPENAI_BASE_URL and OPENAI_API_KEY name
 
-Needs ``pip install openai-agents``. As a function for ``--agent-function-path sdk_agent.py:run`` in the environment of
-slime, or as a command in an environment of its own: ``--agent-command "agents-env/bin/python sdk_agent.py"``.
+Needs ``pip install openai-agents``. As a function for ``--agent-function-path sdk_agent.py:run`` in
+the environment of slime, or as a command in an environment of its own: ``--agent-command
+"agents-env/bin/python sdk_agent.py"``.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ async def team(client: AsyncOpenAI, model: str, question: str, answer: int) -> f
     solver = Agent(
         name="Solver",
         instructions="Answer briefly.",
-        # With the Responses API, the SDK raises ModelBehaviorError if an answer is cut at max_tokens.
+        # With the Responses API, the SDK raises ModelBehaviorError if an answer is cut at
+        # max_tokens.
         model=OpenAIChatCompletionsModel(model, client),
         model_settings=ModelSettings(max_tokens=16),
     )

@@ -7,12 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-KEYS = ("rollout/level_max", "rollout/level_mean", "rollout/raw_reward", "train/loss", "train/grad_norm")
+KEYS = (
+    "rollout/level_max",
+    "rollout/level_mean",
+    "rollout/raw_reward",
+    "train/loss",
+    "train/grad_norm",
+)
 
 
 def steps(run: Path) -> dict[int, dict[str, Any]]:
     """The rows of ``metrics.jsonl`` that belong to a training step, by step."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return {int(row["rollout/step"]): row for row in rows if "rollout/step" in row}
 
 
@@ -21,11 +30,18 @@ def main(straight: Path, resumed: Path) -> int:
     print("step " + "".join(f"{key:>20}" for key in KEYS))
     for step, row in sorted(first.items()):
         print(f"{step:4} " + "".join(f"{row[key]:20.8g}" for key in KEYS))
-    wrong = [step for step in first if any(first[step][key] != second.get(step, {}).get(key) for key in KEYS)]
+    wrong = [
+        step
+        for step in first
+        if any(first[step][key] != second.get(step, {}).get(key) for key in KEYS)
+    ]
     if wrong or first.keys() != second.keys():
         print(f"{straight} and {resumed} differ from step {min(wrong, default='?')} on")
         return 1
-    print(f"the run that was stopped and resumed has the same numbers, bit for bit, in all {len(first)} steps")
+    print(
+        "the run that was stopped and resumed has the same numbers, bit for bit, in all "
+        f"{len(first)} steps"
+    )
     return 0
 
 

@@ -24,21 +24,25 @@ NEWEST = 0.5  # chance that a prompt is of the newest level; else of any that is
 
 
 class Curriculum:
-    """Groups of the open levels. Every draw depends on the seed and the number of draws before it, so the state is
-    five small values, and a run that resumes goes on with exactly the groups that it would have had.
+    """Groups of the open levels. Every draw depends on the seed and the number of draws before it,
+    so the state is five small values, and a run that resumes goes on with exactly the groups that
+    it would have had.
 
-    ``state_dict`` and ``load_state_dict`` put that state inside the run's snapshot; a source with ``save(rollout_id)``
-    and ``load(rollout_id)`` instead would write files of its own.
+    ``state_dict`` and ``load_state_dict`` put that state inside the run's snapshot; a source with
+    ``save(rollout_id)`` and ``load(rollout_id)`` instead would write files of its own.
     """
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.dataset = load_dataset(args)  # --prompt-data with its chat template, as without this class
+        # --prompt-data with its chat template, as without this class
+        self.dataset = load_dataset(args)
         self.levels: list[list[int]] = [[] for _ in LEVELS]
         for row in range(len(self.dataset)):
             self.levels[level_of(self.dataset[row])].append(row)
         if not all(self.levels):
-            raise ValueError(f"{args.prompt_data}: the levels up to the factors {LEVELS} need a product each")
+            raise ValueError(
+                f"{args.prompt_data}: the levels up to the factors {LEVELS} need a product each"
+            )
         self.level = 0
         self.groups_given = 0
         self.recent: deque[float] = deque(maxlen=WINDOW)
@@ -48,7 +52,9 @@ class Curriculum:
         return len(self.dataset)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """What came back first, then new groups of ``--n-samples-per-prompt`` copies of a prompt."""
+        """What came back first, then new groups of ``--n-samples-per-prompt`` copies of a
+        prompt.
+        """
         back, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
         return back + [self._new_group() for _ in range(num_samples - len(back))]
 
@@ -59,7 +65,10 @@ class Curriculum:
         size = self.args.n_samples_per_prompt
         group = [copy.deepcopy(prompt) for _ in range(size)]
         for position, sample in enumerate(group):
-            sample.group_index, sample.index = self.groups_given, self.groups_given * size + position
+            sample.group_index, sample.index = (
+                self.groups_given,
+                self.groups_given * size + position,
+            )
             sample.metadata["level"] = level
         self.groups_given += 1
         return group
@@ -69,10 +78,16 @@ class Curriculum:
         self.buffer.extend(samples)
 
     def learn(self, level: int, rewards: list[float]) -> None:
-        """Take in what samples of ``level`` scored; opens the next level when the newest one is solved."""
+        """Take in what samples of ``level`` scored; opens the next level when the newest one is
+        solved.
+        """
         if level == self.level:
             self.recent.extend(rewards)
-        if len(self.recent) == WINDOW and sum(self.recent) / WINDOW >= SOLVED and self.level + 1 < len(LEVELS):
+        if (
+            len(self.recent) == WINDOW
+            and sum(self.recent) / WINDOW >= SOLVED
+            and self.level + 1 < len(LEVELS)
+        ):
             self.level += 1
             self.recent.clear()
 
@@ -99,14 +114,20 @@ def level_of(sample: Sample | None) -> int:
 
 
 def learn(args: Any, all_groups: list[list[Sample]], data_source: Curriculum) -> None:
-    """``--rollout-all-samples-process-path``: called at the end of each rollout with every group."""
+    """``--rollout-all-samples-process-path``: called at the end of each rollout with every
+    group.
+    """
     for group in all_groups:
         rewards = [float(sample.reward) for sample in group if sample.reward is not None]
         data_source.learn(group[0].metadata["level"], rewards)
 
 
-def log(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, Any], rollout_time: float) -> bool:
-    """``--custom-rollout-log-function-path``: adds what the rollout was made of; the usual metrics follow."""
+def log(
+    rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, Any], rollout_time: float
+) -> bool:
+    """``--custom-rollout-log-function-path``: adds what the rollout was made of; the usual metrics
+    follow.
+    """
     levels = [sample.metadata["level"] for sample in samples]
     metrics["rollout/level_max"] = float(max(levels))
     metrics["rollout/level_mean"] = sum(levels) / len(levels)

@@ -2,8 +2,8 @@
 
     python prepare.py OUTPUT_DIR [--datasets DIR] [--rows 8]
 
-With ``--datasets`` (a folder with gsm8k/, math500/ and aime/) the first rows of those; without, arithmetic at three
-lengths of answer, made here.
+With ``--datasets`` (a folder with gsm8k/, math500/ and aime/) the first rows of those; without,
+arithmetic at three lengths of answer, made here.
 """
 
 from __future__ import annotations
@@ -21,26 +21,44 @@ from slime.config.seeds import derive_seed
 
 Row = dict[str, Any]
 
-# Sampling differs by set: one greedy answer where the answer is short, several warm ones where pass@k is of interest.
+# Sampling differs by set: one greedy answer where the answer is short, several warm ones where
+# pass@k is of interest.
 GREEDY = {"n_samples_per_eval_prompt": 1, "temperature": 0.0}
 WARM = {"n_samples_per_eval_prompt": 4, "temperature": 0.8, "top_p": 0.95}
 
 
 def gsm8k(row: Row) -> Row:
-    return {"prompt": ask(row["question"]), "label": row["answer"].rpartition("####")[2].strip().replace(",", "")}
+    return {
+        "prompt": ask(row["question"]),
+        "label": row["answer"].rpartition("####")[2].strip().replace(",", ""),
+    }
 
 
 def math500(row: Row) -> Row:
-    return {"prompt": ask(row["problem"] + " Put the answer into \\boxed{}."), "label": str(row["answer"])}
+    return {
+        "prompt": ask(row["problem"] + " Put the answer into \\boxed{}."),
+        "label": str(row["answer"]),
+    }
 
 
 def aime(row: Row) -> Row:
-    return {"prompt": ask(row["problem"] + " Put the answer into \\boxed{}."), "label": str(row["answer"])}
+    return {
+        "prompt": ask(row["problem"] + " Put the answer into \\boxed{}."),
+        "label": str(row["answer"]),
+    }
 
 
 SHARED: dict[str, tuple[str, Callable[[Row], Row], Row]] = {
-    "gsm8k": ("gsm8k/test.jsonl", gsm8k, {"rm_type": "last_number", "max_response_len": 96, **GREEDY}),
-    "math500": ("math500/math500.jsonl", math500, {"rm_type": "math", "max_response_len": 64, **WARM}),
+    "gsm8k": (
+        "gsm8k/test.jsonl",
+        gsm8k,
+        {"rm_type": "last_number", "max_response_len": 96, **GREEDY},
+    ),
+    "math500": (
+        "math500/math500.jsonl",
+        math500,
+        {"rm_type": "math", "max_response_len": 64, **WARM},
+    ),
     "aime": ("aime/aime24.jsonl", aime, {"rm_type": "math", "max_response_len": 64, **WARM}),
 }
 OWN: dict[str, tuple[str, Row]] = {
@@ -89,7 +107,12 @@ def prepare(output_dir: Path, datasets: Path | None, rows: int) -> Path:
     else:
         for name, (template, settings) in OWN.items():
             add(name, made(name, template, rows), settings)
-    config = {"eval": {"defaults": {"rm_type": "last_number", "apply_chat_template": True}, "datasets": entries}}
+    config = {
+        "eval": {
+            "defaults": {"rm_type": "last_number", "apply_chat_template": True},
+            "datasets": entries,
+        }
+    }
     path = output_dir / "eval.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path

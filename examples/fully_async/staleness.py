@@ -11,7 +11,8 @@ from pathlib import Path
 
 COLUMNS = {
     "reward": "rollout/raw_reward",
-    "age mean": "rollout/staleness/mean",  # updates between the weights that made a token and those that it trains
+    # updates between the weights that made a token and those that it trains
+    "age mean": "rollout/staleness/mean",
     "age max": "rollout/staleness/max",
     "under way": "rollout/under_way_group_count",  # groups that went on while the step was taken
     "waited s": "perf/staleness_wait_time",  # generation stood still at the bound
@@ -28,7 +29,12 @@ def table(run_dir: Path) -> list[list[str]]:
         metrics = json.loads(line)
         if "rollout/step" in metrics:
             found = [metrics.get(key) for key in COLUMNS.values()]
-            rows.append([str(int(metrics["rollout/step"])), *("-" if v is None else f"{v:.3f}" for v in found)])
+            rows.append(
+                [
+                    str(int(metrics["rollout/step"])),
+                    *("-" if v is None else f"{v:.3f}" for v in found),
+                ]
+            )
     return rows
 
 

@@ -1,10 +1,11 @@
-"""Figures of plane geometry, questions on them, and a tiny vision-language model that has barely learned to see.
+"""Figures of plane geometry, questions on them, and a tiny vision-language model that has barely
+learned to see.
 
     python examples/geo3k_vlm/geometry.py FOLDER [--seed 1] [--warm-up-steps 12] [--architecture llava] [--no-model]
 
-writes ``FOLDER/model`` (LLaVA's architecture: a CLIP vision tower, a projector, a Llama; 0.5M random parameters that a
-few supervised steps have warmed up; or Gemma 3's), ``FOLDER/figures/*.png``, ``FOLDER/train.jsonl`` and
-``FOLDER/eval.jsonl``.
+writes ``FOLDER/model`` (LLaVA's architecture: a CLIP vision tower, a projector, a Llama; 0.5M
+random parameters that a few supervised steps have warmed up; or Gemma 3's),
+``FOLDER/figures/*.png``, ``FOLDER/train.jsonl`` and ``FOLDER/eval.jsonl``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ QWEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": (
         "Qwen3_5",
         dict(
-            **dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16),
+            **dict(
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                linear_key_head_dim=16,
+                linear_value_head_dim=16,
+            ),
             layer_types=["linear_attention", "full_attention", "linear_attention"],
         ),
         dict(num_position_embeddings=100),
@@ -38,10 +44,11 @@ QWEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Names in transformers, and what the text part and the vision part have besides the common."""
 ARCHITECTURES = ("llava", "gemma3", *QWEN)
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{% if m['role'] == 'assistant' %}<eos>{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% "
+    "else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ "
+    "part['text'] }}{% endif %}{% endfor %}{% endif %}{% if m['role'] == 'assistant' %}<eos>{% "
+    "endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -57,14 +64,21 @@ class Square:
     @classmethod
     def random(cls, random: Random) -> Square:
         side = random.randint(1, LONGEST)
-        return cls(side, random.randint(0, UNITS - side), random.randint(0, UNITS - side), random.choice(COLOURS))
+        return cls(
+            side,
+            random.randint(0, UNITS - side),
+            random.randint(0, UNITS - side),
+            random.choice(COLOURS),
+        )
 
     def draw(self, grid: bool = False) -> Image.Image:
         """RGB, 40 × 40; with ``grid`` the field's units are ruled over the figure."""
         image = Image.new("RGB", (UNITS * PIXELS, UNITS * PIXELS), "white")
         pen = ImageDraw.Draw(image)
         x, y = self.left * PIXELS, self.top * PIXELS
-        pen.rectangle((x, y, x + self.side * PIXELS - 1, y + self.side * PIXELS - 1), fill=self.colour)
+        pen.rectangle(
+            (x, y, x + self.side * PIXELS - 1, y + self.side * PIXELS - 1), fill=self.colour
+        )
         for line in range(PIXELS, UNITS * PIXELS, PIXELS) if grid else ():
             pen.line((line, 0, line, UNITS * PIXELS), fill="orange")
             pen.line((0, line, UNITS * PIXELS, line), fill="orange")
@@ -72,7 +86,9 @@ class Square:
 
 
 def write_rows(folder: Path, name: str, count: int, seed: int) -> Path:
-    """``count`` figures as PNG files and the rows on them: question, image, answer; the figure in the metadata."""
+    """``count`` figures as PNG files and the rows on them: question, image, answer; the figure in
+    the metadata.
+    """
     random = Random(f"{seed} {name}")
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     lines = []
@@ -112,7 +128,8 @@ def make_model(seed: int, architecture: str = "llava") -> tuple[Any, Any]:
     """(model, processor) with random weights; an image is 25 tokens.
 
     Args:
-        architecture: One of :data:`ARCHITECTURES`. The processors of Qwen's models need torchvision.
+        architecture: One of :data:`ARCHITECTURES`. The processors of Qwen's models need
+            torchvision.
     """
     if architecture in QWEN:
         return make_qwen(seed, architecture)
@@ -123,11 +140,14 @@ def make_qwen(seed: int, architecture: str) -> tuple[Any, Any]:
     import torch
     import transformers as t
 
-    start, image, end, video = (f"<|{name}|>" for name in ("vision_start", "image_pad", "vision_end", "video_pad"))
+    start, image, end, video = (
+        f"<|{name}|>" for name in ("vision_start", "image_pad", "vision_end", "video_pad")
+    )
     tokenizer = make_tokenizer((start, image, end, video))
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (start, image, end, video)}
     name, more, parts = QWEN[architecture]
-    patch = dict(patch_size=14, temporal_patch_size=2)  # SGLang knows no other sizes of Qwen2.5-VL's
+    # SGLang knows no other sizes of Qwen2.5-VL's
+    patch = dict(patch_size=14, temporal_patch_size=2)
     vision = dict(
         depth=2, hidden_size=64, intermediate_size=128, num_heads=2, out_hidden_size=96, spatial_merge_size=2,
         initializer_range=0.1, **patch, **parts,
@@ -162,7 +182,10 @@ def make_gemma3(seed: int) -> tuple[Any, Any]:
     tokenizer = make_tokenizer(("<boi>", "<soft>", "<eoi>"))
     own = dict(image_token="<soft>", boi_token="<boi>", eoi_token="<eoi>")
     tokenizer = t.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", pad_token="<pad>", extra_special_tokens=own
+        tokenizer_object=tokenizer.backend_tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        extra_special_tokens=own,
     )
     side, places = UNITS * PIXELS, UNITS * UNITS
     sizes = dict(intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
@@ -181,10 +204,13 @@ def make_gemma3(seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = t.Gemma3ForConditionalGeneration(config)
     with torch.no_grad():
-        model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.1)  # 0 in a new model
+        # 0 in a new model
+        model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.1)
     reader = t.Gemma3ImageProcessorPil(size={"height": side, "width": side}, do_pan_and_scan=False)
     template = CHAT_TEMPLATE.replace("<image>", "<boi>")
-    return model, t.Gemma3Processor(reader, tokenizer, chat_template=template, image_seq_length=places)
+    return model, t.Gemma3Processor(
+        reader, tokenizer, chat_template=template, image_seq_length=places
+    )
 
 
 def make_llava(seed: int) -> tuple[Any, Any]:
@@ -222,22 +248,34 @@ def make_llava(seed: int) -> tuple[Any, Any]:
     return model, processor
 
 
-def warm_up(model: Any, processor: Any, steps: int, seed: int, batch: int = 32, lr: float = 1e-3) -> float:
+def warm_up(
+    model: Any, processor: Any, steps: int, seed: int, batch: int = 32, lr: float = 1e-3
+) -> float:
     """Supervised steps on figures of their own; returns the last loss, in nats per answer token."""
     import torch
 
     random, loss = Random(f"{seed} warm-up"), float("nan")
     content = [{"type": "image"}, {"type": "text", "text": QUESTION.removeprefix("<image>")}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     ids = {d: processor.tokenizer(d)["input_ids"][0] for d in map(str, range(1, LONGEST + 1))}
     for _ in range(steps):
         figures = [Square.random(random) for _ in range(batch)]
-        inputs = processor(text=[text] * batch, images=[[figure.draw()] for figure in figures], return_tensors="pt")
+        inputs = processor(
+            text=[text] * batch, images=[[figure.draw()] for figure in figures], return_tensors="pt"
+        )
         answers = torch.tensor([[ids[str(figure.side)], 1] for figure in figures])
-        types = {k: torch.nn.functional.pad(v, (0, 1)) for k, v in inputs.items() if k.endswith("token_type_ids")}
+        types = {
+            k: torch.nn.functional.pad(v, (0, 1))
+            for k, v in inputs.items()
+            if k.endswith("token_type_ids")
+        }
         given = {k: inputs[k] for k in ("pixel_values", "image_grid_thw") if k in inputs} | types
-        logits = model(input_ids=torch.cat([inputs["input_ids"], answers[:, :1]], dim=1), **given).logits[:, -2:]
+        logits = model(
+            input_ids=torch.cat([inputs["input_ids"], answers[:, :1]], dim=1), **given
+        ).logits[:, -2:]
         cost = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
         optimizer.zero_grad()
         cost.backward()
@@ -254,7 +292,9 @@ def main() -> None:
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="llava")
     parser.add_argument("--no-model", action="store_true", help="figures and questions only")
     args = parser.parse_args()
-    train, held_out = (write_rows(args.folder, name, n, args.seed) for name, n in (("train", 512), ("eval", 64)))
+    train, held_out = (
+        write_rows(args.folder, name, n, args.seed) for name, n in (("train", 512), ("eval", 64))
+    )
     print(f"geometry: {train}, {held_out}")
     if args.no_model:
         return
@@ -263,7 +303,9 @@ def main() -> None:
     model.save_pretrained(args.folder / "model")
     processor.save_pretrained(args.folder / "model")
     size = sum(p.numel() for p in model.parameters())
-    print(f"geometry: {args.folder / 'model'}, {size / 1e6:.1f}M parameters, warm-up loss {loss:.2f}")
+    print(
+        f"geometry: {args.folder / 'model'}, {size / 1e6:.1f}M parameters, warm-up loss {loss:.2f}"
+    )
 
 
 if __name__ == "__main__":

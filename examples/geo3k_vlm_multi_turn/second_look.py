@@ -1,7 +1,8 @@
-"""A wrong answer gets a hint and a second look at the figure: new images in the middle of a conversation.
+"""A wrong answer gets a hint and a second look at the figure: new images in the middle of a
+conversation.
 
-``generate`` is for ``--custom-generate-function-path``, ``score`` for ``--custom-rm-path``; ``--max-turns`` says how
-often the model may answer, ``--rm-type`` which verifier judges an answer.
+``generate`` is for ``--custom-generate-function-path``, ``score`` for ``--custom-rm-path``;
+``--max-turns`` says how often the model may answer, ``--rm-type`` which verifier judges an answer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from slime.rollout.rm_hub.dispatch import by_type
 LATER_ANSWER = 0.5  # worth of a right answer per turn before it
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+async def generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
     """Answer; while that is wrong and turns are left, look again and answer again."""
     talk = Conversation(args, sample, sampling_params, evaluation)
     while (said := await talk.turn(max_tokens=getattr(args, "answer_tokens", None))) is not None:
@@ -28,7 +31,12 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
             break
         words, image = hint(said, sample.label), closer(sample)
         if not talk.reply(
-            [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": words}]}]
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "image": image}, {"type": "text", "text": words}],
+                }
+            ]
         ):
             break
     return sample
@@ -56,7 +64,9 @@ def hint(answer: str, label: str) -> str:
 
 
 def closer(sample: Sample) -> str:
-    """The figure again, as a PNG data URI: ruled where the example drew it, else at twice the size."""
+    """The figure again, as a PNG data URI: ruled where the example drew it, else at twice the
+    size.
+    """
     if "figure" in sample.metadata:
         image = Square(**sample.metadata["figure"]).draw(grid=True)
     else:

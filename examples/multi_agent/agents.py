@@ -1,7 +1,8 @@
 """One prompt, three kinds of agents, several samples that train: solvers, rewriters, a selector.
 
-``generate`` is for ``--custom-generate-function-path``, ``by_role`` for ``--custom-reward-post-process-path``. All
-agents are the model that is trained; each gets the advantage that its own kind of work earned.
+``generate`` is for ``--custom-generate-function-path``, ``by_role`` for
+``--custom-reward-post-process-path``. All agents are the model that is trained; each gets the
+advantage that its own kind of work earned.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ SELECT = "{question}\nFriends said:\n{answers}\nWho is right? Reply with one num
 async def generate(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """Solve in parallel, rewrite in parallel with the solutions at hand, select one of the rewritten answers.
+    """Solve in parallel, rewrite in parallel with the solutions at hand, select one of the
+    rewritten answers.
 
     Returns:
         All agents' samples, siblings of one rollout; in evaluation the selected answer alone.
@@ -38,14 +40,17 @@ async def generate(
     solved = await asyncio.gather(*(team.ask("solver", i) for i in range(SOLVERS)))
     rewrite = REWRITE.format(question=team.question, answers=numbered(solved))
     rewritten = await asyncio.gather(*(team.ask("rewriter", i, rewrite) for i in range(REWRITERS)))
-    select = SELECT.format(question=team.question, answers=numbered(rewritten), count=len(rewritten))
+    select = SELECT.format(
+        question=team.question, answers=numbered(rewritten), count=len(rewritten)
+    )
     selector = await team.ask("selector", 0, select)
     chosen = choice(selector.response, rewritten)
     if evaluation:
         return chosen if chosen is not None else rewritten[0]
     everybody = [*solved, *rewritten, selector]
     if all(part.status is not Sample.Status.ABORTED for part in everybody):
-        selector.reward = 0.0 if chosen is None else await async_rm(args, chosen)  # the others are judged by --rm-type
+        # the others are judged by --rm-type
+        selector.reward = 0.0 if chosen is None else await async_rm(args, chosen)
     return everybody
 
 
@@ -54,7 +59,9 @@ class Team:
 
     def __init__(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> None:
         if not isinstance(sample.prompt, list):
-            raise ValueError("the agents need a prompt of messages: leave --apply-chat-template out")
+            raise ValueError(
+                "the agents need a prompt of messages: leave --apply-chat-template out"
+            )
         self.args, self.sample, self.params = args, sample, sampling_params
         self.question = str(sample.prompt[-1]["content"])
 
@@ -66,7 +73,8 @@ class Team:
         if words is not None:
             part.prompt = [*part.prompt[:-1], {"role": "user", "content": words}]
         params = dict(self.params)
-        if params.get("sampling_seed") is not None:  # one seed for all would make them all say the same
+        # one seed for all would make them all say the same
+        if params.get("sampling_seed") is not None:
             params["sampling_seed"] = derive_seed(params["sampling_seed"], role, number)
         return await ask_engine(self.args, part, params)
 
@@ -84,7 +92,8 @@ def choice(response: str, answers: Sequence[Sample]) -> Sample | None:
 
 
 def by_role(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """(raw, trained) rewards: GRPO's (r − mean) / (std + 1e-6), over those of a prompt's samples with one role.
+    """(raw, trained) rewards: GRPO's (r − mean) / (std + 1e-6), over those of a prompt's samples
+    with one role.
 
     Over the whole group a selector would be punished for its work being harder than a solver's.
     """
@@ -99,10 +108,14 @@ def by_role(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[flo
     return raw, trained
 
 
-def log_roles(rollout_id: int, args: Any, samples: Any, metrics: dict[str, Any], rollout_time: float) -> bool:
+def log_roles(
+    rollout_id: int, args: Any, samples: Any, metrics: dict[str, Any], rollout_time: float
+) -> bool:
     """Adds each role's mean reward to the metrics (``--custom-rollout-log-function-path``)."""
     rewards = defaultdict(list)
     for sample in flatten(samples):
         rewards[sample.metadata["agent"]].append(float(sample.get_reward_value(args) or 0.0))
-    metrics.update({f"multi_agent/{role}_reward": fmean(values) for role, values in sorted(rewards.items())})
+    metrics.update(
+        {f"multi_agent/{role}_reward": fmean(values) for role, values in sorted(rewards.items())}
+    )
     return False

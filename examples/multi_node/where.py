@@ -22,11 +22,21 @@ def trainer(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     import ray
 
     samples = len(rollout_data["response_lengths"])
-    _note(args, rollout_id, f"trainer rank {os.environ['RANK']}", ray.util.get_node_ip_address(), samples)
+    _note(
+        args,
+        rollout_id,
+        f"trainer rank {os.environ['RANK']}",
+        ray.util.get_node_ip_address(),
+        samples,
+    )
 
 
-def engines(rollout_id: int, args: Any, samples: list[Any], metrics: dict[str, Any], rollout_time: float) -> bool:
-    """``--custom-rollout-log-function-path``: called in the rollout manager; the usual metrics follow."""
+def engines(
+    rollout_id: int, args: Any, samples: list[Any], metrics: dict[str, Any], rollout_time: float
+) -> bool:
+    """``--custom-rollout-log-function-path``: called in the rollout manager; the usual metrics
+    follow.
+    """
     _note(args, rollout_id, "engine", str(args.sglang_router_ip), len(samples))
     return False
 
@@ -45,7 +55,9 @@ def report(run_dir: Path) -> list[str]:
     counts: dict[tuple[str, str], list[int]] = {}
     for row in sorted(rows, key=lambda row: (row["who"], row["step"])):
         counts.setdefault((row["who"], row["node"]), []).append(row["samples"])
-    return [f"{who:<14} on {node:<15} samples by step: {given}" for (who, node), given in counts.items()]
+    return [
+        f"{who:<14} on {node:<15} samples by step: {given}" for (who, node), given in counts.items()
+    ]
 
 
 def wait(count: int) -> list[str]:
@@ -58,9 +70,14 @@ def wait(count: int) -> list[str]:
 
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
     until = time.monotonic() + JOIN_SECONDS
-    while len(nodes := [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]) < count:
+    while (
+        len(nodes := [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]) < count
+    ):
         if time.monotonic() > until:
-            sys.exit(f"{len(nodes)} of {count} Ray nodes have joined after {JOIN_SECONDS:.0f} s: {', '.join(nodes)}")
+            sys.exit(
+                f"{len(nodes)} of {count} Ray nodes have joined after {JOIN_SECONDS:.0f} s: "
+                f"{', '.join(nodes)}"
+            )
         time.sleep(0.5)
     return sorted(nodes)
 

@@ -2,8 +2,9 @@
 
     python examples/on_policy_distillation/compare.py outputs/opd_engine outputs/opd_trainer
 
-Ends with status 1 when a run's reverse KL did not fall. Before its first step every run has the same student and
-teacher, so how far their first values lie apart is how exactly the two ways to ask a teacher agree.
+Ends with status 1 when a run's reverse KL did not fall. Before its first step every run has the
+same student and teacher, so how far their first values lie apart is how exactly the two ways to ask
+a teacher agree.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def reverse_kl(run: Path) -> list[float]:
     """
     values = [row[KEY] for row in read_metrics(run / "metrics.jsonl") if KEY in row]
     if len(values) < 2:
-        raise ValueError(f"{run} has {len(values)} steps with {KEY}: two are needed to tell whether it falls")
+        raise ValueError(
+            f"{run} has {len(values)} steps with {KEY}: two are needed to tell whether it falls"
+        )
     return values
 
 

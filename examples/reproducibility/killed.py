@@ -2,8 +2,8 @@
 
     KILL_AFTER=2 python examples/reproducibility/killed.py --run-name NAME --output-dir DIR <other flags of train.py>
 
-Once the step after ``KILL_AFTER`` has generated, nothing is caught and nothing is flushed: what a power cut leaves.
-Returns when no process of the run is alive any more.
+Once the step after ``KILL_AFTER`` has generated, nothing is caught and nothing is flushed: what a
+power cut leaves. Returns when no process of the run is alive any more.
 """
 
 from __future__ import annotations
@@ -37,17 +37,21 @@ def option(words: list[str], name: str) -> str:
 
 
 def run_and_kill(command: list[str], due: Path, deadline: float = DEADLINE_SECONDS) -> int:
-    """Start ``command`` and SIGKILL it as soon as ``due`` exists; returns the number of processes that died with it.
+    """Start ``command`` and SIGKILL it as soon as ``due`` exists; returns the number of processes
+    that died with it.
 
     Raises:
-        SystemExit: it ended by itself, ``due`` did not appear within ``deadline`` seconds, or processes survived.
+        SystemExit: it ended by itself, ``due`` did not appear within ``deadline`` seconds, or
+            processes survived.
     """
     began = time.time()  # an earlier run of that name may have left a file like it
     process = subprocess.Popen(command)
     until = time.monotonic() + deadline
     while not (due.exists() and due.stat().st_mtime >= began):
         if process.poll() is not None:
-            sys.exit(f"killed.py: the run ended with {process.returncode} before it could be killed")
+            sys.exit(
+                f"killed.py: the run ended with {process.returncode} before it could be killed"
+            )
         if time.monotonic() > until:
             process.kill()
             sys.exit(f"killed.py: {due} did not appear within {deadline:.0f} s")
@@ -57,7 +61,10 @@ def run_and_kill(command: list[str], due: Path, deadline: float = DEADLINE_SECON
     process.wait()
     left = wait_gone(family, GONE_SECONDS)
     if left:
-        sys.exit(f"killed.py: still alive after {GONE_SECONDS:.0f} s: {', '.join(str(p.pid) for p in left)}")
+        sys.exit(
+            f"killed.py: still alive after {GONE_SECONDS:.0f} s: "
+            f"{', '.join(str(p.pid) for p in left)}"
+        )
     return len(family) + 1
 
 
@@ -65,7 +72,8 @@ def main() -> None:
     flags = sys.argv[1:]
     run = Path(option(flags, "--output-dir")) / option(flags, "--run-name")
     step = int(os.environ.get("KILL_AFTER", "2"))
-    due = run / "samples" / f"rollout_{step + 1:06d}.jsonl"  # is there once the next step has generated
+    # is there once the next step has generated
+    due = run / "samples" / f"rollout_{step + 1:06d}.jsonl"
     count = run_and_kill([sys.executable, str(CHECKOUT / "train.py"), *flags], due)
     print(f"killed.py: after step {step}, killed with {count - 1} processes below it")
 

@@ -1,9 +1,10 @@
-"""Whether runs were the same: every loss, gradient norm and reward bit for bit, every text letter for letter.
+"""Whether runs were the same: every loss, gradient norm and reward bit for bit, every text letter
+for letter.
 
     python examples/reproducibility/same.py outputs/first outputs/second outputs/resumed
 
-Compares each run with the first one and ends with status 1 where anything differs. Times, memory and weight versions
-(they count restarts) are not compared.
+Compares each run with the first one and ends with status 1 where anything differs. Times, memory
+and weight versions (they count restarts) are not compared.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def steps_of(run: Path) -> Steps:
 
 
 def texts_of(run: Path) -> Texts:
-    """What was sampled: by file of the run's ``samples/``, index, response and reward of each sample that it holds
-    (``--log-samples``: by default all)."""
+    """What was sampled: by file of the run's ``samples/``, index, response and reward of each
+    sample that it holds (``--log-samples``: by default all)."""
     return {
         name: [(row["index"], row["response"], row["reward"]) for row in read_samples(path)]
         for name, path in sample_files(run).items()
@@ -70,16 +71,26 @@ def main() -> int:
     if not steps or not others:
         parser.error("name two runs or more that made a step")
     for step, row in steps.items():
-        print(f"{first.name} step {step}: loss {row['train/loss']!r}, gradient norm {row['train/grad_norm']!r}")
+        print(
+            f"{first.name} step {step}: loss {row['train/loss']!r}, gradient norm "
+            f"{row['train/grad_norm']!r}"
+        )
     status = 0
     for run in others:
         found = differences(steps, steps_of(run), texts, texts_of(run))
         if found:
             status = 1
-            print(f"{run.name} differs from {first.name} in {len(found)} places:", *found[:SHOWN], sep="\n  ")
+            print(
+                f"{run.name} differs from {first.name} in {len(found)} places:",
+                *found[:SHOWN],
+                sep="\n  ",
+            )
         else:
             numbers, samples = sum(map(len, steps.values())), sum(map(len, texts.values()))
-            print(f"{run.name} equals {first.name} bit for bit: {len(steps)} steps, {numbers} metrics, {samples} texts")
+            print(
+                f"{run.name} equals {first.name} bit for bit: {len(steps)} steps, {numbers} "
+                f"metrics, {samples} texts"
+            )
     return status
 
 

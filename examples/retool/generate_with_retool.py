@@ -1,7 +1,8 @@
 """A model that may run Python while it thinks: ``--custom-generate-function-path`` of this example.
 
-What stands between ``<code>`` and ``</code>`` runs in a sandbox, and what it printed comes back between
-``<interpreter>`` and ``</interpreter>``, which is not trained on. After Feng et al. 2025, "ReTool", arXiv:2504.11536.
+What stands between ``<code>`` and ``</code>`` runs in a sandbox, and what it printed comes back
+between ``<interpreter>`` and ``</interpreter>``, which is not trained on. After Feng et al. 2025,
+"ReTool", arXiv:2504.11536.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ SHOWN = 2000  # characters of the output that the model gets to see
 
 @functools.cache
 def sandbox() -> Sandbox:
-    """One for the process; made at the first call, where it says so if this machine cannot shut code in."""
+    """One for the process; made at the first call, where it says so if this machine cannot shut
+    code in.
+    """
     return Sandbox(Limits(seconds=SECONDS))
 
 
@@ -34,10 +37,16 @@ async def execute(code: str) -> str:
     if result.ok:
         return result.stdout.strip()[:SHOWN] or "(no output)"
     last = (result.stderr.strip().splitlines() or [""])[-1]
-    return f"{result.status}: {last}"[:SHOWN] if result.status == "error" else f"stopped: {result.status}"
+    return (
+        f"{result.status}: {last}"[:SHOWN]
+        if result.status == "error"
+        else f"stopped: {result.status}"
+    )
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+async def generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
     """Turns of the model, each but the last with code that is run."""
     sandbox()  # an error now and not in the middle of the first conversation
     talk = Conversation(args, sample, sampling_params, evaluation)
@@ -46,13 +55,20 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
         if not snippets:
             break
         outputs = await talk.tools([execute(code) for code in snippets], timeout=WAIT)
-        if not talk.reply([{"role": "user", "content": f"<interpreter>{output}</interpreter>"} for output in outputs]):
+        if not talk.reply(
+            [
+                {"role": "user", "content": f"<interpreter>{output}</interpreter>"}
+                for output in outputs
+            ]
+        ):
             break
     return sample
 
 
 async def reward(args: Any, sample: Sample, **_: Any) -> float | None:
-    r"""The reward ``math`` for what the model itself says in the end: what its code printed is no answer."""
+    r"""The reward ``math`` for what the model itself says in the end: what its code printed is no
+    answer.
+    """
     last = dataclasses.replace(sample, response=sample.metadata[TURNS][-1]["text"])
     if "\\boxed" not in last.response:
         return 0.0

@@ -2,9 +2,10 @@
 
     python examples/retool/make_problems.py OUT_DIR [--seed 1]
 
-Writes ``train.jsonl``, ``eval.jsonl`` (``What is 37 * 24 + 18?``, label ``906``) and ``transcripts.jsonl``:
-conversations of which one half lets Python work it out and the other guesses. Supervised fine-tuning teaches both;
-which of them pays is for RL to find out.
+Writes ``train.jsonl``, ``eval.jsonl`` (``What is 37 * 24 + 18?``, label ``906``) and
+``transcripts.jsonl``:
+conversations of which one half lets Python work it out and the other guesses. Supervised
+fine-tuning teaches both; which of them pays is for RL to find out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def row(expression: str, value: int) -> dict[str, Any]:
 
 
 def transcript(draw: Random, expression: str, value: int, by_tool: bool) -> dict[str, Any]:
-    """A conversation that ends with an answer; a guess has the right number of digits and is hardly ever right."""
+    """A conversation that ends with an answer; a guess has the right number of digits and is hardly
+    ever right.
+    """
     messages = list(row(expression, value)["prompt"])
     if by_tool:
         messages.append({"role": "assistant", "content": f"<code>print({expression})</code>"})
@@ -53,11 +56,15 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     files = {
         "eval": [row(*p) for p in problems[:16]],
-        "transcripts": [transcript(draw, *p, by_tool=i % 2 == 0) for i, p in enumerate(problems[16:144])],
+        "transcripts": [
+            transcript(draw, *p, by_tool=i % 2 == 0) for i, p in enumerate(problems[16:144])
+        ],
         "train": [row(*p) for p in problems[144:]],
     }
     for name, rows in files.items():
-        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+        (args.out / f"{name}.jsonl").write_text(
+            "".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8"
+        )
     print(args.out)
 
 

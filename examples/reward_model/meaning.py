@@ -1,7 +1,7 @@
 """A reward model on a real sentence encoder: say what a word means, in few words.
 
-``BriefMeaning`` is for ``--custom-rm-path``, with the encoder's folder as ``--rm-model-path``. As a script this file
-writes the questions and reference answers:
+``BriefMeaning`` is for ``--custom-rm-path``, with the encoder's folder as ``--rm-model-path``. As a
+script this file writes the questions and reference answers:
 
     python examples/reward_model/meaning.py FOLDER      # FOLDER/words_train.jsonl, FOLDER/words_eval.jsonl
 """
@@ -22,12 +22,15 @@ WORDS = Path(__file__).with_name("words.txt")  # a word and its meaning a line
 
 
 class BriefMeaning(EmbeddingSimilarity):
-    """How near the answer's meaning is to the reference's (cosine of all-MiniLM's sentence vectors), times brevity.
+    """How near the answer's meaning is to the reference's (cosine of all-MiniLM's sentence
+    vectors), times brevity.
 
     Lives in one process of its own; is called with a group of answers at a time.
     """
 
-    def compute_reward(self, prompts: Sequence[Any], responses: Sequence[str], labels: Sequence[Any]) -> list[float]:
+    def compute_reward(
+        self, prompts: Sequence[Any], responses: Sequence[str], labels: Sequence[Any]
+    ) -> list[float]:
         """In [0, 1]."""
         meanings = super().compute_reward(prompts, responses, labels)
         return [meaning * brevity(text) for meaning, text in zip(meanings, responses, strict=True)]
@@ -43,7 +46,10 @@ def rows() -> list[dict[str, Any]]:
     """Question and reference answer of every word, in an order that mixes the kinds of words."""
     pairs = [line.split(": ") for line in WORDS.read_text(encoding="utf-8").splitlines()]
     return [
-        {"prompt": [{"role": "user", "content": f"What does the word {word} mean?"}], "label": meaning}
+        {
+            "prompt": [{"role": "user", "content": f"What does the word {word} mean?"}],
+            "label": meaning,
+        }
         for word, meaning in sorted(pairs, key=lambda pair: pair[0][::-1])
     ]
 

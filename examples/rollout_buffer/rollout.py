@@ -2,8 +2,8 @@
 
 ``--rollout-function-path examples/rollout_buffer/rollout.py:generate_rollout``; the YAML file of
 ``--custom-config-path`` says where the server is (``buffer_server_url``), in which file its key is
-(``buffer_server_key_file``), which generator (``buffer_server_task``) works there, and how many groups more than a step
-needs may be under way (``buffer_server_ahead``).
+(``buffer_server_key_file``), which generator (``buffer_server_task``) works there, and how many
+groups more than a step needs may be under way (``buffer_server_ahead``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from slime.utils.types import Sample
 
 POLL_SECONDS = 0.2
 Group = list[Sample]
-under_way: dict[int, Group] = {}  # by group index: given by the data source, not back from the server yet
+# by group index: given by the data source, not back from the server yet
+under_way: dict[int, Group] = {}
 
 
 def generate_rollout(
@@ -44,41 +45,55 @@ async def collect(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrai
         RuntimeError: the generator failed.
     """
     url = args.buffer_server_url.rstrip("/")
-    data_source.under_way = lambda: list(under_way.values())  # a snapshot holds them; a resume asks for them again
+    # a snapshot holds them; a resume asks for them again
+    data_source.under_way = lambda: list(under_way.values())
     deadline = time.monotonic() + args.phase_timeout
     accepted: list[Group] = []
     refused = 0
     while True:
         await ask(args, url, data_source, len(accepted))
-        wanted = {"task_type": args.buffer_server_task, "num_groups": args.rollout_batch_size - len(accepted)}
+        wanted = {
+            "task_type": args.buffer_server_task,
+            "num_groups": args.rollout_batch_size - len(accepted),
+        }
         answer = await post(f"{url}/get_rollout_data", wanted, headers=headers(args))
         for index in answer["rejected"]:
             refused += under_way.pop(index, None) is not None
-        accepted += [fill(under_way.pop(item["group_index"]), item["samples"]) for item in answer["groups"]]
+        accepted += [
+            fill(under_way.pop(item["group_index"]), item["samples"]) for item in answer["groups"]
+        ]
         if len(accepted) == args.rollout_batch_size:
             break
         if answer["error"]:
             raise RuntimeError(f"{url}: {answer['error']}")
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"rollout {rollout_id}: {url} gave {len(accepted)} of {args.rollout_batch_size} groups within "
-                f"{args.phase_timeout:g} s (--phase-timeout); {answer['waiting']} are with the generator, "
-                f"{refused} were not valid"
+                f"rollout {rollout_id}: {url} gave {len(accepted)} of {args.rollout_batch_size} "
+                f"groups within {args.phase_timeout:g} s (--phase-timeout); {answer['waiting']} "
+                f"are with the generator, {refused} were not valid"
             )
         if not answer["groups"] and not answer["rejected"]:
             await asyncio.sleep(POLL_SECONDS)
-    await ask(args, url, data_source, args.rollout_batch_size)  # the server works while the trainer trains
-    metrics = {"rollout/buffer_refused": float(refused), "rollout/buffer_under_way": float(len(under_way))}
+    # the server works while the trainer trains
+    await ask(args, url, data_source, args.rollout_batch_size)
+    metrics = {
+        "rollout/buffer_refused": float(refused),
+        "rollout/buffer_under_way": float(len(under_way)),
+    }
     return RolloutFnTrainOutput(samples=accepted, metrics=metrics)
 
 
 def headers(args: Any) -> dict[str, str]:
     """The key of the server, from the file that it has made."""
-    return {"Authorization": f"Bearer {Path(args.buffer_server_key_file).expanduser().read_text().strip()}"}
+    return {
+        "Authorization": f"Bearer {Path(args.buffer_server_key_file).expanduser().read_text().strip()}"
+    }
 
 
 async def ask(args: Any, url: str, data_source: Any, have: int) -> None:
-    """Hand as many groups to the server as are missing from this step and the groups ahead of it."""
+    """Hand as many groups to the server as are missing from this step and the groups ahead of
+    it.
+    """
     state = GenerateState(args)
     seed = state.seed
     missing = args.rollout_batch_size + args.buffer_server_ahead - have - len(under_way)
@@ -95,13 +110,20 @@ async def ask(args: Any, url: str, data_source: Any, have: int) -> None:
                 "input_ids": prompt_ids(state, first),
                 "label": first.label,
                 "metadata": first.metadata,
-                # each sample has a seed of its own, without which a deterministic engine gives all the same answer
-                "sampling_params": [seeded(seed, state.sampling_params, s, i) for i, s in enumerate(group)],
+                # each sample has a seed of its own, without which a deterministic engine gives all
+                # the same answer
+                "sampling_params": [
+                    seeded(seed, state.sampling_params, s, i) for i, s in enumerate(group)
+                ],
             }
         )
     engine = get_model_url(args)
     # The server's generators ask the engines of this run, which answer only who has its key.
-    task = {"task_type": args.buffer_server_task, "engine_url": engine, "engine_headers": auth_headers(engine)}
+    task = {
+        "task_type": args.buffer_server_task,
+        "engine_url": engine,
+        "engine_headers": auth_headers(engine),
+    }
     await post(f"{url}/start_rollout", {**task, "groups": groups}, headers=headers(args))
 
 
@@ -112,5 +134,10 @@ def fill(group: Group, made: list[dict[str, Any]]) -> Group:
         ValueError: another number of samples than the group has.
     """
     if len(made) != len(group):
-        raise ValueError(f"group {group[0].group_index}: {len(group)} samples asked for, {len(made)} came back")
-    return [Sample.from_dict({**sample.to_dict(), **fields}) for sample, fields in zip(group, made, strict=True)]
+        raise ValueError(
+            f"group {group[0].group_index}: {len(group)} samples asked for, {len(made)} came back"
+        )
+    return [
+        Sample.from_dict({**sample.to_dict(), **fields})
+        for sample, fields in zip(group, made, strict=True)
+    ]

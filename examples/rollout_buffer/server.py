@@ -1,10 +1,12 @@
-"""An independent rollout server: generators write finished groups into its buffer, training takes them out.
+"""An independent rollout server: generators write finished groups into its buffer, training takes
+them out.
 
     python server.py [--port 8889]
 
-It knows nothing of slime and runs wherever you start it, for example in an agent's own environment. Each request but
-/health needs the key in the file of ``--key-file`` as ``Authorization: Bearer KEY``. The server makes the file,
-readable by its owner only; copy it if training runs on another machine. Requests are not encrypted.
+It knows nothing of slime and runs wherever you start it, for example in an agent's own environment.
+Each request but /health needs the key in the file of ``--key-file`` as ``Authorization: Bearer
+KEY``. The server makes the file, readable by its owner only; copy it if training runs on another
+machine. Requests are not encrypted.
 
     POST /start_rollout     {"task_type", "engine_url", "engine_headers", "groups": [{"group_index", "prompt",
                             "input_ids", "label", "metadata", "sampling_params": [of each sample]}]}: hands them to the
@@ -13,8 +15,9 @@ readable by its owner only; copy it if training runs on another machine. Request
     POST /get_rollout_data  {"task_type", "num_groups"}: takes up to so many groups out of the buffer
     GET  /health
 
-A generator is a module in ``generators/`` with ``TASK_TYPE`` and ``async run_rollout(task)``, and, if it likes,
-``transform_group(samples) -> samples`` and ``is_valid_group(samples) -> bool``. A new file is found by its being there.
+A generator is a module in ``generators/`` with ``TASK_TYPE`` and ``async run_rollout(task)``, and,
+if it likes, ``transform_group(samples) -> samples`` and ``is_valid_group(samples) -> bool``. A new
+file is found by its being there.
 """
 
 from __future__ import annotations
@@ -35,7 +38,15 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-NEEDED = ("tokens", "response", "response_length", "rollout_log_probs", "loss_mask", "reward", "status")
+NEEDED = (
+    "tokens",
+    "response",
+    "response_length",
+    "rollout_log_probs",
+    "loss_mask",
+    "reward",
+    "status",
+)
 MAX_BODY_BYTES = 64 << 20
 KEY_FILE = Path("~/.cache/slime/rollout_buffer.key")
 OWN_NAMES = {"localhost", "[::1]", socket.gethostname()}
@@ -49,7 +60,8 @@ class TaskBuffer:
 
     generator: ModuleType
     ready: deque[Row] = field(default_factory=deque)
-    rejected: list[int] = field(default_factory=list)  # group indices that is_valid_group refused, until they are told
+    # group indices that is_valid_group refused, until they are told
+    rejected: list[int] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)  # handed to the generator, not written yet
     error: str | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -76,7 +88,8 @@ class TaskBuffer:
             check_sample(sample)
         samples = getattr(self.generator, "transform_group", lambda group: group)(samples)
         valid = getattr(self.generator, "is_valid_group", lambda group: True)(samples)
-        self.waiting.discard(group_index)  # not before: a group that is refused can be written again
+        # not before: a group that is refused can be written again
+        self.waiting.discard(group_index)
         if valid:
             self.ready.append({"group_index": group_index, "samples": samples})
         else:
@@ -86,7 +99,12 @@ class TaskBuffer:
         """Groups in the order of their completion; they leave the buffer."""
         groups = [self.ready.popleft() for _ in range(min(count, len(self.ready)))]
         rejected, self.rejected = self.rejected, []
-        return {"groups": groups, "rejected": rejected, "waiting": len(self.waiting), "error": self.error}
+        return {
+            "groups": groups,
+            "rejected": rejected,
+            "waiting": len(self.waiting),
+            "error": self.error,
+        }
 
 
 def need(body: Row, name: str, kind: type[T]) -> T:
@@ -116,9 +134,15 @@ def check_sample(sample: Row) -> None:
         need(sample, name, list)
     for name in ("rollout_log_probs", "loss_mask"):
         if len(sample[name]) != length:
-            raise ValueError(f"a sample has {len(sample[name])} entries in {name}, but response_length is {length}")
+            raise ValueError(
+                f"a sample has {len(sample[name])} entries in {name}, but response_length is "
+                f"{length}"
+            )
     if len(sample["tokens"]) <= length:
-        raise ValueError(f"a sample has {len(sample['tokens'])} tokens, {length} of them response: no prompt is left")
+        raise ValueError(
+            f"a sample has {len(sample['tokens'])} tokens, {length} of them response: no prompt "
+            "is left"
+        )
 
 
 def find_generators(folder: Path) -> dict[str, ModuleType]:
@@ -139,7 +163,9 @@ def key_in(file: Path) -> str:
     file = file.expanduser()
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as new:
+        with open(
+            os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
+        ) as new:
             new.write(secrets.token_urlsafe(32))
     except FileExistsError:
         pass
@@ -153,7 +179,9 @@ def require_key(key: str) -> Any:
     async def check(request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if request.path != "/health" and not hmac.compare_digest(given, f"Bearer {key}".encode()):
-            return web.json_response({"error": "the request needs the key in the file of --key-file"}, status=401)
+            return web.json_response(
+                {"error": "the request needs the key in the file of --key-file"}, status=401
+            )
         return await handler(request)
 
     return check
@@ -161,18 +189,32 @@ def require_key(key: str) -> Any:
 
 @web.middleware
 async def refuse_web_pages(request: web.Request, handler: Any) -> web.StreamResponse:
-    """403 for requests from a page in a browser, also by a rebound DNS name; 415 for bodies that are not plain JSON."""
+    """403 for requests from a page in a browser, also by a rebound DNS name; 415 for bodies that
+    are not plain JSON.
+    """
     name = re.sub(r":[0-9]+$", "", request.headers.get("Host", ""))
     fetched = request.headers.get("Sec-Fetch-Site", "none") != "none"
-    if "Origin" in request.headers or fetched or not (name in OWN_NAMES or name.strip("[]").replace(".", "").isdigit()):
-        return web.json_response({"error": "requests from web pages and to foreign host names are refused"}, status=403)
-    if request.body_exists and (request.content_type != "application/json" or "Content-Encoding" in request.headers):
-        return web.json_response({"error": "send plain JSON with Content-Type: application/json"}, status=415)
+    if (
+        "Origin" in request.headers
+        or fetched
+        or not (name in OWN_NAMES or name.strip("[]").replace(".", "").isdigit())
+    ):
+        return web.json_response(
+            {"error": "requests from web pages and to foreign host names are refused"}, status=403
+        )
+    if request.body_exists and (
+        request.content_type != "application/json" or "Content-Encoding" in request.headers
+    ):
+        return web.json_response(
+            {"error": "send plain JSON with Content-Type: application/json"}, status=415
+        )
     return await handler(request)
 
 
 async def answer_expect(request: web.Request) -> None:
-    """aiohttp's own answer to ``Expect`` repeats the header, and fails with 500 if that is not UTF-8."""
+    """aiohttp's own answer to ``Expect`` repeats the header, and fails with 500 if that is not
+    UTF-8.
+    """
     if request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed(text="of Expect, this server knows 100-continue only\n")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -190,11 +232,16 @@ def make_app(generators: dict[str, ModuleType], url: str, key: str) -> web.Appli
         if not isinstance(body, dict):
             raise ValueError("the body must be an object")
         if body.get("task_type") not in [*buffers]:
-            raise ValueError(f"no generator for task_type {body.get('task_type')!r}; there are {', '.join(buffers)}")
+            raise ValueError(
+                f"no generator for task_type {body.get('task_type')!r}; there are "
+                f"{', '.join(buffers)}"
+            )
         return buffers[body["task_type"]]
 
     async def start_rollout(body: Row) -> Row:
-        buffer_of(body).start({**body, "buffer_url": url, "buffer_headers": {"Authorization": f"Bearer {key}"}})
+        buffer_of(body).start(
+            {**body, "buffer_url": url, "buffer_headers": {"Authorization": f"Bearer {key}"}}
+        )
         return {"started": len(body["groups"])}
 
     async def write(body: Row) -> Row:
@@ -210,14 +257,18 @@ def make_app(generators: dict[str, ModuleType], url: str, key: str) -> web.Appli
                 return web.json_response(await call(await request.json()))
             # A generator's own checks of a group raise what they like.
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                return web.json_response({"error": f"{path}: {type(error).__name__}: {error}"}, status=400)
+                return web.json_response(
+                    {"error": f"{path}: {type(error).__name__}: {error}"}, status=400
+                )
 
         return web.post(path, handler, expect_handler=answer_expect)
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"task_types": list(buffers)})
 
-    app = web.Application(middlewares=[refuse_web_pages, require_key(key)], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(
+        middlewares=[refuse_web_pages, require_key(key)], client_max_size=MAX_BODY_BYTES
+    )
     app.add_routes([post("/start_rollout", start_rollout), post("/buffer/write", write)])
     app.add_routes([post("/get_rollout_data", get_rollout_data)])
     app.add_routes([web.get("/health", health, expect_handler=answer_expect)])
@@ -229,7 +280,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8889)
-    parser.add_argument("--key-file", type=Path, default=KEY_FILE, help="file with the key of requests")
+    parser.add_argument(
+        "--key-file", type=Path, default=KEY_FILE, help="file with the key of requests"
+    )
     options = parser.parse_args()
     OWN_NAMES.add(options.host)
     generators = find_generators(Path(__file__).parent / "generators")

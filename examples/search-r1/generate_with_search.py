@@ -1,10 +1,11 @@
 """A model that searches before it answers: the generate function and the rewards of this example.
 
-A turn ends with ``</search>`` or ``</answer>``. What was searched comes back between ``<information>`` and
-``</information>``, which is not trained on. After Jin et al. 2025, "Search-R1", arXiv:2503.09516.
+A turn ends with ``</search>`` or ``</answer>``. What was searched comes back between
+``<information>`` and ``</information>``, which is not trained on. After Jin et al. 2025,
+"Search-R1", arXiv:2503.09516.
 
-Settings (``--custom-config-path search.yaml``): ``search_corpus``, ``search_retriever`` (bm25, dense),
-``search_encoder``, ``search_top_k``.
+Settings (``--custom-config-path search.yaml``): ``search_corpus``, ``search_retriever`` (bm25,
+dense), ``search_encoder``, ``search_top_k``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def look_up(args: Any, query: str) -> str:
     return "\n".join(documents[i].partition("\n")[2] for i in found) or "nothing found"
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+async def generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
     """Searches, one a turn, and an answer."""
     talk = Conversation(args, sample, sampling_params, evaluation)
     while (said := await talk.turn(stop=["</search>", "</answer>"])) is not None:
@@ -63,9 +66,13 @@ def answer_of(sample: Sample) -> str | None:
 
 
 async def exact_match(args: Any, sample: Sample, **_: Any) -> float:
-    """1 when the answer is the label but for case, punctuation and articles (``--custom-rm-path FILE:exact_match``)."""
+    """1 when the answer is the label but for case, punctuation and articles (``--custom-rm-path
+    FILE:exact_match``).
+    """
     answer = answer_of(sample)
-    return float(answer is not None and normalize_answer(answer) == normalize_answer(str(sample.label)))
+    return float(
+        answer is not None and normalize_answer(answer) == normalize_answer(str(sample.label))
+    )
 
 
 async def f1(args: Any, sample: Sample, **_: Any) -> float:

@@ -1,6 +1,8 @@
-"""Two retrievers over one corpus: BM25 (bm25s) and dense vectors (a sentence encoder such as all-MiniLM-L6-v2).
+"""Two retrievers over one corpus: BM25 (bm25s) and dense vectors (a sentence encoder such as
+all-MiniLM-L6-v2).
 
-A corpus is JSONL with ``title`` and ``text``, or with ``contents`` (the title in its first line), as Search-R1 has it.
+A corpus is JSONL with ``title`` and ``text``, or with ``contents`` (the title in its first line),
+as Search-R1 has it.
 """
 
 from __future__ import annotations
@@ -19,12 +21,20 @@ class Retriever(Protocol):
 def read_corpus(path: str | Path) -> list[str]:
     """One text per document: its title, then what it says."""
     # Not splitlines(): it also splits at separators such as U+2028, which a text can contain.
-    rows = (json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip())
-    return [row["contents"] if "contents" in row else f"{row['title']}\n{row['text']}" for row in rows]
+    rows = (
+        json.loads(line)
+        for line in Path(path).read_text(encoding="utf-8").split("\n")
+        if line.strip()
+    )
+    return [
+        row["contents"] if "contents" in row else f"{row['title']}\n{row['text']}" for row in rows
+    ]
 
 
 class BM25:
-    """Okapi BM25, Lucene's variant. Source: Robertson and Zaragoza 2009; library: Lù 2024, arXiv:2407.03618."""
+    """Okapi BM25, Lucene's variant. Source: Robertson and Zaragoza 2009; library: Lù 2024,
+    arXiv:2407.03618.
+    """
 
     def __init__(self, documents: Sequence[str]) -> None:
         import bm25s
@@ -35,7 +45,9 @@ class BM25:
         self._size = len(documents)
 
     def search(self, query: str, k: int) -> list[int]:
-        found, scores = self._index.retrieve(self._tokenize([query]), k=min(k, self._size), show_progress=False)
+        found, scores = self._index.retrieve(
+            self._tokenize([query]), k=min(k, self._size), show_progress=False
+        )
         return [int(i) for i, score in zip(found[0], scores[0], strict=True) if score > 0]
 
 

@@ -1,4 +1,5 @@
-"""The name by which the original guide knows this example's generation and reward; they are in generate_with_search.py.
+"""The name by which the original guide knows this example's generation and reward; they are in
+generate_with_search.py.
 
 --custom-generate-function-path examples/search-r1/search_r1_logic.py:generate
 --custom-rm-path examples/search-r1/search_r1_logic.py:exact_match

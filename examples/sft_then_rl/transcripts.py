@@ -2,8 +2,8 @@
 
     python examples/sft_then_rl/transcripts.py PRODUCTS.jsonl OUT.jsonl
 
-For each row of ``slime make-data products`` one row with ``messages``: its prompt, and an assistant that answers
-``3 times 4 = 4 + 4 + 4 = 12``.
+For each row of ``slime make-data products`` one row with ``messages``: its prompt, and an assistant
+that answers ``3 times 4 = 4 + 4 + 4 = 12``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 def worked(a: int, b: int) -> str:
     """The answer with its working: a times b as a sum of the smaller number of terms."""
     count, term = sorted((a, b))
-    terms = f" = {' + '.join([str(term)] * count)}" if 1 < count < 4 else ""  # longer sums are longer than a response
+    # longer sums are longer than a response
+    terms = f" = {' + '.join([str(term)] * count)}" if 1 < count < 4 else ""
     return f"{a} times {b}{terms} = {a * b}"
 
 
@@ -34,7 +35,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.products.read_text(encoding="utf-8").splitlines()]
-    args.out.write_text("".join(json.dumps(conversation(row)) + "\n" for row in rows), encoding="utf-8")
+    args.out.write_text(
+        "".join(json.dumps(conversation(row)) + "\n" for row in rows), encoding="utf-8"
+    )
     print(args.out)
 
 

@@ -1,4 +1,6 @@
-"""A conversation between the model, the tools of a shop, and a simulated customer; and its reward."""
+"""A conversation between the model, the tools of a shop, and a simulated customer; and its
+reward.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ async def use(shop: Shop, call: ToolCall) -> str:
     return f'{{"error": "{call.error}"}}' if call.error else shop.call(call.name, call.arguments)
 
 
-async def react(talk: Conversation, shop: Shop, customer: Customer, said: str) -> dict[str, str] | None:
-    """What comes back to the model: the results of all tools that it called, else the customer's words."""
+async def react(
+    talk: Conversation, shop: Shop, customer: Customer, said: str
+) -> dict[str, str] | None:
+    """What comes back to the model: the results of all tools that it called, else the customer's
+    words.
+    """
     calls = tool_calls(said)
     if calls:
         results = "\n".join(await talk.tools([use(shop, call) for call in calls], timeout=SECONDS))
@@ -30,8 +36,12 @@ async def react(talk: Conversation, shop: Shop, customer: Customer, said: str) -
     return None if answer is None else {"role": "user", "content": answer}
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
-    """Turns until the customer leaves; the state of the shop goes to ``metadata["orders_after"]``."""
+async def generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
+    """Turns until the customer leaves; the state of the shop goes to
+    ``metadata["orders_after"]``.
+    """
     talk = Conversation(args, sample, sampling_params, evaluation)
     shop, customer = Shop(sample.metadata["orders"]), Customer(sample.metadata["customer"])
     for said in talk.answered:  # an aborted sample goes on: bring the shop to where it was

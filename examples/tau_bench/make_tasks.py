@@ -2,8 +2,8 @@
 
     python examples/tau_bench/make_tasks.py OUT_DIR [--seed 1]
 
-Writes ``train.jsonl``, ``eval.jsonl`` and ``transcripts.jsonl``; in two of three transcripts the assistant looks
-at an order before it changes it, in the others it changes what it must not.
+Writes ``train.jsonl``, ``eval.jsonl`` and ``transcripts.jsonl``; in two of three transcripts the
+assistant looks at an order before it changes it, in the others it changes what it must not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def main() -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
-        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (args.out / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
     print(args.out)
 
 

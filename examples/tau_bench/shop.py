@@ -1,7 +1,9 @@
-"""The world of this example, offline: orders, three tools, a customer who speaks by rules, and what should come out.
+"""The world of this example, offline: orders, three tools, a customer who speaks by rules, and what
+should come out.
 
-Like the retail domain of tau-bench (Yao et al. 2024, arXiv:2406.12045), small: the assistant has to ask for what it
-needs, look before it acts, and keep to a policy; what counts is the state that the orders are in at the end.
+Like the retail domain of tau-bench (Yao et al. 2024, arXiv:2406.12045), small: the assistant has to
+ask for what it needs, look before it acts, and keep to a policy; what counts is the state that the
+orders are in at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Shop:
             return json.dumps({"error": "no such order"})
         if name == "get_order":
             return json.dumps(order)
-        if name == "cancel_order":  # the policy is the assistant's to keep, the tool does as it is told
+        # the policy is the assistant's to keep, the tool does as it is told
+        if name == "cancel_order":
             order["status"] = "cancelled"
         elif not isinstance(arguments.get("city"), str):
             return json.dumps({"error": "city is missing"})
@@ -65,23 +68,34 @@ class Customer:
 
 
 def task(draw: Random) -> dict[str, Any]:
-    """A row: prompt, and in its metadata the orders, the customer's task and the orders as they should end."""
+    """A row: prompt, and in its metadata the orders, the customer's task and the orders as they
+    should end.
+    """
     numbers = [str(number) for number in draw.sample(range(100, 1000), 3)]
-    orders = {n: {"status": draw.choice(("pending", "shipped")), "city": draw.choice(CITIES)} for n in numbers}
+    orders = {
+        n: {"status": draw.choice(("pending", "shipped")), "city": draw.choice(CITIES)}
+        for n in numbers
+    }
     mine = numbers[: draw.choice((1, 1, 2))]
     plural = "s" if len(mine) > 1 else ""
     expected, city = copy.deepcopy(orders), ""
     if draw.random() < 0.5:
         wish = f"Please cancel my order{plural}."
     else:
-        city = draw.choice([name for name in CITIES if all(name != order["city"] for order in orders.values())])
+        city = draw.choice(
+            [name for name in CITIES if all(name != order["city"] for order in orders.values())]
+        )
         wish = f"Please send my order{plural} to {city}."
     for number in mine:
         if expected[number]["status"] == "pending":
             expected[number].update({"city": city} if city else {"status": "cancelled"})
     prompt = [{"role": "system", "content": POLICY}, {"role": "user", "content": wish}]
     customer = {"wish": wish, "numbers": mine, "city": city}
-    return {"prompt": prompt, "label": "", "metadata": {"orders": orders, "expected": expected, "customer": customer}}
+    return {
+        "prompt": prompt,
+        "label": "",
+        "metadata": {"orders": orders, "expected": expected, "customer": customer},
+    }
 
 
 def tool_call(name: str, **arguments: str) -> str:
@@ -89,7 +103,8 @@ def tool_call(name: str, **arguments: str) -> str:
 
 
 def transcript(row: dict[str, Any], looks: bool) -> dict[str, Any]:
-    """The conversation of an assistant who does it well, or one who acts without looking at the orders first.
+    """The conversation of an assistant who does it well, or one who acts without looking at the
+    orders first.
 
     It is played against the shop and the customer themselves.
     """
@@ -97,7 +112,12 @@ def transcript(row: dict[str, Any], looks: bool) -> dict[str, Any]:
     messages, city = list(row["prompt"]), customer["city"]
 
     def act(calls: list[tuple[str, dict[str, str]]]) -> None:
-        messages.append({"role": "assistant", "content": "".join(tool_call(name, **words) for name, words in calls)})
+        messages.append(
+            {
+                "role": "assistant",
+                "content": "".join(tool_call(name, **words) for name, words in calls),
+            }
+        )
         results = "\n".join(shop.call(name, words) for name, words in calls)
         messages.append({"role": "user", "content": f"<tool_response>{results}</tool_response>"})
 
@@ -107,7 +127,14 @@ def transcript(row: dict[str, Any], looks: bool) -> dict[str, Any]:
         act([("get_order", {"order": number}) for number in customer["numbers"]])
     free = [n for n in customer["numbers"] if not looks or shop.orders[n]["status"] == "pending"]
     if free:
-        act([("change_city", {"order": n, "city": city}) if city else ("cancel_order", {"order": n}) for n in free])
+        act(
+            [
+                ("change_city", {"order": n, "city": city})
+                if city
+                else ("cancel_order", {"order": n})
+                for n in free
+            ]
+        )
     end = "It is shipped." if not free else f"It is sent to {city}." if city else "It is cancelled."
     messages.append({"role": "assistant", "content": end})
     return {"messages": messages}

@@ -1,8 +1,10 @@
-"""A correction of one's own, for ``--custom-tis-function-path``: leave out what engine and trainer read differently.
+"""A correction of one's own, for ``--custom-tis-function-path``: leave out what engine and trainer
+read differently.
 
-The trainer scores every sampled token again. Where its log-prob differs from the engine's (another dtype, other
-kernels, older weights), the sample was not drawn from the policy that is trained. This function leaves out whole
-answers whose mean gap is too large, and weighs the rest by the ratio of the two probabilities, truncated.
+The trainer scores every sampled token again. Where its log-prob differs from the engine's (another
+dtype, other kernels, older weights), the sample was not drawn from the policy that is trained. This
+function leaves out whole answers whose mean gap is too large, and weighs the rest by the ratio of
+the two probabilities, truncated.
 """
 
 from __future__ import annotations
@@ -33,18 +35,26 @@ def sequence_gate(
         train_log_probs, rollout_log_probs, loss_masks: one tensor [response length] per sample.
 
     Returns:
-        The weighted loss [R]; the masks, 0 for samples that are left out; metrics, one number per token.
+        The weighted loss [R]; the masks, 0 for samples that are left out; metrics, one number per
+        token.
     """
     limit = float(getattr(args, "sequence_gap_limit", MAX_GAP))
     heaviest = float(getattr(args, "sequence_weight_limit", MAX_WEIGHT))
     weights, masks, gaps = [], [], []
     for ours, engines, mask in zip(train_log_probs, rollout_log_probs, loss_masks, strict=True):
         trained = mask.bool()
-        difference = torch.where(trained, ours.detach() - engines, torch.zeros_like(ours))  # 0 where nothing is trained
+        # 0 where nothing is trained
+        difference = torch.where(trained, ours.detach() - engines, torch.zeros_like(ours))
         gap = difference.abs().sum() / trained.sum().clamp(min=1)
         weights.append(difference.exp().clamp(max=heaviest))
         masks.append(mask if gap <= limit else torch.zeros_like(mask))
         gaps.append(gap.expand(len(mask)))
-    dropped = torch.cat([old - new for old, new in zip(loss_masks, masks, strict=True)]).to(pg_loss.dtype)
-    metrics = {"gate_gap": torch.cat(gaps), "gate_dropped_frac": dropped, "gate_weight": torch.cat(weights)}
+    dropped = torch.cat([old - new for old, new in zip(loss_masks, masks, strict=True)]).to(
+        pg_loss.dtype
+    )
+    metrics = {
+        "gate_gap": torch.cat(gaps),
+        "gate_dropped_frac": dropped,
+        "gate_weight": torch.cat(weights),
+    }
     return pg_loss * torch.cat(weights), masks, metrics

@@ -12,7 +12,8 @@ COLUMNS = {
     "gap": ("train/train_rollout_logprob_abs_diff",),  # mean |trainer - engine|, nats per token
     "k3": ("train/train_rollout_k3",),
     "weight": ("train/tis", "train/mis_weight", "train/gate_weight"),
-    "changed": ("train/tis_clipfrac", "train/mis_tis_changed_frac"),  # share of tokens whose weight was bounded
+    # share of tokens whose weight was bounded
+    "changed": ("train/tis_clipfrac", "train/mis_tis_changed_frac"),
     "left out": ("train/mis_rejected_frac", "train/gate_dropped_frac"),  # share of tokens
     "loss": ("train/loss",),
     "grad norm": ("train/grad_norm",),
@@ -20,13 +21,20 @@ COLUMNS = {
 
 
 def rows(folder: Path, names: Sequence[str]) -> list[list[str]]:
-    """Cells of the table: correction, step, then :data:`COLUMNS`; "-" where a correction has no such metric."""
+    """Cells of the table: correction, step, then :data:`COLUMNS`; "-" where a correction has no
+    such metric.
+    """
     table = []
     for name in names:
-        for line in (folder / f"mismatch_{name}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        for line in (
+            (folder / f"mismatch_{name}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ):
             row: dict[str, Any] = json.loads(line)
             if "train/loss" in row:
-                found = [next((row[key] for key in keys if key in row), None) for keys in COLUMNS.values()]
+                found = [
+                    next((row[key] for key in keys if key in row), None)
+                    for keys in COLUMNS.values()
+                ]
                 cells = ["-" if value is None else f"{value:.5f}" for value in found]
                 table.append([name, str(int(row["rollout/step"])), *cells])
     return table

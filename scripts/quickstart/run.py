@@ -63,12 +63,17 @@ def train_flags(args: argparse.Namespace, model: Path, train: Path, held_out: Pa
 def main() -> int:
     args = parse_args()
     try:
-        model = fetch_model(args.model, CHECKOUT / "models" / "SmolLM2-135M-Instruct" if args.model == MODEL else None)
+        model = fetch_model(
+            args.model,
+            CHECKOUT / "models" / "SmolLM2-135M-Instruct" if args.model == MODEL else None,
+        )
     except CommandError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1
     started = time.time()  # environment and model are set-up; what follows is the quickstart
-    train, held_out = make_products(args.output_dir / "data" / f"products-seed{args.seed}", seed=args.seed)
+    train, held_out = make_products(
+        args.output_dir / "data" / f"products-seed{args.seed}", seed=args.seed
+    )
     flags = train_flags(args, model, train, held_out)
     say(f"training {model.name} with GRPO for {args.num_rollout} steps, a few minutes on two cores")
     say(f"python train.py {shlex.join(flags)}")
@@ -81,10 +86,18 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="quickstart.sh", description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=1, help="seed of data, sampling and training (default: 1)")
-    parser.add_argument("--model", default=MODEL, help="a local Hugging Face folder instead of SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of data, sampling and training (default: 1)"
+    )
+    parser.add_argument(
+        "--model",
+        default=MODEL,
+        help="a local Hugging Face folder instead of SmolLM2-135M-Instruct",
+    )
     parser.add_argument("--num-rollout", type=int, default=12, help="training steps (default: 12)")
-    parser.add_argument("--output-dir", type=Path, default=CHECKOUT / "outputs", help="the output folder (outputs)")
+    parser.add_argument(
+        "--output-dir", type=Path, default=CHECKOUT / "outputs", help="the output folder (outputs)"
+    )
     args = parser.parse_args()
     args.output_dir = args.output_dir.expanduser().resolve()
     if args.num_rollout < 1:
@@ -93,7 +106,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_training(flags: list[str]) -> int:
-    """Run ``train.py`` and forward Ctrl-C and SIGTERM; a minute after the first of them it is killed."""
+    """Run ``train.py`` and forward Ctrl-C and SIGTERM; a minute after the first of them it is
+    killed.
+    """
     asked: list[float] = []
     started: list[subprocess.Popen[bytes]] = []
 
@@ -123,14 +138,21 @@ def report(path: Path, seed: int, seconds: float) -> int:
     """Write the wall time of the whole quickstart to ``summary.json`` and print the result."""
     summary = json.loads(path.read_text(encoding="utf-8"))
     before, after = summary["accuracy_before"], summary["accuracy_after"]
-    phases = {name: value for name, value in summary["seconds_per_phase"].items() if name != "start_and_rest"}
+    phases = {
+        name: value
+        for name, value in summary["seconds_per_phase"].items()
+        if name != "start_and_rest"
+    }
     phases["start_and_rest"] = round(seconds - sum(phases.values()), 2)
     summary.update(seed=seed, seconds_total=round(seconds, 2), seconds_per_phase=phases)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
     say(f"held-out accuracy {before:.2f} → {after:.2f} in {seconds:.0f} s; figures in {path}")
-    say(f"next: bash scripts/quickstart.sh --seed {seed + 1}, or your own data: docs/en/get_started/usage.md")
+    say(
+        f"next: bash scripts/quickstart.sh --seed {seed + 1}, or your own data: "
+        "docs/en/get_started/usage.md"
+    )
     return 0
 
 

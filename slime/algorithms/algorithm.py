@@ -1,11 +1,13 @@
 """The interface of estimators, both built-in and custom.
 
 ``--advantage-estimator`` names a class that derives from :class:`Algorithm`: a class by its name in
-:mod:`slime.registry`, or a custom class by its path, for example ``my_algo.py:MyAlgorithm``. Everything that a run
-does differently for an estimator is defined in its class, so that it cannot be forgotten elsewhere.
+:mod:`slime.registry`, or a custom class by its path, for example ``my_algo.py:MyAlgorithm``.
+Everything that a run does differently for an estimator is defined in its class, so that it cannot
+be forgotten elsewhere.
 
-The classes are imported when the command line is checked. At that time torch may be missing, and importing it would
-take seconds. So the files of the built-in estimators import torch only inside the functions that need it.
+The classes are imported when the command line is checked. At that time torch may be missing, and
+importing it would take seconds. So the files of the built-in estimators import torch only inside
+the functions that need it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class EstimatorSettings:
 
 
 class Entries(Protocol):
-    """The view of a rank batch for estimators: a mapping from the names on the batch page of the documentation."""
+    """The view of a rank batch for estimators: a mapping from the names on the batch page of the
+    documentation.
+    """
 
     def __getitem__(self, name: str, /) -> Any: ...
 
@@ -67,25 +71,32 @@ class Row(NamedTuple):
 class Algorithm(ABC):
     """Baseline, advantages, importance ratio and policy loss of one estimator.
 
-    A class must define :meth:`group_baseline` and :meth:`advantages`, or inherit them from a built-in estimator. They
-    have no default, because a class that uses raw rewards by mistake would train without an error, but badly. Ratio,
-    loss and reduction are those of PPO unless the class overrides them.
+    A class must define :meth:`group_baseline` and :meth:`advantages`, or inherit them from a
+    built-in estimator. They have no default, because a class that uses raw rewards by mistake would
+    train without an error, but badly. Ratio, loss and reduction are those of PPO unless the class
+    overrides them.
     """
 
     needs_critic: ClassVar[bool] = False
     """Whether the run trains a critic, whose ``old_values`` are in the batch."""
     needs_group: ClassVar[bool] = True
-    """Whether the baseline compares the samples of one prompt. With a single sample, every advantage would be 0."""
+    """Whether the baseline compares the samples of one prompt. With a single sample, every
+    advantage would be 0.
+    """
     needs_old_log_probs: ClassVar[bool] = False
-    """Whether the trainer recomputes log π_old even if a rollout has a single optimizer step. Otherwise the current
-    log-probs are used in that case, which gives the same gradient for a ratio per token and saves a forward pass."""
+    """Whether the trainer recomputes log π_old even if a rollout has a single optimizer step.
+    Otherwise the current log-probs are used in that case, which gives the same gradient for a ratio
+    per token and saves a forward pass."""
     discounts: ClassVar[bool] = False
     """Whether :meth:`advantages` discounts later rewards by ``--gamma``."""
     uses_kl_in_reward: ClassVar[bool] = False
-    """Whether :meth:`advantages` uses the values of ``batch["kl"]``, so that ``--kl-coef`` has an effect."""
+    """Whether :meth:`advantages` uses the values of ``batch["kl"]``, so that ``--kl-coef`` has an
+    effect.
+    """
     zero_advantage_has_no_gradient: ClassVar[bool] = True
-    """Whether a sample whose advantages are all 0 has a gradient of exactly 0, so that training may skip it. A class
-    that overrides the loss or the reduction must set this itself; otherwise all of its samples are trained."""
+    """Whether a sample whose advantages are all 0 has a gradient of exactly 0, so that training may
+    skip it. A class that overrides the loss or the reduction must set this itself; otherwise all of
+    its samples are trained."""
     requires: ClassVar[Mapping[str, str]] = {}
     """Switches that must be on, by attribute name, each with the reason."""
     forbids: ClassVar[Mapping[str, str]] = {}
@@ -95,8 +106,8 @@ class Algorithm(ABC):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        # This must not be inherited if the loss is overridden, which may have a term that does not depend on the
-        # advantage and so has a gradient.
+        # This must not be inherited if the loss is overridden, which may have a term that does not
+        # depend on the advantage and so has a gradient.
         changes_loss = "policy_loss" in vars(cls) or "pg_reducer" in vars(cls)
         if changes_loss and "zero_advantage_has_no_gradient" not in vars(cls):
             cls.zero_advantage_has_no_gradient = False
@@ -108,9 +119,10 @@ class Algorithm(ABC):
     def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
         """Subtract the group's baseline from the rewards of one prompt's samples.
 
-        This is called for whole groups, before the rollout is divided among the training ranks, in a process that may
-        not have torch. :meth:`advantages` gets the result as ``batch["rewards"]``. Equal rewards should give exactly
-        0, so that training can skip their group.
+        This is called for whole groups, before the rollout is divided among the training ranks, in
+        a process that may not have torch. :meth:`advantages` gets the result as
+        ``batch["rewards"]``. Equal rewards should give exactly 0, so that training can skip their
+        group.
 
         Returns:
             One number per reward, in the same order.
@@ -121,29 +133,42 @@ class Algorithm(ABC):
         """Return advantages and returns, each ``[response_length]`` per sample.
 
         Args:
-            batch: The rank batch over whole responses: ``rewards`` (one float per sample), ``kl``, ``loss_masks`` and,
-                with a critic, ``old_values`` (each ``[response_length]`` per sample), ``response_lengths`` and
-                ``total_lengths``.
+            batch: The rank batch over whole responses: ``rewards`` (one float per sample), ``kl``,
+                ``loss_masks`` and, with a critic, ``old_values`` (each ``[response_length]`` per
+                sample), ``response_lengths`` and ``total_lengths``.
         """
 
     def ppo_kl(
-        self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        mask: Tensor,
+        lengths: Sequence[int],
+        reduce: Reduce,
     ) -> Tensor:
-        """Return log π_old − log π_θ, from which the ratio ρ = exp(−ppo_kl) is computed; here for each token.
+        """Return log π_old − log π_θ, from which the ratio ρ = exp(−ppo_kl) is computed; here for
+        each token.
 
         Args:
             log_probs, old_log_probs, mask: Flat ``[R]``, the response tokens of all samples.
             lengths: The number of tokens of each sample.
-            reduce: Sums over the ranks that hold other tokens of the same responses (context parallelism).
+            reduce: Sums over the ranks that hold other tokens of the same responses (context
+                parallelism).
         """
         return old_log_probs - log_probs
 
-    def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return loss and clipfrac (1 where the clip took effect) per token, ``[R]``; here PPO's clipped surrogate."""
+    def policy_loss(
+        self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return loss and clipfrac (1 where the clip took effect) per token, ``[R]``; here PPO's
+        clipped surrogate.
+        """
         from .losses import compute_policy_loss
 
         clip = self.settings
-        return compute_policy_loss(ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, clip.eps_clip_c)
+        return compute_policy_loss(
+            ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, clip.eps_clip_c
+        )
 
     def pg_reducer(self, mask: Tensor, default: Reducer) -> Reducer:
         """Return the function that reduces the policy loss ``[R]`` to a scalar.
@@ -160,9 +185,11 @@ class Algorithm(ABC):
 
 
 def custom_setting(args: object, name: str, default: object) -> Any:
-    """Return a value that ``--custom-config-path`` may set on ``args``, or ``default`` if it is absent or null.
+    """Return a value that ``--custom-config-path`` may set on ``args``, or ``default`` if it is
+    absent or null.
 
-    Attribute access would not work, because ``args`` raises an error for a name that is not declared.
+    Attribute access would not work, because ``args`` raises an error for a name that is not
+    declared.
     """
     value = vars(args).get(name)
     return default if value is None else value
@@ -171,7 +198,10 @@ def custom_setting(args: object, name: str, default: object) -> Any:
 def class_problem(found: object) -> str | None:
     """Return why an object cannot be used as an estimator, or None if it can."""
     if not inspect.isclass(found):
-        return f"it is a {type(found).__name__}, not a class that derives from slime.algorithms.Algorithm"
+        return (
+            f"it is a {type(found).__name__}, not a class that derives from "
+            "slime.algorithms.Algorithm"
+        )
     if not issubclass(found, Algorithm):
         return f"class {found.__name__} does not derive from slime.algorithms.Algorithm"
     missing = sorted(getattr(found, "__abstractmethods__", ()))
@@ -184,12 +214,17 @@ def class_problem(found: object) -> str | None:
         try:
             own.bind(*inspect.signature(method).parameters)
         except TypeError as error:
-            return f"{found.__name__}.{name}{own} cannot be called as {name}{inspect.signature(method)}: {error}"
+            return (
+                f"{found.__name__}.{name}{own} cannot be called as "
+                f"{name}{inspect.signature(method)}: {error}"
+            )
     return None
 
 
 def baseline_problem(algorithm: Algorithm) -> str | None:
-    """Try the baseline on small groups, before a run starts, and return what is wrong with it, or None."""
+    """Try the baseline on small groups, before a run starts, and return what is wrong with it, or
+    None.
+    """
     for rewards in ([0.0, 1.0, 0.5], [1.0, 1.0], [0.0, 0.0], [-1.0, 2.0]):
         try:
             subtract_baseline(algorithm, rewards)
@@ -207,7 +242,7 @@ def subtract_baseline(algorithm: Algorithm, rewards: Sequence[float]) -> list[fl
     result = [float(x) for x in algorithm.group_baseline(rewards)]
     if len(result) != len(rewards) or not all(map(math.isfinite, result)):
         raise ValueError(
-            f"{type(algorithm).__name__}.group_baseline returned {result} for the rewards {list(rewards)}, but it must "
-            "return one finite number per reward"
+            f"{type(algorithm).__name__}.group_baseline returned {result} for the rewards "
+            f"{list(rewards)}, but it must return one finite number per reward"
         )
     return result

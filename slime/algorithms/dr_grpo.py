@@ -1,8 +1,9 @@
 """Dr. GRPO: no division by the group's standard deviation and none by the response's length.
 
-``--advantage-estimator dr_grpo`` subtracts the mean of the group from the rewards, and divides the sum over tokens by a
-constant: ``dr_grpo_divisor`` (``--custom-config-path``), or by default ``--rollout-max-response-len``. Other estimators
-can use the reducer with ``--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo.pg_loss_reducer``.
+``--advantage-estimator dr_grpo`` subtracts the mean of the group from the rewards, and divides the
+sum over tokens by a constant: ``dr_grpo_divisor`` (``--custom-config-path``), or by default
+``--rollout-max-response-len``. Other estimators can use the reducer with
+``--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo.pg_loss_reducer``.
 
 Source: Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective" (2025).
 """
@@ -40,7 +41,9 @@ def pg_loss_reducer(
 
 
 class DrGrpo(Grpo):
-    """GRPO without the division by the standard deviation, and with a constant divisor of the loss."""
+    """GRPO without the division by the standard deviation, and with a constant divisor of the
+    loss.
+    """
 
     zero_advantage_has_no_gradient = True  # the reduction is linear
     forbids: ClassVar[Mapping[str, str]] = {

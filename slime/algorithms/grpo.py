@@ -1,7 +1,9 @@
-"""GRPO: the advantage of every token is the reward minus the mean of its group, divided by the standard deviation.
+"""GRPO: the advantage of every token is the reward minus the mean of its group, divided by the
+standard deviation.
 
-Source: Shao et al., "DeepSeekMath" (2024), outcome supervision. RLOO differs in the baseline only; its source is
-Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization" (2024), eq. 8.
+Source: Shao et al., "DeepSeekMath" (2024), outcome supervision. RLOO differs in the baseline only;
+its source is Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization" (2024), eq.
+8.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Masked importance sampling: weights and rejection at token, sequence or geometric-mean level.
 
-It is a ``--custom-tis-function-path`` hook (``slime.algorithms.mis.compute_mis_weights``). Its settings are attributes
-of ``args``, which ``--custom-config-path`` sets. All of them are optional:
+It is a ``--custom-tis-function-path`` hook (``slime.algorithms.mis.compute_mis_weights``). Its
+settings are attributes of ``args``, which ``--custom-config-path`` sets. All of them are optional:
 
 ==================== =========================================================================
 use_tis              multiply the loss by importance weights
@@ -17,12 +17,13 @@ rs_lower_bound, rs_upper_bound   default: the tis bounds
 rs_veto_threshold    reject a whole sequence if one of its unmasked tokens has a ratio below this
 ==================== =========================================================================
 
-With d_t = log π_train − log π_rollout, the log-ratio is d_t (token), Σ m d (sequence) or the masked mean of d
-(geometric). The ratio is the exponential of the log-ratio, clamped to ±20. A rejected token is removed from the
-numerator of the loss, but the denominator is the sum of the mask before the rejection.
+With d_t = log π_train − log π_rollout, the log-ratio is d_t (token), Σ m d (sequence) or the masked
+mean of d (geometric). The ratio is the exponential of the log-ratio, clamped to ±20. A rejected
+token is removed from the numerator of the loss, but the denominator is the sum of the mask before
+the rejection.
 
-Sources: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
-Mismatch" (2025); Zheng et al., GSPO (2025), for the length-normalized ratio.
+Sources: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the
+Training-Inference Mismatch" (2025); Zheng et al., GSPO (2025), for the length-normalized ratio.
 """
 
 from __future__ import annotations
@@ -37,7 +38,16 @@ from torch import Tensor
 
 from .algorithm import custom_setting
 from .off_policy import TisResult
-from .sequences import IDENTITY, Reduce, exp_ratio, flatten, keep_where, sequence_means, sequence_sums, spread
+from .sequences import (
+    IDENTITY,
+    Reduce,
+    exp_ratio,
+    flatten,
+    keep_where,
+    sequence_means,
+    sequence_sums,
+    spread,
+)
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
@@ -61,16 +71,21 @@ class MisConfig:
 
     @classmethod
     def from_args(cls, args: object) -> MisConfig:
-        """Read the settings. Raises ValueError if a level or mode is unknown, or bounds are out of range or order."""
+        """Read the settings. Raises ValueError if a level or mode is unknown, or bounds are out of
+        range or order.
+        """
 
         def setting(name: str, default: object) -> Any:
             return custom_setting(args, name, default)
 
-        # The bounds of the rejection default to those of the weights, and the lower bound to the inverse of the upper
-        # one.
+        # The bounds of the rejection default to those of the weights, and the lower bound to the
+        # inverse of the upper one.
         upper = float(setting("tis_upper_bound", setting("tis_clip", 2.0)))
         if upper <= 0:
-            raise ValueError(f"tis_upper_bound is {upper:g}, but must be above 0 (--custom-config-path or --tis-clip)")
+            raise ValueError(
+                f"tis_upper_bound is {upper:g}, but must be above 0 (--custom-config-path or "
+                "--tis-clip)"
+            )
         lower = float(setting("tis_lower_bound", 1 / upper))
         level = setting("tis_level", "token")
         veto = setting("rs_veto_threshold", None)
@@ -97,16 +112,28 @@ class MisConfig:
             ("tis_mode", self.tis_mode, get_args(Mode)),
         ):
             if value not in known:
-                raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(known)} (--custom-config-path)")
-        for name, low, high in (("tis", self.tis_lower, self.tis_upper), ("rs", self.rs_lower, self.rs_upper)):
+                raise ValueError(
+                    f"{name} is {value!r}, but must be one of {', '.join(known)} "
+                    "(--custom-config-path)"
+                )
+        for name, low, high in (
+            ("tis", self.tis_lower, self.tis_upper),
+            ("rs", self.rs_lower, self.rs_upper),
+        ):
             if not 0 <= low <= high:
-                raise ValueError(f"{name}_lower_bound {low} must be >= 0 and <= {name}_upper_bound {high}")
+                raise ValueError(
+                    f"{name}_lower_bound {low} must be >= 0 and <= {name}_upper_bound {high}"
+                )
         if self.veto is not None and self.veto <= 0:
             raise ValueError(f"rs_veto_threshold is {self.veto}, but must be above 0")
 
 
-def ratio_at(level: Level, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY) -> Tensor:
-    """Return the importance ratio of every token at a level, ``[R]``. ``d`` must be 0 for masked tokens."""
+def ratio_at(
+    level: Level, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY
+) -> Tensor:
+    """Return the importance ratio of every token at a level, ``[R]``. ``d`` must be 0 for masked
+    tokens.
+    """
     if level == "token":
         return exp_ratio(d)
     if level == "sequence":
@@ -117,7 +144,9 @@ def ratio_at(level: Level, d: Tensor, mask: Tensor, lengths: Sequence[int], redu
 def importance_weights(
     config: MisConfig, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weight before batch normalization, mask after ``tis_mode`` (floats), and ratio, all ``[R]``."""
+    """Return weight before batch normalization, mask after ``tis_mode`` (floats), and ratio, all
+    ``[R]``.
+    """
     ratio = ratio_at(config.tis_level, d, mask, lengths, reduce)
     if config.tis_mode == "truncate":
         return ratio.clamp(max=config.tis_upper), mask, ratio
@@ -126,13 +155,17 @@ def importance_weights(
     return ratio, mask * _inside(ratio, config.tis_lower, config.tis_upper), ratio
 
 
-def mean_weight(config: MisConfig, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce) -> float:
+def mean_weight(
+    config: MisConfig, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce
+) -> float:
     """Return the mean weight for ``tis_batch_normalize``, over tokens of all data-parallel ranks.
 
-    ``d`` is log π_train − log π_rollout, ``[R]`` like the mask, and ``lengths`` are those of the sequences in it.
+    ``d`` is log π_train − log π_rollout, ``[R]`` like the mask, and ``lengths`` are those of the
+    sequences in it.
 
-    Only tokens that the mask and ``tis_mode`` keep are counted. The mean is computed once per rollout, before training,
-    so that the loss does not depend on the micro-batches. It is 1.0 if the mean is 0 or all tokens are masked.
+    Only tokens that the mask and ``tis_mode`` keep are counted. The mean is computed once per
+    rollout, before training, so that the loss does not depend on the micro-batches. It is 1.0 if
+    the mean is 0 or all tokens are masked.
     """
     weight, kept, _ = importance_weights(config, d, mask, lengths)
     totals = torch.stack([(weight * kept).sum().double(), kept.sum().double()])
@@ -154,11 +187,12 @@ def compute_mis_weights(
     """Multiply the loss by importance weights and reject tokens.
 
     Args:
-        weight_mean: The mean weight of the whole rollout for ``tis_batch_normalize``. By default it is the mean over
-            the given tokens.
+        weight_mean: The mean weight of the whole rollout for ``tis_batch_normalize``. By default it
+            is the mean over the given tokens.
 
     Returns:
-        The weighted loss ``[R]``, the masks after rejection (one per sample), and flat ``mis_*`` metrics.
+        The weighted loss ``[R]``, the masks after rejection (one per sample), and flat ``mis_*``
+        metrics.
     """
     config = MisConfig.from_args(args)
     lengths = [len(mask) for mask in loss_masks]
@@ -167,21 +201,30 @@ def compute_mis_weights(
     train = keep_where(mask, flatten(train_log_probs).detach())
     rollout = keep_where(mask, rollout)
     d = train - rollout
-    # Each rule only removes tokens from this mask. The divisor of the mean uses the original mask, so a rejected token
-    # counts as a token with a loss of 0.
+    # Each rule only removes tokens from this mask. The divisor of the mean uses the original mask,
+    # so a rejected token counts as a token with a loss of 0.
     kept = mask
     metrics = _diagnostics(train, rollout, mask, lengths, reduce)
     # Weights.
     if config.use_tis:
         weight, kept, ratio = importance_weights(config, d, mask, lengths, reduce)
-        metrics |= {"mis_ratio": ratio, "mis_tis_changed_frac": ((weight != ratio) | (kept != mask)).to(d.dtype)}
+        metrics |= {
+            "mis_ratio": ratio,
+            "mis_tis_changed_frac": ((weight != ratio) | (kept != mask)).to(d.dtype),
+        }
         if config.batch_normalize:
-            weight = weight / (mean_weight(config, d, mask, lengths, IDENTITY) if weight_mean is None else weight_mean)
+            weight = weight / (
+                mean_weight(config, d, mask, lengths, IDENTITY)
+                if weight_mean is None
+                else weight_mean
+            )
         metrics["mis_weight"] = weight
         pg_loss = pg_loss * weight
     # Rejection of tokens by their ratio, and of whole sequences by their worst token.
     if config.use_rs:
-        inside = _inside(ratio_at(config.rs_level, d, mask, lengths, reduce), config.rs_lower, config.rs_upper)
+        inside = _inside(
+            ratio_at(config.rs_level, d, mask, lengths, reduce), config.rs_lower, config.rs_upper
+        )
         metrics["mis_rs_rejected_frac"] = 1 - inside
         kept = kept * inside
     if config.veto is not None:
@@ -190,7 +233,9 @@ def compute_mis_weights(
         metrics["mis_veto_frac"] = (count > 0).to(d.dtype)
         kept = kept * (count == 0)
     metrics["mis_rejected_frac"] = mask - kept
-    new_masks = [new.to(old.dtype) for new, old in zip(kept.split(lengths), loss_masks, strict=True)]
+    new_masks = [
+        new.to(old.dtype) for new, old in zip(kept.split(lengths), loss_masks, strict=True)
+    ]
     return pg_loss, new_masks, metrics
 
 
@@ -203,12 +248,14 @@ def _diagnostics(
 ) -> dict[str, Tensor]:
     """Return metrics of the difference between trainer and engine.
 
-    These are KL(rollout ‖ trainer) and chi²(trainer ‖ rollout), estimated on the engine's samples, and perplexities per
-    sequence.
+    These are KL(rollout ‖ trainer) and chi²(trainer ‖ rollout), estimated on the engine's samples,
+    and perplexities per sequence.
     """
     d = train - rollout
     token, sequence = (ratio_at(level, d, mask, lengths, reduce) for level in ("token", "sequence"))
-    train_nll, rollout_nll = (-spread(sequence_means(x, mask, lengths, reduce), lengths) for x in (train, rollout))
+    train_nll, rollout_nll = (
+        -spread(sequence_means(x, mask, lengths, reduce), lengths) for x in (train, rollout)
+    )
     return {
         "mis_kl": -d,
         "mis_k3_kl": torch.expm1(d.clamp(max=20.0)) - d,

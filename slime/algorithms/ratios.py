@@ -1,7 +1,7 @@
 """Estimators with GRPO's advantages and another importance ratio: GSPO and CISPO.
 
-GSPO has one ratio per sequence, which is its length-normalized likelihood ratio; loss and clip are those of PPO.
-Source: Zheng et al., "Group Sequence Policy Optimization" (2025), eq. 7.
+GSPO has one ratio per sequence, which is its length-normalized likelihood ratio; loss and clip are
+those of PPO. Source: Zheng et al., "Group Sequence Policy Optimization" (2025), eq. 7.
 
 CISPO clips the importance weight instead of the update, so that no token loses its gradient.
 Source: MiniMax, "MiniMax-M1" (2025), eq. 4.
@@ -21,9 +21,15 @@ if TYPE_CHECKING:
 
 
 def sequence_kl(
-    log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    reduce: Reduce = IDENTITY,
 ) -> Tensor:
-    """Return for each token ``[R]`` the masked mean of log π_old − log π_θ over its whole sequence."""
+    """Return for each token ``[R]`` the masked mean of log π_old − log π_θ over its whole
+    sequence.
+    """
     difference = keep_where(mask, old_log_probs - log_probs)
     return spread(sequence_means(difference, mask, lengths, reduce), lengths)
 
@@ -55,8 +61,9 @@ _LARGEST_CLIP = 0.05  # a hundred times that of the paper; clips of ratios per t
 class Gspo(Grpo):
     """GRPO with one ratio per response."""
 
-    # The reference implementation recomputes π_old for GSPO even if a rollout has one step. Otherwise the metrics
-    # ppo_kl and pg_clipfrac, whose values are close to the small clips, could not be compared with it.
+    # The reference implementation recomputes π_old for GSPO even if a rollout has one step.
+    # Otherwise the metrics ppo_kl and pg_clipfrac, whose values are close to the small clips, could
+    # not be compared with it.
     needs_old_log_probs = True
     row = Row(
         "as `grpo`",
@@ -71,12 +78,18 @@ class Gspo(Grpo):
         if max(low, high) < _LARGEST_CLIP:
             return []
         return [
-            f"gspo clips the ratio of a whole sequence at --eps-clip {low} and --eps-clip-high {high}, which hardly "
-            "any sequence reaches; the paper has --eps-clip 3e-4 --eps-clip-high 4e-4"
+            f"gspo clips the ratio of a whole sequence at --eps-clip {low} and --eps-clip-high "
+            f"{high}, which hardly any sequence reaches; the paper has --eps-clip 3e-4 "
+            "--eps-clip-high 4e-4"
         ]
 
     def ppo_kl(
-        self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        mask: Tensor,
+        lengths: Sequence[int],
+        reduce: Reduce,
     ) -> Tensor:
         return sequence_kl(log_probs, old_log_probs, mask, lengths, reduce)
 
@@ -91,15 +104,17 @@ def compute_cispo_loss(
     Returns:
         The loss and clipfrac (1 where the clip changed ρ), both with the shape of ``log_probs``.
     """
-    # The ratio is a weight without a gradient; the gradient comes only from the log-prob. So a clipped token has a
-    # smaller gradient, but never none, unlike in the clipped surrogate of PPO.
+    # The ratio is a weight without a gradient; the gradient comes only from the log-prob. So a
+    # clipped token has a smaller gradient, but never none, unlike in the clipped surrogate of PPO.
     ratio = exp_ratio(-ppo_kl.detach())
     clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
     return -clipped * advantages * log_probs, (clipped != ratio).to(log_probs.dtype)
 
 
 class Cispo(Grpo):
-    """GRPO's advantages; the clip bounds the weight of a token's gradient, and never removes the gradient."""
+    """GRPO's advantages; the clip bounds the weight of a token's gradient, and never removes the
+    gradient.
+    """
 
     zero_advantage_has_no_gradient = True  # the loss is a product with the advantage
     row = Row(
@@ -109,11 +124,15 @@ class Cispo(Grpo):
         "MiniMax 2025, MiniMax-M1",
     )
 
-    def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def policy_loss(
+        self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         clip = self.settings
-        loss, clipfrac = compute_cispo_loss(ppo_kl, log_probs, advantages, clip.eps_clip, clip.eps_clip_high)
-        # Tokens with A = 0 count as not clipped. A step may skip samples whose advantages are all 0, and the metric
-        # must not depend on that.
+        loss, clipfrac = compute_cispo_loss(
+            ppo_kl, log_probs, advantages, clip.eps_clip, clip.eps_clip_high
+        )
+        # Tokens with A = 0 count as not clipped. A step may skip samples whose advantages are all
+        # 0, and the metric must not depend on that.
         return loss, clipfrac * (advantages != 0)
 
     def notices(self) -> list[str]:
@@ -121,5 +140,6 @@ class Cispo(Grpo):
         if low >= 1:
             return []
         return [
-            f"cispo has a lower clip of the weight at {1 - low:g} (--eps-clip {low}); the paper has none (--eps-clip 1)"
+            f"cispo has a lower clip of the weight at {1 - low:g} (--eps-clip {low}); the paper "
+            "has none (--eps-clip 1)"
         ]

@@ -1,12 +1,14 @@
-"""Sums and means over the sequences in a flat token tensor, and their reduction to the scalar of an optimizer step.
+"""Sums and means over the sequences in a flat token tensor, and their reduction to the scalar of an
+optimizer step.
 
-Per-token tensors are flat, ``[R]``: the concatenated response tokens of all samples. ``lengths`` has the number of
-tokens of each sample. With context parallelism, a rank has only a part of every response, which may be empty, and
-``reduce.over_sequence`` sums over the parts.
+Per-token tensors are flat, ``[R]``: the concatenated response tokens of all samples. ``lengths``
+has the number of tokens of each sample. With context parallelism, a rank has only a part of every
+response, which may be empty, and ``reduce.over_sequence`` sums over the parts.
 
-A reducer returns a plain sum over rollouts or tokens. Divided by the number of rollouts or tokens in the whole
-optimizer step, it is the part of the micro-batch. The parts of all micro-batches and ranks add up to the value of the
-step, which so does not depend on how samples are packed and divided.
+A reducer returns a plain sum over rollouts or tokens. Divided by the number of rollouts or tokens
+in the whole optimizer step, it is the part of the micro-batch. The parts of all micro-batches and
+ranks add up to the value of the step, which so does not depend on how samples are packed and
+divided.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ class Reduce(Protocol):
         """Sum over data- and context-parallel ranks, without gradient. Any shape."""
 
     def over_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over context-parallel ranks, with gradient, for any shape. Each rank gets the gradient of its own
-        part."""
+        """Sum over context-parallel ranks, with gradient, for any shape. Each rank gets the
+        gradient of its own part."""
 
 
 class Identity:
@@ -44,12 +46,14 @@ class Identity:
 IDENTITY: Reduce = Identity()
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ±20 before ``exp``. A larger ratio has no more meaning, and an overflow to infinity would
-give the gradient ``0 * inf = nan`` even if a clip discards the value."""
+"""Log-ratios are clamped to ±20 before ``exp``. A larger ratio has no more meaning, and an overflow
+to infinity would give the gradient ``0 * inf = nan`` even if a clip discards the value."""
 
 
 def sequence_sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the sum of each sequence, ``[R] -> [n]``. The order of summation is fixed, so it is reproducible."""
+    """Return the sum of each sequence, ``[R] -> [n]``. The order of summation is fixed, so it is
+    reproducible.
+    """
     import torch
 
     if not lengths:
@@ -65,12 +69,17 @@ def spread(per_sequence: Tensor, lengths: Sequence[int]) -> Tensor:
     return per_sequence.repeat_interleave(repeats, output_size=sum(lengths))
 
 
-def sequence_means(x: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY) -> Tensor:
-    """Return the mean of each whole sequence over its unmasked tokens, ``[R] -> [n]``; 0 if all are masked."""
+def sequence_means(
+    x: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY
+) -> Tensor:
+    """Return the mean of each whole sequence over its unmasked tokens, ``[R] -> [n]``; 0 if all are
+    masked.
+    """
     weight = mask.to(x.dtype)
     total = reduce.over_sequence(sequence_sums(x * weight, lengths))
-    # With context parallelism, a rank has some tokens of a response. Sum and count are reduced before the division,
-    # because a mean of means would give wrong weights to parts of different lengths.
+    # With context parallelism, a rank has some tokens of a response. Sum and count are reduced
+    # before the division, because a mean of means would give wrong weights to parts of different
+    # lengths.
     count = reduce.over_sequence(sequence_sums(weight, lengths))
     return total / count.clamp(min=1)
 
@@ -81,7 +90,8 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def keep_where(mask: Tensor, x: Tensor) -> Tensor:
-    """Return ``x`` where the mask is not 0, and exactly 0 elsewhere, even if ``x`` is NaN or infinite there.
+    """Return ``x`` where the mask is not 0, and exactly 0 elsewhere, even if ``x`` is NaN or
+    infinite there.
 
     ``x * mask`` would keep a NaN, in the value and in the gradient.
     """
@@ -89,7 +99,9 @@ def keep_where(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def put_where(mask: Tensor, x: Tensor) -> Tensor:
-    """Return a tensor with ``x`` where the mask is not 0, and 0 elsewhere: the inverse of ``whole[mask]``."""
+    """Return a tensor with ``x`` where the mask is not 0, and 0 elsewhere: the inverse of
+    ``whole[mask]``.
+    """
     whole = x.new_zeros(len(mask))
     whole[mask.bool()] = x
     return whole
@@ -103,11 +115,12 @@ def flatten(parts: Sequence[Tensor]) -> Tensor:
 
 
 def scan_from_end(x: Tensor, factor: float, chunk_size: int = 128) -> Tensor:
-    """Return discounted sums from each position to the end: ``y_t = x_t + factor * y_{t+1}``, ``[B, T] -> [B, T]``.
+    """Return discounted sums from each position to the end: ``y_t = x_t + factor * y_{t+1}``, ``[B,
+    T] -> [B, T]``.
 
-    They are computed in chunks: within a chunk by a product with a triangular matrix of powers, and between chunks with
-    ``y`` at the first position of the next chunk. This takes ``T / chunk_size`` sequential steps instead of ``T``, and
-    is equal to the serial recurrence up to rounding.
+    They are computed in chunks: within a chunk by a product with a triangular matrix of powers, and
+    between chunks with ``y`` at the first position of the next chunk. This takes ``T / chunk_size``
+    sequential steps instead of ``T``, and is equal to the serial recurrence up to rounding.
     """
     import torch
 
@@ -115,14 +128,18 @@ def scan_from_end(x: Tensor, factor: float, chunk_size: int = 128) -> Tensor:
     if length == 0:
         return x
     chunks = -(-length // chunk_size)
-    padded = torch.nn.functional.pad(x, (0, chunks * chunk_size - length)).view(batch, chunks, chunk_size)
+    padded = torch.nn.functional.pad(x, (0, chunks * chunk_size - length)).view(
+        batch, chunks, chunk_size
+    )
     position = torch.arange(chunk_size, device=x.device)
     distance = position[:, None] - position[None, :]
-    # A closed form over the whole length would need powers of the factor that overflow. Within a chunk the powers are
-    # small enough.
-    kernel = torch.tril(factor ** distance.clamp(min=0).to(x.dtype))  # [source, target], source >= target
+    # A closed form over the whole length would need powers of the factor that overflow. Within a
+    # chunk the powers are small enough.
+    # [source, target], source >= target
+    kernel = torch.tril(factor ** distance.clamp(min=0).to(x.dtype))
     sums = padded @ kernel
-    reach = factor ** (chunk_size - position).to(x.dtype)  # discount from a position to the start of the next chunk
+    # discount from a position to the start of the next chunk
+    reach = factor ** (chunk_size - position).to(x.dtype)
     carry = x.new_zeros(batch, 1)
     out = []
     for chunk in sums.unbind(1)[::-1]:
@@ -133,11 +150,16 @@ def scan_from_end(x: Tensor, factor: float, chunk_size: int = 128) -> Tensor:
 
 
 Reducer: TypeAlias = "Callable[[Tensor], Tensor]"
-"""Reduces a per-token tensor ``[R]`` to a scalar. Masked tokens are ignored, even if their values are NaN."""
+"""Reduces a per-token tensor ``[R]`` to a scalar. Masked tokens are ignored, even if their values
+are NaN.
+"""
 
 
-def rollout_mean_reducer(mask: Tensor, rollout_mask_sums: Tensor, lengths: Sequence[int]) -> Reducer:
-    """Return a reducer that computes the sum over rollouts of the mean over the tokens of each rollout.
+def rollout_mean_reducer(
+    mask: Tensor, rollout_mask_sums: Tensor, lengths: Sequence[int]
+) -> Reducer:
+    """Return a reducer that computes the sum over rollouts of the mean over the tokens of each
+    rollout.
 
     The formula is Σ_i Σ_t m·x / max(mask sum of the whole rollout, 1).
 
@@ -145,19 +167,19 @@ def rollout_mean_reducer(mask: Tensor, rollout_mask_sums: Tensor, lengths: Seque
         mask: ``[R]``. Rejected tokens are 0 here, but the divisor still counts them.
         rollout_mask_sums: ``[n]``, for each sample the mask sum over all samples of its rollout.
     """
-    # The divisor is that of the whole rollout, so that a rollout with several samples has the same weight as a rollout
-    # with one.
+    # The divisor is that of the whole rollout, so that a rollout with several samples has the same
+    # weight as a rollout with one.
     divisor = spread(rollout_mask_sums.clamp(min=1), lengths)
     return lambda x: (keep_where(mask, x) * mask.to(x.dtype) / divisor.to(x.dtype)).sum()
 
 
 def token_sum_reducer(mask: Tensor) -> Reducer:
-    """Return a reducer that computes Σ m·x, a scalar, for ``--calculate-per-token-loss``. The mask is ``[R]``, like
-    x."""
+    """Return a reducer that computes Σ m·x, a scalar, for ``--calculate-per-token-loss``. The mask
+    is ``[R]``, like x."""
     return lambda x: (keep_where(mask, x) * mask.to(x.dtype)).sum()
 
 
 def constant_reducer(mask: Tensor, divisor: float) -> Reducer:
-    """Return a reducer that computes Σ m·x / divisor, a scalar, with the same divisor for every response. The mask is
-    ``[R]``, like x."""
+    """Return a reducer that computes Σ m·x / divisor, a scalar, with the same divisor for every
+    response. The mask is ``[R]``, like x."""
     return lambda x: (keep_where(mask, x) * mask.to(x.dtype)).sum() / divisor

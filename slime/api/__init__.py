@@ -1,1 +1,3 @@
-"""Training from Python: ``slime.train`` and ``slime.Trainer`` over the parts of a run in :mod:`slime.cluster`."""
+"""Training from Python: ``slime.train`` and ``slime.Trainer`` over the parts of a run in
+:mod:`slime.cluster`.
+"""

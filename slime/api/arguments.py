@@ -1,4 +1,6 @@
-"""Keywords of Python as the settings of a run: models, rows and functions become folders, files and paths."""
+"""Keywords of Python as the settings of a run: models, rows and functions become folders, files and
+paths.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from slime.api.functions import AsyncGroupReward, GroupReward, UnknownParameters, adapt, forget, pack, ship
+from slime.api.functions import (
+    AsyncGroupReward,
+    GroupReward,
+    UnknownParameters,
+    adapt,
+    forget,
+    pack,
+    ship,
+)
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -38,7 +48,9 @@ class DataFrame(Protocol):
 
 Rows: TypeAlias = "Iterable[Mapping[str, Any]] | Iterable[str] | ArrowTable | DataFrame"
 Data: TypeAlias = "str | os.PathLike[str] | Rows"
-"""A path, or rows: dicts, texts (the prompts), an Arrow table, a pandas data frame, or any iterable of dicts."""
+"""A path, or rows: dicts, texts (the prompts), an Arrow table, a pandas data frame, or any iterable
+of dicts.
+"""
 ALIASES = {
     "model": "hf_checkpoint",
     "data": "prompt_data",
@@ -48,16 +60,21 @@ ALIASES = {
 }
 """Short names of flags. A reward may also be the name of a built-in one, which is ``--rm-type``."""
 _FILES = ("override", "custom_config_path")
-"""Flags that name files of other flags. They are read with the command line, before single settings."""
-_OF_THE_COMMAND_LINE = {"max_restarts": "only a command line can be run again", "dry_run": "call slime.dry_run instead"}
+"""Flags that name files of other flags. They are read with the command line, before single
+settings.
+"""
+_OF_THE_COMMAND_LINE = {
+    "max_restarts": "only a command line can be run again",
+    "dry_run": "call slime.dry_run instead",
+}
 
 
 def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
     """Return the arguments of a run from keywords, as the command line would from its flags.
 
     Args:
-        keywords: Flags by attribute name, and the names of :data:`ALIASES`. ``eval_data`` is a path, rows, or a dict of
-            these by name.
+        keywords: Flags by attribute name, and the names of :data:`ALIASES`. ``eval_data`` is a
+            path, rows, or a dict of these by name.
         folder: Gets the files of rows and functions; it must exist as long as the run.
 
     Raises:
@@ -75,12 +92,15 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
             problems.append(f"{name} is the path of a file, not a {type(file).__name__}")
         elif file:
             words.append(f"--{name.replace('_', '-')}={file}")
-    # Without a word about it, a run that can be inline is: its start is quicker, and errors are the user's own.
+    # Without a word about it, a run that can be inline is: its start is quicker, and errors are the
+    # user's own.
     chooses = "inline" not in settings and not os.environ.get("RAY_ADDRESS")
     settings |= {"inline": True} if chooses else {}
     args, found = check_args(words, extra_checks=all_checks(), settings=settings)
     if chooses and any(problem.startswith("--inline") for problem in found):
-        args, found = check_args(words, extra_checks=all_checks(), settings={**settings, "inline": False})
+        args, found = check_args(
+            words, extra_checks=all_checks(), settings={**settings, "inline": False}
+        )
     if not args.inline:
         problems += pack(folder)
     problems += [_of_rows(one, folder) for one in found]
@@ -94,7 +114,8 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
 def _settings(keywords: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
     settings: dict[str, Any] = {}
     problems = []
-    # A keyword without a value is as good as none, which lets a program pass on its own optional arguments.
+    # A keyword without a value is as good as none, which lets a program pass on its own optional
+    # arguments.
     for given, value in keywords.items():
         name = ALIASES.get(given, given)
         if given != name and name in keywords:
@@ -123,16 +144,28 @@ def _setting(given: str, name: str, value: Any, folder: Path) -> dict[str, Any]:
     if name == "eval_data":
         sets = value if isinstance(value, Mapping) else {"eval": value}
         pairs = [
-            (str(key), file_of(rows, folder / f"eval_{place}.jsonl")) for place, (key, rows) in enumerate(sets.items())
+            (str(key), file_of(rows, folder / f"eval_{place}.jsonl"))
+            for place, (key, rows) in enumerate(sets.items())
         ]
         return {"eval_prompt_data": [word for pair in pairs for word in pair]}
     # Some flags may be given several times: then a keyword is a list of paths or functions.
     flag = FLAGS.get(name)
-    if flag is not None and flag.kind == "repeat" and isinstance(value, Sequence) and not isinstance(value, str):
-        return {name: [_path_of(name, f"{given}_{place}", one, folder) for place, one in enumerate(value)]}
+    if (
+        flag is not None
+        and flag.kind == "repeat"
+        and isinstance(value, Sequence)
+        and not isinstance(value, str)
+    ):
+        return {
+            name: [
+                _path_of(name, f"{given}_{place}", one, folder) for place, one in enumerate(value)
+            ]
+        }
     if callable(value):
         function = adapt(name, value)
-        whole_groups = {"group_rm": True} if isinstance(function, GroupReward | AsyncGroupReward) else {}
+        whole_groups = (
+            {"group_rm": True} if isinstance(function, GroupReward | AsyncGroupReward) else {}
+        )
         return {name: ship(function, given, folder), **whole_groups}
     if given == "reward" and not any(mark in str(value) for mark in ".:"):
         return {"rm_type": value}
@@ -144,7 +177,9 @@ def _path_of(name: str, given: str, value: str | Callable[..., Any], folder: Pat
 
 
 def _stand_in(name: str, folder: Path) -> dict[str, Any]:
-    """A harmless value in place of one that was refused, so that the checks of the others find only their problems."""
+    """A harmless value in place of one that was refused, so that the checks of the others find only
+    their problems.
+    """
     if name == "prompt_data":
         file = folder / "stand_in.jsonl"
         file.write_text(json.dumps({"prompt": "1 + 1 =", "label": "2"}) + "\n", encoding="utf-8")
@@ -157,7 +192,8 @@ def stand_in(*args: object, **keywords: object) -> float:
     raise AssertionError("the function was refused")
 
 
-# --- rows --------------------------------------------------------------------------------------------
+# --- rows
+# --------------------------------------------------------------------------------------------
 
 
 class RowsError(ValueError):
@@ -169,7 +205,9 @@ class RowsError(ValueError):
 
 
 def file_of(data: Data, file: Path) -> str:
-    """Return the path of data: the one that it is, or that of ``file``, to which rows are written."""
+    """Return the path of data: the one that it is, or that of ``file``, to which rows are
+    written.
+    """
     from slime.data.rows import Problems
 
     if isinstance(data, str | os.PathLike):
@@ -191,18 +229,21 @@ def file_of(data: Data, file: Path) -> str:
 
 
 def _of_rows(problem: str, folder: Path) -> str:
-    """Return a problem with the keyword and the row in the place of a file of ``folder``, which the user did not write
-    and which is gone when the message is read."""
+    """Return a problem with the keyword and the row in the place of a file of ``folder``, which the
+    user did not write and which is gone when the message is read."""
     pattern = re.escape(str(folder)) + r"/(data|eval)(?:_\d+)?\.jsonl(?::(\d+))?"
     keywords = {"data": "data", "eval": "eval_data"}
-    return re.sub(pattern, lambda file: keywords[file[1]] + (f": row {file[2]}" if file[2] else ""), problem)
+    return re.sub(
+        pattern, lambda file: keywords[file[1]] + (f": row {file[2]}" if file[2] else ""), problem
+    )
 
 
 def _line(row: object) -> str:
     """Return a row as JSON.
 
     Raises:
-        RowsError: It is no row, or it cannot be read again as it is. The message goes on after the row's number.
+        RowsError: It is no row, or it cannot be read again as it is. The message goes on after the
+            row's number.
     """
     from slime.data.rows import RawRow
 
@@ -226,31 +267,41 @@ def _rows(data: Rows) -> Iterable[Any]:
             return data.to_pylist()
         if isinstance(data, DataFrame):
             return [_present(row) for row in data.to_dict("records")]
-    except Exception as error:  # tables of any package, whose columns can hold what cannot be converted
+    # tables of any package, whose columns can hold what cannot be converted
+    except Exception as error:
         raise RowsError(f"the table cannot be read: {type(error).__name__}: {error}") from error
     if isinstance(data, io.IOBase):
         raise RowsError(
-            "rows are a list of dicts or texts, a table, or a path: give the path of the file, not the file"
+            "rows are a list of dicts or texts, a table, or a path: give the path of the file, "
+            "not the file"
         )
     if isinstance(data, Mapping | bytes) or not isinstance(data, Iterable):
-        raise RowsError(f"rows are a list of dicts or texts, a table, or a path, not a {type(data).__name__}")
+        raise RowsError(
+            f"rows are a list of dicts or texts, a table, or a path, not a {type(data).__name__}"
+        )
     return data
 
 
 def _present(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a data frame, in which a missing value is None. pandas marks it with NaN."""
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
+    return {
+        name: None if isinstance(value, float) and math.isnan(value) else value
+        for name, value in row.items()
+    }
 
 
 def _plain(value: object) -> object:
-    """Convert NumPy's numbers and arrays, which data frames hold; anything else cannot be written."""
+    """Convert NumPy's numbers and arrays, which data frames hold; anything else cannot be
+    written.
+    """
     if isinstance(value, Mapping):
         return dict(value)
     for method in ("tolist", "item"):
         if hasattr(value, method):
             try:
                 return getattr(value, method)()
-            except Exception as error:  # a class instead of an object, or a tensor that must not be read
+            # a class instead of an object, or a tensor that must not be read
+            except Exception as error:
                 raise TypeError(f"a {type(value).__name__}: {error}") from error
     raise TypeError(f"{_shown(value)} is a {type(value).__name__}")
 
@@ -263,7 +314,9 @@ def _shown(value: object) -> str:
 
 
 class InputFolder(tempfile.TemporaryDirectory[str]):
-    """A folder for rows and functions, which is removed with the object or at the end of the process."""
+    """A folder for rows and functions, which is removed with the object or at the end of the
+    process.
+    """
 
     def __init__(self) -> None:
         super().__init__(prefix="slime-inputs-", ignore_cleanup_errors=True)
@@ -282,10 +335,14 @@ MOST_RESPONSES = 10_000
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether this is one prompt: a text, or a list of messages."""
-    return isinstance(prompts, str) or (isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], Mapping))
+    return isinstance(prompts, str) or (
+        isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], Mapping)
+    )
 
 
-def check_prompts(prompts: Prompt | Iterable[Prompt], n: int, sampling: Mapping[str, object]) -> list[Prompt]:
+def check_prompts(
+    prompts: Prompt | Iterable[Prompt], n: int, sampling: Mapping[str, object]
+) -> list[Prompt]:
     """Return the prompts as a list.
 
     Args:
@@ -293,9 +350,9 @@ def check_prompts(prompts: Prompt | Iterable[Prompt], n: int, sampling: Mapping[
         sampling: Sampling parameters of SGLang. Their names and ranges are checked by the engine.
 
     Raises:
-        ValueError: With all problems at once, one on each line: a prompt is neither a text nor a list of messages, a
-            text has half of a surrogate pair, ``n`` is not a number from 1 to :data:`MOST_RESPONSES`, or a parameter
-            cannot be sent as JSON.
+        ValueError: With all problems at once, one on each line: a prompt is neither a text nor a
+            list of messages, a text has half of a surrogate pair, ``n`` is not a number from 1 to
+            :data:`MOST_RESPONSES`, or a parameter cannot be sent as JSON.
     """
     # Everything is checked here, before a part of the prompts is sent.
     problems = []
@@ -312,7 +369,10 @@ def check_prompts(prompts: Prompt | Iterable[Prompt], n: int, sampling: Mapping[
     elif isinstance(prompts, Iterable) and not isinstance(prompts, Mapping | bytes):
         given = list(prompts)
     else:
-        problems.append(f"prompts are a text, a list of messages, or a list of these, not a {type(prompts).__name__}")
+        problems.append(
+            "prompts are a text, a list of messages, or a list of these, not a "
+            f"{type(prompts).__name__}"
+        )
     asked: list[Prompt] = []
     for place, prompt in enumerate(given):
         try:

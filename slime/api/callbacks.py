@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what you need. All methods are called in the program's process, when the phase is complete.
+    """Override what you need. All methods are called in the program's process, when the phase is
+    complete.
 
-    An exception ends :func:`slime.train`; in a loop of your own it comes out of :meth:`Trainer.step`, and the run goes
-    on with the next call. To end a run after a step, call ``trainer.stop()``.
+    An exception ends :func:`slime.train`; in a loop of your own it comes out of
+    :meth:`Trainer.step`, and the run goes on with the next call. To end a run after a step, call
+    ``trainer.stop()``.
     """
 
     def on_start(self, trainer: Trainer) -> None:
@@ -55,7 +57,9 @@ def as_callback(given: Callback | Callable[[Trainer, Mapping[str, float]], objec
     if isinstance(given, Callback):
         return given
     if not callable(given) or isinstance(given, type):
-        raise TypeError(f"a callback is a slime.Callback or a function of (trainer, metrics), not {given!r:.80}")
+        raise TypeError(
+            f"a callback is a slime.Callback or a function of (trainer, metrics), not {given!r:.80}"
+        )
     if is_async(given):
         raise TypeError("a callback is called without await: use a plain def")
     return OnStep(given)

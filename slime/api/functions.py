@@ -1,13 +1,14 @@
 """Functions of a program or notebook, made available to a run.
 
-**Parameters.** A function whose first parameter is ``args`` is used as on the command line. Any other function gets
-what its parameters are named after, for instance ``lambda response, label: float(label in response)``. A single
-parameter with another name gets the sample (in a filter: the group).
+**Parameters.** A function whose first parameter is ``args`` is used as on the command line. Any
+other function gets what its parameters are named after, for instance ``lambda response, label:
+float(label in response)``. A single parameter with another name gets the sample (in a filter: the
+group).
 
-**Files.** A small file of Python stands for each function, so that it has a path like that of any other function of the
-user's, and all of slime treats it as one. In this process, the file gives the function itself. For other processes, the
-function is pickled by value with cloudpickle, which Ray brings. They get a copy: what it changes outside of itself is
-not seen by the program.
+**Files.** A small file of Python stands for each function, so that it has a path like that of any
+other function of the user's, and all of slime treats it as one. In this process, the file gives the
+function itself. For other processes, the function is pickled by value with cloudpickle, which Ray
+brings. They get a copy: what it changes outside of itself is not seen by the program.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ def adapt(name: str, function: Function) -> Function:
     """
     known = {
         "custom_rm_path": (("sample", *OF_A_SAMPLE, "samples"), "sample", _reward),
-        "custom_generate_function_path": (("sample", "sampling_params", "evaluation", "samples"), "sample", _generate),
+        "custom_generate_function_path": (
+            ("sample", "sampling_params", "evaluation", "samples"),
+            "sample",
+            _generate,
+        ),
         "dynamic_sampling_filter_path": (_GROUP, "group", _filter),
     }.get(name)
     if known is None or inspect.isclass(function):
@@ -54,7 +59,9 @@ def adapt(name: str, function: Function) -> Function:
     return make(function, wanted)
 
 
-def _wanted(parameters: Sequence[inspect.Parameter], names: Sequence[str], alone: str) -> dict[str, str]:
+def _wanted(
+    parameters: Sequence[inspect.Parameter], names: Sequence[str], alone: str
+) -> dict[str, str]:
     """Return what each parameter of a function gets: the known name by parameter name."""
     # ``*args`` and ``**kwargs`` take whatever there is, so they ask for nothing.
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -68,9 +75,14 @@ def _wanted(parameters: Sequence[inspect.Parameter], names: Sequence[str], alone
     if unknown or not needed:
         plural = "s" * (len(unknown) > 1), "are" if len(unknown) > 1 else "is"
         listed = ", ".join(map(repr, unknown))
-        what = f"the parameter{plural[0]} {listed} {plural[1]} unknown" if unknown else "it has no parameter"
+        what = (
+            f"the parameter{plural[0]} {listed} {plural[1]} unknown"
+            if unknown
+            else "it has no parameter"
+        )
         raise UnknownParameters(
-            f"{what}; slime passes what a parameter is named after: args (first), {', '.join(names)}"
+            f"{what}; slime passes what a parameter is named after: args (first), "
+            f"{', '.join(names)}"
         )
     return optional
 
@@ -92,7 +104,9 @@ def _of_sample(sample: Sample) -> dict[str, object]:
 
 
 def _number(reward: Any) -> Any:
-    """A reward as slime expects it: ``True`` and NumPy's numbers become floats, dicts and None stay."""
+    """A reward as slime expects it: ``True`` and NumPy's numbers become floats, dicts and None
+    stay.
+    """
     return reward if reward is None or isinstance(reward, dict) else float(reward)
 
 
@@ -127,13 +141,21 @@ def _reward(function: Function, wanted: dict[str, str]) -> Function:
 
 
 class Generate(_Adapter):
-    def __call__(self, args: object, sample: Sample, sampling_params: object, evaluation: bool = False) -> Any:
-        return self.call({"sample": sample, "sampling_params": sampling_params, "evaluation": evaluation})
+    def __call__(
+        self, args: object, sample: Sample, sampling_params: object, evaluation: bool = False
+    ) -> Any:
+        return self.call(
+            {"sample": sample, "sampling_params": sampling_params, "evaluation": evaluation}
+        )
 
 
 class AsyncGenerate(_Adapter):
-    async def __call__(self, args: object, sample: Sample, sampling_params: object, evaluation: bool = False) -> Any:
-        return await self.call({"sample": sample, "sampling_params": sampling_params, "evaluation": evaluation})
+    async def __call__(
+        self, args: object, sample: Sample, sampling_params: object, evaluation: bool = False
+    ) -> Any:
+        return await self.call(
+            {"sample": sample, "sampling_params": sampling_params, "evaluation": evaluation}
+        )
 
 
 class GenerateList(_Adapter):
@@ -180,7 +202,8 @@ _held: dict[Path, Callable[..., object]] = {}
 
 
 def ship(function: Callable[..., object], name: str, folder: Path) -> str:
-    """Write a file for ``function``, and return its path in the form of the command line, ``file.py:name``.
+    """Write a file for ``function``, and return its path in the form of the command line,
+    ``file.py:name``.
 
     Until :func:`pack`, the function can be loaded in this process only.
 
@@ -198,7 +221,8 @@ def pack(folder: Path) -> list[str]:
     """Pickle the functions that were shipped to ``folder``, for other processes.
 
     Returns:
-        Problems: functions that refer to something that cannot be pickled, such as a lock or a connection.
+        Problems: functions that refer to something that cannot be pickled, such as a lock or a
+            connection.
     """
     from ray import cloudpickle
 
@@ -255,6 +279,6 @@ def _blame(function: Callable[..., object], error: Exception) -> str:
             guilty.append(f"{name} (a {type(value).__name__})")
     where = f": it uses {', '.join(guilty)}" if guilty else ""
     return (
-        f"it cannot be sent to the processes of the run{where} ({type(error).__name__}: {error}); create such objects "
-        "inside the function"
+        f"it cannot be sent to the processes of the run{where} ({type(error).__name__}: {error}); "
+        "create such objects inside the function"
     )

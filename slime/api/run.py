@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The metrics and files of a run, and its engines with the trained weights, as long as they are not closed.
+    """The metrics and files of a run, and its engines with the trained weights, as long as they are
+    not closed.
 
     Attributes:
-        trainer: The run. Its engines answer until :meth:`close`, the next :func:`slime.train`, or the program's end.
-        history: The metrics of each step. ``result.history.column("rollout/raw_reward")`` is the reward curve.
+        trainer: The run. Its engines answer until :meth:`close`, the next :func:`slime.train`, or
+            the program's end.
+        history: The metrics of each step. ``result.history.column("rollout/raw_reward")`` is the
+            reward curve.
         evaluations: The metrics of each evaluation.
         interrupted: Whether Ctrl-C ended the run before its last rollout.
     """
@@ -93,7 +96,10 @@ class Result:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -112,14 +118,17 @@ def train(
 ) -> Result:
     """Train a model, and return when the run is complete.
 
-    The arguments are those of :class:`Trainer`. Ctrl-C ends the run after the current step, or at once if responses are
-    being generated: the result then has what was trained until there, and its ``interrupted`` is True.
+    The arguments are those of :class:`Trainer`. Ctrl-C ends the run after the current step, or at
+    once if responses are being generated: the result then has what was trained until there, and its
+    ``interrupted`` is True.
 
     Returns:
-        The metrics, the snapshots, and the engines with the trained weights, which answer until ``result.close()``.
+        The metrics, the snapshots, and the engines with the trained weights, which answer until
+        ``result.close()``.
 
     Raises:
-        ConfigError: With all problems of the arguments, files and functions at once, before anything is started.
+        ConfigError: With all problems of the arguments, files and functions at once, before
+            anything is started.
     """
     # After this line there are processes, which must end if the run fails.
     trainer = Trainer(model, data, reward, callbacks=callbacks, **flags)
@@ -142,7 +151,8 @@ def dry_run(
     reward: str | Callable[..., Any] | None = None,
     **flags: Any,
 ) -> None:
-    """Print what :func:`train` would do with these arguments, without starting it; see ``slime train --dry-run``.
+    """Print what :func:`train` would do with these arguments, without starting it; see ``slime
+    train --dry-run``.
 
     Raises:
         ConfigError: With all problems at once.

@@ -8,10 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 SHOWN = (
-    *("rollout/step", "eval/step", "rollout/raw_reward", "rollout/rewards", "train/loss", "train/grad_norm"),
+    *(
+        "rollout/step",
+        "eval/step",
+        "rollout/raw_reward",
+        "rollout/rewards",
+        "train/loss",
+        "train/grad_norm",
+    ),
     *("rollout/response_len/mean", "rollout/truncated_ratio", "perf/step_time"),
 )
-"""Columns that are shown where a table is printed; all others are in the rows. Evaluations show all ``eval/`` ones."""
+"""Columns that are shown where a table is printed; all others are in the rows. Evaluations show all
+``eval/`` ones.
+"""
 _MOST_ROWS = 40
 
 
@@ -34,7 +43,9 @@ class Table(list[dict[str, float | None]]):
             import difflib
 
             near = difflib.get_close_matches(name, self.columns, n=3, cutoff=0.4)
-            raise KeyError(f"no row has {name!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+            raise KeyError(
+                f"no row has {name!r}" + (f"; did you mean {', '.join(near)}?" if near else "")
+            )
         return [row.get(name) for row in self]
 
     def to_pandas(self) -> Any:
@@ -49,7 +60,9 @@ class Table(list[dict[str, float | None]]):
 
     def _shown(self) -> list[str]:
         named = [name for name in SHOWN if name in self.columns]
-        evaluations = [name for name in self.columns if name.startswith("eval/") and name not in named]
+        evaluations = [
+            name for name in self.columns if name.startswith("eval/") and name not in named
+        ]
         return named + [name for name in evaluations if name.count("/") == 1]
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:

@@ -25,27 +25,33 @@ current: Trainer | None = None
 
 
 class Closed(RuntimeError):
-    """The run is complete and cannot train, or its processes have ended and cannot generate either."""
+    """The run is complete and cannot train, or its processes have ended and cannot generate
+    either.
+    """
 
 
 class Trainer:
     """Engines and a trainer that have loaded a model, and take steps when they are told to.
 
-    A step is an iteration of the loop in train.py: generate, train, bring the weights to the engines, and save and
-    evaluate if ``save_interval`` and ``eval_interval`` say so. The processes end with :meth:`close`, at the end of a
-    ``with`` block, when another trainer is made, and at the end of the program.
+    A step is an iteration of the loop in train.py: generate, train, bring the weights to the
+    engines, and save and evaluate if ``save_interval`` and ``eval_interval`` say so. The processes
+    end with :meth:`close`, at the end of a ``with`` block, when another trainer is made, and at the
+    end of the program.
 
-    Ctrl-C ends the current call with KeyboardInterrupt, and the run can go on. While responses are generated or
-    evaluated, the call ends at once, and the next step continues with them; while the model is trained, the call ends
-    after the step. A second Ctrl-C does not wait, and ends the run.
+    Ctrl-C ends the current call with KeyboardInterrupt, and the run can go on. While responses are
+    generated or evaluated, the call ends at once, and the next step continues with them; while the
+    model is trained, the call ends after the step. A second Ctrl-C does not wait, and ends the run.
 
     Args:
         model: A Hugging Face folder or hub id.
-        data: The prompts: a path, or rows (dicts with ``prompt`` and ``label``; texts; an Arrow table; a data frame).
+        data: The prompts: a path, or rows (dicts with ``prompt`` and ``label``; texts; an Arrow
+            table; a data frame).
         reward: A function, the name of a built-in reward (``"math"``), or the path of a function.
-        callbacks: Each a :class:`Callback`, or a function of ``(trainer, metrics)`` that is called after each step.
-        flags: All flags of ``slime train`` by their names with underscores. ``eval_data`` is a path, rows, or a dict
-            of these by name; ``generate`` and ``filter`` are functions. Flags that name functions take functions.
+        callbacks: Each a :class:`Callback`, or a function of ``(trainer, metrics)`` that is called
+            after each step.
+        flags: All flags of ``slime train`` by their names with underscores. ``eval_data`` is a
+            path, rows, or a dict of these by name; ``generate`` and ``filter`` are functions. Flags
+            that name functions take functions.
 
     Attributes:
         args: The resolved arguments.
@@ -53,7 +59,8 @@ class Trainer:
         num_rollout: The number of rollouts of the whole run.
 
     Raises:
-        ConfigError: With all problems of the arguments, files and functions at once, before anything is started.
+        ConfigError: With all problems of the arguments, files and functions at once, before
+            anything is started.
     """
 
     def __init__(
@@ -70,13 +77,16 @@ class Trainer:
 
         listeners = [as_callback(one) for one in callbacks]
         self._inputs = InputFolder()
-        self.args = parse({"model": model, "data": data, "reward": reward, **flags}, Path(self._inputs.name))
+        self.args = parse(
+            {"model": model, "data": data, "reward": reward, **flags}, Path(self._inputs.name)
+        )
         if current is not None:
             current.close()
         self.callbacks = listeners
         self.stopped = False
         self._evaluation: tuple[int, Any] | None = None  # one that Ctrl-C has interrupted
-        self._news: list[Callable[[Callback], None]] = []  # what is complete and was not told to the callbacks yet
+        # what is complete and was not told to the callbacks yet
+        self._news: list[Callable[[Callback], None]] = []
         self._stack = contextlib.ExitStack()
         self._run: Run | None = self._stack.enter_context(open_run(self.args, in_program=True))
         current = self
@@ -140,7 +150,10 @@ class Trainer:
         from slime.config.rollout import OWN_FUNCTIONS
 
         run, args = self._open(), self.args
-        if not (args.eval_prompt_data or args.eval_config) and args.eval_function_path in OWN_FUNCTIONS:
+        if (
+            not (args.eval_prompt_data or args.eval_config)
+            and args.eval_function_path in OWN_FUNCTIONS
+        ):
             raise ValueError("there is nothing to evaluate: make the trainer with eval_data")
         with self._working(run):
             self._finish_evaluation(run)
@@ -186,9 +199,11 @@ class Trainer:
         self.stopped = True
 
     def finish(self) -> None:
-        """Close the ledger and print the summary. The engines still answer, but no further step can be taken.
+        """Close the ledger and print the summary. The engines still answer, but no further step can
+        be taken.
 
-        With ``save_interval``, a run that ends before its last rollout is saved here, as at the end of every run.
+        With ``save_interval``, a run that ends before its last rollout is saved here, as at the end
+        of every run.
         """
         self._finish(saves=True)
 
@@ -198,7 +213,11 @@ class Trainer:
         run = self._open()
         if run.completed:
             return
-        if saves and self.args.save_interval and run.trainer.trained not in (None, run.snapshots.newest):
+        if (
+            saves
+            and self.args.save_interval
+            and run.trainer.trained not in (None, run.snapshots.newest)
+        ):
             self.save()
         self.num_rollout = self.next_rollout
         with self._working(run):
@@ -210,12 +229,14 @@ class Trainer:
     def sample(
         self, prompts: Prompt | Sequence[Prompt], n: int = 1, **sampling: object
     ) -> list[Sample] | list[list[Sample]]:
-        """Generate ``n`` responses with the current weights; returns samples with token ids and log-probs.
+        """Generate ``n`` responses with the current weights; returns samples with token ids and
+        log-probs.
 
         Args:
-            prompts: One prompt, or a list of prompts. Each is a text, which is sent as it is, or a list of messages,
-                which the chat template renders.
-            sampling: Sampling parameters that differ from the run's: ``temperature``, ``max_new_tokens``, ``top_p``.
+            prompts: One prompt, or a list of prompts. Each is a text, which is sent as it is, or a
+                list of messages, which the chat template renders.
+            sampling: Sampling parameters that differ from the run's: ``temperature``,
+                ``max_new_tokens``, ``top_p``.
 
         Returns:
             The samples of the prompt; for a list of prompts, a list of these.
@@ -228,15 +249,21 @@ class Trainer:
         run = self._open()
         asked = check_prompts(prompts, n, sampling)
         with self._working(run):
-            made = run.manager.call("responses to prompts", RolloutManager.complete, asked, n, sampling)
+            made = run.manager.call(
+                "responses to prompts", RolloutManager.complete, asked, n, sampling
+            )
         if isinstance(made, str):
             raise ValueError(made)
         return made[0] if is_single(prompts) else made
 
     def generate(self, prompts: Prompt | Sequence[Prompt], n: int = 1, **sampling: object) -> Any:
-        """Do the same as :meth:`sample`, but return texts: one for a prompt, a list for more prompts or ``n > 1``."""
+        """Do the same as :meth:`sample`, but return texts: one for a prompt, a list for more
+        prompts or ``n > 1``.
+        """
         single = is_single(prompts)
-        made: list[Any] = [self.sample(prompts, n, **sampling)] if single else self.sample(prompts, n, **sampling)
+        made: list[Any] = (
+            [self.sample(prompts, n, **sampling)] if single else self.sample(prompts, n, **sampling)
+        )
         texts = [[sample.response for sample in group] for group in made]
         answers = [group[0] if n == 1 else group for group in texts]
         return answers[0] if single else answers
@@ -248,12 +275,16 @@ class Trainer:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run, with its metrics, samples and logs. A later run of the same name renames it."""
+        """The folder of the run, with its metrics, samples and logs. A later run of the same name
+        renames it.
+        """
         return self._files.path
 
     @property
     def history(self) -> Table:
-        """The metrics of the steps so far, one row each; a resumed run includes the steps before."""
+        """The metrics of the steps so far, one row each; a resumed run includes the steps
+        before.
+        """
         return self._rows("rollout/step")
 
     @property
@@ -296,8 +327,8 @@ class Trainer:
         """End all processes of the run; metrics and files stay. Safe to call twice.
 
         Args:
-            save: Whether a run with ``save_interval`` is saved first. At the end of a ``with`` block it is not after an
-                error, since the newest weights may be what went wrong.
+            save: Whether a run with ``save_interval`` is saved first. At the end of a ``with``
+                block it is not after an error, since the newest weights may be what went wrong.
         """
         from slime.cluster.run import save_while_generating
 
@@ -325,7 +356,10 @@ class Trainer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close(save=kind is None)
 
@@ -349,7 +383,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def _working(self, run: Run) -> Iterator[None]:
-        """A block in which Ctrl-C is a request that waits obey; it leaves the run open. Any error closes the run.
+        """A block in which Ctrl-C is a request that waits obey; it leaves the run open. Any error
+        closes the run.
 
         At its end the callbacks hear of what it has completed, also if Ctrl-C ended it."""
         from slime.cluster.stop_signals import StopRequested
@@ -386,7 +421,9 @@ class Trainer:
 
     def _open(self) -> Run:
         if self._run is None:
-            raise Closed("the processes of this run have ended; a new one with load= goes on from a snapshot")
+            raise Closed(
+                "the processes of this run have ended; a new one with load= goes on from a snapshot"
+            )
         return self._run
 
     def _tell(self, what: Callable[[Callback], None]) -> None:

@@ -30,7 +30,9 @@ class AdvantageSettings:
     """False with ``--disable-compute-advantages-and-returns``."""
     algorithm: Algorithm
     custom: Callable[[Args, dict[str, Any]], None] | None
-    """The function of ``--custom-advantage-function-path``, which replaces the estimator's formula."""
+    """The function of ``--custom-advantage-function-path``, which replaces the estimator's
+    formula.
+    """
     kl_coef: float
     kl_type: str
     use_rollout_logprobs: bool
@@ -63,24 +65,28 @@ class AdvantageSettings:
     def for_critic(self) -> AdvantageSettings:
         """Return the settings for the critic.
 
-        Its returns are those of the actor: of the same rewards, with the same KL penalty (``--kl-coef``), for which it
-        gets the actor's log-probs. Everything else changes only the advantages of the actor.
+        Its returns are those of the actor: of the same rewards, with the same KL penalty
+        (``--kl-coef``), for which it gets the actor's log-probs. Everything else changes only the
+        advantages of the actor.
         """
-        return replace(self, custom=None, distillation_coef=None, normalize=False, weights_to_average=None)
+        return replace(
+            self, custom=None, distillation_coef=None, normalize=False, weights_to_average=None
+        )
 
 
 def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Reduce) -> None:
     """Set ``advantages``, ``returns`` and ``kl`` (per sample ``[response_length]``) in the batch.
 
-    The steps are, in this order: the KL to the reference (0 if ``--kl-coef`` is 0); the estimator or the custom
-    function; the distillation term, which also sets ``opd_reverse_kl``; whitening; and the mean importance weight
-    (``mis_weight_mean``) if the loss divides by it.
+    The steps are, in this order: the KL to the reference (0 if ``--kl-coef`` is 0); the estimator
+    or the custom function; the distillation term, which also sets ``opd_reverse_kl``; whitening;
+    and the mean importance weight (``mis_weight_mean``) if the loss divides by it.
 
-    ``old_log_probs`` may be absent unless one of these steps needs them. The loss then uses the current log-probs.
+    ``old_log_probs`` may be absent unless one of these steps needs them. The loss then uses the
+    current log-probs.
 
     Args:
-        batch: A rank batch (``slime.data.fields``) over *whole* responses. A context-parallel backend gathers them
-            first.
+        batch: A rank batch (``slime.data.fields``) over *whole* responses. A context-parallel
+            backend gathers them first.
         reduce: Its ``over_data`` must count each of these responses once.
 
     Raises:
@@ -94,18 +100,24 @@ def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Re
         _check_lengths(batch, f"{type(settings.algorithm).__name__}.advantages")
     else:
         settings.custom(settings.args, batch)
-        _check_lengths(batch, f"--custom-advantage-function-path {settings.args.custom_advantage_function_path}")
+        _check_lengths(
+            batch,
+            f"--custom-advantage-function-path {settings.args.custom_advantage_function_path}",
+        )
     if settings.distillation_coef is not None:
         _add_distillation(settings, settings.distillation_coef, batch)
     if settings.normalize:
-        # Whitening comes after the distillation term, because it must scale the advantages that the loss uses.
+        # Whitening comes after the distillation term, because it must scale the advantages that the
+        # loss uses.
         batch["advantages"] = normalize_advantages(batch["advantages"], batch["loss_masks"], reduce)
     if settings.weights_to_average is not None:
         batch["mis_weight_mean"] = _mean_weight(settings.weights_to_average, batch, reduce)
 
 
 def _policy_log_probs(settings: AdvantageSettings, batch: RankBatch) -> list[Tensor] | None:
-    """Return log π_old as the loss uses it: from the engine, recomputed, or None for the current log-probs."""
+    """Return log π_old as the loss uses it: from the engine, recomputed, or None for the current
+    log-probs.
+    """
     if settings.use_rollout_logprobs and batch.get("rollout_log_probs") is not None:
         return batch["rollout_log_probs"]
     return batch.get("old_log_probs")
@@ -128,28 +140,38 @@ def _check_lengths(batch: RankBatch, what: str) -> None:
         lengths = [len(x) for x in _require(batch.get(name), name, what)]
         if lengths != list(batch["response_lengths"]):
             raise ValueError(
-                f"{what} set {name} with lengths {lengths}; the responses have {batch['response_lengths']}"
+                f"{what} set {name} with lengths {lengths}; the responses have "
+                f"{batch['response_lengths']}"
             )
 
 
 def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: RankBatch) -> None:
-    student = _require(_policy_log_probs(settings, batch), "old log-probs (old_log_probs)", "--use-opd")
+    student = _require(
+        _policy_log_probs(settings, batch), "old log-probs (old_log_probs)", "--use-opd"
+    )
     teacher = _require(batch.get("teacher_log_probs"), "teacher_log_probs", "--use-opd")
-    kl = [reverse_kl(s, t, m) for s, t, m in zip(student, teacher, batch["loss_masks"], strict=True)]
+    kl = [
+        reverse_kl(s, t, m) for s, t, m in zip(student, teacher, batch["loss_masks"], strict=True)
+    ]
     batch["opd_reverse_kl"] = kl
     batch["advantages"] = [
-        distilled_advantages(a, k, coefficient) for a, k in zip(batch["advantages"], kl, strict=True)
+        distilled_advantages(a, k, coefficient)
+        for a, k in zip(batch["advantages"], kl, strict=True)
     ]
 
 
 def _mean_weight(config: MisConfig, batch: RankBatch, reduce: Reduce) -> float:
-    # The mean is computed once, over the whole rollout. With a mean per micro-batch, the loss would depend on how
-    # samples are packed.
+    # The mean is computed once, over the whole rollout. With a mean per micro-batch, the loss would
+    # depend on how samples are packed.
     train = flatten(_require(batch.get("old_log_probs"), "old_log_probs", "tis_batch_normalize"))
-    rollout = flatten(_require(batch.get("rollout_log_probs"), "rollout_log_probs", "tis_batch_normalize"))
+    rollout = flatten(
+        _require(batch.get("rollout_log_probs"), "rollout_log_probs", "tis_batch_normalize")
+    )
     mask = flatten(batch["loss_masks"])
     difference = keep_where(mask, train - rollout)
-    return mean_weight(config, difference, mask.to(train.dtype), list(batch["response_lengths"]), reduce)
+    return mean_weight(
+        config, difference, mask.to(train.dtype), list(batch["response_lengths"]), reduce
+    )
 
 
 def _require(value: T | None, what: str, why: str) -> T:

@@ -1,4 +1,6 @@
-"""The interface of a training backend. The batch that it trains on is described in :mod:`slime.data.fields`."""
+"""The interface of a training backend. The batch that it trains on is described in
+:mod:`slime.data.fields`.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,22 @@ class TrainBackend(Protocol):
     needs: TrainNeeds
     """The forward passes that the flags need."""
     saving: BackgroundSave | None
-    """A save of ``--async-save`` that is not finished. The caller that finishes it sets this to None."""
+    """A save of ``--async-save`` that is not finished. The caller that finishes it sets this to
+    None.
+    """
 
     @property
     def moving_copies(self) -> set[str]:
-        """Return the tags of the copies that change during a run, so that snapshots must contain them."""
+        """Return the tags of the copies that change during a run, so that snapshots must contain
+        them.
+        """
 
     def log_probs(
-        self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None
+        self,
+        batch: RankBatch,
+        model: ModelTag = "actor",
+        with_entropy: bool = False,
+        temperature: float | None = None,
     ) -> dict[str, list[torch.Tensor]]:
         """Compute log-probs in a forward pass.
 
@@ -56,21 +66,25 @@ class TrainBackend(Protocol):
             temperature: The logits are divided by it; ``--rollout-temperature`` by default.
 
         Returns:
-            ``{"log_probs": [...]}`` and, if requested, ``"entropy"``: float32 ``[response_length]`` per sample, on the
-            CPU.
+            ``{"log_probs": [...]}`` and, if requested, ``"entropy"``: float32 ``[response_length]``
+            per sample, on the CPU.
         """
 
     def values(self, batch: RankBatch) -> list[torch.Tensor]:
-        """Compute values in a forward pass of the critic: float32 ``[response_length]`` per sample, on the CPU."""
+        """Compute values in a forward pass of the critic: float32 ``[response_length]`` per sample,
+        on the CPU.
+        """
 
     def train_step(self, batch: RankBatch, step: int) -> Metrics:
         """Run forward, backward and optimizer for optimizer step ``step`` of this batch.
 
-        The metrics are the same on every rank. A loss or gradient norm that is not finite is an error.
+        The metrics are the same on every rank. A loss or gradient norm that is not finite is an
+        error.
         """
 
     def rehearse(self, tokens: int) -> None:
-        """Run forward and backward of micro-batches with ``tokens`` tokens on each GPU, without changing any state.
+        """Run forward and backward of micro-batches with ``tokens`` tokens on each GPU, without
+        changing any state.
 
         They need as much memory as a training step with such micro-batches.
         """
@@ -83,10 +97,14 @@ class TrainBackend(Protocol):
 
     @property
     def adapter_sync(self) -> AdapterSync | None:
-        """Return what :meth:`named_weights` yields of an adapter (LoRA); None if the weights themselves are trained."""
+        """Return what :meth:`named_weights` yields of an adapter (LoRA); None if the weights
+        themselves are trained.
+        """
 
     def adapter_source(self) -> AdapterSource | None:
-        """Return the factors that :meth:`named_weights` yields last; None if it yields no factors."""
+        """Return the factors that :meth:`named_weights` yields last; None if it yields no
+        factors.
+        """
 
     def using(self, tag: ModelTag) -> AbstractContextManager[None]:
         """Let the model compute as one of the copies of the weights within the context, also for
@@ -99,19 +117,24 @@ class TrainBackend(Protocol):
         """Reset the moments of the optimizer (``--reset-optimizer-states``)."""
 
     def take_save_memory(self) -> None:
-        """Allocate the memory for the copies of ``--async-save`` on a thread. Only the first call does this.
+        """Allocate the memory for the copies of ``--async-save`` on a thread. Only the first call
+        does this.
 
         It must be called after the first step, which creates the optimizer state.
         """
 
     def save(self, path: Path) -> list[FileEntry]:
-        """Write this rank's shard of model, optimizer, scheduler and RNG below ``path``, and return its files.
+        """Write this rank's shard of model, optimizer, scheduler and RNG below ``path``, and return
+        its files.
 
-        With ``--async-save`` only copies are made here; :attr:`saving` is then the save in the background.
+        With ``--async-save`` only copies are made here; :attr:`saving` is then the save in the
+        background.
         """
 
     def save_hf(self, path: Path) -> None:
-        """Write the weights below ``path`` in Hugging Face format. This is a collective operation."""
+        """Write the weights below ``path`` in Hugging Face format. This is a collective
+        operation.
+        """
 
     def load(self, path: Path) -> None:
         """Load what :meth:`save` wrote, possibly with another number of ranks."""
@@ -120,11 +143,12 @@ class TrainBackend(Protocol):
         """Free gradients and the cached accelerator memory of the allocator."""
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Release accelerator memory by moving tensors to pinned CPU memory. On the CPU this does nothing.
+        """Release accelerator memory by moving tensors to pinned CPU memory. On the CPU this does
+        nothing.
 
         Args:
-            keep_weights: Release only optimizer state and gradients, so that :meth:`named_weights` still works. A
-                second call without it releases the rest.
+            keep_weights: Release only optimizer state and gradients, so that :meth:`named_weights`
+                still works. A second call without it releases the rest.
         """
 
     def wake(self) -> None: ...

@@ -29,7 +29,8 @@ class DataParallelReduce:
     Args:
         world_size: The number of ranks in ``group``.
         group: The ranks that have other samples; None for all ranks.
-        sequence_group: The ranks that have other tokens of the same samples; None if there are none.
+        sequence_group: The ranks that have other tokens of the same samples; None if there are
+            none.
     """
 
     world_size: int
@@ -66,7 +67,8 @@ class DataParallelReduce:
         """Return the values of all ranks, in the order of ranks."""
         if self.world_size == 1:
             return [value]
-        # A gather, and not a sum of rows that are 0 except at one place, which could turn another rank's inf into NaN.
+        # A gather, and not a sum of rows that are 0 except at one place, which could turn another
+        # rank's inf into NaN.
         mine = torch.tensor([value], dtype=torch.float64, device=self.device)
         gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(gathered, mine, group=self.group)
@@ -76,13 +78,13 @@ class DataParallelReduce:
         """Sum the parts of metrics over ranks; ``*_max`` are combined by maximum.
 
         Args:
-            same_names: Whether all ranks have the same metrics. Otherwise (with a rank without samples, or with metrics
-                of a user's function) the names are exchanged first.
+            same_names: Whether all ranks have the same metrics. Otherwise (with a rank without
+                samples, or with metrics of a user's function) the names are exchanged first.
         """
         if self.world_size == 1:
             return shares
-        # Every metric must have the same place in the collective on all ranks, which may have added them in different
-        # orders.
+        # Every metric must have the same place in the collective on all ranks, which may have added
+        # them in different orders.
         names = sorted(shares)
         if not same_names:
             everyones: list[list[str] | None] = [None] * self.world_size
@@ -91,5 +93,7 @@ class DataParallelReduce:
         sums = [name for name in names if not is_max_metric(name)]
         maxima = [name for name in names if is_max_metric(name)]
         summed = self.total([shares.get(name, 0.0) for name in sums]) if sums else []
-        largest = self.maximum([shares.get(name, float("-inf")) for name in maxima]) if maxima else []
+        largest = (
+            self.maximum([shares.get(name, float("-inf")) for name in maxima]) if maxima else []
+        )
         return dict(zip(sums + maxima, summed + largest, strict=True))

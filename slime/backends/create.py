@@ -54,8 +54,10 @@ def create_backend(
 
     with large_imports():
         import torch
-    algorithm_class(args.advantage_estimator)  # raises an error for an unknown one before the first rollout
-    # On the CPU, freed memory and compiled kernels are kept within bounds; on CUDA, torch's allocator does that.
+    # raises an error for an unknown one before the first rollout
+    algorithm_class(args.advantage_estimator)
+    # On the CPU, freed memory and compiled kernels are kept within bounds; on CUDA, torch's
+    # allocator does that.
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -69,8 +71,8 @@ def create_backend(
         torch.use_deterministic_algorithms(True, warn_only=True)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     _init_process_group(rank, world_size, master_addr, master_port, device, timeout)
-    # Every rank has different random numbers, which are the same in each run. What must be equal on all ranks (a value
-    # head) has its own seed.
+    # Every rank has different random numbers, which are the same in each run. What must be equal on
+    # all ranks (a value head) has its own seed.
     torch.manual_seed(args.seed + rank)
     made = backend_class(args.train_backend)
     if args.train_backend == "megatron":
@@ -81,7 +83,9 @@ def create_backend(
 
 
 def backend_class(name: str) -> type[MegatronBackend | FsdpBackend]:
-    """Import ``fsdp`` or ``megatron``, which takes seconds and no memory of a GPU, and return the backend's class."""
+    """Import ``fsdp`` or ``megatron``, which takes seconds and no memory of a GPU, and return the
+    backend's class.
+    """
     from slime.models.cpu_memory import large_imports
 
     if name == "megatron":
@@ -99,20 +103,28 @@ def backend_class(name: str) -> type[MegatronBackend | FsdpBackend]:
 
 
 def _init_process_group(
-    rank: int, world_size: int, master_addr: str, master_port: int, device: torch.device, timeout: timedelta
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    device: torch.device,
+    timeout: timedelta,
 ) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # FSDP's device mesh reads them
-    # NCCL reads this once per process. It must be the same on the engines, to which weights are broadcast.
+    # NCCL reads this once per process. It must be the same on the engines, to which weights are
+    # broadcast.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if _is_loopback(master_addr) and os.path.isdir(f"/sys/class/net/{LOOPBACK}"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # by default gloo listens on the address of the host name
+        # by default gloo listens on the address of the host name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     if world_size > 1:
-        # Otherwise every gloo group connects each of its ranks to all others when it is created: 1,000 ranks have
-        # 499,500 connections, and as many again for --async-save. A ring or a tree needs only a few per rank.
+        # Otherwise every gloo group connects each of its ranks to all others when it is created:
+        # 1,000 ranks have 499,500 connections, and as many again for --async-save. A ring or a tree
+        # needs only a few per rank.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -125,7 +137,9 @@ def _init_process_group(
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether a host name (torchrun gives one) or an address is that of the loopback interface."""
+    """Return whether a host name (torchrun gives one) or an address is that of the loopback
+    interface.
+    """
     addresses = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
@@ -133,8 +147,9 @@ def _is_loopback(host: str) -> bool:
 def _store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> Store:
     """Return the key-value store for the rendezvous of the ranks.
 
-    The store has no authentication. So rank 0 listens on ``address`` only (``init_method="tcp://…"`` would listen on
-    all interfaces), and a single rank starts no server. Under torchrun, its agent serves the store already.
+    The store has no authentication. So rank 0 listens on ``address`` only
+    (``init_method="tcp://…"`` would listen on all interfaces), and a single rank starts no server.
+    Under torchrun, its agent serves the store already.
     """
     from torch.distributed import HashStore, TCPStore
 
@@ -145,5 +160,11 @@ def _store(rank: int, world_size: int, address: str, port: int, timeout: timedel
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     return TCPStore(
-        address, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        address,
+        port,
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )

@@ -35,7 +35,9 @@ class LossSettings:
     opsm_delta: float | None
     """None without ``--use-opsm``."""
     correction: Correction | None
-    """None if there is neither a correction for the engine's probabilities nor a measurement of the mismatch."""
+    """None if there is neither a correction for the engine's probabilities nor a measurement of the
+    mismatch.
+    """
     value_clip: float
     pg_reducer: Callable[..., Reducer] | None
     """The function of ``--custom-pg-loss-reducer-function-path``."""
@@ -46,15 +48,24 @@ class LossSettings:
 
     @property
     def metrics_vary(self) -> bool:
-        """Whether a function of the user makes metrics, which may depend on the samples of a micro-batch."""
-        return self.custom_loss is not None or (self.correction is not None and self.correction.is_custom)
+        """Whether a function of the user makes metrics, which may depend on the samples of a
+        micro-batch.
+        """
+        return self.custom_loss is not None or (
+            self.correction is not None and self.correction.is_custom
+        )
 
     @classmethod
     def from_args(cls, args: Args) -> LossSettings:
-        """Read the flags. Raises ValueError if ``--loss-type`` is unknown or its function is not given."""
-        # The functions of the user are loaded here, once, so that a wrong path ends the run before its first step.
+        """Read the flags. Raises ValueError if ``--loss-type`` is unknown or its function is not
+        given.
+        """
+        # The functions of the user are loaded here, once, so that a wrong path ends the run before
+        # its first step.
         if args.loss_type not in LOSS_TYPES:
-            raise ValueError(f"unknown --loss-type {args.loss_type!r}: choose one of {', '.join(LOSS_TYPES)}")
+            raise ValueError(
+                f"unknown --loss-type {args.loss_type!r}: choose one of {', '.join(LOSS_TYPES)}"
+            )
         reducer = args.custom_pg_loss_reducer_function_path
         custom_loss = args.custom_loss_function_path
         if args.loss_type == "custom_loss" and not custom_loss:
@@ -64,7 +75,9 @@ class LossSettings:
             algorithm=create_algorithm(args),
             per_token=args.calculate_per_token_loss,
             entropy_coef=args.entropy_coef,
-            kl=KlLoss(args.kl_loss_coef, args.kl_loss_type, args.use_unbiased_kl) if args.use_kl_loss else None,
+            kl=KlLoss(args.kl_loss_coef, args.kl_loss_type, args.use_unbiased_kl)
+            if args.use_kl_loss
+            else None,
             use_rollout_logprobs=args.use_rollout_logprobs,
             opsm_delta=args.opsm_delta if args.use_opsm else None,
             correction=Correction.from_args(args),
@@ -87,14 +100,20 @@ class KlLoss:
 
 @dataclass(frozen=True)
 class Correction:
-    """The settings of importance weights for tokens whose probabilities differ between engine and trainer."""
+    """The settings of importance weights for tokens whose probabilities differ between engine and
+    trainer.
+    """
 
     function: Callable[..., TisResult]
     """The function of ``--custom-tis-function-path``; truncated importance sampling by default."""
     applies: bool
-    """Whether the correction is applied. With ``--get-mismatch-metrics`` alone, the function only measures."""
+    """Whether the correction is applied. With ``--get-mismatch-metrics`` alone, the function only
+    measures.
+    """
     by_default: bool
-    """Whether the correction is used without a flag. Then a rollout without the engine's log-probs is not corrected."""
+    """Whether the correction is used without a flag. Then a rollout without the engine's log-probs
+    is not corrected.
+    """
     is_custom: bool
     """Whether the function is that of ``--custom-tis-function-path``."""
 
@@ -127,7 +146,9 @@ class Scores(NamedTuple):
 
     @property
     def trained(self) -> Tensor:
-        """The output that always has a gradient: the values of a critic or the log-probs of an actor."""
+        """The output that always has a gradient: the values of a critic or the log-probs of an
+        actor.
+        """
         trained = self.log_probs if self.values is None else self.values
         assert trained is not None
         return trained
@@ -137,9 +158,9 @@ class Scores(NamedTuple):
 class TokenBatch:
     """The tensors of one micro-batch of n samples.
 
-    Per-token tensors are ``[R]``: the concatenated response tokens of the samples, in their order. With context
-    parallelism they are the part of this rank, and ``response_lengths`` are the lengths of this part, but
-    ``total_lengths`` are those of whole sequences.
+    Per-token tensors are ``[R]``: the concatenated response tokens of the samples, in their order.
+    With context parallelism they are the part of this rank, and ``response_lengths`` are the
+    lengths of this part, but ``total_lengths`` are those of whole sequences.
     """
 
     response_lengths: list[int]
@@ -153,7 +174,9 @@ class TokenBatch:
     entropy: Tensor | None = None
     """``[R]``, with gradient if ``--entropy-coef`` is not 0."""
     old_log_probs: Tensor | None = None
-    """Log-probs that the trainer recomputed before the first step; None for the current ones, detached."""
+    """Log-probs that the trainer recomputed before the first step; None for the current ones,
+    detached.
+    """
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     teacher_log_probs: Tensor | None = None
@@ -161,20 +184,22 @@ class TokenBatch:
     returns: Tensor | None = None
     old_values: Tensor | None = None
     values: Tensor | None = None
-    """``[R]``, with gradient: the values of the critic. If they are present, the loss is the value loss."""
+    """``[R]``, with gradient: the values of the critic. If they are present, the loss is the value
+    loss.
+    """
     opd_reverse_kl: Tensor | None = None
     staleness: Tensor | None = None
-    """The number of steps between the weights that generated a token and those that are trained on it; -1 if it is not
-    known."""
+    """The number of steps between the weights that generated a token and those that are trained on
+    it; -1 if it is not known."""
     mis_weight_mean: float | None = None
     logits: Tensor | None = None
-    """``[R, vocab]``: the rows that score the response tokens, divided by the rollout temperature, with gradient. Only
-    for ``--loss-type custom_loss`` (``TrainNeeds.logits``)."""
+    """``[R, vocab]``: the rows that score the response tokens, divided by the rollout temperature,
+    with gradient. Only for ``--loss-type custom_loss`` (``TrainNeeds.logits``)."""
     targets: Tensor | None = None
     """int64 ``[R]``: the response tokens; only together with ``logits``."""
     sample_entries: dict[str, Any] = field(default_factory=dict)
-    """The entries of the rank batch for these samples (lists of length n), for a custom loss and with its names.
-    Entries per response token are the part of this rank."""
+    """The entries of the rank batch for these samples (lists of length n), for a custom loss and
+    with its names. Entries per response token are the part of this rank."""
 
     @classmethod
     def from_rank_batch(
@@ -195,7 +220,8 @@ class TokenBatch:
         Args:
             batch: A rank batch over whole responses.
             device: The device of the loss; by default that of ``log_probs`` or ``values``.
-            response_index: With context parallelism, the response tokens of each sample that this rank has.
+            response_index: With context parallelism, the response tokens of each sample that this
+                rank has.
         """
         # The loss is computed where the model's output is, and everything else is moved there.
         current = log_probs if log_probs is not None else values
@@ -229,7 +255,9 @@ class TokenBatch:
             logits=logits,
             targets=targets,
             mis_weight_mean=batch.get("mis_weight_mean"),
-            sample_entries=_sample_entries(batch, picked, response_index) if logits is not None else {},
+            sample_entries=_sample_entries(batch, picked, response_index)
+            if logits is not None
+            else {},
             **{name: flat(name) for name in LOSS_FIELDS},
         )
 
@@ -237,12 +265,15 @@ class TokenBatch:
     def compute_dtype(self) -> torch.dtype:
         """float32, or float64 if the output of the model is float64."""
         current = self.log_probs if self.log_probs is not None else self.values
-        return torch.float32 if current is None else torch.promote_types(current.dtype, torch.float32)
+        return (
+            torch.float32 if current is None else torch.promote_types(current.dtype, torch.float32)
+        )
 
     def cleaned(self) -> TokenBatch:
         """Return the batch with per-token values in the compute dtype and 0 for masked tokens.
 
-        So values of masked tokens (NaN, or −inf for a token outside the nucleus) affect neither loss nor gradient.
+        So values of masked tokens (NaN, or −inf for a token outside the nucleus) affect neither
+        loss nor gradient.
 
         Raises:
             ValueError: A per-token tensor does not have one entry per token of the mask.
@@ -255,14 +286,16 @@ class TokenBatch:
                 continue
             if value.shape != self.loss_mask.shape:
                 raise ValueError(
-                    f"TokenBatch.{item.name} has shape {tuple(value.shape)}, the mask {tuple(self.loss_mask.shape)}: "
-                    "both need one entry per response token"
+                    f"TokenBatch.{item.name} has shape {tuple(value.shape)}, the mask "
+                    f"{tuple(self.loss_mask.shape)}: both need one entry per response token"
                 )
             changes[item.name] = keep_where(self.loss_mask, value.to(dtype))
         return replace(self, loss_mask=self.loss_mask.to(dtype), **changes)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Split a flat per-token tensor ``[R]`` into one tensor ``[response_length]`` per sample."""
+        """Split a flat per-token tensor ``[R]`` into one tensor ``[response_length]`` per
+        sample.
+        """
         return list(x.split(self.response_lengths))
 
 
@@ -277,6 +310,9 @@ def _sample_entries(
             continue
         values = [entry[i] for i in picked]
         if response_index is not None and per == "response token":
-            values = [torch.as_tensor(value)[own] for value, own in zip(values, response_index, strict=True)]
+            values = [
+                torch.as_tensor(value)[own]
+                for value, own in zip(values, response_index, strict=True)
+            ]
         found[BY_NAME[key].public_name if key in BY_NAME else key] = values
     return found

@@ -11,14 +11,16 @@ from slime.config.args import Args
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """The learning rate of optimizer step k (from 0), with the formulas of Megatron's OptimizerParamScheduler.
+    """The learning rate of optimizer step k (from 0), with the formulas of Megatron's
+    OptimizerParamScheduler.
 
     Megatron counts samples instead of steps, which is equivalent if all steps have the same size.
 
-    Warm-up: ``init + (max − init)·k/warmup`` for k ≤ warmup. After it, with r = (k − warmup)/(decay − warmup): linear
-    ``1 − r`` and cosine ``(cos πr + 1)/2``, both from max to min; inverse-square-root ``max·√(warmup/k)``, but at least
-    min; WSD: max until ``decay − wsd_decay``, then a decay with one of four shapes. After ``decay``, the learning rate
-    is min, except with the constant schedule.
+    Warm-up: ``init + (max − init)·k/warmup`` for k ≤ warmup. After it, with r = (k − warmup)/(decay
+    − warmup): linear ``1 − r`` and cosine ``(cos πr + 1)/2``, both from max to min;
+    inverse-square-root ``max·√(warmup/k)``, but at least min; WSD: max until ``decay − wsd_decay``,
+    then a decay with one of four shapes. After ``decay``, the learning rate is min, except with the
+    constant schedule.
     """
 
     max_lr: float
@@ -32,16 +34,19 @@ class LrSchedule:
 
     @classmethod
     def from_args(cls, args: Args, role: str = "actor") -> LrSchedule:
-        """Read the flags. A critic uses ``--critic-lr`` and ``--critic-lr-warmup-iters`` if they are given.
+        """Read the flags. A critic uses ``--critic-lr`` and ``--critic-lr-warmup-iters`` if they
+        are given.
 
         Raises:
-            ValueError: The schedule depends on the length of the run, and ``num_rollout`` is not known yet; or the
-                warm-up is as long as the decay.
+            ValueError: The schedule depends on the length of the run, and ``num_rollout`` is not
+                known yet; or the warm-up is as long as the decay.
         """
         # The length of the decay: given in steps, or that of the whole run.
         critic = role == "critic"
         constant = args.lr_decay_style == "constant" and not args.lr_warmup_fraction
-        decay = args.lr_decay_iters or (1 if constant and args.num_rollout is None else planned_steps(args, role))
+        decay = args.lr_decay_iters or (
+            1 if constant and args.num_rollout is None else planned_steps(args, role)
+        )
         # The warm-up may be a part of the decay, and a critic may have its own.
         warmup = args.lr_warmup_iters or 0
         if args.lr_warmup_fraction:
@@ -50,8 +55,9 @@ class LrSchedule:
             warmup = args.critic_lr_warmup_iters
         if args.lr_decay_style != "constant" and warmup >= decay:
             raise ValueError(
-                f"a warm-up of {warmup} steps leaves no steps of a decay over {decay} steps (--lr-decay-iters, or "
-                "--num-rollout x samples / --global-batch-size): lower --lr-warmup-iters"
+                f"a warm-up of {warmup} steps leaves no steps of a decay over {decay} steps "
+                "(--lr-decay-iters, or --num-rollout x samples / --global-batch-size): lower "
+                "--lr-warmup-iters"
             )
         return cls(
             max_lr=args.critic_lr if critic and args.critic_lr is not None else args.lr,
@@ -72,7 +78,9 @@ class LrSchedule:
         if step > self.decay_steps:
             return self.min_lr
         if self.style == "inverse-square-root":
-            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)))
+            return max(
+                self.min_lr, self.max_lr * math.sqrt(max(self.warmup_steps, 1) / max(step, 1))
+            )
         return self.min_lr + self._coefficient(step) * (self.max_lr - self.min_lr)
 
     def _coefficient(self, step: int) -> float:
@@ -83,7 +91,9 @@ class LrSchedule:
         return (
             1.0
             if step <= start
-            else _decay("--lr-wsd-decay-style", self.wsd_style, (step - start) / self.wsd_decay_steps)
+            else _decay(
+                "--lr-wsd-decay-style", self.wsd_style, (step - start) / self.wsd_decay_steps
+            )
         )
 
 
@@ -93,13 +103,13 @@ def planned_steps(args: Args, role: str = "actor") -> int:
     The actor is not trained in the first ``--num-critic-only-steps`` rollouts.
 
     Raises:
-        ValueError: ``num_rollout`` is not known. The driver sets it from ``--num-epoch`` and the data source before
-            the trainers start.
+        ValueError: ``num_rollout`` is not known. The driver sets it from ``--num-epoch`` and the
+            data source before the trainers start.
     """
     if args.num_rollout is None:
         raise ValueError(
-            "the learning rate's decay or warm-up fraction depends on the number of rollouts, which is not known: "
-            "give --num-rollout or --lr-decay-iters"
+            "the learning rate's decay or warm-up fraction depends on the number of rollouts, "
+            "which is not known: give --num-rollout or --lr-decay-iters"
         )
     rollouts = args.num_rollout
     if role == "actor" and args.use_critic:
@@ -109,13 +119,14 @@ def planned_steps(args: Args, role: str = "actor") -> int:
 
 
 def zero_lr_warning(metrics: Mapping[str, float], rollout_id: int, warms_up: bool) -> str | None:
-    """Return a warning if the learning rate of a step was 0, so that the weights did not change; otherwise None.
+    """Return a warning if the learning rate of a step was 0, so that the weights did not change;
+    otherwise None.
 
     There is no warning for the first step of a warm-up from 0.
 
     Args:
-        metrics: The metrics of the step, with ``train/lr-pg_0`` if the actor was trained and ``train/critic-lr-pg_0``
-            if the critic was.
+        metrics: The metrics of the step, with ``train/lr-pg_0`` if the actor was trained and
+            ``train/critic-lr-pg_0`` if the critic was.
         warms_up: Whether the learning rate of a role has a warm-up.
     """
     rates = {"actor": "train/lr-pg_0", "critic": "train/critic-lr-pg_0"}
@@ -123,8 +134,8 @@ def zero_lr_warning(metrics: Mapping[str, float], rollout_id: int, warms_up: boo
     if not idle or (rollout_id == 0 and warms_up):
         return None
     return (
-        f"warning: the learning rate of the {' and the '.join(idle)} was 0 in step {rollout_id}, so the step changed "
-        "no weights: check --lr, --min-lr, --lr-decay-iters and --num-rollout"
+        f"warning: the learning rate of the {' and the '.join(idle)} was 0 in step {rollout_id}, "
+        "so the step changed no weights: check --lr, --min-lr, --lr-decay-iters and --num-rollout"
     )
 
 

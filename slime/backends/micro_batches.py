@@ -1,4 +1,6 @@
-"""The micro-batches of a rank: the samples of an optimizer step, packs for forward passes, and samples to skip."""
+"""The micro-batches of a rank: the samples of an optimizer step, packs for forward passes, and
+samples to skip.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ MicroBatches = list[list[int]]
 
 
 def of_step(batch: RankBatch, step: int) -> MicroBatches:
-    """Return the rank's micro-batches of optimizer step ``step``, as positions of samples in the rank batch.
+    """Return the rank's micro-batches of optimizer step ``step``, as positions of samples in the
+    rank batch.
 
     Raises:
         IndexError: The batch has fewer steps.
@@ -31,10 +34,12 @@ def of_step(batch: RankBatch, step: int) -> MicroBatches:
 def forward_only(
     settings: PackingSettings, batch: RankBatch, context_size: int, at_least: int = 1
 ) -> MicroBatches | None:
-    """Return packs of at most ``--log-probs-max-tokens-per-gpu`` tokens for forward passes without backward.
+    """Return packs of at most ``--log-probs-max-tokens-per-gpu`` tokens for forward passes without
+    backward.
 
-    The result is None if such passes use the micro-batches of training. This is so if the flag is not given or equals
-    the budget of training, or if batches are padded, so that the number of tokens does not determine what fits.
+    The result is None if such passes use the micro-batches of training. This is so if the flag is
+    not given or equals the budget of training, or if batches are padded, so that the number of
+    tokens does not determine what fits.
 
     Args:
         context_size: The number of ranks among which the tokens of each sample are divided.
@@ -49,7 +54,9 @@ def forward_only(
 
 
 def without_zero_advantages(batch: RankBatch, micro_batches: MicroBatches) -> MicroBatches:
-    """Remove samples whose advantages are exactly 0 for all unmasked tokens, and micro-batches that become empty."""
+    """Remove samples whose advantages are exactly 0 for all unmasked tokens, and micro-batches that
+    become empty.
+    """
     advantages = batch["advantages"]
     masks = batch["loss_masks"]
 
@@ -61,26 +68,31 @@ def without_zero_advantages(batch: RankBatch, micro_batches: MicroBatches) -> Mi
 
 
 def weight(batch: RankBatch, micro_batches: MicroBatches, per_token: bool) -> float:
-    """Return the weight of these samples in the mean of the step: their number of rollouts, or with ``per_token`` of
-    tokens."""
+    """Return the weight of these samples in the mean of the step: their number of rollouts, or with
+    ``per_token`` of tokens."""
     total = 0.0
     for indices in micro_batches:
         for i in indices:
             tokens = float(torch.as_tensor(batch["loss_masks"][i]).sum())
-            total += tokens if per_token else tokens / max(float(batch["rollout_mask_sums"][i]), 1.0)
+            total += (
+                tokens if per_token else tokens / max(float(batch["rollout_mask_sums"][i]), 1.0)
+            )
     return total
 
 
 class ResponseValues:
-    """Collects values per response token for all samples of a rank batch, one micro-batch after the other."""
+    """Collects values per response token for all samples of a rank batch, one micro-batch after the
+    other.
+    """
 
     def __init__(self, batch: RankBatch, names: Sequence[str], device: torch.device) -> None:
         self.names = names
         self.lengths = [int(x) for x in batch["response_lengths"]]
         self.starts = torch.tensor([0, *self.lengths]).cumsum(0)
-        # One row per name with the concatenated samples. It stays on the device until all values are there: a copy to
-        # the CPU after each micro-batch would wait for its kernels, and the kernels of the next one could not be queued
-        # meanwhile. Tokens that other context-parallel ranks score stay 0, so that a sum over these ranks is complete.
+        # One row per name with the concatenated samples. It stays on the device until all values
+        # are there: a copy to the CPU after each micro-batch would wait for its kernels, and the
+        # kernels of the next one could not be queued meanwhile. Tokens that other context-parallel
+        # ranks score stay 0, so that a sum over these ranks is complete.
         self.flat = torch.zeros(len(names), sum(self.lengths), dtype=torch.float32, device=device)
 
     def put(self, indices: Sequence[int], own: list[Tensor] | None, scores: object) -> None:
@@ -100,4 +112,7 @@ class ResponseValues:
 
     def by_sample(self) -> dict[str, list[Tensor]]:
         """Return for each name one CPU tensor ``[response_length]`` per sample."""
-        return {n: list(row.split(self.lengths)) for n, row in zip(self.names, self.flat.cpu(), strict=True)}
+        return {
+            n: list(row.split(self.lengths))
+            for n, row in zip(self.names, self.flat.cpu(), strict=True)
+        }

@@ -16,17 +16,21 @@ SAFE_TIS_HOOKS = ("vanilla_tis_function", "icepop_function", "compute_mis_weight
 class TrainNeeds:
     """Which forward passes and which outputs of the model a run needs, read from the flags once.
 
-    Every pass that is not needed is skipped, and only this class decides that. All ranks must agree, because a forward
-    pass is a collective operation. So the decisions depend only on flags, and on entries of the batch that are the same
-    on every rank.
+    Every pass that is not needed is skipped, and only this class decides that. All ranks must
+    agree, because a forward pass is a collective operation. So the decisions depend only on flags,
+    and on entries of the batch that are the same on every rank.
     """
 
     ref_log_probs: bool
-    """Whether log-probs of a reference model are used in the reward (``--kl-coef``) or loss (``--use-kl-loss``)."""
+    """Whether log-probs of a reference model are used in the reward (``--kl-coef``) or loss
+    (``--use-kl-loss``).
+    """
     teacher_log_probs: bool
     """Whether the trainer has the teacher of on-policy distillation (``--opd-type megatron``)."""
     old_actor: bool
-    """Whether the old log-probs are those of a separate copy of the weights (``--keep-old-actor``)."""
+    """Whether the old log-probs are those of a separate copy of the weights
+    (``--keep-old-actor``).
+    """
     old_log_probs: bool
     """Whether the old log-probs are recomputed even if the rollout has a single optimizer step."""
     trains: bool
@@ -34,25 +38,30 @@ class TrainNeeds:
     engine_log_probs: bool
     """Whether the engine's log-probs are used as the old ones (``--use-rollout-logprobs``)."""
     rollout_entropy: bool
-    """Whether the pass that recomputes log-probs also computes the entropy (``--use-rollout-entropy``)."""
+    """Whether the pass that recomputes log-probs also computes the entropy
+    (``--use-rollout-entropy``).
+    """
     entropy: bool
-    """Whether the forward pass of training computes the entropy of the policy, for the loss or as a metric."""
+    """Whether the forward pass of training computes the entropy of the policy, for the loss or as a
+    metric.
+    """
     entropy_grad: bool
     """Whether this entropy has a gradient."""
     logits: bool
     """Whether the loss uses the logits (``TokenBatch.logits``), which only a custom loss does."""
     temperature: float
-    """The logits of training are divided by it: ``--rollout-temperature``, with which the engines sampled; 1 for
-    supervised fine-tuning, whose tokens nobody sampled."""
+    """The logits of training are divided by it: ``--rollout-temperature``, with which the engines
+    sampled; 1 for supervised fine-tuning, whose tokens nobody sampled."""
     skips_zero_advantages: bool
-    """Whether the actor may skip the forward and backward of samples whose final advantages are all exactly 0, because
-    their gradient is exactly 0. ``num_rollouts`` and ``num_tokens`` of the step do not change. It is False if another
-    term has a gradient without an advantage (KL loss, entropy), or if a hook may add such a term."""
+    """Whether the actor may skip the forward and backward of samples whose final advantages are all
+    exactly 0, because their gradient is exactly 0. ``num_rollouts`` and ``num_tokens`` of the step
+    do not change. It is False if another term has a gradient without an advantage (KL loss,
+    entropy), or if a hook may add such a term."""
 
     @classmethod
     def from_args(cls, args: Args) -> TrainNeeds:
-        # Each field is one rule. The old log-probs have the most reasons: whatever compares the policy with itself
-        # before the rollout's first step needs them.
+        # Each field is one rule. The old log-probs have the most reasons: whatever compares the
+        # policy with itself before the rollout's first step needs them.
         policy = args.loss_type == "policy_loss"
         algorithm = algorithm_class(args.advantage_estimator)
         return cls(
@@ -84,10 +93,11 @@ class TrainNeeds:
         )
 
     def recomputes_old_log_probs(self, batch: RankBatch) -> bool:
-        """Return whether the trainer must compute log π_old in a forward pass before the first step of this rollout.
+        """Return whether the trainer must compute log π_old in a forward pass before the first step
+        of this rollout.
 
-        Otherwise the loss uses the engine's log-probs, or the current ones without gradient. The ratio is then 1 with
-        the right gradient, as it is in a first step in any case.
+        Otherwise the loss uses the engine's log-probs, or the current ones without gradient. The
+        ratio is then 1 with the right gradient, as it is in a first step in any case.
         """
         if not self.trains:
             return False
@@ -96,11 +106,17 @@ class TrainNeeds:
         return self.old_log_probs or len(batch["global_batch_sizes"]) > 1
 
     def log_prob_passes(self, steps: int) -> int:
-        """Return how many forward passes over all samples come before the ``steps`` optimizer steps of a rollout."""
+        """Return how many forward passes over all samples come before the ``steps`` optimizer steps
+        of a rollout.
+        """
         old = self.trains and not self.engine_log_probs and (self.old_log_probs or steps > 1)
         return self.ref_log_probs + self.teacher_log_probs + (old or self.rollout_entropy)
 
 
 def _is_linear(path: str | None) -> bool:
-    """Return whether the function of ``--custom-tis-function-path`` is known to only multiply the loss by weights."""
-    return not path or (path.startswith("slime.") and path.replace(":", ".").rpartition(".")[2] in SAFE_TIS_HOOKS)
+    """Return whether the function of ``--custom-tis-function-path`` is known to only multiply the
+    loss by weights.
+    """
+    return not path or (
+        path.startswith("slime.") and path.replace(":", ".").rpartition(".")[2] in SAFE_TIS_HOOKS
+    )

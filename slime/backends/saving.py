@@ -1,4 +1,6 @@
-"""The files that a rank writes of a snapshot, with their digests; also during training (``--async-save``)."""
+"""The files that a rank writes of a snapshot, with their digests; also during training
+(``--async-save``).
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,15 @@ class SavedState(Protocol):
     """The part of the training state on a rank. All ranks must call every method together."""
 
     def take_memory(self) -> None:
-        """Allocate the memory for the copies of asynchronous saves on a thread, during training. Only the first call
-        does this."""
+        """Allocate the memory for the copies of asynchronous saves on a thread, during training.
+        Only the first call does this."""
 
     def writer(self, path: Path) -> Write:
-        """Return a function that writes the current state below ``path``. The caller must hide an incomplete folder.
+        """Return a function that writes the current state below ``path``. The caller must hide an
+        incomplete folder.
 
-        With ``--async-save`` everything is copied first, so that the function may be called during training.
+        With ``--async-save`` everything is copied first, so that the function may be called during
+        training.
         """
 
     def load(self, path: Path) -> None:
@@ -51,8 +55,9 @@ class SavedState(Protocol):
 
 
 class BackgroundSave:
-    """A save on a thread of its own, whose tensors are copied already. ``written`` is done when this rank's files are
-    written. :meth:`finish` raises the errors of the writer, which :meth:`repeat` calls again."""
+    """A save on a thread of its own, whose tensors are copied already. ``written`` is done when
+    this rank's files are written. :meth:`finish` raises the errors of the writer, which
+    :meth:`repeat` calls again."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -75,19 +80,26 @@ class BackgroundSave:
         try:
             return self.written.result(seconds)
         except TimeoutError as error:
-            raise TimeoutError(f"a snapshot was not written within {seconds:g} s (--phase-timeout)") from error
+            raise TimeoutError(
+                f"a snapshot was not written within {seconds:g} s (--phase-timeout)"
+            ) from error
 
 
 def new_save_group(asynchronous: bool) -> ProcessGroup | None:
-    """Create a group of all ranks for the collectives of ``--async-save``, which overlap those of training.
+    """Create a group of all ranks for the collectives of ``--async-save``, which overlap those of
+    training.
 
-    This is a collective operation. The result is None if saves are not ``asynchronous`` or without a process group.
+    This is a collective operation. The result is None if saves are not ``asynchronous`` or without
+    a process group.
     """
     return dist.new_group(backend="gloo") if asynchronous and dist.is_initialized() else None
 
 
-def small_files_writer(path: Path, rank: int, rng: RngState, description: Mapping[str, object] | None) -> Write:
-    """Return a function that writes a rank's random state below ``path``, and the description of the folder, if given.
+def small_files_writer(
+    path: Path, rank: int, rng: RngState, description: Mapping[str, object] | None
+) -> Write:
+    """Return a function that writes a rank's random state below ``path``, and the description of
+    the folder, if given.
 
     Both are captured now, so it does not matter when the function is called.
     """
@@ -120,7 +132,8 @@ def set_rng_state(state: RngState) -> None:
 
 
 def require_undamaged(folder: Path, rank: int, ranks: int) -> None:
-    """Compare the digests of the files in a snapshot's ``folder``, which are divided among the ranks.
+    """Compare the digests of the files in a snapshot's ``folder``, which are divided among the
+    ranks.
 
     This is a collective operation.
 

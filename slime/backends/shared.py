@@ -1,4 +1,6 @@
-"""The base class of both training backends: loss of a micro-batch, metrics of an optimizer step, and saved state."""
+"""The base class of both training backends: loss of a micro-batch, metrics of an optimizer step,
+and saved state.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKS_PER_STAGE = 4
-"""The packs of a forward-only pass per pipeline stage. With so many, the pipeline is busy at least 80% of the time."""
+"""The packs of a forward-only pass per pipeline stage. With so many, the pipeline is busy at least
+80% of the time.
+"""
 
 
 class NonFiniteError(FloatingPointError):
@@ -51,12 +55,16 @@ class StepOptimizer(Protocol):
         """The learning rate of the next step."""
 
     def grad_norm(self) -> float:
-        """Return the norm of the gradients of all ranks, the same number on each. This is a collective operation."""
+        """Return the norm of the gradients of all ranks, the same number on each. This is a
+        collective operation.
+        """
 
     def reset(self) -> None: ...
 
     def step(self, norm: float) -> float:
-        """Update the weights with clipped gradients, whose norm is ``norm``, and return the learning rate."""
+        """Update the weights with clipped gradients, whose norm is ``norm``, and return the
+        learning rate.
+        """
 
 
 class SharedBackend:
@@ -73,15 +81,21 @@ class SharedBackend:
     reduce: DataParallelReduce
     """Sums over ranks that have other samples."""
     share_reduce: DataParallelReduce
-    """Sums over all ranks that compute shares of the loss: with context parallelism, also of other tokens."""
+    """Sums over all ranks that compute shares of the loss: with context parallelism, also of other
+    tokens.
+    """
 
     read_ahead: ClassVar[staticmethod[..., PreTrainedModel] | None] = None
-    """Reads the checkpoint into the memory of the CPU, for the ``read`` of the backend that is created then."""
+    """Reads the checkpoint into the memory of the CPU, for the ``read`` of the backend that is
+    created then.
+    """
 
     _uneven = False
     """Whether some ranks had fewer micro-batches than others in the last pass."""
 
-    def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, args: Args, role: str, rank: int, world_size: int, device: torch.device
+    ) -> None:
         self.args = args
         self.role = role
         self.device = device
@@ -103,7 +117,8 @@ class SharedBackend:
         dtype: torch.dtype | None = None,
         may_swap_pointers: bool = True,
     ) -> None:
-        """Make the copies of the weights that the flags require. With an adapter, copies are those of the adapter.
+        """Make the copies of the weights that the flags require. With an adapter, copies are those
+        of the adapter.
 
         Args:
             named: The parameters of the model, or those on this rank.
@@ -129,7 +144,9 @@ class SharedBackend:
             load_copies(copies, self.bank, initial, self.load_copy, self.adapter is not None)
 
     def load_copy(self, tag: str, path: str) -> None:
-        """Read the model at ``path`` into the copy ``tag`` of whole models. This is a collective operation."""
+        """Read the model at ``path`` into the copy ``tag`` of whole models. This is a collective
+        operation.
+        """
         raise NotImplementedError
 
     def using(self, tag: ModelTag) -> AbstractContextManager[None]:
@@ -140,7 +157,13 @@ class SharedBackend:
     # --- an optimizer step ----------------------------------------------------------------------
 
     def share_of_loss(
-        self, batch: RankBatch, indices: list[int], step: int, scores: Scores, targets: Tensor, own: list[Tensor] | None
+        self,
+        batch: RankBatch,
+        indices: list[int],
+        step: int,
+        scores: Scores,
+        targets: Tensor,
+        own: list[Tensor] | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the share of a micro-batch in the loss and metrics of optimizer step ``step``.
 
@@ -148,8 +171,9 @@ class SharedBackend:
             own: With context parallelism, the response tokens of each sample that this rank has.
         """
         if not indices:
-            # A rank with fewer micro-batches than others takes part in their collectives with a dummy. The loss of the
-            # dummy is 0, but has a gradient path through the whole model, so that backward runs the same collectives.
+            # A rank with fewer micro-batches than others takes part in their collectives with a
+            # dummy. The loss of the dummy is 0, but has a gradient path through the whole model, so
+            # that backward runs the same collectives.
             return scores.trained.sum() * 0.0, {}
         tokens = TokenBatch.from_rank_batch(
             batch,
@@ -167,39 +191,53 @@ class SharedBackend:
             reduce=self.reduce,
         )
 
-    def scheduled_and_trained(self, batch: RankBatch, step: int) -> tuple[mb.MicroBatches, mb.MicroBatches]:
-        """Return the rank's micro-batches of a step, and the same without samples that cannot change the weights."""
+    def scheduled_and_trained(
+        self, batch: RankBatch, step: int
+    ) -> tuple[mb.MicroBatches, mb.MicroBatches]:
+        """Return the rank's micro-batches of a step, and the same without samples that cannot
+        change the weights.
+        """
         scheduled = mb.of_step(batch, step)
-        skipping = self.role == "actor" and batch.get("advantages") is not None and self.needs.skips_zero_advantages
+        skipping = (
+            self.role == "actor"
+            and batch.get("advantages") is not None
+            and self.needs.skips_zero_advantages
+        )
         return scheduled, mb.without_zero_advantages(batch, scheduled) if skipping else scheduled
 
     def forward_packs(self, batch: RankBatch, stages: int = 1) -> mb.MicroBatches:
-        """Return the micro-batches of a forward-only pass, to which :meth:`aligned` must still be applied.
+        """Return the micro-batches of a forward-only pass, to which :meth:`aligned` must still be
+        applied.
 
-        This is a collective operation. Ranks run the passes in lock step, so each rank makes as many packs as the rank
-        that needs the most. With several pipeline stages there are at least four times as many packs as stages, if
-        training has as many: with fewer, larger packs, stages would be idle while the pipeline fills and drains.
+        This is a collective operation. Ranks run the passes in lock step, so each rank makes as
+        many packs as the rank that needs the most. With several pipeline stages there are at least
+        four times as many packs as stages, if training has as many: with fewer, larger packs,
+        stages would be idle while the pipeline fills and drains.
         """
         training: mb.MicroBatches = batch["micro_batch_indices"]
         context = self.share_reduce.world_size // self.reduce.world_size
         at_least = min(len(training), PACKS_PER_STAGE * stages) if stages > 1 else 1
         packs = mb.forward_only(self.packing, batch, context, at_least)
         if packs is None:  # on every rank
-            missing = sorted(set(range(len(batch["tokens"]))) - {i for indices in training for i in indices})
+            missing = sorted(
+                set(range(len(batch["tokens"]))) - {i for indices in training for i in indices}
+            )
             if missing:
                 raise ValueError(
-                    f"samples {missing[:8]} of the rank batch are in no micro-batch, so they would not be scored"
+                    f"samples {missing[:8]} of the rank batch are in no micro-batch, so they "
+                    "would not be scored"
                 )
             return training
-        # A rank that needs fewer packs divides its samples further instead of running dummies: smaller packs need less
-        # memory, and dummies are wasted work.
+        # A rank that needs fewer packs divides its samples further instead of running dummies:
+        # smaller packs need less memory, and dummies are wasted work.
         most = int(self.reduce.maximum([float(len(packs))])[0])
         if most > len(packs):
             packs = mb.forward_only(self.packing, batch, context, most) or []
         return packs
 
     def aligned(self, micro_batches: mb.MicroBatches, multiple: int = 1) -> mb.MicroBatches:
-        """Add empty micro-batches, up to the number of the rank with the most, rounded up to a multiple.
+        """Add empty micro-batches, up to the number of the rank with the most, rounded up to a
+        multiple.
 
         This is necessary because forward and backward are collective operations.
         """
@@ -222,17 +260,25 @@ class SharedBackend:
                 total[name] = max(before, value) if is_max_metric(name) else before + value
 
     def _step_metrics(
-        self, shares: dict[str, float], batch: RankBatch, scheduled: mb.MicroBatches, trained: mb.MicroBatches
+        self,
+        shares: dict[str, float],
+        batch: RankBatch,
+        scheduled: mb.MicroBatches,
+        trained: mb.MicroBatches,
     ) -> Metrics:
         """Compute the metrics of the step over all ranks."""
         # Sums over ranks first: a rank may have had other samples, or none.
         same_names = not (self._uneven or self.loss_settings.metrics_vary)
         metrics = self.share_reduce.metrics(shares, same_names)
         counts = [float(sum(map(len, part))) for part in (scheduled, trained)]
-        weights = [mb.weight(batch, part, self.args.calculate_per_token_loss) for part in (scheduled, trained)]
+        weights = [
+            mb.weight(batch, part, self.args.calculate_per_token_loss)
+            for part in (scheduled, trained)
+        ]
         all_count, count, all_weight, weight = self.reduce.total([*counts, *weights])
-        # Losses and metrics were divided by all rollouts of the step. This is right for the loss, because skipped
-        # samples add 0. But diagnostics must be means over the samples that were computed.
+        # Losses and metrics were divided by all rollouts of the step. This is right for the loss,
+        # because skipped samples add 0. But diagnostics must be means over the samples that were
+        # computed.
         if count < all_count:
             metrics = {"loss": 0.0, "pg_loss": 0.0, "pg_clipfrac": 0.0} | metrics
             metrics = rescale_diagnostics(metrics, weight / all_weight if all_weight else 0.0)
@@ -270,28 +316,33 @@ class SharedBackend:
         return False
 
     def _require_finite(self, value: float, what: str, batch: RankBatch, step: int) -> None:
-        """Raise the same error on every rank, so that no rank waits for one that raised an error."""
+        """Raise the same error on every rank, so that no rank waits for one that raised an
+        error.
+        """
         everyones = self.share_reduce.each(value)
         bad = [rank for rank, x in enumerate(everyones) if not math.isfinite(x)]
         if bad:
             raise NonFiniteError(
-                f"{self.role}: {what} is {everyones[bad[0]]} on rank {', '.join(map(str, bad))} in optimizer step "
-                f"{self.optimizer.steps} (step {step} of rollout {batch.get('rollout_id')}); weights are unchanged. "
-                "Lower --lr or --clip-grad, or look at the samples of that rollout (--save-debug-rollout-data)"
+                f"{self.role}: {what} is {everyones[bad[0]]} on rank {', '.join(map(str, bad))} "
+                f"in optimizer step {self.optimizer.steps} (step {step} of rollout "
+                f"{batch.get('rollout_id')}); weights are unchanged. Lower --lr or --clip-grad, "
+                "or look at the samples of that rollout (--save-debug-rollout-data)"
             )
 
     # --- weights and state ----------------------------------------------------------------------
 
     @property
     def moving_copies(self) -> set[str]:
-        """Return the tags of the copies that change during a run, so that snapshots must contain them."""
+        """Return the tags of the copies that change during a run, so that snapshots must contain
+        them.
+        """
         return self.bank.moving
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors with the names of the checkpoint, in the dtype of forward passes.
 
-        With ``--lora-sync adapter``, they are followed by the factors of the adapter with their names in PEFT's files.
-        They may be the memory of the model.
+        With ``--lora-sync adapter``, they are followed by the factors of the adapter with their
+        names in PEFT's files. They may be the memory of the model.
         """
         assert self.role == "actor", "a critic's weights go to no engine"
         separate = self.adapter is not None and self.args.lora_sync == "adapter"
@@ -309,7 +360,10 @@ class SharedBackend:
         assert self.adapter is not None
         self.finish_update()
         dtype = DTYPES[self.args.train_dtype]
-        yield from ((name, factor.to(dtype)) for name, factor in named_factors(self.adapter.factors()).items())
+        yield from (
+            (name, factor.to(dtype))
+            for name, factor in named_factors(self.adapter.factors()).items()
+        )
 
     @property
     def adapter_sync(self) -> AdapterSync | None:
@@ -320,7 +374,10 @@ class SharedBackend:
         if self.args.lora_sync == "merged":
             return AdapterSync(self._adapted_weights(), None)
         layers = adapter.layer_names()
-        return AdapterSync(frozenset(name for layer in layers for name in factor_names(layer)), adapter.config(layers))
+        return AdapterSync(
+            frozenset(name for layer in layers for name in factor_names(layer)),
+            adapter.config(layers),
+        )
 
     def _adapted_weights(self) -> frozenset[str]:
         """Return the names in the checkpoint of the weights that have adapters."""
@@ -329,10 +386,16 @@ class SharedBackend:
     def adapter_source(self) -> AdapterSource | None:
         """See :meth:`TrainBackend.adapter_source`."""
         sent = self.adapter_sync
-        return None if sent is None or sent.config is None else AdapterSource(self._named_factors(), self._any_rank)
+        return (
+            None
+            if sent is None or sent.config is None
+            else AdapterSource(self._named_factors(), self._any_rank)
+        )
 
     def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter (``--save-hf``)."""
+        """Write a Hugging Face folder of the current weights, or PEFT's files of the adapter
+        (``--save-hf``).
+        """
         assert self.role == "actor", "a critic is not a language model"
         self.finish_update()
         writer = self.rank == 0
@@ -342,7 +405,8 @@ class SharedBackend:
             else:
                 self._export(Path(path), writer)
         finally:
-            self.barrier()  # also after an error of the writer, for which the other ranks would wait
+            # also after an error of the writer, for which the other ranks would wait
+            self.barrier()
 
     def _export(self, path: Path, writer: bool) -> None:
         """Write a Hugging Face folder of the current weights. This is a collective operation."""
@@ -360,7 +424,9 @@ class SharedBackend:
             dist.barrier()
 
     def finish_update(self) -> None:
-        """Wait until the last update has reached the weights. It is called before they are read or replaced."""
+        """Wait until the last update has reached the weights. It is called before they are read or
+        replaced.
+        """
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         """Make one copy equal to another. A target that does not exist yet is created."""
@@ -378,7 +444,8 @@ class SharedBackend:
     def save(self, path: Path) -> list[FileEntry]:
         self.finish_update()
         if self.saving is not None:
-            # The last save must be finished, because its copies are in the memory that this save uses.
+            # The last save must be finished, because its copies are in the memory that this save
+            # uses.
             self.saving.finish(self.args.phase_timeout)
         write = self.state.writer(Path(path))
         if not self.args.async_save:

@@ -1,7 +1,9 @@
-"""Save and load tensors as rectangles that ranks have, in torch's distributed checkpoint (DCP) format.
+"""Save and load tensors as rectangles that ranks have, in torch's distributed checkpoint (DCP)
+format.
 
-Each rank writes its rectangles to its own file, without a gather and with one tensor in memory at a time. They can be
-loaded with any other division of the same tensors: each rank reads the parts that overlap its rectangles.
+Each rank writes its rectangles to its own file, without a gather and with one tensor in memory at a
+time. They can be loaded with any other division of the same tensors: each rank reads the parts that
+overlap its rectangles.
 """
 
 from __future__ import annotations
@@ -61,14 +63,16 @@ class TensorShard(NamedTuple):
     offsets: tuple[int, ...]
     full_shape: tuple[int, ...]
     may_be_padded: bool = False
-    """Whether the first axis of the stored tensor may have another length. Missing rows are not changed in memory."""
+    """Whether the first axis of the stored tensor may have another length. Missing rows are not
+    changed in memory.
+    """
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
     """Divide the elements ``start`` to ``end`` of a tensor, in row-major order, into rectangles.
 
-    A tensor of ``n`` dimensions needs up to ``2 n - 1`` rectangles: the rest of a row, whole rows, and the beginning of
-    a row, where each incomplete row is divided in the same way.
+    A tensor of ``n`` dimensions needs up to ``2 n - 1`` rectangles: the rest of a row, whole rows,
+    and the beginning of a row, where each incomplete row is divided in the same way.
     """
     if start >= end:
         return []
@@ -103,8 +107,8 @@ def share(numel: int, rank: int, ranks: int) -> tuple[int, int]:
 class ShardMemory:
     """CPU memory for copies of a rank's shards, which is kept from one save to the next.
 
-    Allocating memory takes longer than copying: the kernel clears it page by page, and memory for copies from CUDA is
-    pinned.
+    Allocating memory takes longer than copying: the kernel clears it page by page, and memory for
+    copies from CUDA is pinned.
     """
 
     def __init__(self) -> None:
@@ -117,7 +121,9 @@ class ShardMemory:
         return self._taking is not None or bool(self._kinds)
 
     def take(self, shards: Iterable[TensorShard]) -> None:
-        """Allocate and clear memory for such shards on a new thread, so that :meth:`copied` only has to copy."""
+        """Allocate and clear memory for such shards on a new thread, so that :meth:`copied` only
+        has to copy.
+        """
         like = [shard.data.detach() for shard in shards]
 
         def get() -> None:
@@ -134,7 +140,9 @@ class ShardMemory:
 
     @torch.no_grad()
     def copied(self, shards: Iterable[TensorShard]) -> list[TensorShard]:
-        """Copy shards to this memory, so that training can continue. Copies of the last call are overwritten."""
+        """Copy shards to this memory, so that training can continue. Copies of the last call are
+        overwritten.
+        """
         if self._taking is not None:
             self._taking.join()
             self._taking = None
@@ -148,7 +156,9 @@ class ShardMemory:
             tensor.copy_(shard.data, non_blocking=True)
         if any(shard.data.is_cuda for shard in shards):
             torch.cuda.synchronize()
-        return [shard._replace(data=tensor) for tensor, shard in zip(self.tensors, shards, strict=True)]
+        return [
+            shard._replace(data=tensor) for tensor, shard in zip(self.tensors, shards, strict=True)
+        ]
 
 
 def _kinds(tensors: Iterable[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
@@ -157,7 +167,9 @@ def _kinds(tensors: Iterable[Tensor]) -> list[tuple[torch.Size, torch.dtype, tor
 
 @contextmanager
 def _causes_named(folder: Path) -> Iterator[None]:
-    """Convert torch's exception, which is not an ``Exception`` and whose message does not contain the causes."""
+    """Convert torch's exception, which is not an ``Exception`` and whose message does not contain
+    the causes.
+    """
     try:
         yield
     except dcp.CheckpointException as error:
@@ -174,13 +186,15 @@ def write_shards(
     """Write ``folder`` with all ranks of ``group``. This is a collective operation.
 
     Returns:
-        This rank's files with their digests, after they are synced to disk. The paths are relative to ``root``.
+        This rank's files with their digests, after they are synced to disk. The paths are relative
+        to ``root``.
 
     Raises:
-        RuntimeError: A rank failed; or the rectangles of the ranks overlap or do not cover everything.
+        RuntimeError: A rank failed; or the rectangles of the ranks overlap or do not cover
+            everything.
     """
-    # The planner has the tensors, so the state dict of the call is empty. In this way, the rectangles of a rank need
-    # not be described by DTensors.
+    # The planner has the tensors, so the state dict of the call is empty. In this way, the
+    # rectangles of a rank need not be described by DTensors.
     writer = _DigestingWriter(folder)
     with torch.no_grad(), _causes_named(folder):
         dcp.save(
@@ -221,8 +235,8 @@ def _write_item(shard: TensorShard) -> WriteItem:
 
 
 class _DigestingWriter(dcp.FileSystemWriter):
-    """Writes one file per rank, and computes its digest at the same time. Unlike torch's writer, which keeps a CPU copy
-    of everything until the file is complete, it keeps one tensor."""
+    """Writes one file per rank, and computes its digest at the same time. Unlike torch's writer,
+    which keeps a CPU copy of everything until the file is complete, it keeps one tensor."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -237,7 +251,9 @@ class _DigestingWriter(dcp.FileSystemWriter):
                     start = file.tell()
                     _write_tensor(planner.resolve_data(item), file)
                     length = file.tell() - start
-                    results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                    results.append(
+                        WriteResult(item.index, length, _StorageInfo(name, start, length))
+                    )
             self.files.append(file)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -250,9 +266,11 @@ def _write_tensor(data: Tensor | io.BytesIO, file: DigestedFile) -> None:
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor in the same memory whose storage is only this tensor: torch.save writes whole storages.
+    """Return a tensor in the same memory whose storage is only this tensor: torch.save writes whole
+    storages.
 
-    A clone of each view would do as well, but the thread of ``--async-save`` would keep the memory of several.
+    A clone of each view would do as well, but the thread of ``--async-save`` would keep the memory
+    of several.
     """
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
@@ -299,13 +317,19 @@ class StoredTensors:
             stored = self.shapes.get(shard.name)
             if stored is None:
                 problems.append(f"{shard.name} is missing")
-            elif stored[1:] != shard.full_shape[1:] or (stored != shard.full_shape and not shard.may_be_padded):
-                problems.append(f"{shard.name} has shape {stored}, but {shard.full_shape} in the model")
+            elif stored[1:] != shard.full_shape[1:] or (
+                stored != shard.full_shape and not shard.may_be_padded
+            ):
+                problems.append(
+                    f"{shard.name} has shape {stored}, but {shard.full_shape} in the model"
+                )
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             if all(problem.startswith("optimizer/") for problem in problems):
                 more += " (--no-load-optim leaves the optimizer out)"
-            raise ValueError(f"{self.folder} does not fit the model: {'; '.join(problems[:5])}{more}")
+            raise ValueError(
+                f"{self.folder} does not fit the model: {'; '.join(problems[:5])}{more}"
+            )
         with torch.no_grad(), _causes_named(self.folder):
             dcp.load(
                 {},
@@ -316,8 +340,8 @@ class StoredTensors:
 
 
 class _TensorReader(dcp.FileSystemReader):
-    """A reader that has one stored tensor in memory at a time. torch's reader keeps a tensor until it has read the
-    next one of the same call."""
+    """A reader that has one stored tensor in memory at a time. torch's reader keeps a tensor until
+    it has read the next one of the same call."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -338,7 +362,8 @@ class _ShardLoadPlanner(DefaultLoadPlanner):
         for name, shards in self.by_name.items():
             stored = self.metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
-            for number, shard in enumerate(shards):  # numbered, because two shards may be the same rectangle
+            # numbered, because two shards may be the same rectangle
+            for number, shard in enumerate(shards):
                 chunk = ChunkStorageMetadata(torch.Size(shard.offsets), shard.data.shape)
                 for item in create_read_items_for_chunk_list(name, stored, [chunk]):
                     index = dataclasses.replace(item.dest_index, index=number)

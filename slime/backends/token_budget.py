@@ -1,10 +1,11 @@
 """Find out how many tokens a micro-batch may have, with training passes over packs of two sizes.
 
-The peak of allocated memory grows linearly with the tokens of a pack, because attention kernels do not store scores,
-and logits are computed in chunks. A line through two peaks gives the memory per token and the memory that does not
-depend on tokens (weights, optimizer state, gradients, one chunk of logits), and so the number of tokens that fit into
-the available memory. The estimate is conservative: if the logits of a small model determine the peak of the two packs,
-the memory per token is overestimated.
+The peak of allocated memory grows linearly with the tokens of a pack, because attention kernels do
+not store scores, and logits are computed in chunks. A line through two peaks gives the memory per
+token and the memory that does not depend on tokens (weights, optimizer state, gradients, one chunk
+of logits), and so the number of tokens that fit into the available memory. The estimate is
+conservative: if the logits of a small model determine the peak of the two packs, the memory per
+token is overestimated.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
     from slime.data.fields import RankBatch
 
 FIRST_SIZE = 4096
-"""The tokens of the first pack, which is the least default budget. The second pack has twice as many."""
+"""The tokens of the first pack, which is the least default budget. The second pack has twice as
+many.
+"""
 MOST_TOKENS = 65536
-"""The largest budget. A larger one gives no more throughput, and kernels with 32-bit indices are near their limit: for
-example, the activations of a feed-forward layer with a width of 28,672."""
+"""The largest budget. A larger one gives no more throughput, and kernels with 32-bit indices are
+near their limit: for example, the activations of a feed-forward layer with a width of 28,672."""
 LEAST_TOKENS = 1024
 MULTIPLE = 256
 SAMPLE_TOKENS = 1024
@@ -30,7 +33,9 @@ SAMPLE_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Measurement:
-    """The result of one rank: how many tokens fit, the bytes per token, and the bytes available for tokens."""
+    """The result of one rank: how many tokens fit, the bytes per token, and the bytes available for
+    tokens.
+    """
 
     tokens: int
     bytes_per_token: float
@@ -41,7 +46,9 @@ class Meter(Protocol):
     """Measures accelerator memory in bytes."""
 
     def available(self) -> int:
-        """Return the memory that the process has plus the free memory, which is the most that it can have."""
+        """Return the memory that the process has plus the free memory, which is the most that it
+        can have.
+        """
 
     def allocated(self) -> int: ...
 
@@ -79,7 +86,8 @@ class CudaMeter:
 
 
 def measure(backend: TrainBackend, share: float, meter: Meter) -> Measurement:
-    """Run training passes of ``backend`` and return how many tokens per GPU fit. This is a collective operation.
+    """Run training passes of ``backend`` and return how many tokens per GPU fit. This is a
+    collective operation.
 
     Args:
         backend: The backend. Its weights, optimizer state and gradients do not change.
@@ -94,25 +102,29 @@ def measure(backend: TrainBackend, share: float, meter: Meter) -> Measurement:
 
     reduce = DataParallelReduce(backend.world_size, torch.device("cpu"))
     try:
-        backend.rehearse(FIRST_SIZE)  # the first pass creates compiled kernels, workspaces and communication buffers
+        # the first pass creates compiled kernels, workspaces and communication buffers
+        backend.rehearse(FIRST_SIZE)
     except torch.OutOfMemoryError as error:
         raise MemoryError(
-            f"a training pass over {FIRST_SIZE} tokens does not fit into the memory of rank {backend.rank}: use "
-            "--gradient-checkpointing, more GPUs or a smaller --sglang-mem-fraction-static, or give a smaller budget "
-            f"with --max-tokens-per-gpu ({error})"
+            f"a training pass over {FIRST_SIZE} tokens does not fit into the memory of rank "
+            f"{backend.rank}: use --gradient-checkpointing, more GPUs or a smaller "
+            "--sglang-mem-fraction-static, or give a smaller budget with --max-tokens-per-gpu "
+            f"({error})"
         ) from error
-    # Two sizes give the line of memory over tokens. Each is run twice if kernels are compiled for it.
+    # Two sizes give the line of memory over tokens. Each is run twice if kernels are compiled for
+    # it.
     available = meter.available()
     idle = meter.allocated()
     peaks: dict[int, int] = {}
     for size in (FIRST_SIZE, 2 * FIRST_SIZE):
         if peaks:
-            backend.rehearse(size)  # kernels that were compiled for one size are compiled again for all sizes
+            # kernels that were compiled for one size are compiled again for all sizes
+            backend.rehearse(size)
         meter.start()
         backend.rehearse(size)
         peaks[size] = meter.peak()
-        # Twice as many tokens need at most twice as much memory. If one rank ran out of memory, the others would wait
-        # for it, so either all ranks continue or none.
+        # Twice as many tokens need at most twice as much memory. If one rank ran out of memory, the
+        # others would wait for it, so either all ranks continue or none.
         if reduce.maximum([idle + 2 * (peaks[size] - idle) - share * available])[0] > 0:
             break
     backend.clear_memory()
@@ -129,18 +141,20 @@ def fit(peaks: Mapping[int, float], idle: float, usable: float) -> Measurement:
     (few, low), (many, high) = min(peaks.items()), max(peaks.items())
     per_token = (high - low) / (many - few) if many > few else (high - idle) / many
     per_token = max(per_token, 1.0)
-    # The memory that is left after everything that does not grow with tokens (weights, optimizer state, gradients and
-    # one chunk of logits), which is the intercept of the line.
+    # The memory that is left after everything that does not grow with tokens (weights, optimizer
+    # state, gradients and one chunk of logits), which is the intercept of the line.
     room = usable - (high - per_token * many)
     return Measurement(max(math.floor(room / per_token), 0), per_token, max(room, 0.0))
 
 
 def budget(found: Sequence[Measurement], longest: int) -> int:
-    """Return the budget for all ranks: the number of tokens that fit on the rank with the least memory, within bounds.
+    """Return the budget for all ranks: the number of tokens that fit on the rank with the least
+    memory, within bounds.
 
     Args:
         found: The measurements of all ranks.
-        longest: The tokens of the longest sample on one GPU, which may be more than :data:`MOST_TOKENS`.
+        longest: The tokens of the longest sample on one GPU, which may be more than
+            :data:`MOST_TOKENS`.
     """
     # All ranks must have the same budget, so the rank with the least memory determines it.
     tokens = min(one.tokens for one in found)
@@ -149,7 +163,9 @@ def budget(found: Sequence[Measurement], longest: int) -> int:
 
 
 def rehearsal_batch(tokens: int, vocab_size: int) -> RankBatch:
-    """Return samples with ``tokens`` tokens in total, without common prompts. All but the first token are response."""
+    """Return samples with ``tokens`` tokens in total, without common prompts. All but the first
+    token are response.
+    """
     import torch
 
     from slime.data.fields import RankBatch
@@ -158,7 +174,8 @@ def rehearsal_batch(tokens: int, vocab_size: int) -> RankBatch:
     if tokens % SAMPLE_TOKENS > 1:
         lengths.append(tokens % SAMPLE_TOKENS)
     generator = torch.Generator().manual_seed(0)
-    high = max(min(vocab_size, 30_000), 2)  # avoids the ids of images and other media at the end of a vocabulary
+    # avoids the ids of images and other media at the end of a vocabulary
+    high = max(min(vocab_size, 30_000), 2)
     return RankBatch(
         {
             "tokens": [torch.randint(high, (length,), generator=generator) for length in lengths],

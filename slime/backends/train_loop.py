@@ -57,13 +57,15 @@ def train_on_rollout(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Compute log-probs and advantages, and run all optimizer steps of one rollout.
 
-    All ranks must call this together, each with its own batch. These entries are added to the batch, unless it has them
-    already: ``ref_log_probs``, ``old_log_probs`` (if they are recomputed), ``old_values`` (of the critic, from before
-    the update), ``kl``, ``advantages`` and ``returns``.
+    All ranks must call this together, each with its own batch. These entries are added to the
+    batch, unless it has them already: ``ref_log_probs``, ``old_log_probs`` (if they are
+    recomputed), ``old_values`` (of the critic, from before the update), ``kl``, ``advantages`` and
+    ``returns``.
 
     Returns:
-        The metrics and the seconds per phase. Metrics ``train/…`` and ``train/critic-…`` are means over the optimizer
-        steps of the rollout, ``rollout/…`` are means over its samples. They are equal on all ranks.
+        The metrics and the seconds per phase. Metrics ``train/…`` and ``train/critic-…`` are means
+        over the optimizer steps of the rollout, ``rollout/…`` are means over its samples. They are
+        equal on all ranks.
 
     Raises:
         ValueError: The batch lacks an entry that the flags need. The message names both.
@@ -75,14 +77,16 @@ def train_on_rollout(
         backend.reset_optimizer()
     if critic:
         with timer.phase("values"):
-            # Computed before any update: they are the baseline of the advantages, and the value loss clips around them.
+            # Computed before any update: they are the baseline of the advantages, and the value
+            # loss clips around them.
             batch["old_values"] = backend.values(batch)
     else:
         # Forward passes of the other models and of the old policy, each only if the loss needs it.
         _score(backend, batch, timer)
         if args.use_critic and batch.get("old_values") is None:
             raise ValueError(
-                f"--advantage-estimator {args.advantage_estimator} needs the critic's values in the actor's batch"
+                f"--advantage-estimator {args.advantage_estimator} needs the critic's values in "
+                "the actor's batch"
             )
     # Advantages are those of the whole rollout, so they come before its division into steps.
     with timer.phase("data_preprocess"):
@@ -90,7 +94,9 @@ def train_on_rollout(
         compute_advantages(settings.for_critic() if critic else settings, batch, backend.reduce)
         if args.rollout_data_postprocess_path and not critic:
             with batch.lent_to(args.rollout_data_postprocess_path) as view:
-                load_function(args.rollout_data_postprocess_path)(args, batch.get("rollout_id"), view)
+                load_function(args.rollout_data_postprocess_path)(
+                    args, batch.get("rollout_id"), view
+                )
     # Optimizer steps. The metrics of a step are equal on all ranks, so their mean is, too.
     steps = len(batch["num_microbatches"])
     name = f"{backend.role}_train"
@@ -100,7 +106,9 @@ def train_on_rollout(
             progress.report(name.replace("_", " "), step, steps)
             results.append(backend.train_step(batch, step))
     prefix = "train/critic-" if critic else "train/"
-    metrics = {prefix + key: value for key, value in divide_by_weights(_mean_over_steps(results)).items()}
+    metrics = {
+        prefix + key: value for key, value in divide_by_weights(_mean_over_steps(results)).items()
+    }
     if not critic:
         metrics |= rollout_metrics(backend, batch)
         if args.log_correct_samples:
@@ -111,16 +119,19 @@ def train_on_rollout(
 
 
 def score_rollout(
-    backend: TrainBackend, batch: RankBatch, profiler: Profiler | None = None, timers: Timers | None = None
+    backend: TrainBackend,
+    batch: RankBatch,
+    profiler: Profiler | None = None,
+    timers: Timers | None = None,
 ) -> tuple[TrainData, dict[str, float]]:
     """Run the forward passes of the actor that come before its first optimizer step.
 
-    With ``--kl-coef``, the critic needs their log-probs for its returns, and it trains before the actor. All ranks must
-    call this together.
+    With ``--kl-coef``, the critic needs their log-probs for its returns, and it trains before the
+    actor. All ranks must call this together.
 
     Returns:
-        The entries that were added to the batch, and the seconds per phase. :func:`train_on_rollout` does not compute
-        these entries again if its batch has them.
+        The entries that were added to the batch, and the seconds per phase.
+        :func:`train_on_rollout` does not compute these entries again if its batch has them.
     """
     timer = PhaseTimer(profiler, timers)
     before = {*batch}
@@ -129,7 +140,9 @@ def score_rollout(
 
 
 def _score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
-    """Run the forward passes of the actor before the first optimizer step, each only if it is needed."""
+    """Run the forward passes of the actor before the first optimizer step, each only if it is
+    needed.
+    """
     needs = backend.needs
     if needs.ref_log_probs and batch.get("ref_log_probs") is None:
         with timer.phase("ref_log_probs"):
@@ -161,13 +174,14 @@ def _combined(name: str, values: list[float]) -> float:
 
 
 def rollout_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:
-    """Return ``rollout/<entry>``, the mean over the samples of all ranks. For a per-token entry it is the mean of the
-    samples' masked means, for a reward the mean over rollouts."""
+    """Return ``rollout/<entry>``, the mean over the samples of all ranks. For a per-token entry it
+    is the mean of the samples' masked means, for a reward the mean over rollouts."""
     return _means(backend, batch, METRICS, [True] * len(batch["tokens"]), "rollout/")
 
 
 def correct_sample_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:
-    """Return ``rollout/correct-<entry>`` for the samples whose raw reward counts as a pass, and their fraction.
+    """Return ``rollout/correct-<entry>`` for the samples whose raw reward counts as a pass, and
+    their fraction.
 
     This is for ``--log-correct-samples``. If no sample is correct, there are no such entries.
     """
@@ -175,7 +189,11 @@ def correct_sample_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str,
     shares = _shares(batch)
     right = math.fsum(share for share, correct in zip(shares, chosen, strict=True) if correct)
     correct, count = backend.reduce.total([right, math.fsum(shares)])
-    names = [name for name in METRICS if BY_NAME[name].per != "sample" or name in ("response_lengths", "truncated")]
+    names = [
+        name
+        for name in METRICS
+        if BY_NAME[name].per != "sample" or name in ("response_lengths", "truncated")
+    ]
     means = _means(backend, batch, names, chosen, "rollout/correct-")
     return {"rollout/correct_ratio": correct / max(count, 1.0), **(means if correct else {})}
 
@@ -183,36 +201,53 @@ def correct_sample_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str,
 def _shares(batch: RankBatch) -> list[float]:
     shares: list[float] | None = batch.get("rollout_shares")
     raw = batch["raw_reward"]
-    return shares_in_rollouts(batch.get("rollout_ids") or range(len(raw)), raw) if shares is None else shares
+    return (
+        shares_in_rollouts(batch.get("rollout_ids") or range(len(raw)), raw)
+        if shares is None
+        else shares
+    )
 
 
 def _means(
-    backend: TrainBackend, batch: RankBatch, keys: Sequence[str], chosen: Sequence[bool], prefix: str
+    backend: TrainBackend,
+    batch: RankBatch,
+    keys: Sequence[str],
+    chosen: Sequence[bool],
+    prefix: str,
 ) -> dict[str, float]:
-    # Sums of each entry over the samples of this rank, and by what they are divided: samples, or rollouts for
-    # rewards.
+    # Sums of each entry over the samples of this rank, and by what they are divided: samples, or
+    # rollouts for rewards.
     names = []
     numbers = []
     masks = [torch.as_tensor(mask) for mask in batch["loss_masks"]]
     for key in keys:
         if batch.get(key) is None:
             continue
-        entries = [(x, mask) for x, mask, wanted in zip(batch[key], masks, chosen, strict=True) if wanted]
+        entries = [
+            (x, mask) for x, mask, wanted in zip(batch[key], masks, chosen, strict=True) if wanted
+        ]
         if key in _REWARDS:
-            weights = [share for share, wanted in zip(_shares(batch), chosen, strict=True) if wanted]
+            weights = [
+                share for share, wanted in zip(_shares(batch), chosen, strict=True) if wanted
+            ]
             # Where the share is 0, the raw reward is NaN: the verifier gave no result.
-            values = [float(x) * share for (x, _), share in zip(entries, weights, strict=True) if share]
+            values = [
+                float(x) * share for (x, _), share in zip(entries, weights, strict=True) if share
+            ]
         elif BY_NAME[key].per == "sample":
             values = [float(x) for x, _ in entries]
         else:
             tensors = ((torch.as_tensor(x), mask) for x, mask in entries if bool(mask.any()))
             values = [float(x[mask != 0].double().mean()) for x, mask in tensors]
         names.append(BY_NAME[key].public_name)
-        # Sums and counts instead of means, because ranks have different numbers of samples. One collective at the end
-        # reduces all metrics.
+        # Sums and counts instead of means, because ranks have different numbers of samples. One
+        # collective at the end reduces all metrics.
         numbers += [sum(values), math.fsum(weights) if key in _REWARDS else float(len(values))]
     totals = backend.reduce.total(numbers)
-    return {f"{prefix}{name}": totals[2 * i] / max(totals[2 * i + 1], 1.0) for i, name in enumerate(names)}
+    return {
+        f"{prefix}{name}": totals[2 * i] / max(totals[2 * i + 1], 1.0)
+        for i, name in enumerate(names)
+    }
 
 
 def score_probe(backend: TrainBackend, tokens: Sequence[int]) -> list[float]:

@@ -1,5 +1,5 @@
-"""What of a model is trained: parameters by their names, or an adapter (LoRA) with its copies, its files and the
-identity of the base that it belongs to."""
+"""What of a model is trained: parameters by their names, or an adapter (LoRA) with its copies, its
+files and the identity of the base that it belongs to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from slime.models.peft_files import Factors, peft_config, read_config, read_fact
 from slime.models.shards import ModelError, shorten
 
 Names = Sequence[str]
-"""The names of the checkpoint tensors in one parameter. There are several if a backend fuses them."""
+"""The names of the checkpoint tensors in one parameter. There are several if a backend fuses
+them.
+"""
 Patterns = Sequence[str] | None
 
 
@@ -42,23 +44,30 @@ def select_trainable(
 
     Args:
         held: The parameters of this rank.
-        everywhere: The names of all parameters of the model, including those on other pipeline stages, so that all
-            ranks find the same errors.
+        everywhere: The names of all parameters of the model, including those on other pipeline
+            stages, so that all ranks find the same errors.
         only: The regular expressions of ``--only-train-params-name-list``.
         freeze: The regular expressions of ``--freeze-params-name-list``.
-        head: How the names of a critic's head begin. No checkpoint has it, so ``only`` does not freeze it: with random
-            values that are never trained, the critic would learn nothing.
+        head: How the names of a critic's head begin. No checkpoint has it, so ``only`` does not
+            freeze it: with random values that are never trained, the critic would learn nothing.
 
     Raises:
-        ValueError: The expressions divide a fused parameter, match nothing, or leave no parameter to train.
+        ValueError: The expressions divide a fused parameter, match nothing, or leave no parameter
+            to train.
     """
     if not only and not freeze:
         return
     # A pattern without a match is a typing error, and training the wrong parameters would not show.
-    flag, patterns = ("--only-train-params-name-list", only) if only else ("--freeze-params-name-list", freeze or [])
+    flag, patterns = (
+        ("--only-train-params-name-list", only)
+        if only
+        else ("--freeze-params-name-list", freeze or [])
+    )
     for pattern in patterns:
         if not any(re.search(pattern, name) for names in everywhere for name in names):
-            raise ValueError(f"{flag} {pattern!r} matches no parameter; names look like {everywhere[0][0]!r}")
+            raise ValueError(
+                f"{flag} {pattern!r} matches no parameter; names look like {everywhere[0][0]!r}"
+            )
 
     def is_trained(names: Names) -> bool:
         if only and head is not None and names[0].startswith(head):
@@ -66,8 +75,8 @@ def select_trainable(
         named = {any(re.search(pattern, name) for pattern in patterns) for name in names}
         if len(named) > 1:
             raise ValueError(
-                f"{flag} separates {', '.join(names[:3])}, which the training backend keeps in one parameter: name all "
-                "of them or none"
+                f"{flag} separates {', '.join(names[:3])}, which the training backend keeps in "
+                "one parameter: name all of them or none"
             )
         return named.pop() == bool(only)
 
@@ -102,7 +111,9 @@ def seed_of(seed: int, name: str) -> int:
     return derive_seed(seed, f"adapter of {name}")
 
 
-def stored_factors(load: str | None, shapes: Mapping[str, tuple[tuple[int, ...], ...]]) -> dict[str, Factors] | None:
+def stored_factors(
+    load: str | None, shapes: Mapping[str, tuple[tuple[int, ...], ...]]
+) -> dict[str, Factors] | None:
     """Read the adapter in PEFT's files in the folder ``load``; None if it has none.
 
     Args:
@@ -117,14 +128,17 @@ def stored_factors(load: str | None, shapes: Mapping[str, tuple[tuple[int, ...],
     stored = read_factors(load, settings.rank)
     if stored.keys() != shapes.keys():
         raise ModelError(
-            f"the adapter in {load} has layers that --lora-target-modules and --lora-exclude-modules do not select, or "
-            f"lacks some: {shorten(sorted(stored.keys() ^ shapes.keys()))}"
+            f"the adapter in {load} has layers that --lora-target-modules and "
+            "--lora-exclude-modules do not select, or lacks some: "
+            f"{shorten(sorted(stored.keys() ^ shapes.keys()))}"
         )
     for name, mine in shapes.items():
         for shape, theirs in zip(mine, stored[name], strict=True):
             if shape != theirs.shape:
                 text = f"{tuple(theirs.shape)}, but {tuple(shape)} in the model"
-                raise ModelError(f"the adapter in {load} does not fit the model: {name} has a factor {text}")
+                raise ModelError(
+                    f"the adapter in {load} does not fit the model: {name} has a factor {text}"
+                )
     return stored
 
 
@@ -160,7 +174,9 @@ class TrainedAdapter(ABC):
 
     @abstractmethod
     def factors(self) -> dict[str, Factors]:
-        """Return the whole factors by the names of their modules. This is a collective operation."""
+        """Return the whole factors by the names of their modules. This is a collective
+        operation.
+        """
 
     @abstractmethod
     def targets(self) -> list[str]:
@@ -170,8 +186,8 @@ class TrainedAdapter(ABC):
     def digests(self) -> dict[str, str]:
         """Return digests of the base's values by dtype, equal for every number of ranks.
 
-        The values are hashed in bfloat16, so that a run with another ``--train-dtype`` can compare, and also in float32
-        if that is their dtype. This is a collective operation.
+        The values are hashed in bfloat16, so that a run with another ``--train-dtype`` can compare,
+        and also in float32 if that is their dtype. This is a collective operation.
         """
 
     @contextmanager
@@ -188,7 +204,9 @@ class TrainedAdapter(ABC):
                 yield
 
     def save(self, path: Path, writer: bool) -> None:
-        """Write the adapter in the format of PEFT. This is a collective operation, in which one rank writes."""
+        """Write the adapter in the format of PEFT. This is a collective operation, in which one
+        rank writes.
+        """
         factors = self.factors()
         if writer:
             write_adapter(path, self.config(self.targets()), factors)
@@ -201,45 +219,62 @@ class TrainedAdapter(ABC):
         """Return what a snapshot says about the adapter. This is a collective operation."""
         computed = {name: asdict(self.settings)[name] for name in ("rank", "alpha", "rslora")}
         base = {"base": self.base_path, "base_quantization": self.quantization}
-        return {**computed, "targets": sorted(self.targets()), **base, "base_identity": self.identity()}
+        return {
+            **computed,
+            "targets": sorted(self.targets()),
+            **base,
+            "base_identity": self.identity(),
+        }
 
     def require_fit(self, path: Path, stored: Mapping[str, Any] | None) -> None:
         """Compare the description in a snapshot with this adapter. This is a collective operation.
 
         Raises:
-            ValueError: The snapshot has the weights of a whole model, another base, or an adapter of another shape.
+            ValueError: The snapshot has the weights of a whole model, another base, or an adapter
+                of another shape.
         """
         # Each difference has its own way out, so each has its own message.
         mine = self.describe()
         if stored is None:
             raise ValueError(
-                f"{path} has the weights of a whole model, and --lora-rank trains an adapter: export them with "
-                "--save-hf, and pass the export as --hf-checkpoint"
+                f"{path} has the weights of a whole model, and --lora-rank trains an adapter: "
+                "export them with --save-hf, and pass the export as --hf-checkpoint"
             )
         for name in ("rank", "alpha", "rslora"):
             if stored[name] != mine[name]:
                 flag = "--use-rslora" if name == "rslora" else f"--lora-{name}"
-                raise ValueError(f"{path} has an adapter with {name} {stored[name]}, but {flag} is {mine[name]}")
+                raise ValueError(
+                    f"{path} has an adapter with {name} {stored[name]}, but {flag} is {mine[name]}"
+                )
         if (theirs := stored.get("targets", mine["targets"])) != mine["targets"]:
             raise ValueError(
-                f"{path} has an adapter on {shorten(theirs)}, but --lora-target-modules and --lora-exclude-modules "
-                f"select {shorten(mine['targets'])}: what it learned on other layers would be lost"
+                f"{path} has an adapter on {shorten(theirs)}, but --lora-target-modules and "
+                f"--lora-exclude-modules select {shorten(mine['targets'])}: what it learned on "
+                "other layers would be lost"
             )
         if (other := stored.get("base_quantization")) != self.quantization:
             raise ValueError(
-                f"{path} has an adapter of a base that is {_bits(other)}, but here it is {_bits(self.quantization)}: "
-                "change --lora-base-quantization, because an adapter makes up for the rounding of its base"
+                f"{path} has an adapter of a base that is {_bits(other)}, but here it is "
+                f"{_bits(self.quantization)}: change --lora-base-quantization, because an adapter "
+                "makes up for the rounding of its base"
             )
         # Digests exist for one dtype or two; those that both sides have must be equal.
         known = stored["base_identity"]
-        if any(known[dtype] != value for dtype, value in mine["base_identity"].items() if dtype in known):
+        if any(
+            known[dtype] != value
+            for dtype, value in mine["base_identity"].items()
+            if dtype in known
+        ):
             raise ValueError(
-                f"{path} has an adapter of the base {stored['base']}, whose weights differ from those of "
-                f"--hf-checkpoint {self.base_path}: an adapter is of no use without its base"
+                f"{path} has an adapter of the base {stored['base']}, whose weights differ from "
+                f"those of --hf-checkpoint {self.base_path}: an adapter is of no use without its "
+                "base"
             )
 
     def identity(self) -> dict[str, str]:
-        """Return :meth:`digests`, which are computed at the first call. That one is a collective operation."""
+        """Return :meth:`digests`, which are computed at the first call. That one is a collective
+        operation.
+        """
         if self._identity is None:
             self._identity = self.digests()
         return self._identity
@@ -249,9 +284,11 @@ def _bits(quantization: object) -> str:
     return "not quantized" if quantization is None else f"in {quantization}"
 
 
-def require_fit(adapter: TrainedAdapter | None, path: Path, stored: Mapping[str, Any] | None) -> None:
-    """Compare the description of an adapter in a snapshot, if it has one, with what is trained. This is a collective
-    operation.
+def require_fit(
+    adapter: TrainedAdapter | None, path: Path, stored: Mapping[str, Any] | None
+) -> None:
+    """Compare the description of an adapter in a snapshot, if it has one, with what is trained.
+    This is a collective operation.
 
     Raises:
         ValueError: They do not fit. The message says what to do.
@@ -260,14 +297,14 @@ def require_fit(adapter: TrainedAdapter | None, path: Path, stored: Mapping[str,
         adapter.require_fit(path, stored)
     elif stored is not None:
         raise ValueError(
-            f"{path} has only an adapter of {stored['base']}: add --lora-rank {stored['rank']}, or merge an export "
-            "of --save-hf into the base with slime merge-lora"
+            f"{path} has only an adapter of {stored['base']}: add --lora-rank {stored['rank']}, "
+            "or merge an export of --save-hf into the base with slime merge-lora"
         )
 
 
 def weighted_sum(flat: Tensor, start: int, dtype: torch.dtype) -> Tensor:
-    """Return the sum modulo 2**64 of the bits of each element, each multiplied by an odd number that depends on its
-    position.
+    """Return the sum modulo 2**64 of the bits of each element, each multiplied by an odd number
+    that depends on its position.
 
     Args:
         flat: Some elements of a tensor ``[n]``, which are rounded to ``dtype``.

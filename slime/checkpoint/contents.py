@@ -1,7 +1,8 @@
-"""Read which classes and functions the pickles of a snapshot name, before a training rank reads them.
+"""Read which classes and functions the pickles of a snapshot name, before a training rank reads
+them.
 
-The ranks refuse them as well, but only after the start, and each with its own words. Nothing is executed here, and
-torch is not imported: every class is replaced by a plain one.
+The ranks refuse them as well, but only after the start, and each with its own words. Nothing is
+executed here, and torch is not imported: every class is replaced by a plain one.
 """
 
 from __future__ import annotations
@@ -74,21 +75,27 @@ class _Reader(pickle.Unpickler):
 
 
 def hostile_file(snapshot: Path, own_classes: bool = False) -> str | None:
-    """Return a line about the first file of a snapshot whose pickle names anything but values; None if there is none.
+    """Return a line about the first file of a snapshot whose pickle names anything but values; None
+    if there is none.
 
     Args:
-        own_classes: Whether the user's functions may have allowed classes for the state of the rollouts, so that only
-            the files of the training ranks are read.
+        own_classes: Whether the user's functions may have allowed classes for the state of the
+            rollouts, so that only the files of the training ranks are read.
     """
     # Sorted, so that the same file is named each time.
     for file in sorted(snapshot.rglob("*")):
-        if not file.is_file() or (own_classes and file.relative_to(snapshot).parts[0] not in ("actor", "critic")):
+        if not file.is_file() or (
+            own_classes and file.relative_to(snapshot).parts[0] not in ("actor", "critic")
+        ):
             continue
         try:
             for packed in _pickles(file):
                 _Reader(packed, file.parent.name == _FSDP).load()
         except _Named as error:
-            return f"{file} could execute code ({error}), so it is not loaded: use the original snapshot"
+            return (
+                f"{file} could execute code ({error}), so it is not loaded: use the original "
+                "snapshot"
+            )
         except Exception as error:  # a damaged pickle may raise any exception
             why = " ".join(f"{type(error).__name__}: {error}".split())
             return f"{file} cannot be read ({why}): use the original snapshot"
@@ -96,7 +103,8 @@ def hostile_file(snapshot: Path, own_classes: bool = False) -> str | None:
 
 
 def _pickles(file: Path) -> Iterator[BinaryIO]:
-    # Three formats of torch: the index of a distributed checkpoint, a zip archive, and tensors one after the other.
+    # Three formats of torch: the index of a distributed checkpoint, a zip archive, and tensors one
+    # after the other.
     if file.name == ".metadata":
         yield io.BytesIO(file.read_bytes())
     elif file.suffix == ".pt":
@@ -109,6 +117,9 @@ def _pickles(file: Path) -> Iterator[BinaryIO]:
             head = opened.read(_HEAD)
         if head[:4] != b"PK\x03\x04" and file.parent.name == _FSDP:
             raise ValueError("it does not begin with a tensor")
-        if head[:4] == b"PK\x03\x04":  # the first tensor of the file, whose first entry is its pickle
-            start = 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        # the first tensor of the file, whose first entry is its pickle
+        if head[:4] == b"PK\x03\x04":
+            start = (
+                30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+            )
             yield io.BytesIO(head[start:])

@@ -1,9 +1,10 @@
-"""Files of a snapshot: their digests, a disk that is full, and whether all processes write to one folder.
+"""Files of a snapshot: their digests, a disk that is full, and whether all processes write to one
+folder.
 
-Many processes, possibly on several machines, write a snapshot into one folder. Without a check, a folder that is not
-shared would be noticed only when the first snapshot is committed, hours later. So it is checked at the start: the
-driver writes a file, every process reads it and writes a file of its own next to it, and the driver looks for all of
-these files.
+Many processes, possibly on several machines, write a snapshot into one folder. Without a check, a
+folder that is not shared would be noticed only when the first snapshot is committed, hours later.
+So it is checked at the start: the driver writes a file, every process reads it and writes a file of
+its own next to it, and the driver looks for all of these files.
 """
 
 from __future__ import annotations
@@ -31,19 +32,23 @@ class FileEntry(TypedDict):
     """The entry of a file in a manifest."""
 
     path: str
-    """Relative to the snapshot. In the entries that a rank returns: relative to the folder that it was told to use."""
+    """Relative to the snapshot. In the entries that a rank returns: relative to the folder that it
+    was told to use.
+    """
     size: int
     digest: str
     """XXH3-128 (hex) of its bytes."""
     rank: NotRequired[int]
-    """The training rank that wrote the file. The ranks that read the snapshot compare its digest, not the driver."""
+    """The training rank that wrote the file. The ranks that read the snapshot compare its digest,
+    not the driver.
+    """
 
 
 class DigestedFile:
     """A new file that is written sequentially, and whose digest is computed while it is written.
 
-    So the file need not be read again for its digest. It has the methods that torch.save uses. Closing it syncs it to
-    the disk.
+    So the file need not be read again for its digest. It has the methods that torch.save uses.
+    Closing it syncs it to the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +78,11 @@ class DigestedFile:
 
     def entry(self, root: Path) -> FileEntry:
         """Return the entry of the closed file, with its path relative to ``root``."""
-        return {"path": self.path.relative_to(root).as_posix(), "size": self._size, "digest": self._digest.hexdigest()}
+        return {
+            "path": self.path.relative_to(root).as_posix(),
+            "size": self._size,
+            "digest": self._digest.hexdigest(),
+        }
 
 
 def describe_files(paths: list[Path], root: Path) -> list[FileEntry]:
@@ -124,7 +133,8 @@ def wait_for_room(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return when ``folder`` has more free space than now, or after a minute: free space does not show a quota.
+    """Return when ``folder`` has more free space than now, or after a minute: free space does not
+    show a quota.
 
     Args:
         check: Called about twice a second. An exception that it raises ends the wait.
@@ -145,7 +155,9 @@ _GIB = 2**30
 
 
 class FolderError(RuntimeError):
-    """A folder cannot be used for snapshots. The message says for which process, why, and what to do."""
+    """A folder cannot be used for snapshots. The message says for which process, why, and what to
+    do.
+    """
 
 
 class Answer(NamedTuple):
@@ -156,7 +168,8 @@ class Answer(NamedTuple):
 
 
 def try_to_write(folder: Path, needed: int = 0) -> str | None:
-    """Check that this machine can write to a folder. Everything that is created for the check is removed again.
+    """Check that this machine can write to a folder. Everything that is created for the check is
+    removed again.
 
     Args:
         needed: Number of bytes that must be free.
@@ -183,12 +196,16 @@ def try_to_write(folder: Path, needed: int = 0) -> str | None:
             with contextlib.suppress(OSError):  # it was not created, or another process uses it now
                 path.rmdir()
     if free < needed:
-        return f"has {free / _GIB:.1f} GiB free, but one snapshot takes about {needed / _GIB:.1f} GiB"
+        return (
+            f"has {free / _GIB:.1f} GiB free, but one snapshot takes about {needed / _GIB:.1f} GiB"
+        )
     return None
 
 
 class FolderTrial:
-    """The driver's part of the check. It is a context manager, which removes the files at its end."""
+    """The driver's part of the check. It is a context manager, which removes the files at its
+    end.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -201,7 +218,9 @@ class FolderTrial:
             (self.place / "driver").write_text(self.token)
         except OSError as error:
             shutil.rmtree(self.place, ignore_errors=True)
-            raise FolderError(f"--save {self.folder} cannot be written on {socket.gethostname()} ({error})") from error
+            raise FolderError(
+                f"--save {self.folder} cannot be written on {socket.gethostname()} ({error})"
+            ) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -214,21 +233,34 @@ class FolderTrial:
             answers: The results of :func:`answer` by the name of the process.
 
         Raises:
-            FolderError: A process could not read or write in the folder, or wrote to another folder.
+            FolderError: A process could not read or write in the folder, or wrote to another
+                folder.
         """
         # Two ways to fail: a process says so itself, or the driver does not see what it wrote.
-        refused = {f"{who} on {a.host}": a.error for who, a in answers.items() if a.error is not None}
+        refused = {
+            f"{who} on {a.host}": a.error for who, a in answers.items() if a.error is not None
+        }
         os.listdir(self.place)  # lets a network file system refresh its cache of names
         written = {who: a for who, a in answers.items() if a.error is None}
-        unseen = [f"{who} on {a.host}" for who, a in written.items() if not (self.place / _file_name(who)).is_file()]
+        unseen = [
+            f"{who} on {a.host}"
+            for who, a in written.items()
+            if not (self.place / _file_name(who)).is_file()
+        ]
         if not refused and not unseen:
             return
         problems = [f"{who}: {error}" for who, error in refused.items()]
-        problems += [f"the file of {who} is not on {socket.gethostname()}, the driver's host" for who in unseen]
-        shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+        problems += [
+            f"the file of {who} is not on {socket.gethostname()}, the driver's host"
+            for who in unseen
+        ]
+        shown = "; ".join(problems[:4]) + (
+            f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+        )
         raise FolderError(
-            f"--save {self.folder} is not one folder for all processes of the run: {shown}. All ranks write one "
-            "snapshot together: name a folder on a file system that every node mounts at the same path"
+            f"--save {self.folder} is not one folder for all processes of the run: {shown}. All "
+            "ranks write one snapshot together: name a folder on a file system that every node "
+            "mounts at the same path"
         )
 
 

@@ -23,7 +23,12 @@ WHERE_NOT_WHAT = frozenset(
 DECIDES_PROMPTS = ("rollout_seed", "rollout_shuffle")
 
 # They decide which weights generate a rollout, and which copies of weights --keep-old-actor keeps.
-DECIDES_OLD_ACTOR = ("keep_old_actor", "async_buffer_size", "update_weights_interval", "max_weight_staleness")
+DECIDES_OLD_ACTOR = (
+    "keep_old_actor",
+    "async_buffer_size",
+    "update_weights_interval",
+    "max_weight_staleness",
+)
 
 
 class RunFacts(TypedDict, total=False):
@@ -38,7 +43,9 @@ class RunFacts(TypedDict, total=False):
 
 
 class OldActorFacts(TypedDict):
-    """What the copies of the weights held that ``--keep-old-actor`` keeps (:class:`slime.cluster.trainer.OldActor`)."""
+    """What the copies of the weights held that ``--keep-old-actor`` keeps
+    (:class:`slime.cluster.trainer.OldActor`).
+    """
 
     held: int
     """The number of steps that had trained the weights that the engines had."""
@@ -72,11 +79,15 @@ class Manifest(Facts):
 
 
 class ResumeError(ValueError):
-    """The run cannot resume from this snapshot with these settings. The message says which to change."""
+    """The run cannot resume from this snapshot with these settings. The message says which to
+    change.
+    """
 
 
 def library_versions() -> dict[str, str]:
-    """Return the installed versions of the libraries on which results depend, without importing them."""
+    """Return the installed versions of the libraries on which results depend, without importing
+    them.
+    """
     # Importing torch or SGLang for their versions would take seconds.
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
@@ -88,7 +99,9 @@ def library_versions() -> dict[str, str]:
 
 
 def settings(values: Mapping[str, object]) -> JsonObject:
-    """Return the settings that influence the results of a run, converted to JSON values and back."""
+    """Return the settings that influence the results of a run, converted to JSON values and
+    back.
+    """
     kept = {name: value for name, value in values.items() if name not in WHERE_NOT_WHAT}
     # Through JSON and back, so that tuples and paths compare equal to what a manifest holds.
     plain: JsonObject = json.loads(json.dumps(kept, default=str))
@@ -96,24 +109,34 @@ def settings(values: Mapping[str, object]) -> JsonObject:
 
 
 def changes(then: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> list[str]:
-    """Return ``name: old -> new`` for each of the :func:`settings` that both sides have and that differs."""
-    return [f"{name}: {then[name]} -> {now[name]}" for name in then if name in now and then[name] != now[name]]
+    """Return ``name: old -> new`` for each of the :func:`settings` that both sides have and that
+    differs.
+    """
+    return [
+        f"{name}: {then[name]} -> {now[name]}"
+        for name in then
+        if name in now and then[name] != now[name]
+    ]
 
 
 def check_same_prompts(then: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> None:
     """Raise :class:`ResumeError` if the continuation would use the prompts in another order."""
     if wrong := changes({name: then[name] for name in DECIDES_PROMPTS if name in then}, now):
         raise ResumeError(
-            f"settings that decide the order of prompts differ from the snapshot's ({'; '.join(wrong)}): some prompts "
-            "would be used twice and others never. Resume with the old values, or start from its weights (--finetune)"
+            "settings that decide the order of prompts differ from the snapshot's "
+            f"({'; '.join(wrong)}): some prompts would be used twice and others never. Resume "
+            "with the old values, or start from its weights (--finetune)"
         )
 
 
-def check_same_old_actor(manifest: Manifest, now: Mapping[str, JsonValue], asynchronous: bool) -> None:
-    """Raise :class:`ResumeError` if ``--keep-old-actor`` has no copy of the weights that generated a rollout.
+def check_same_old_actor(
+    manifest: Manifest, now: Mapping[str, JsonValue], asynchronous: bool
+) -> None:
+    """Raise :class:`ResumeError` if ``--keep-old-actor`` has no copy of the weights that generated
+    a rollout.
 
-    A snapshot of the asynchronous loop holds rollouts that were generated ahead. Which copy of the weights belongs to
-    which of them depends on the settings.
+    A snapshot of the asynchronous loop holds rollouts that were generated ahead. Which copy of the
+    weights belongs to which of them depends on the settings.
 
     Args:
         now: The current values of :data:`DECIDES_OLD_ACTOR`.
@@ -126,7 +149,7 @@ def check_same_old_actor(manifest: Manifest, now: Mapping[str, JsonValue], async
     wrong += [] if asynchronous else ["train.py instead of train_async.py"]
     if now["keep_old_actor"] and ahead and wrong:
         raise ResumeError(
-            f"--keep-old-actor: the snapshot holds {ahead} rollout(s) generated ahead, and what differs now "
-            f"({'; '.join(wrong)}) decides with which weights their old log-probs are computed. Resume with the old "
-            "values, or start from its weights (--finetune)"
+            f"--keep-old-actor: the snapshot holds {ahead} rollout(s) generated ahead, and what "
+            f"differs now ({'; '.join(wrong)}) decides with which weights their old log-probs are "
+            "computed. Resume with the old values, or start from its weights (--finetune)"
         )

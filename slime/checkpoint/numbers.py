@@ -9,7 +9,9 @@ _INFINITE = 2**62
 
 
 class Numbers:
-    """A set of integers, stored as sorted, disjoint intervals ``[first, end)``. It is small if numbers are dense."""
+    """A set of integers, stored as sorted, disjoint intervals ``[first, end)``. It is small if
+    numbers are dense.
+    """
 
     def __init__(self, intervals: Iterable[Sequence[int]] = ()) -> None:
         self.intervals = [[int(first), int(end)] for first, end in intervals]
@@ -41,7 +43,8 @@ class Numbers:
         place = bisect.bisect_right(self.intervals, [number, _INFINITE]) - 1
         if place < 0 or number >= self.intervals[place][1]:
             return
-        # The interval falls into the parts before and after the number, either of which may be empty.
+        # The interval falls into the parts before and after the number, either of which may be
+        # empty.
         first, end = self.intervals.pop(place)
         parts = [[first, number], [number + 1, end]]
         self.intervals[place:place] = [part for part in parts if part[0] < part[1]]

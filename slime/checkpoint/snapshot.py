@@ -1,19 +1,21 @@
 """Atomic snapshots of a whole run.
 
-A snapshot is a folder ``<save>/iter_0000012`` (the number is the rollout id) with a file ``manifest.json``, which is
-written last. While the ranks write it, it is a hidden folder ``<save>/.iter_0000012.tmp-…``. Then one process syncs
-every file to the disk, writes the manifest and renames the folder. A folder named ``iter_*`` is therefore always
-complete, whichever process dies at whatever time. Only one run may write to a folder ``<save>``.
+A snapshot is a folder ``<save>/iter_0000012`` (the number is the rollout id) with a file
+``manifest.json``, which is written last. While the ranks write it, it is a hidden folder
+``<save>/.iter_0000012.tmp-…``. Then one process syncs every file to the disk, writes the manifest
+and renames the folder. A folder named ``iter_*`` is therefore always complete, whichever process
+dies at whatever time. Only one run may write to a folder ``<save>``.
 
     temp = begin(save, rollout_id)
     ... all ranks write below temp ...
     commit(temp, {"rollout_id": rollout_id, "attempt": 0, ...})
 
-:func:`latest` selects the snapshot that was committed last (``sequence`` in the manifest), not the one with the highest
-number: after a resume from an older one with ``--ckpt-step``, the higher numbers belong to a history that was
-abandoned. ``latest_checkpointed_iteration.txt`` (Megatron's name) is written for other tools. The state of the data
-source is in ``iter_*/rollout/global_dataset_state_dict_<id>.pt`` and, for existing tools that look there, also in
-``<save>/rollout/global_dataset_state_dict_<id>.pt``.
+:func:`latest` selects the snapshot that was committed last (``sequence`` in the manifest), not the
+one with the highest number: after a resume from an older one with ``--ckpt-step``, the higher
+numbers belong to a history that was abandoned. ``latest_checkpointed_iteration.txt`` (Megatron's
+name) is written for other tools. The state of the data source is in
+``iter_*/rollout/global_dataset_state_dict_<id>.pt`` and, for existing tools that look there, also
+in ``<save>/rollout/global_dataset_state_dict_<id>.pt``.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ _OF_OTHERS = ("common.pt", ".metadata", "metadata.json", "*.distcp", "mp_rank_*"
 
 
 class SnapshotError(RuntimeError):
-    """A snapshot cannot be written or read. The message names the folder and the file, and says what to do."""
+    """A snapshot cannot be written or read. The message names the folder and the file, and says
+    what to do.
+    """
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ def folder_name(rollout_id: int) -> str:
 
 
 def begin(save_dir: Path, rollout_id: int) -> Path:
-    """Create a hidden, empty folder into which all ranks write. Remains of interrupted saves are removed.
+    """Create a hidden, empty folder into which all ranks write. Remains of interrupted saves are
+    removed.
 
     Raises:
         SnapshotError: ``save_dir`` contains checkpoints of another program (:func:`foreign`).
@@ -86,26 +91,30 @@ def begin(save_dir: Path, rollout_id: int) -> Path:
 def commit(temp: Path, facts: Facts, written: Sequence[FileEntry] = ()) -> Path:
     """Make ``temp`` the snapshot ``iter_<rollout_id>`` and return its path.
 
-    The manifest contains ``facts``, the files with sizes and digests, the sequence number, library versions and the
-    time.
+    The manifest contains ``facts``, the files with sizes and digests, the sequence number, library
+    versions and the time.
 
     Args:
         temp: The folder that :func:`begin` returned.
-        written: Files that their writers have already synced and digested, with paths relative to ``temp``. They are
-            not read again; all other files are.
+        written: Files that their writers have already synced and digested, with paths relative to
+            ``temp``. They are not read again; all other files are.
 
     Raises:
-        SnapshotError: ``temp`` is not a folder of :func:`begin` for this rollout, or it is empty, or a file in
-            ``written`` is missing or has another size.
+        SnapshotError: ``temp`` is not a folder of :func:`begin` for this rollout, or it is empty,
+            or a file in ``written`` is missing or has another size.
     """
     rollout_id = facts["rollout_id"]
     name = folder_name(rollout_id)
     if not temp.is_dir() or not temp.name.startswith(f".{name}.tmp-"):
-        raise SnapshotError(f"{temp} is not an open snapshot of rollout {rollout_id}: pass the folder of begin()")
+        raise SnapshotError(
+            f"{temp} is not an open snapshot of rollout {rollout_id}: pass the folder of begin()"
+        )
     save_dir = temp.parent
     files = _describe_files(temp, written)
     if not files:
-        raise SnapshotError(f"{temp} is empty: nothing was written before the commit of rollout {rollout_id}")
+        raise SnapshotError(
+            f"{temp} is empty: nothing was written before the commit of rollout {rollout_id}"
+        )
     full: Manifest = {
         "format": FORMAT,
         "sequence": 1 + max((s.manifest["sequence"] for s in snapshots(save_dir)), default=0),
@@ -114,22 +123,30 @@ def commit(temp: Path, facts: Facts, written: Sequence[FileEntry] = ()) -> Path:
         **facts,
         "files": files,
     }
-    write_atomically(temp / MANIFEST, lambda file: file.write(json.dumps(full, indent=1, sort_keys=True).encode()))
+    write_atomically(
+        temp / MANIFEST,
+        lambda file: file.write(json.dumps(full, indent=1, sort_keys=True).encode()),
+    )
     final = save_dir / name
     _rename_over(temp, final)
     with best_effort(f"{TRACKER} and {_DATA_STATE} in {save_dir}, which only other programs read"):
         write_atomically(save_dir / TRACKER, lambda file: file.write(f"{rollout_id}\n".encode()))
         for source in final.glob(_DATA_STATE):
             state = source.read_bytes()
-            write_atomically(save_dir / "rollout" / source.name, lambda file, state=state: file.write(state))  # type: ignore[misc]
+            copy = save_dir / "rollout" / source.name
+            write_atomically(copy, lambda file, state=state: file.write(state))  # type: ignore[misc]
     return final
 
 
 def _describe_files(folder: Path, written: Sequence[FileEntry]) -> list[FileEntry]:
-    """Return path, size and digest of every file below ``folder``. Everything is synced to the disk."""
+    """Return path, size and digest of every file below ``folder``. Everything is synced to the
+    disk.
+    """
     known = {entry["path"]: entry for entry in written}
     if problems := _wrong_sizes(folder, written):
-        raise SnapshotError(f"the snapshot in {folder} is not what its ranks wrote: {'; '.join(problems.values())}")
+        raise SnapshotError(
+            f"the snapshot in {folder} is not what its ranks wrote: {'; '.join(problems.values())}"
+        )
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     others = [path for path in paths if path.relative_to(folder).as_posix() not in known]
     for directory in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
@@ -140,14 +157,15 @@ def _describe_files(folder: Path, written: Sequence[FileEntry]) -> list[FileEntr
 def _rename_over(temp: Path, final: Path) -> None:
     """Rename ``temp`` to ``final``.
 
-    A folder that exists there is renamed first, to a name under which :func:`snapshots` still finds it. So at any
-    moment one of the two is complete and visible, although a non-empty folder cannot be replaced atomically.
+    A folder that exists there is renamed first, to a name under which :func:`snapshots` still finds
+    it. So at any moment one of the two is complete and visible, although a non-empty folder cannot
+    be replaced atomically.
     """
     aside = final.with_name(f".{final.name}.replaced")
     if final.is_dir() and not (final / MANIFEST).is_file():
         raise SnapshotError(
-            f"{final} was not written by slime (it has no {MANIFEST}) and is not replaced: set another --save. "
-            f"The new snapshot is complete in {temp}"
+            f"{final} was not written by slime (it has no {MANIFEST}) and is not replaced: set "
+            f"another --save. The new snapshot is complete in {temp}"
         )
     if final.exists() or final.is_symlink():
         os.replace(final, aside)
@@ -196,12 +214,14 @@ def prune(save_dir: Path, keep: int, every: int | None = None) -> list[Path]:
     older = sorted(snapshots(save_dir), key=lambda each: each.manifest["sequence"])[:-keep]
     doomed = [snapshot for snapshot in older if not every or (snapshot.iteration + 1) % every]
     for snapshot in doomed:
-        # The rename marks the folder as incomplete. If the deletion is interrupted, the rest cannot be taken for a
-        # snapshot, and the next save removes it.
+        # The rename marks the folder as incomplete. If the deletion is interrupted, the rest cannot
+        # be taken for a snapshot, and the next save removes it.
         hidden = save_dir / f".{snapshot.path.name}.tmp-pruned-{secrets.token_hex(4)}"
         os.replace(snapshot.path, hidden)
         _remove(hidden)
-        (save_dir / "rollout" / f"global_dataset_state_dict_{snapshot.iteration}.pt").unlink(missing_ok=True)
+        (save_dir / "rollout" / f"global_dataset_state_dict_{snapshot.iteration}.pt").unlink(
+            missing_ok=True
+        )
     return [snapshot.path for snapshot in doomed]
 
 
@@ -209,14 +229,17 @@ def prune(save_dir: Path, keep: int, every: int | None = None) -> list[Path]:
 
 
 def foreign(path: Path) -> list[str]:
-    """Return names in ``path`` that belong to checkpoints of another program; empty if slime can use the folder.
+    """Return names in ``path`` that belong to checkpoints of another program; empty if slime can
+    use the folder.
 
-    These are ``iter_*`` folders without a manifest, a ``release`` folder, a tracker file without any snapshot,
-    and the files of one Megatron checkpoint.
+    These are ``iter_*`` folders without a manifest, a ``release`` folder, a tracker file without
+    any snapshot, and the files of one Megatron checkpoint.
     """
     if not path.is_dir() or (path / MANIFEST).is_file():
         return []
-    iterations = [entry for entry in path.iterdir() if _ITERATION.fullmatch(entry.name) and entry.is_dir()]
+    iterations = [
+        entry for entry in path.iterdir() if _ITERATION.fullmatch(entry.name) and entry.is_dir()
+    ]
     found = sorted(f"{entry.name}/" for entry in iterations if not (entry / MANIFEST).is_file())
     found += ["release/"] if (path / "release").is_dir() else []
     if (path / TRACKER).is_file() and (found or not snapshots(path)):
@@ -227,24 +250,32 @@ def foreign(path: Path) -> list[str]:
 
 
 def refuse_foreign(path: Path, option: str = "--save") -> None:
-    """Raise :class:`SnapshotError` if ``path`` contains checkpoints of another program (:func:`foreign`)."""
+    """Raise :class:`SnapshotError` if ``path`` contains checkpoints of another program
+    (:func:`foreign`).
+    """
     found = foreign(path)
     if found == [TRACKER] and option == "--save":
         return  # nothing can be lost: the checkpoints that the tracker counted no longer exist
     if found:
         shown = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
         use = (
-            "slime would write its snapshots next to them and replace their tracker file: set another folder"
+            "slime would write its snapshots next to them and replace their tracker file: set "
+            "another folder"
             if option == "--save"
-            else "convert them to a Hugging Face folder with the converter of the program that wrote them, for "
-            "example its convert_torch_dist_to_hf.py, and pass that folder as --load or --hf-checkpoint "
-            "(for Megatron weights, convert it again with tools/convert_hf_to_torch_dist.py)"
+            else "convert them to a Hugging Face folder with the converter of the program that "
+            "wrote them, for example its convert_torch_dist_to_hf.py, and pass that folder "
+            "as --load or --hf-checkpoint (for Megatron weights, convert it again with "
+            "tools/convert_hf_to_torch_dist.py)"
         )
-        raise SnapshotError(f"{option} {path} holds checkpoints that slime did not write ({shown}): {use}")
+        raise SnapshotError(
+            f"{option} {path} holds checkpoints that slime did not write ({shown}): {use}"
+        )
 
 
 def kind(path: Path) -> Literal["snapshots", "iteration", "hf", "empty"]:
-    """Return what ``--load`` names: a folder of snapshots, one snapshot, a Hugging Face model, or nothing known."""
+    """Return what ``--load`` names: a folder of snapshots, one snapshot, a Hugging Face model, or
+    nothing known.
+    """
     if (path / MANIFEST).is_file() and _number(path) is not None:
         return "iteration"
     if path.is_dir() and snapshots(path):
@@ -274,20 +305,24 @@ def latest(load_dir: Path, step: int | None = None, digests: bool = True) -> Sna
         digests: Also compare the digests of the files that no training rank wrote (:func:`verify`).
 
     Returns:
-        None if there is no snapshot: The folder does not exist, is empty, or is a Hugging Face model (:func:`kind`).
+        None if there is no snapshot: The folder does not exist, is empty, or is a Hugging Face
+            model (:func:`kind`).
 
     Raises:
-        SnapshotError: There is no snapshot of ``step``, a file of the snapshot is missing or damaged, or the folder
-            contains only checkpoints of another program.
+        SnapshotError: There is no snapshot of ``step``, a file of the snapshot is missing or
+            damaged, or the folder contains only checkpoints of another program.
     """
-    # A folder of another program is refused here, and not read as an empty one, which would start from nothing.
+    # A folder of another program is refused here, and not read as an empty one, which would start
+    # from nothing.
     what = kind(load_dir)
     if what == "empty":
         refuse_foreign(load_dir, "--load")
     if what == "iteration":
         found = _read(load_dir)
         if step is not None and step != found.iteration:
-            raise SnapshotError(f"{load_dir} is iteration {found.iteration}, but --ckpt-step asks for {step}")
+            raise SnapshotError(
+                f"{load_dir} is iteration {found.iteration}, but --ckpt-step asks for {step}"
+            )
     else:
         present = snapshots(load_dir) if what == "snapshots" else []
         if step is not None:
@@ -304,8 +339,9 @@ def verify(snapshot: Snapshot, digests: bool = True, of_ranks: bool = False) -> 
 
     Args:
         digests: Compare sizes and digests. Otherwise, compare only sizes.
-        of_ranks: Also compare the digests of the files that training ranks wrote. These are most of the bytes, so
-            normally the ranks that read the snapshot compare them, in parallel (:func:`damaged_part`).
+        of_ranks: Also compare the digests of the files that training ranks wrote. These are most of
+            the bytes, so normally the ranks that read the snapshot compare them, in parallel
+            (:func:`damaged_part`).
 
     Raises:
         SnapshotError: Files differ. The message names all of them.
@@ -316,14 +352,17 @@ def verify(snapshot: Snapshot, digests: bool = True, of_ranks: bool = False) -> 
     compared = [entry for entry in whole if digests and (of_ranks or "rank" not in entry)]
     problems = [*wrong.values(), *_changed(snapshot.path, compared)]
     if problems:
-        raise SnapshotError(f"snapshot {snapshot.path} is damaged: {'; '.join(problems)}. {_RESTORE}")
+        raise SnapshotError(
+            f"snapshot {snapshot.path} is damaged: {'; '.join(problems)}. {_RESTORE}"
+        )
 
 
 def damaged_part(folder: Path, rank: int, ranks: int) -> str | None:
     """Check a rank's share of the files in a role's ``folder`` of a snapshot.
 
-    The share is what the ranks with this number modulo ``ranks`` wrote. If the number of ranks has not changed, these
-    are the rank's own files. Without a manifest next to ``folder`` nothing can be compared.
+    The share is what the ranks with this number modulo ``ranks`` wrote. If the number of ranks has
+    not changed, these are the rank's own files. Without a manifest next to ``folder`` nothing can
+    be compared.
 
     Returns:
         What is wrong, or None.
@@ -333,7 +372,9 @@ def damaged_part(folder: Path, rank: int, ranks: int) -> str | None:
     found = _read(folder.parent)
     entries = [e for e in found.manifest["files"] if "rank" in e and e["rank"] % ranks == rank]
     problems = _changed(found.path, [e for e in entries if e["path"].startswith(f"{folder.name}/")])
-    return f"snapshot {found.path} is damaged: {'; '.join(problems)}. {_RESTORE}" if problems else None
+    return (
+        f"snapshot {found.path} is damaged: {'; '.join(problems)}. {_RESTORE}" if problems else None
+    )
 
 
 def _wrong_sizes(folder: Path, entries: Sequence[FileEntry]) -> dict[str, str]:
@@ -345,7 +386,9 @@ def _wrong_sizes(folder: Path, entries: Sequence[FileEntry]) -> dict[str, str]:
             problems[entry["path"]] = f"{entry['path']} is missing"
         elif path.stat().st_size != entry["size"]:
             found = path.stat().st_size
-            problems[entry["path"]] = f"{entry['path']} has {found} bytes instead of {entry['size']}"
+            problems[entry["path"]] = (
+                f"{entry['path']} has {found} bytes instead of {entry['size']}"
+            )
     return problems
 
 
@@ -363,26 +406,39 @@ def _read(path: Path) -> Snapshot:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
     except (ValueError, RecursionError) as error:
-        raise SnapshotError(f"{path / MANIFEST} is not JSON ({error}): it was changed after it was written") from error
+        raise SnapshotError(
+            f"{path / MANIFEST} is not JSON ({error}): it was changed after it was written"
+        ) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise SnapshotError(f"{path / MANIFEST} has format {found}, but this version reads format {FORMAT}")
+        raise SnapshotError(
+            f"{path / MANIFEST} has format {found}, but this version reads format {FORMAT}"
+        )
     if problem := _manifest_problem(manifest):
         raise SnapshotError(f"{path / MANIFEST} was changed after it was written: {problem}")
     return Snapshot(path, cast(Manifest, manifest))
 
 
 def _manifest_problem(manifest: Mapping[str, object]) -> str | None:
-    """Describe what is wrong in a manifest that was edited by hand; None if what readers need is valid."""
+    """Describe what is wrong in a manifest that was edited by hand; None if what readers need is
+    valid.
+    """
     for name, kind in (("rollout_id", int), ("sequence", int), ("files", list)):
         if type(manifest.get(name)) is not kind:
-            return f"{name} is {str(manifest.get(name))[:40]!r}, not {'a list' if kind is list else 'a number'}"
+            return (
+                f"{name} is {str(manifest.get(name))[:40]!r}, not "
+                f"{'a list' if kind is list else 'a number'}"
+            )
     entries = manifest["files"]
     assert isinstance(entries, list)
     for entry in entries:
         if not isinstance(entry, dict) or not {"path", "size", "digest"} <= entry.keys():
             return f"an entry of files is {str(entry)[:80]!r}, not a path with its size and digest"
-        if not isinstance(entry["path"], str) or ".." in Path(entry["path"]).parts or entry["path"].startswith("/"):
+        if (
+            not isinstance(entry["path"], str)
+            or ".." in Path(entry["path"]).parts
+            or entry["path"].startswith("/")
+        ):
             return f"an entry of files names {str(entry['path'])[:80]!r}, outside the snapshot"
     return None
 
@@ -396,5 +452,7 @@ def _only(present: list[Snapshot], step: int, load_dir: Path) -> list[Snapshot]:
     chosen = [snapshot for snapshot in present if snapshot.iteration == step]
     if not chosen:
         there = ", ".join(str(snapshot.iteration) for snapshot in present) or "none"
-        raise SnapshotError(f"{load_dir} has no snapshot of iteration {step} (--ckpt-step); there are: {there}")
+        raise SnapshotError(
+            f"{load_dir} has no snapshot of iteration {step} (--ckpt-step); there are: {there}"
+        )
     return chosen

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 
 class CommandError(Exception):
-    """An error for the user, which is printed without a traceback. The message says what is wrong and what to do."""
+    """An error for the user, which is printed without a traceback. The message says what is wrong
+    and what to do.
+    """
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""The ``slime`` command. Subcommands are registered parts, which import their modules only when they run."""
+"""The ``slime`` command. Subcommands are registered parts, which import their modules only when
+they run.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,12 @@ from slime.registry import find, parts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status (1 if the command failed; wrong usage exits with 2)."""
+    """Run one subcommand and return its exit status (1 if the command failed; wrong usage exits
+    with 2).
+    """
     words = sys.argv[1:] if argv is None else list(argv)
-    # The training commands have a parser of their own, whose flags this one would take for its own (--help).
+    # The training commands have a parser of their own, whose flags this one would take for its own
+    # (--help).
     flags = words[1:] if words and words[0] in TRAINING else []
     # Words that no option takes are flags of a run, if the command has a run.
     options, rest = build_parser().parse_known_args(words[:1] if flags else words)
@@ -40,12 +45,14 @@ TRAINING = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser. Each subcommand has a subparser, which sets ``run`` to its function, and ``takes_flags`` if
-    words that it does not know are flags of a run (``options.rest``)."""
+    """Build the parser. Each subcommand has a subparser, which sets ``run`` to its function, and
+    ``takes_flags`` if words that it does not know are flags of a run (``options.rest``)."""
     parser = argparse.ArgumentParser(prog="slime", description="LLM post-training for RL scaling.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, what in TRAINING.items():
-        commands.add_parser(name, help=what, add_help=False, allow_abbrev=False).set_defaults(run=_train)
+        commands.add_parser(name, help=what, add_help=False, allow_abbrev=False).set_defaults(
+            run=_train
+        )
     for name in parts("command"):
         find("command", name)(commands)
     return parser

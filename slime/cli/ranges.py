@@ -1,4 +1,6 @@
-"""Types of the options of commands: numbers in a range. argparse says what is wrong, and the command exits with 2."""
+"""Types of the options of commands: numbers in a range. argparse says what is wrong, and the
+command exits with 2.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def whole(low: int, high: int = 10**9) -> Callable[[str], int]:
 
 
 def finite(low: float, high: float = 1e12, above: bool = False) -> Callable[[str], float]:
-    """Return a function that reads a finite number from ``low`` to ``high``; without ``low`` itself if ``above``."""
+    """Return a function that reads a finite number from ``low`` to ``high``; without ``low`` itself
+    if ``above``.
+    """
 
     def read(text: str) -> float:
         try:

@@ -1,4 +1,6 @@
-"""``slime train`` and ``slime train-async``: the loops of train.py and train_async.py from an installed package."""
+"""``slime train`` and ``slime train-async``: the loops of train.py and train_async.py from an
+installed package.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ def run_loop(command: str, flags: Sequence[str]) -> int:
     from slime.cluster.checks import parse_and_check
 
     loop = load_loop(LOOPS[command])
-    # The flags are read from sys.argv and not passed on, because only a command line can be run again after a loss
-    # (--max-restarts). The first word is the name in messages.
+    # The flags are read from sys.argv and not passed on, because only a command line can be run
+    # again after a loss (--max-restarts). The first word is the name in messages.
     sys.argv = [f"slime {command}", *flags]
     loop.train(parse_and_check(asynchronous=command == "train-async"))
     return 0
@@ -41,5 +43,7 @@ def load_loop(name: str) -> ModuleType:
     places = (here.parent / "loops" / name, here.parents[2] / name)
     file = next((place for place in places if place.is_file()), None)
     if file is None:
-        raise CommandError(f"{name} is missing, neither {places[0]} nor {places[1]} exists: install slime again")
+        raise CommandError(
+            f"{name} is missing, neither {places[0]} nor {places[1]} exists: install slime again"
+        )
     return module_of_file(f"slime_loop_{file.stem}", file)

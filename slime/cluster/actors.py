@@ -1,9 +1,10 @@
 """The one door to actors: how an actor is made, called, waited for and ended.
 
-An actor is an object that other parts of the run call without waiting; a call returns a reference to its result. There
-are two implementations. With Ray (:mod:`slime.cluster.ray_actors`), each actor is a process, on any node of a cluster.
-Inline (:mod:`slime.cluster.inline_actors`), actors are objects and threads of this process. Nothing else in slime may
-tell them apart: all other files use :func:`door`.
+An actor is an object that other parts of the run call without waiting; a call returns a reference
+to its result. There are two implementations. With Ray (:mod:`slime.cluster.ray_actors`), each actor
+is a process, on any node of a cluster. Inline (:mod:`slime.cluster.inline_actors`), actors are
+objects and threads of this process. Nothing else in slime may tell them apart: all other files use
+:func:`door`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 RAY = "slime.cluster.ray_actors:RayActors"
-"""The place of the default implementation, which derives from the interface below and so cannot be imported here."""
+"""The place of the default implementation, which derives from the interface below and so cannot be
+imported here.
+"""
 OWN_THREADS = ("status", "try_folder")
-"""Methods that answer while a step runs or a model is loaded, each on a thread of its own. They do not share a thread:
-if the file system hangs in ``try_folder``, ``status`` must still answer, or the rank would look frozen."""
+"""Methods that answer while a step runs or a model is loaded, each on a thread of its own. They do
+not share a thread:
+if the file system hangs in ``try_folder``, ``status`` must still answer, or the rank would look
+frozen."""
 
 
 class Ref(Protocol[T_co]):
-    """The result of a call, which may not be there yet; or an object that was stored with :meth:`Actors.put`."""
+    """The result of a call, which may not be there yet; or an object that was stored with
+    :meth:`Actors.put`.
+    """
 
     def future(self) -> Future[Any]:
         """The result for an event loop. Errors come from it as the implementation raises them."""
@@ -43,7 +50,9 @@ class RemoteMethod(Protocol):
 
 
 class ActorHandle(Protocol):
-    """An actor of any class. Ray types the methods of its own handles as ``Never``, which would end mypy's checks."""
+    """An actor of any class. Ray types the methods of its own handles as ``Never``, which would end
+    mypy's checks.
+    """
 
     def __getattr__(self, name: str) -> RemoteMethod: ...
 
@@ -75,7 +84,9 @@ class NotEnded(RuntimeError):
 
 @dataclass(frozen=True)
 class ActorProcess:
-    """The process of an actor; ``started`` is its creation time, since process ids are used again."""
+    """The process of an actor; ``started`` is its creation time, since process ids are used
+    again.
+    """
 
     node: str
     pid: int
@@ -154,7 +165,9 @@ class Actors(ABC):
 
     @abstractmethod
     def address(self) -> str:
-        """The address by which processes on other nodes reach this one; loopback in a private cluster."""
+        """The address by which processes on other nodes reach this one; loopback in a private
+        cluster.
+        """
 
     @abstractmethod
     def log_to(self, folder: Path, name: str) -> None:
@@ -166,7 +179,9 @@ class Actors(ABC):
 
     @abstractmethod
     def reserve(self, bundle: Mapping[str, float], count: int, spread: bool) -> Bundles:
-        """Reserve ``count`` equal bundles, on as few nodes as possible or, with ``spread``, on as many."""
+        """Reserve ``count`` equal bundles, on as few nodes as possible or, with ``spread``, on as
+        many.
+        """
 
     # --- actors and their results --------------------------------------------------------------
 
@@ -185,9 +200,11 @@ class Actors(ABC):
 
         Args:
             arguments: Of the constructor.
-            options: Where the actor runs, see :meth:`Bundles.options`; None: anywhere, without resources.
+            options: Where the actor runs, see :meth:`Bundles.options`; None: anywhere, without
+                resources.
             environment: Environment variables of its process.
-            threads: The number of calls that may run at the same time; by default one after the other.
+            threads: The number of calls that may run at the same time; by default one after the
+                other.
             own_threads: Whether the methods in :data:`OWN_THREADS` run beside all others.
             spread: Whether actors of this kind should be on different nodes.
         """
@@ -200,7 +217,8 @@ class Actors(ABC):
     def end_processes(self, processes: Sequence[ActorProcess], seconds: float) -> None:
         """Kill processes of actors on any node with SIGKILL, and wait until they have ended.
 
-        :meth:`kill` asks the process itself to exit, which one that is stopped or hangs in the kernel does not do.
+        :meth:`kill` asks the process itself to exit, which one that is stopped or hangs in the
+        kernel does not do.
 
         Raises:
             NotEnded: Some still run after ``seconds``.
@@ -222,7 +240,9 @@ class Actors(ABC):
 
     @abstractmethod
     def wait(self, refs: Sequence[Ref[T]], timeout: float) -> tuple[list[Ref[T]], list[Ref[T]]]:
-        """Wait until all results are there, but at most ``timeout`` seconds; returns those that are and are not."""
+        """Wait until all results are there, but at most ``timeout`` seconds; returns those that are
+        and are not.
+        """
 
     @abstractmethod
     async def result(self, ref: Ref[T]) -> T:

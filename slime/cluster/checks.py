@@ -20,21 +20,25 @@ if TYPE_CHECKING:
 
 
 def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = False) -> Args:
-    """Parse the flags and check files, rows and labels; prints all problems and exits with 2 if there are any. With
-    ``--dry-run``, prints what the run would do and exits with 0.
+    """Parse the flags and check files, rows and labels; prints all problems and exits with 2 if
+    there are any. With ``--dry-run``, prints what the run would do and exits with 0.
 
-    If the flags come from the command line (``argv`` is None) and contain ``--max-restarts``, this process becomes the
-    supervisor of the run. Then the call returns in the supervisor's child, which does not repeat the checks.
+    If the flags come from the command line (``argv`` is None) and contain ``--max-restarts``, this
+    process becomes the supervisor of the run. Then the call returns in the supervisor's child,
+    which does not repeat the checks.
     """
     from slime.cluster.supervisor import REPORTS, supervise
     from slime.config.parser import ConfigError, load_args, parse_args
 
     words = list(argv) if argv is not None else None
     if words is None and REPORTS.attach():
-        with contextlib.suppress(ConfigError):  # A file has vanished since; parse_args reports that below.
+        # A file has vanished since; parse_args reports that below.
+        with contextlib.suppress(ConfigError):
             return load_args(asynchronous=asynchronous, settings=REPORTS.settings)
     checks = all_checks(asynchronous)
-    args = parse_args(words, asynchronous=asynchronous, extra_checks=checks, settings=REPORTS.settings)
+    args = parse_args(
+        words, asynchronous=asynchronous, extra_checks=checks, settings=REPORTS.settings
+    )
     if args.dry_run:
         try:
             dry_run(args, asynchronous)
@@ -49,10 +53,12 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
 
 
 def dry_run(args: Args, asynchronous: bool = False) -> None:
-    """Print the reports of plug-ins: what a run with these arguments, which have been checked, would do.
+    """Print the reports of plug-ins: what a run with these arguments, which have been checked,
+    would do.
 
     Raises:
-        ConfigError: A row that was not checked before, as in the middle of a file that is streamed, cannot be used.
+        ConfigError: A row that was not checked before, as in the middle of a file that is streamed,
+            cannot be used.
     """
     for name in registry.parts("report"):
         for line in registry.find("report", name)(args, asynchronous):
@@ -61,26 +67,36 @@ def dry_run(args: Args, asynchronous: bool = False) -> None:
 
 
 def print_warnings(args: Args, asynchronous: bool = False) -> None:
-    """Print the warnings of plug-ins to stderr, such as that the run will not fit on the GPUs of this machine."""
+    """Print the warnings of plug-ins to stderr, such as that the run will not fit on the GPUs of
+    this machine.
+    """
     for name in registry.parts("warning"):
         for warning in registry.find("warning", name)(args, asynchronous):
             print(f"slime: warning: {name}: {warning}", file=sys.stderr)
 
 
 def all_checks(asynchronous: bool = False) -> tuple[ExtraCheck, ...]:
-    """The checks of files, rows, labels, checkpoints and folders, which come after those of the flags themselves."""
+    """The checks of files, rows, labels, checkpoints and folders, which come after those of the
+    flags themselves.
+    """
     return (partial(_check_all, asynchronous=asynchronous),)
 
 
 def _check_all(args: Args, asynchronous: bool) -> list[str]:
-    of_parts = [part for part in registry.parts("check").values() if any(getattr(args, name) for name in part.when)]
+    of_parts = [
+        part
+        for part in registry.parts("check").values()
+        if any(getattr(args, name) for name in part.when)
+    ]
     checks = (
         _check_rows_and_rewards, *(registry.find("check", part.name) for part in of_parts), check_schedules,
         check_family, check_checkpoints, partial(check_snapshots, asynchronous=asynchronous),
         _check_server_options,
     )  # fmt: skip
     # Without its model, the other checks of a run would wait for the hub again.
-    return _check_hub(_named_checkpoints(args)) or [problem for check in checks for problem in check(args)]
+    return _check_hub(_named_checkpoints(args)) or [
+        problem for check in checks for problem in check(args)
+    ]
 
 
 def _check_hub(named: dict[str, str]) -> list[str]:
@@ -98,7 +114,8 @@ def _check_hub(named: dict[str, str]) -> list[str]:
 
 
 def _check_rows_and_rewards(args: Args) -> list[str]:
-    from slime.data.validate import check_data  # imported only when it runs, so that --help needs no numpy
+    # imported only when it runs, so that --help needs no numpy
+    from slime.data.validate import check_data
     from slime.rollout.rm_hub.dispatch import check_rewards
     from slime.rollout.rm_hub.reward import check_label
 
@@ -106,7 +123,9 @@ def _check_rows_and_rewards(args: Args) -> list[str]:
 
 
 def check_schedules(args: Args) -> list[str]:
-    """Problems of the learning-rate schedules of all roles; none as long as the length of the run is unknown."""
+    """Problems of the learning-rate schedules of all roles; none as long as the length of the run
+    is unknown.
+    """
     from slime.backends.lr_schedule import LrSchedule
     from slime.config.settings import role_args
 
@@ -122,8 +141,8 @@ def check_schedules(args: Args) -> list[str]:
 
 
 def check_family(args: Args) -> list[str]:
-    """Report a model that has no weight map for Megatron, or a vision part. The config.json is read only if it is on
-    this machine."""
+    """Report a model that has no weight map for Megatron, or a vision part. The config.json is read
+    only if it is on this machine."""
     config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
     if args.train_backend != "megatron" or args.debug_rollout_only or config is None:
         return []
@@ -141,11 +160,16 @@ def check_family(args: Args) -> list[str]:
 
 
 def check_checkpoints(args: Args) -> list[str]:
-    """Check that the headers of each Hugging Face checkpoint fit the model that its config.json describes."""
+    """Check that the headers of each Hugging Face checkpoint fit the model that its config.json
+    describes.
+    """
     from slime.models.checked import check_checkpoint_once, require_tied
 
     problems = []
-    believers = {"Megatron": args.train_backend == "megatron", "SGLang": args.rollout_backend == "sglang"}
+    believers = {
+        "Megatron": args.train_backend == "megatron",
+        "SGLang": args.rollout_backend == "sglang",
+    }
     by_transformers = args.train_backend == "fsdp" or args.rollout_backend == "embedded"
     for option, path in _here(_named_checkpoints(args)).items():
         try:
@@ -157,7 +181,9 @@ def check_checkpoints(args: Args) -> list[str]:
             problems.append(f"{option}: {error}")
     problems += _check_megatron_lm(args)
     updates = not (args.debug_train_only or args.debug_rollout_only)
-    return problems + _check_quantized_engines(args.hf_checkpoint, args.rollout_backend == "sglang" and updates)
+    return problems + _check_quantized_engines(
+        args.hf_checkpoint, args.rollout_backend == "sglang" and updates
+    )
 
 
 def _named_checkpoints(args: Args) -> dict[str, str]:
@@ -174,28 +200,41 @@ def _named_checkpoints(args: Args) -> dict[str, str]:
 def _here(named: dict[str, str]) -> dict[str, str]:
     """Return the checkpoints that are on this machine; one that several flags name only once."""
     once = {path: option for option, path in reversed(named.items()) if not megatron_folder(path)}
-    return {once[path]: path for path in reversed(once) if is_hf_folder(path) or read_config(path) is not None}
+    return {
+        once[path]: path
+        for path in reversed(once)
+        if is_hf_folder(path) or read_config(path) is not None
+    }
 
 
 def _check_megatron_lm(args: Args) -> list[str]:
-    """Check that the checkpoints of Megatron-LM have all tensors of the model, in the shapes of ``--hf-checkpoint``."""
-    named = {"--load": (args.load, args.ckpt_step), "--ref-load": (args.ref_load, args.ref_ckpt_step)}
+    """Check that the checkpoints of Megatron-LM have all tensors of the model, in the shapes of
+    ``--hf-checkpoint``.
+    """
+    named = {
+        "--load": (args.load, args.ckpt_step),
+        "--ref-load": (args.ref_load, args.ref_ckpt_step),
+    }
     named["--opd-teacher-load"] = (args.opd_teacher_load, None)
     folders = {
-        option: str(folder) for option, (path, step) in named.items() if (folder := megatron_lm_folder(path, step))
+        option: str(folder)
+        for option, (path, step) in named.items()
+        if (folder := megatron_lm_folder(path, step))
     }
     if not folders or args.debug_rollout_only:
         return []
     if args.lora_rank:
         return [
-            f"{option} {path}: --lora-rank needs a base with a Hugging Face folder, but Megatron-LM wrote this one: "
-            "convert it with tools/convert_torch_dist_to_hf.py and pass the result as --hf-checkpoint"
+            f"{option} {path}: --lora-rank needs a base with a Hugging Face folder, but "
+            "Megatron-LM wrote this one: convert it with tools/convert_torch_dist_to_hf.py and "
+            "pass the result as --hf-checkpoint"
             for option, path in folders.items()
         ]
     if "--load" in folders:
         args.notices.append(
-            f"--load {folders['--load']}: only the weights are read from this checkpoint of Megatron-LM. Its "
-            "optimizer, random states and position in the data are not, so the run starts with its first rollout"
+            f"--load {folders['--load']}: only the weights are read from this checkpoint of "
+            "Megatron-LM. Its optimizer, random states and position in the data are not, so the "
+            "run starts with its first rollout"
         )
     if args.hf_checkpoint is None or read_config(args.hf_checkpoint) is None:
         return []  # a hub id that is not here yet: the trainer compares them
@@ -204,9 +243,13 @@ def _check_megatron_lm(args: Args) -> list[str]:
     problems = []
     for option, path in folders.items():
         try:
-            weights = open_megatron_lm(path, args.hf_checkpoint, args.model_name, args.trust_remote_code)
+            weights = open_megatron_lm(
+                path, args.hf_checkpoint, args.model_name, args.trust_remote_code
+            )
             assert weights is not None, "the folder was found above"
-            problems += [f"{option}: {text}" for text in differing_shapes(weights, args.hf_checkpoint)]
+            problems += [
+                f"{option}: {text}" for text in differing_shapes(weights, args.hf_checkpoint)
+            ]
         except ModelError as error:
             problems.append(f"{option}: {error}")
     return problems
@@ -221,15 +264,15 @@ def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> li
     if quantization is None or not updates_sglang:
         return []
     return [
-        f"--hf-checkpoint {checkpoint} is quantized ({quantization.get('quant_method')}): SGLang would keep "
-        "its quantized layers, and the trainer's plain weights do not fit them. Convert it to a plain checkpoint with "
-        "tools/dequantize_hf.py and pass that instead"
+        f"--hf-checkpoint {checkpoint} is quantized ({quantization.get('quant_method')}): SGLang "
+        "would keep its quantized layers, and the trainer's plain weights do not fit them. "
+        "Convert it to a plain checkpoint with tools/dequantize_hf.py and pass that instead"
     ]
 
 
 def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
-    """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend, and a snapshot whose
-    rollouts could not be scored (:func:`check_same_old_actor`)."""
+    """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend, and
+    a snapshot whose rollouts could not be scored (:func:`check_same_old_actor`)."""
     from slime.checkpoint.contents import hostile_file
     from slime.checkpoint.manifest import DECIDES_OLD_ACTOR, ResumeError, check_same_old_actor
     from slime.checkpoint.snapshot import SnapshotError, kind, refuse_foreign
@@ -250,14 +293,25 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
             snapshot = snapshot_of(args.load, args.ckpt_step, digests=False)
             if snapshot is not None and (hostile := hostile_file(snapshot.path, own_classes)):
                 problems.append(f"--load {args.load}: {hostile}")
-            problems += _wrong_backend(args.load, snapshot.path if snapshot is not None else folder, args.train_backend)
+            problems += _wrong_backend(
+                args.load, snapshot.path if snapshot is not None else folder, args.train_backend
+            )
             if snapshot is not None and not args.finetune:
-                check_same_old_actor(snapshot.manifest, {n: getattr(args, n) for n in DECIDES_OLD_ACTOR}, asynchronous)
+                check_same_old_actor(
+                    snapshot.manifest,
+                    {n: getattr(args, n) for n in DECIDES_OLD_ACTOR},
+                    asynchronous,
+                )
             if adapter_file(args.load) is not None:
-                from slime.models import peft_files  # imports torch, which the driver does not need otherwise
+                # imports torch, which the driver does not need otherwise
+                from slime.models import peft_files
 
                 peft_files.read_config(folder)
-            elif args.load != args.save and kind(folder) == "empty" and not _has_megatron(args.load, args.ckpt_step):
+            elif (
+                args.load != args.save
+                and kind(folder) == "empty"
+                and not _has_megatron(args.load, args.ckpt_step)
+            ):
                 problems += _nothing_to_load(args.load, folder)
     except (SnapshotError, ModelError, ResumeError) as error:
         problems.append(str(error))
@@ -269,13 +323,16 @@ def _has_megatron(load: str, step: int | None) -> bool:
 
 
 def _nothing_to_load(named: str, folder: Path) -> list[str]:
-    """Refuse a folder that is not empty but holds nothing to load: the run would silently start from scratch."""
+    """Refuse a folder that is not empty but holds nothing to load: the run would silently start
+    from scratch.
+    """
     entries = folder.iterdir() if folder.is_dir() else ()
     there = sorted(entry.name for entry in entries if not entry.name.startswith("."))
     shown = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
     return [
-        f"--load {named}: neither snapshots (iter_*), nor a Hugging Face folder (config.json), nor Megatron weights "
-        f"(torch_dist), nor an adapter (adapter_config.json) were found there, only {shown}"
+        f"--load {named}: neither snapshots (iter_*), nor a Hugging Face folder (config.json), "
+        "nor Megatron weights (torch_dist), nor an adapter (adapter_config.json) were found "
+        f"there, only {shown}"
     ] if there else []  # fmt: skip
 
 
@@ -287,8 +344,9 @@ def _wrong_backend(named: str, folder: Path, backend: str) -> list[str]:
         return []
     other = "megatron" if megatron else "fsdp"
     return [
-        f"--load {named} was saved with --train-backend {other}, but this run has {backend}: use that "
-        "backend, or convert the snapshot to a Hugging Face folder (tools/convert_to_hf.py) and load the folder"
+        f"--load {named} was saved with --train-backend {other}, but this run has {backend}: use "
+        "that backend, or convert the snapshot to a Hugging Face folder (tools/convert_to_hf.py) "
+        "and load the folder"
     ]
 
 

@@ -1,4 +1,6 @@
-"""One engine of a run: its state, and the actors that own its server processes, one on each node that it spans."""
+"""One engine of a run: its state, and the actors that own its server processes, one on each node
+that it spans.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ SILENT_SECONDS = 2.0  # deadline of further calls to such an actor
 KILL_SECONDS = 30.0
 State = Literal["starting", "unsynced", "serving", "lost", "given up"]
 GONE: tuple[State, ...] = ("lost", "given up")
-"""States of engines whose server process was killed, together with the actors that could report on it."""
+"""States of engines whose server process was killed, together with the actors that could report on
+it.
+"""
 
 
 class ServerFacts(TypedDict):
-    """What the actor of an engine reports about its server process; ``fate`` as in ``ServerProcess``."""
+    """What the actor of an engine reports about its server process; ``fate`` as in
+    ``ServerProcess``.
+    """
 
     url: str
     pid: int
@@ -43,8 +49,10 @@ class EngineActor:
     Args:
         start_seconds: How long the server may take until it answers.
         gpu_ids: GPUs of this node that the server sees; None means those that this actor has.
-        node: Node rank, number of nodes and rendezvous address of a server that spans several nodes.
-        warms_up_sampler: Whether to sample with top-p and top-k once before the server counts as ready.
+        node: Node rank, number of nodes and rendezvous address of a server that spans several
+            nodes.
+        warms_up_sampler: Whether to sample with top-p and top-k once before the server counts as
+            ready.
     """
 
     def __init__(
@@ -88,7 +96,13 @@ class EngineActor:
         process = self.process
         port = process.bootstrap_port
         state = process.alive(), process.fate
-        return {"url": process.url, "pid": process.pid, "alive": state[0], "fate": state[1], "bootstrap_port": port}
+        return {
+            "url": process.url,
+            "pid": process.pid,
+            "alive": state[0],
+            "fate": state[1],
+            "bootstrap_port": port,
+        }
 
     def log_tail(self) -> str:
         return self.process.log_tail()
@@ -106,12 +120,13 @@ class EngineActor:
 
 @dataclass
 class Engine(Supervised):
-    """One engine position in the run; a restarted engine keeps it. Every call of its actors has a deadline.
+    """One engine position in the run; a restarted engine keeps it. Every call of its actors has a
+    deadline.
 
     Attributes:
         external: Whether this run does not start the server.
-        actors: One per node; the server of the first one answers requests. Empty before the start, and if it is
-            external.
+        actors: One per node; the server of the first one answers requests. Empty before the start,
+            and if it is external.
         ready_at: When its last start was complete (``time.monotonic()``).
         ending: Whether it is lost and its processes are still being ended.
     """
@@ -133,10 +148,13 @@ class Engine(Supervised):
 
     @property
     def worker(self) -> Worker:
-        return Worker(self.url, self.spec.model, self.spec.worker_type, self.bootstrap_port, self.index)
+        return Worker(
+            self.url, self.spec.model, self.spec.worker_type, self.bootstrap_port, self.index
+        )
 
     def wait_ready(self, seconds: float) -> None:
-        """Block until the server answers; an error has its last log lines. Its address changes with every start.
+        """Block until the server answers; an error has its last log lines. Its address changes with
+        every start.
 
         Args:
             seconds: How long the server may take.
@@ -147,10 +165,16 @@ class Engine(Supervised):
             self.bootstrap_port = self.describe()["bootstrap_port"]
 
     def describe(self) -> ServerFacts:
-        """Address and state of the server; alive means alive on all nodes. Raises if a node does not answer."""
+        """Address and state of the server; alive means alive on all nodes. Raises if a node does
+        not answer.
+        """
         of_nodes: list[ServerFacts] = self._get("describe")
         fates = [part["fate"] for part in of_nodes if part["fate"]]
-        return {**of_nodes[0], "alive": all(part["alive"] for part in of_nodes), "fate": next(iter(fates), "")}
+        return {
+            **of_nodes[0],
+            "alive": all(part["alive"] for part in of_nodes),
+            "fate": next(iter(fates), ""),
+        }
 
     def log_tail(self) -> str:
         return "\n".join(self._get("log_tail"))
@@ -160,8 +184,11 @@ class Engine(Supervised):
         return float(sum(self._get("cpu_seconds")))
 
     def kill(self) -> None:
-        """Kill the server with all its children, even if it is stopped (SIGSTOP), then its actor. Never raises."""
-        # The actor kills the server's whole process tree. If it does not answer, the server still dies with the actor.
+        """Kill the server with all its children, even if it is stopped (SIGSTOP), then its actor.
+        Never raises.
+        """
+        # The actor kills the server's whole process tree. If it does not answer, the server still
+        # dies with the actor.
         with contextlib.suppress(Exception):
             self._get("kill", KILL_SECONDS)
         for actor in self.actors:
@@ -176,13 +203,16 @@ class Engine(Supervised):
     def _get(self, method: str, seconds: float = ASK_SECONDS) -> list[Any]:
         """Call a method of all actors and return their answers.
 
-        If the last call was not answered, this one gets only :data:`SILENT_SECONDS`: several calls are made while a
-        lost engine is being ended, and they must not each wait for a node that is gone.
+        If the last call was not answered, this one gets only :data:`SILENT_SECONDS`: several calls
+        are made while a lost engine is being ended, and they must not each wait for a node that is
+        gone.
         """
         actors = self.actors
         limit = SILENT_SECONDS if actors is self._silent else seconds
         try:
-            answers = door().get([getattr(actor, method).remote() for actor in actors], timeout=limit)
+            answers = door().get(
+                [getattr(actor, method).remote() for actor in actors], timeout=limit
+            )
         except NoAnswer:
             self._silent = actors
             raise
@@ -212,7 +242,8 @@ class FleetSettings:
     """What the fleet does with its engines.
 
     Attributes:
-        tolerant: Whether lost engines and routers are started again (``--use-fault-tolerance``), or end the run.
+        tolerant: Whether lost engines and routers are started again (``--use-fault-tolerance``), or
+            end the run.
         always_routed: Whether a single engine gets a router as well (``--use-router``).
         updated: Whether the run has a trainer that sends weights.
         start_seconds: How long a server may take to start.
@@ -239,16 +270,20 @@ def launcher(
     log_dir: Path,
     environment: dict[str, str],
 ) -> Callable[[int], list[ActorHandle]]:
-    """Return a function that starts the engine with a given index, in one actor per node that it spans."""
+    """Return a function that starts the engine with a given index, in one actor per node that it
+    spans.
+    """
 
     def launch(index: int) -> list[ActorHandle]:
         spec = specs[index]
         nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
         warms = needs_sampler_warmup(settings, spec)
         common = settings, start_seconds, spec, str(log_dir)
-        # The port may be in use on that node. Then this start fails with SGLang's error, and a restart picks another.
+        # The port may be in use on that node. Then this start fails with SGLang's error, and a
+        # restart picks another.
         rendezvous = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
-        # With several threads, an actor can report on its server, or kill it, while wait_ready() blocks.
+        # With several threads, an actor can report on its server, or kill it, while wait_ready()
+        # blocks.
         return [
             door().create(
                 EngineActor,
@@ -264,13 +299,15 @@ def launcher(
 
 
 def needs_sampler_warmup(settings: EngineSettings, spec: EngineSpec) -> bool:
-    """Whether the server must sample with top-p and top-k to count as ready, so that SGLang compiles the kernels.
+    """Whether the server must sample with top-p and top-k to count as ready, so that SGLang
+    compiles the kernels.
 
-    Every server needs it whose sampling backend has kernels to compile. SGLang's own health check asks for a greedy
-    token, greedy is top-k with k = 1 there, and a batch with one such request is sampled with the top-k kernel as a
-    whole. Without a warm-up, the first health check of a rollout would stop the engine for more than a minute. A server
-    that only prefills or only decodes answers no plain request, so it cannot be warmed up; models that are not trained
-    get no rollouts.
+    Every server needs it whose sampling backend has kernels to compile. SGLang's own health check
+    asks for a greedy token, greedy is top-k with k = 1 there, and a batch with one such request is
+    sampled with the top-k kernel as a whole. Without a warm-up, the first health check of a rollout
+    would stop the engine for more than a minute. A server that only prefills or only decodes
+    answers no plain request, so it cannot be warmed up; models that are not trained get no
+    rollouts.
     """
     from slime.engines.sglang.launch import sampling_backend
 

@@ -1,7 +1,9 @@
-"""The engines of a run and the router in front of them: which engines serve, are lost, or wait for weights.
+"""The engines of a run and the router in front of them: which engines serve, are lost, or wait for
+weights.
 
-The state of an engine goes ``starting -> unsynced -> serving``, and from any state to ``lost``. The router only knows
-serving engines, so a restarted engine gets no request before it holds the current weights.
+The state of an engine goes ``starting -> unsynced -> serving``, and from any state to ``lost``. The
+router only knows serving engines, so a restarted engine gets no request before it holds the current
+weights.
 """
 
 from __future__ import annotations
@@ -31,18 +33,20 @@ logger = logging.getLogger(__name__)
 class EngineFleet:
     """All engines of a run; see the module's docstring.
 
-    Calls come from several threads, and every change of an engine's state is made under the lock. Calls to hosts and
-    to the router may take long, so they are made without it.
+    Calls come from several threads, and every change of an engine's state is made under the lock.
+    Calls to hosts and to the router may take long, so they are made without it.
 
     Args:
-        launch: Starts the actors of the engine with the given index, which start its server; returns at once.
+        launch: Starts the actors of the engine with the given index, which start its server;
+            returns at once.
         specs: The engines that this run starts.
         external: URLs of servers that are already running.
         keys: The keys of engines and routers.
 
     Attributes:
-        addresses: The values of ``args`` by which users' functions reach the engines: ``sglang_router_ip`` and
-            ``sglang_router_port`` (of the first model's router, or of the only engine) and ``sglang_model_routers``.
+        addresses: The values of ``args`` by which users' functions reach the engines:
+            ``sglang_router_ip`` and ``sglang_router_port`` (of the first model's router, or of the
+            only engine) and ``sglang_model_routers``.
         shares: Number of parts into which the engines are divided; 0: they are not.
     """
 
@@ -68,7 +72,9 @@ class EngineFleet:
         for engine in self.engines[count:]:
             send_key(engine.url, self.keys.engine)
         # Only engines of one kind, behind a router of this run, are divided.
-        alike = all((e.spec.model, e.spec.worker_type) == (DEFAULT_MODEL, "regular") for e in self.engines)
+        alike = all(
+            (e.spec.model, e.spec.worker_type) == (DEFAULT_MODEL, "regular") for e in self.engines
+        )
         divided = alike and len(self.engines) > 1 and settings.router.address is None
         self.shares = min(settings.workers, len(self.engines)) if divided else 0
         self.count = count
@@ -77,22 +83,36 @@ class EngineFleet:
         self.fatal: str | None = None
         self.lost_count = self.restart_count = self.router_restart_count = 0
         self.lock = threading.RLock()
-        self._router_lock = threading.Lock()  # held while routers are restarted; always taken before the other
+        # held while routers are restarted; always taken before the other
+        self._router_lock = threading.Lock()
         self._starters = ThreadPoolExecutor(max(count, 1), thread_name_prefix="engine-start")
-        self._enders = ThreadPoolExecutor(max(len(self.engines), 1), thread_name_prefix="engine-end")
+        self._enders = ThreadPoolExecutor(
+            max(len(self.engines), 1), thread_name_prefix="engine-end"
+        )
 
     # --- the state of all engines ------------------------------------------------------------
 
     def urls(self, *states: State) -> list[str]:
-        """URLs of the engines in one of ``states``; by default of all that answer, whatever weights they hold."""
+        """URLs of the engines in one of ``states``; by default of all that answer, whatever weights
+        they hold.
+        """
         with self.lock:
-            return [engine.url for engine in self.engines if engine.state in (states or ("serving", "unsynced"))]
+            return [
+                engine.url
+                for engine in self.engines
+                if engine.state in (states or ("serving", "unsynced"))
+            ]
 
     def status(self) -> EngineStatus:
         with self.lock:
             updated = [engine for engine in self.engines if engine.spec.updates]
-            serving, unsynced = ([e.url for e in updated if e.state == state] for state in ("serving", "unsynced"))
-            slots = {engine.url: range(engine.spec.slot, engine.spec.slot + engine.spec.num_gpus) for engine in updated}
+            serving, unsynced = (
+                [e.url for e in updated if e.state == state] for state in ("serving", "unsynced")
+            )
+            slots = {
+                engine.url: range(engine.spec.slot, engine.spec.slot + engine.spec.num_gpus)
+                for engine in updated
+            }
         return EngineStatus(serving, unsynced, slots, self.fatal)
 
     def counts(self) -> dict[str, float]:
@@ -115,16 +135,24 @@ class EngineFleet:
             gone = engine.state in GONE
             dead = gone or facts.get("alive") is False
             pid = f" pid {facts['pid']}" if facts.get("pid") else ""
-            lines.append(f"engine {engine.index} {engine.url}{pid}: {'DEAD' if dead else engine.state}")
+            lines.append(
+                f"engine {engine.index} {engine.url}{pid}: {'DEAD' if dead else engine.state}"
+            )
             if dead:
-                lines.append(engine.last_words if gone else _last_words(engine, str(facts.get("error", "it ended"))))
+                lines.append(
+                    engine.last_words
+                    if gone
+                    else _last_words(engine, str(facts.get("error", "it ended")))
+                )
         return "\n".join(lines)
 
     # --- start and end -----------------------------------------------------------------------
 
-    def start(self, progress: Callable[[int, int], None], meanwhile: Callable[[], None] = lambda: None) -> list[str]:
-        """Start all engines at the same time, then the router; returns the URLs. The first failure propagates.
-        ``progress`` gets the number of engines that have started and that of all."""
+    def start(
+        self, progress: Callable[[int, int], None], meanwhile: Callable[[], None] = lambda: None
+    ) -> list[str]:
+        """Start all engines at the same time, then the router; returns the URLs. The first failure
+        propagates. ``progress`` gets the number of engines that have started and that of all."""
         progress(0, self.count)
         own = self.engines[: self.count]
         for engine in own:
@@ -132,7 +160,8 @@ class EngineFleet:
         meanwhile()
         for done, engine in enumerate(own, start=1):
             self.wait_ready(engine)
-            engine.state = "serving"  # without "unsynced": no request comes before the run's first weight update
+            # without "unsynced": no request comes before the run's first weight update
+            engine.state = "serving"
             progress(done, self.count)
         self.start_routers()
         return self.status().serving
@@ -151,7 +180,12 @@ class EngineFleet:
             return
         url = workers[0].url
         settings = self.settings
-        if len(workers) > 1 or settings.always_routed or settings.tolerant or settings.router.address is not None:
+        if (
+            len(workers) > 1
+            or settings.always_routed
+            or settings.tolerant
+            or settings.router.address is not None
+        ):
             self.router = Routers(settings.router, self.log_dir, self.shares)
             self.router.start(workers)
             url = self.router.url
@@ -163,18 +197,25 @@ class EngineFleet:
         }
 
     def addresses_of(self, worker: int) -> dict[str, object]:
-        """Return :attr:`addresses` as a rollout worker gets them: with the router of its share of the engines."""
+        """Return :attr:`addresses` as a rollout worker gets them: with the router of its share of
+        the engines.
+        """
         if self.router is None or not self.shares:
             return self.addresses
         url = urlsplit(list(self.router.by_share.values())[worker % self.shares].url)
         models = dict.fromkeys(self.router.addresses, (url.hostname, url.port))
-        return {"sglang_router_ip": url.hostname, "sglang_router_port": url.port, "sglang_model_routers": models}
+        return {
+            "sglang_router_ip": url.hostname,
+            "sglang_router_port": url.port,
+            "sglang_model_routers": models,
+        }
 
     def stop(self, at_once: bool = False) -> None:
         """Stop router and engines; returns when their processes have ended. Safe to call twice.
 
         Args:
-            at_once: Kill the engines instead of stopping them gracefully, because their memory is needed.
+            at_once: Kill the engines instead of stopping them gracefully, because their memory is
+                needed.
         """
         self._starters.shutdown(wait=False, cancel_futures=True)
         self._enders.shutdown(wait=False)
@@ -187,10 +228,11 @@ class EngineFleet:
     # --- lost engines ------------------------------------------------------------------------
 
     def lose(self, reasons: Mapping[str, str]) -> None:
-        """Remove engines from the router and end their processes; their requests are repeated on other engines.
+        """Remove engines from the router and end their processes; their requests are repeated on
+        other engines.
 
-        All of them are ended at the same time, so that one whose node does not answer delays no other. Without
-        ``--use-fault-tolerance``, this ends the run (:attr:`fatal`).
+        All of them are ended at the same time, so that one whose node does not answer delays no
+        other. Without ``--use-fault-tolerance``, this ends the run (:attr:`fatal`).
 
         Args:
             reasons: Why each engine is lost, by URL. Engines that are already lost are left alone.
@@ -198,13 +240,16 @@ class EngineFleet:
         self.end(self.mark_lost(reasons))
 
     def mark_lost(self, reasons: Mapping[str, str]) -> list[Engine]:
-        """The part of :meth:`lose` that does not wait: set the state. Returns the lost engines, for :meth:`end`."""
+        """The part of :meth:`lose` that does not wait: set the state. Returns the lost engines, for
+        :meth:`end`.
+        """
         lost = []
         with self.lock:
             for engine in self.engines:
                 if engine.url not in reasons or engine.state not in ("serving", "unsynced"):
                     continue
-                # ``ending`` keeps restart_lost from starting the engine while its old processes hold memory and ports.
+                # ``ending`` keeps restart_lost from starting the engine while its old processes
+                # hold memory and ports.
                 engine.state = "lost"
                 engine.ending = True
                 engine.note_loss(reasons[engine.url])
@@ -218,7 +263,9 @@ class EngineFleet:
         return lost
 
     def end(self, lost: Sequence[Engine], wait: bool = True) -> None:
-        """End the processes of lost engines, all at the same time; with ``wait``, return when that has ended."""
+        """End the processes of lost engines, all at the same time; with ``wait``, return when that
+        has ended.
+        """
         ending = [self._enders.submit(self._end, engine) for engine in lost]
         if wait:
             for future in ending:
@@ -227,8 +274,8 @@ class EngineFleet:
     def _end(self, engine: Engine) -> None:
         reason = engine.last_words
         try:
-            # Before the kill: it also ends the actor that can read the log, and the requests that fail with it are
-            # repeated, so the router should no longer send them here.
+            # Before the kill: it also ends the actor that can read the log, and the requests that
+            # fail with it are repeated, so the router should no longer send them here.
             engine.last_words = _last_words(engine, reason)
             self._forget(engine.url)
             engine.kill()  # also resets the connections of requests that hang in this engine
@@ -238,18 +285,24 @@ class EngineFleet:
                 self._after_loss(engine, reason)
 
     def _after_loss(self, engine: Engine, reason: str) -> None:
-        """Decide, under the lock, whether the engine is worth another start and whether the run can continue."""
+        """Decide, under the lock, whether the engine is worth another start and whether the run can
+        continue.
+        """
         what = _lost_words(engine, reason)
         if not engine.external and engine.hopeless:
             engine.state = "given up"
             logger.error("%s, %s: it is not started again", what, engine.how_often)
-        # Only an engine of the same model and role (regular, prefill or decode) can take over its requests. An external
-        # engine that is lost cannot be restarted by this run.
+        # Only an engine of the same model and role (regular, prefill or decode) can take over its
+        # requests. An external engine that is lost cannot be restarted by this run.
         kind = (engine.spec.model, engine.spec.worker_type)
         peers = [e for e in self.engines if (e.spec.model, e.spec.worker_type) == kind]
         hopeless = all(e.state == "given up" or (e.state == "lost" and e.external) for e in peers)
         if hopeless and self.fatal is None:
-            which = "" if len(peers) == len(self.engines) else f" ({engine.spec.worker_type}) of model {kind[0]}"
+            which = (
+                ""
+                if len(peers) == len(self.engines)
+                else f" ({engine.spec.worker_type}) of model {kind[0]}"
+            )
             self.fatal = f"no engine{which} is left; the last one: {what}\n{engine.last_words}"
 
     def _forget(self, url: str) -> None:
@@ -257,7 +310,8 @@ class EngineFleet:
             return
         try:
             self.router.remove_worker(url)
-        except (ServerFailed, OSError) as error:  # The router is dead as well; its restart leaves this engine out.
+        # The router is dead as well; its restart leaves this engine out.
+        except (ServerFailed, OSError) as error:
             logger.warning("the router could not remove %s: %s", url, error)
 
     # --- restarts ----------------------------------------------------------------------------
@@ -267,7 +321,9 @@ class EngineFleet:
         if not self.settings.tolerant or self.fatal is not None:
             return
         with self.lock:
-            lost = [e for e in self.engines if e.state == "lost" and not e.external and not e.ending]
+            lost = [
+                e for e in self.engines if e.state == "lost" and not e.external and not e.ending
+            ]
             for engine in lost:
                 engine.state = "starting"
         for engine in lost:
@@ -279,7 +335,8 @@ class EngineFleet:
         try:
             engine.actors = self.launch(engine.index)
             self.wait_ready(engine)
-        except Exception as error:  # Whatever the reason was, the next poll tries again, until it is hopeless.
+        # Whatever the reason was, the next poll tries again, until it is hopeless.
+        except Exception as error:
             logger.error("engine %d could not be started again: %s", engine.index, error)
             engine.kill()
             with self.lock:
@@ -289,13 +346,17 @@ class EngineFleet:
             return
         with self.lock:
             engine.state = "unsynced"
-        logger.warning("engine %d is up again at %s and waits for weights", engine.index, engine.url)
+        logger.warning(
+            "engine %d is up again at %s and waits for weights", engine.index, engine.url
+        )
         # No update will come for this engine: the weights of the checkpoint are the current ones.
         if not (self.settings.updated and engine.spec.updates):
             self.synced([engine.url])
 
     def readmit(self, url: str) -> None:
-        """Take back an external engine that answers again: it gets the current weights, then requests."""
+        """Take back an external engine that answers again: it gets the current weights, then
+        requests.
+        """
         with self.lock:
             for engine in self.engines:
                 if engine.url == url and engine.external and engine.state == "lost":
@@ -303,17 +364,23 @@ class EngineFleet:
                     engine.state = "unsynced"
 
     def synced(self, urls: Sequence[str]) -> None:
-        """Let engines serve that hold the current weights and were audited; those that already serve are left alone."""
-        for engine in [engine for engine in self.engines if engine.url in urls and engine.state == "unsynced"]:
+        """Let engines serve that hold the current weights and were audited; those that already
+        serve are left alone.
+        """
+        for engine in [
+            engine for engine in self.engines if engine.url in urls and engine.state == "unsynced"
+        ]:
             url = engine.url
             try:
-                self.check_router()  # It may have ended during the update, while the health checks were paused.
+                # It may have ended during the update, while the health checks were paused.
+                self.check_router()
                 if self.router is not None:
                     self.router.add_worker(engine.worker)
             except (ServerFailed, OSError) as error:
                 self.lose({url: f"the router did not take it: {error}"})
                 continue
-            # While the router was called without the lock, the engine may have been lost and even have a new address.
+            # While the router was called without the lock, the engine may have been lost and even
+            # have a new address.
             with self.lock:
                 serves = engine.state == "unsynced" and engine.url == url
                 if serves:
@@ -332,18 +399,26 @@ class EngineFleet:
 
         def done() -> bool:
             with self.lock:
-                return not any(engine.state == "starting" or engine.ending for engine in self.engines)
+                return not any(
+                    engine.state == "starting" or engine.ending for engine in self.engines
+                )
 
-        wait_for("engines that are started again", done, deadline or self.settings.start_seconds, report=self.report)
+        wait_for(
+            "engines that are started again",
+            done,
+            deadline or self.settings.start_seconds,
+            report=self.report,
+        )
         return self.urls()
 
     # --- the router --------------------------------------------------------------------------
 
     def check_router(self) -> None:
-        """Restart routers that ended or hang; one that fails to start is tried again at the next check.
+        """Restart routers that ended or hang; one that fails to start is tried again at the next
+        check.
 
-        With many engines a start takes a while. The fleet's lock is free during it, so engines that were lost meanwhile
-        are removed from the new router afterwards.
+        With many engines a start takes a while. The fleet's lock is free during it, so engines that
+        were lost meanwhile are removed from the new router afterwards.
         """
         with self._router_lock:
             if self.router is None or self.fatal is not None:
@@ -359,11 +434,14 @@ class EngineFleet:
                 try:
                     self.router.restart(model, workers)
                     with self.lock:
-                        serving = {engine.url for engine in self.engines if engine.state == "serving"}
+                        serving = {
+                            engine.url for engine in self.engines if engine.state == "serving"
+                        }
                     for worker in workers:
                         if worker.url not in serving:
                             self.router.remove_worker(worker.url)
-                except (ServerFailed, OSError) as error:  # A worker may hang, for example; the health checks find it.
+                # A worker may hang, for example; the health checks find it.
+                except (ServerFailed, OSError) as error:
                     logger.error("the router could not be started again: %s", error)
                     continue
                 logger.warning("the router of %s serves again", model)
@@ -384,7 +462,10 @@ def _lost_words(engine: Engine, reason: str) -> str:
 
 def _last_words(engine: Engine, reason: str) -> str:
     if engine.external:
-        return f"{reason}; this run did not start it: start it again by hand, it is taken back when it answers"
+        return (
+            f"{reason}; this run did not start it: start it again by hand, it is taken back when "
+            "it answers"
+        )
     try:
         return engine.log_tail()
     except Exception as error:

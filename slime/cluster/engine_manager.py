@@ -1,4 +1,6 @@
-"""The part of the rollout manager that starts engines, monitors them, and prepares them for weight updates."""
+"""The part of the rollout manager that starts engines, monitors them, and prepares them for weight
+updates.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,12 @@ IDLE_DEADLINE_SECONDS = 60.0
 
 
 class EngineManager:
-    """Owns the engines, their router and their health checks, in the process of the rollout manager.
+    """Owns the engines, their router and their health checks, in the process of the rollout
+    manager.
 
     Attributes:
-        args: Passed to users' functions. Replaced once the addresses of the engines are known, but never modified.
+        args: Passed to users' functions. Replaced once the addresses of the engines are known, but
+            never modified.
     """
 
     def __init__(self, args: Args, log_dir: Path, keys: RunKeys) -> None:
@@ -50,7 +54,9 @@ class EngineManager:
         self.workers: RolloutWorkers | None = None
 
     def start_engines(self, placement: Placement) -> list[str]:
-        """Start all engines at the same time, then the router if it is needed; returns the engine URLs."""
+        """Start all engines at the same time, then the router if it is needed; returns the engine
+        URLs.
+        """
         raise_file_limit()  # The router inherits the limit, because it is a child of this process.
         args = self.args
         keys = self.keys
@@ -58,8 +64,13 @@ class EngineManager:
         specs = plan_engines(args)
         environment = thread_environment(args.threads_per_process)
         engine_settings = EngineSettings.from_args(args, keys.engine)
-        launch = launcher(engine_settings, args.start_timeout, specs, placement, self.log_dir, environment)
-        external = [url if "://" in url else f"http://{url}" for url in args.rollout_external_engine_addrs or []]
+        launch = launcher(
+            engine_settings, args.start_timeout, specs, placement, self.log_dir, environment
+        )
+        external = [
+            url if "://" in url else f"http://{url}"
+            for url in args.rollout_external_engine_addrs or []
+        ]
         workers = args.rollout_workers if args.rollout_workers > 1 and may_use_workers(args) else 0
         settings = FleetSettings(
             router=RouterSettings.from_args(args, keys),
@@ -69,15 +80,19 @@ class EngineManager:
             start_seconds=args.start_timeout,
             workers=workers,
         )
-        # Stored before the start, so that a shutdown during the start ends the engines that were launched.
+        # Stored before the start, so that a shutdown during the start ends the engines that were
+        # launched.
         self._fleet = fleet = EngineFleet(settings, self.log_dir, launch, specs, external, keys)
-        # The first request would wait for the tokenizer. Not on another thread: imports of transformers on two threads
-        # at once can fail.
+        # The first request would wait for the tokenizer. Not on another thread: imports of
+        # transformers on two threads at once can fail.
         meanwhile = partial(preload_tokenizer, args.hf_checkpoint, args.trust_remote_code)
-        urls = fleet.start(lambda done, total: progress.report("start engines", done, total), meanwhile)
+        urls = fleet.start(
+            lambda done, total: progress.report("start engines", done, total), meanwhile
+        )
         self.args = args.with_values(**fleet.addresses)
         init_http_client(self.args)
-        # Who watches the engines: health checks, which a failed request causes at once, and the record of their load.
+        # Who watches the engines: health checks, which a failed request causes at once, and the
+        # record of their load.
         self._monitor = monitor = HealthMonitor(
             fleet,
             args.rollout_health_check_interval,
@@ -87,12 +102,16 @@ class EngineManager:
         )
         monitor.start()
         watch_faults(monitor.wake)
-        self.loads = EngineLoads(fleet.engines, lambda: monitor.paused, RunDir(self.log_dir.parent).engines)
+        self.loads = EngineLoads(
+            fleet.engines, lambda: monitor.paused, RunDir(self.log_dir.parent).engines
+        )
         self.loads.start()
         # Rollout workers, each with the address of its share of the engines.
         if workers:
             parts = parts_of_workers(workers, fleet.shares, len(fleet.engines))
-            args_of_workers = [self.args.with_values(**fleet.addresses_of(number)) for number in range(workers)]
+            args_of_workers = [
+                self.args.with_values(**fleet.addresses_of(number)) for number in range(workers)
+            ]
             launch_worker = worker_launcher(args_of_workers, parts, self.log_dir, environment)
             self.workers = RolloutWorkers(launch_worker, parts, args.start_timeout, monitor.wake)
             self.workers.start()
@@ -113,29 +132,34 @@ class EngineManager:
         return self.fleet.status()
 
     def begin_update(self) -> EngineStatus:
-        """Pause the health checks, because the engines will load weights; returns the engines by state."""
+        """Pause the health checks, because the engines will load weights; returns the engines by
+        state.
+        """
         self.monitor.pause("update")
         return self.fleet.status()
 
     def end_update(self, urls: Sequence[str]) -> EngineStatus:
-        """Let engines serve that hold the current weights and passed the audit; the health checks continue."""
+        """Let engines serve that hold the current weights and passed the audit; the health checks
+        continue.
+        """
         self.fleet.synced(urls)
         self.monitor.resume("update")
         return self.fleet.status()
 
     def lose_engines(self, blamed: dict[str, str] | None) -> EngineStatus:
-        """Find out which engines are lost after a call to the engines failed; returns the engines by state.
+        """Find out which engines are lost after a call to the engines failed; returns the engines
+        by state.
 
-        Lost are those whose process has ended, and those that are blamed for the failure. If there are none of either
-        kind, those that generate no token are lost.
+        Lost are those whose process has ended, and those that are blamed for the failure. If there
+        are none of either kind, those that generate no token are lost.
 
         Args:
             blamed: Reasons by URL; None: only engines whose process has ended are lost.
         """
         gone = self.monitor.processes.ended(ASK_SECONDS)
         lost = {**(blamed or {}), **gone}
-        # Only without a culprit: an engine whose update was interrupted generates no token either, but gets all weights
-        # again when the call is repeated.
+        # Only without a culprit: an engine whose update was interrupted generates no token either,
+        # but gets all weights again when the call is repeated.
         if not lost and blamed is not None:
             lost = unhealthy(self.fleet.urls(), self.args.rollout_health_check_timeout)
         self.fleet.lose(lost)
@@ -150,13 +174,14 @@ class EngineManager:
 
     def offload(self) -> None:
         """Let the engines release their memory for the trainer (colocated runs)."""
-        # The pause first, so that no engine is restarted after the wait: a starting engine would take memory while the
-        # trainer takes it, too.
+        # The pause first, so that no engine is restarted after the wait: a starting engine would
+        # take memory while the trainer takes it, too.
         self.monitor.pause("offloaded")
         self.fleet.settled()
 
         async def release(engine: EngineHandle) -> None:
-            await flush_when_idle(engine)  # SGLang crashes if it must release memory while it is busy.
+            # SGLang crashes if it must release memory while it is busy.
+            await flush_when_idle(engine)
             await engine.release(())
 
         self._on_engines(release)
@@ -174,15 +199,22 @@ class EngineManager:
             EngineError: An engine failed, and the run is without ``--use-fault-tolerance``.
         """
         engines = [EngineHandle(url) for url in self.fleet.urls()]
-        _, failed = run(on_each(engines, call, "release or resume its memory", CONTROL_DEADLINE_SECONDS))
+        _, failed = run(
+            on_each(engines, call, "release or resume its memory", CONTROL_DEADLINE_SECONDS)
+        )
         for error in failed.values():
             if not self.fleet.settings.tolerant:
                 raise error
         self.fleet.lose({url: str(error) for url, error in failed.items()})
 
     def fault_counts(self) -> dict[str, float]:
-        """Metrics: requests that were retried, engines lost and restarted, since the previous rollout."""
-        counts = {"rollout/http_retry_count": float(take_retries()), **(self.fleet.counts() if self._fleet else {})}
+        """Metrics: requests that were retried, engines lost and restarted, since the previous
+        rollout.
+        """
+        counts = {
+            "rollout/http_retry_count": float(take_retries()),
+            **(self.fleet.counts() if self._fleet else {}),
+        }
         if self.workers is not None:
             counts["rollout/worker_restart_count"] = self.workers.restarts()
         return counts
@@ -196,7 +228,8 @@ class EngineManager:
 
         Groups in progress fail.
         """
-        if self.workers is not None:  # first: they would start requests again, and report engines as faulty
+        # first: they would start requests again, and report engines as faulty
+        if self.workers is not None:
             self.workers.stop()
         if self._monitor is not None:
             self._monitor.stop()
@@ -209,7 +242,8 @@ class EngineManager:
 async def flush_when_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_SECONDS) -> None:
     """Flush an engine's cache as soon as no request runs or waits in it.
 
-    A refused flush is tried again: the engine may still be ending a request that it no longer counts.
+    A refused flush is tried again: the engine may still be ending a request that it no longer
+    counts.
 
     Raises:
         EngineError: The engine is still not idle after ``deadline`` seconds.
@@ -225,7 +259,7 @@ async def flush_when_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_
                 busy = str(error)
         if time.monotonic() > until:
             raise EngineError(
-                f"{engine.url} was not idle {deadline:.0f} s after the rollout ({busy}), as it must be to release its "
-                "memory. Find out which program still sends it requests"
+                f"{engine.url} was not idle {deadline:.0f} s after the rollout ({busy}), as it "
+                "must be to release its memory. Find out which program still sends it requests"
             )
         await asyncio.sleep(0.02)

@@ -1,4 +1,5 @@
-"""The inference engines as the driver sees them: which are alive, which weights they hold, and how they get new ones.
+"""The inference engines as the driver sees them: which are alive, which weights they hold, and how
+they get new ones.
 
 The order of a weight update (in brackets: only if trainer and engines share accelerators)::
 
@@ -12,8 +13,8 @@ The order of a weight update (in brackets: only if trainer and engines share acc
     audit         ------------------->  rank 0 compares log-probs -->   score a fixed sequence
     end_update    ------------------------------------------------->    health checks continue, requests arrive
 
-Each arrow is a call for which the driver waits. If an engine fails during one, the call is repeated without it. The
-rollout manager decides which engines are lost (``engine_fleet.py``, ``health.py``).
+Each arrow is a call for which the driver waits. If an engine fails during one, the call is repeated
+without it. The rollout manager decides which engines are lost (``engine_fleet.py``, ``health.py``).
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class WeightClock:
         step: The number of steps that had trained these weights.
         trained: The last rollout that was trained when they were sent (``Trainer.trained``).
         model: The copy of the trainer's weights that was sent.
-        updates: The number of updates of this process; with 0, the engines hold the weights of the checkpoint.
+        updates: The number of updates of this process; with 0, the engines hold the weights of the
+            checkpoint.
     """
 
     attempt: int
@@ -71,13 +73,14 @@ class WeightClock:
         return f"{self.attempt}.{self.step}" if self.updates else ""
 
     def is_checked(self, interval: int) -> bool:
-        """Whether this update is one that ``--check-weight-update-equal`` checks: the first, and then every
-        ``interval`` updates (0: no other)."""
+        """Whether this update is one that ``--check-weight-update-equal`` checks: the first, and
+        then every ``interval`` updates (0: no other)."""
         return self.updates <= 1 or (interval > 0 and (self.updates - 1) % interval == 0)
 
 
 class EnginePool:
-    """The engines of one run; used only by the driver's main thread, so the trainer is idle during every call.
+    """The engines of one run; used only by the driver's main thread, so the trainer is idle during
+    every call.
 
     Args:
         urls: The URLs of the engines that were started; empty in a run without engines.
@@ -85,8 +88,8 @@ class EnginePool:
         first_rollout: The first rollout of this process.
 
     Attributes:
-        urls: The URLs of the engines that hold the current weights. Never empty in a run with engines: if all of them
-            are lost, they are replaced.
+        urls: The URLs of the engines that hold the current weights. Never empty in a run with
+            engines: if all of them are lost, they are replaced.
         clock: Which weights these are.
     """
 
@@ -109,19 +112,23 @@ class EnginePool:
         self._trainer = trainer
         self._log = log
         self._first_rollout = first_rollout
-        self._slots: dict[str, range] = {}  # by engine URL: the GPU slots that it occupies, among those of the rollout
+        # by engine URL: the GPU slots that it occupies, among those of the rollout
+        self._slots: dict[str, range] = {}
         self._syncing = False  # whether sync_recovered_engines is running
         self.next_poll = 0.0  # time.monotonic()
 
     # --- weights -----------------------------------------------------------------------------
 
     def update_weights(self) -> None:
-        """Send the actor's weights to every engine, as in the diagram above; engines that are lost are left out."""
+        """Send the actor's weights to every engine, as in the diagram above; engines that are lost
+        are left out.
+        """
         actor = self._trainer.actor
         if actor is None or not self.urls:
             return
-        # The last engine may be lost after it got its weights. Then the update is repeated with its replacements; in a
-        # colocated run, these must first release the memory that the trainer needs.
+        # The last engine may be lost after it got its weights. Then the update is repeated with its
+        # replacements; in a colocated run, these must first release the memory that the trainer
+        # needs.
         while not self._update_once(actor):
             self.offload()
 
@@ -131,12 +138,14 @@ class EnginePool:
         log = self._log
         with log.phase("update_weights"):
             urls = self._begin_update()
-            # Colocated: the engines take memory for the weights only, because the trainer still holds its copy. The KV
-            # cache comes back below, after the trainer has gone to sleep.
+            # Colocated: the engines take memory for the weights only, because the trainer still
+            # holds its copy. The KV cache comes back below, after the trainer has gone to sleep.
             trainer.make_room_for_weights()
             self._onload("weights")
             sending = self._next_weights()
-            report, urls = self._call_with_failover(partial(self._send, actor, sending), urls, replace_all=True)
+            report, urls = self._call_with_failover(
+                partial(self._send, actor, sending), urls, replace_all=True
+            )
             assert report is not None
             self.clock = sending
             trainer.old_actor.updated(actor, sending.version)
@@ -149,8 +158,8 @@ class EnginePool:
             with log.timed("onload"):
                 self._onload("kv_cache", "cuda_graph")
             trainer.log_memory("onload")
-        # After the KV cache is back, since an engine needs it to score the probe. Before end_update, so that a new
-        # engine answers no request before its weights were audited.
+        # After the KV cache is back, since an engine needs it to score the probe. Before
+        # end_update, so that a new engine answers no request before its weights were audited.
         if self.sync.audit_weights:
             with log.phase("audit_weights"):
                 worst, urls = self._call_with_failover(actor.check_probe, urls)
@@ -171,22 +180,31 @@ class EnginePool:
         # At the start of a run, nothing was trained here, or --start-rollout-id skips rollouts.
         step = max(self._first_rollout, 0 if trained is None else trained + 1)
         model, step = self._trainer.old_actor.to_send(step)
-        return replace(self.clock, step=step, trained=trained, model=model, updates=self.clock.updates + 1)
+        return replace(
+            self.clock, step=step, trained=trained, model=model, updates=self.clock.updates + 1
+        )
 
     def _send(self, actor: TrainGroup, weights: WeightClock, urls: list[str]) -> UpdateReport:
         same_host = all(urlsplit(url).hostname == actor.host for url in urls)
-        send = partial(actor.update_weights, urls, weights.version, same_host, self._slots, weights.model)
+        send = partial(
+            actor.update_weights, urls, weights.version, same_host, self._slots, weights.model
+        )
         report = send()
-        # If the checksums of an engine cannot be predicted, only this notices that a part of a tensor was not written:
-        # the engines already hold these weights; overwrite them, send them again, compare.
-        if self.sync.check_weight_update_equal and weights.is_checked(self.sync.check_weight_update_interval):
+        # If the checksums of an engine cannot be predicted, only this notices that a part of a
+        # tensor was not written: the engines already hold these weights; overwrite them, send them
+        # again, compare.
+        if self.sync.check_weight_update_equal and weights.is_checked(
+            self.sync.check_weight_update_interval
+        ):
             send(check_equal=True)
         return report
 
     # --- memory of colocated runs ------------------------------------------------------------
 
     def offload(self) -> None:
-        """In a colocated run, let the engines release their memory, then let the trainer take it."""
+        """In a colocated run, let the engines release their memory, then let the trainer take
+        it.
+        """
         if self.cluster.offload_rollout and self.urls:
             self._trainer.log_memory("rollout")
             with self._log.phase("offload"):
@@ -199,12 +217,16 @@ class EnginePool:
 
     def _onload(self, *tags: MemoryTag) -> None:
         if self.cluster.offload_rollout:
-            self._manager.call(f"the engines to get {', '.join(tags)} back", RolloutManager.onload, tags)
+            self._manager.call(
+                f"the engines to get {', '.join(tags)} back", RolloutManager.onload, tags
+            )
 
     def end_for_save(self) -> None:
-        """Before the last snapshot of a run that is being stopped, end the engines if the trainer needs their memory.
+        """Before the last snapshot of a run that is being stopped, end the engines if the trainer
+        needs their memory.
 
-        Engines cannot release their memory while they generate, and what they are generating will not be used.
+        Engines cannot release their memory while they generate, and what they are generating will
+        not be used.
         """
         if self.cluster.offload_train and self.urls:
             self._manager.call("the engines to end", RolloutManager.end_engines)
@@ -212,7 +234,8 @@ class EnginePool:
     # --- engines that are lost ---------------------------------------------------------------
 
     def _begin_update(self) -> list[str]:
-        """Return the URLs to which an update goes, and pause the health checks until :meth:`end_update`.
+        """Return the URLs to which an update goes, and pause the health checks until
+        :meth:`end_update`.
 
         Raises:
             EnginesLost: The run cannot continue.
@@ -220,10 +243,14 @@ class EnginePool:
         return self._alive(self._pause_checks()) or self._replace()
 
     def _pause_checks(self) -> EngineStatus:
-        return self._status(self._manager.start(RolloutManager.begin_update), "the engines before an update")
+        return self._status(
+            self._manager.start(RolloutManager.begin_update), "the engines before an update"
+        )
 
     def end_update(self, urls: Sequence[str]) -> None:
-        """Let these engines get requests: they hold the current weights and have passed the audit."""
+        """Let these engines get requests: they hold the current weights and have passed the
+        audit.
+        """
         ended = self._manager.start(RolloutManager.end_update, list(urls))
         self.urls = self._alive(self._status(ended, "the engines after an update")) or self.urls
 
@@ -232,12 +259,14 @@ class EnginePool:
     ) -> tuple[T | None, list[str]]:
         """Call ``call(urls)``; if engines are lost during the call, repeat it without them.
 
-        If another engine's failure interrupted an engine's update, that engine remains, and the repeated call sends it
-        all weights. If no engine is to blame, the error propagates. Without ``--use-fault-tolerance``, an engine is
-        only to blame if its process has ended; then the run ends with what is known about it.
+        If another engine's failure interrupted an engine's update, that engine remains, and the
+        repeated call sends it all weights. If no engine is to blame, the error propagates. Without
+        ``--use-fault-tolerance``, an engine is only to blame if its process has ended; then the run
+        ends with what is known about it.
 
         Args:
-            replace_all: If no engine remains, restart engines and continue with these; otherwise return ``(None, [])``.
+            replace_all: If no engine remains, restart engines and continue with these; otherwise
+                return ``(None, [])``.
 
         Returns:
             The result of the call, and the URLs of the remaining engines.
@@ -246,7 +275,8 @@ class EnginePool:
             try:
                 return call(urls), urls
             except (WeightSyncError, EngineError) as error:
-                # Through Ray, an error arrives as an instance of a derived class with the original in ``cause``.
+                # Through Ray, an error arrives as an instance of a derived class with the original
+                # in ``cause``.
                 failed = getattr(getattr(error, "cause", error), "failed", {})
                 tolerant = self.cluster.use_fault_tolerance
                 blamed = {url: str(reason) for url, reason in failed.items()} if tolerant else None
@@ -256,7 +286,9 @@ class EnginePool:
                 if len(left) == len(urls):  # No engine is to blame: the same call would fail again.
                     raise
                 lost = ", ".join(url for url in urls if url not in left)
-                self._log.note(f"lost {lost} during a weight update; going on with {', '.join(left) or 'none'}")
+                self._log.note(
+                    f"lost {lost} during a weight update; going on with {', '.join(left) or 'none'}"
+                )
                 urls = left
                 if replace_all and not left:
                     urls = self._replace()
@@ -264,10 +296,12 @@ class EnginePool:
         return None, []
 
     def _replace(self) -> list[str]:
-        """Restart the lost engines because none is left; wait until they have started, and return their URLs.
+        """Restart the lost engines because none is left; wait until they have started, and return
+        their URLs.
 
-        An engine takes its share of the memory that is free when it starts, so in a colocated run the trainer first
-        releases all of its memory. On return, the engines have released theirs, and the trainer's weights are back.
+        An engine takes its share of the memory that is free when it starts, so in a colocated run
+        the trainer first releases all of its memory. On return, the engines have released theirs,
+        and the trainer's weights are back.
         """
         if not self.cluster.use_fault_tolerance:
             raise EnginesLost("no engine is left (--use-fault-tolerance starts lost engines again)")
@@ -284,11 +318,12 @@ class EnginePool:
     def sync_recovered_engines(self, keep_version: bool = False) -> None:
         """Send the current weights to engines that were restarted; after that, they get requests.
 
-        The driver calls this repeatedly while it waits for generation. It polls at most every :data:`POLL_SECONDS`.
+        The driver calls this repeatedly while it waits for generation. It polls at most every
+        :data:`POLL_SECONDS`.
 
         Args:
-            keep_version: As long as an engine serves, send no newer weights than it holds. Set during an evaluation,
-                which measures one version.
+            keep_version: As long as an engine serves, send no newer weights than it holds. Set
+                during an evaluation, which measures one version.
 
         Raises:
             EnginesLost: The run cannot continue.
@@ -310,14 +345,14 @@ class EnginePool:
     def _sync_recovered(self, actor: TrainGroup, status: EngineStatus, keep_version: bool) -> None:
         """Send weights to restarted engines such that all engines of the run hold the same version.
 
-        If the trainer has trained a step since the last update, the weights of that update exist only as the copy of
-        ``--keep-old-actor``. Without it, all engines get the newest weights.
+        If the trainer has trained a step since the last update, the weights of that update exist
+        only as the copy of ``--keep-old-actor``. Without it, all engines get the newest weights.
         """
         trained_since = self._trainer.trained != self.clock.trained
         copy = self._trainer.old_actor.engines_copy if trained_since else self.clock.model
         if self.cluster.offload_train or self.cluster.offload_rollout:
-            # While an engine serves, the trainer has no memory: the restarted engines wait for the next update. If none
-            # serves, waiting would not end, because the rollout cannot finish.
+            # While an engine serves, the trainer has no memory: the restarted engines wait for the
+            # next update. If none serves, waiting would not end, because the rollout cannot finish.
             if status.serving:
                 return
             self.offload()
@@ -329,13 +364,19 @@ class EnginePool:
         else:
             self.clock = replace(self.clock, model=copy)
             self._pause_checks()
-            _, urls = self._call_with_failover(partial(self._send, actor, self.clock), status.unsynced)
+            _, urls = self._call_with_failover(
+                partial(self._send, actor, self.clock), status.unsynced
+            )
             if self.sync.audit_weights:
                 _, urls = self._call_with_failover(actor.check_probe, urls)
             self.end_update(urls)
-        self._log.note(f"engines started again, with the current weights: {', '.join(status.unsynced)}")
+        self._log.note(
+            f"engines started again, with the current weights: {', '.join(status.unsynced)}"
+        )
 
-    def _status(self, ref: Ref[EngineStatus], what: str, deadline: float = ANSWER_SECONDS) -> EngineStatus:
+    def _status(
+        self, ref: Ref[EngineStatus], what: str, deadline: float = ANSWER_SECONDS
+    ) -> EngineStatus:
         # The manager may have to wait for a running check.
         check_under_way = 4 * self.cluster.rollout_health_check_timeout
         return self._manager.wait(ref, what, deadline + check_under_way)
@@ -360,7 +401,9 @@ class Evaluations:
         self.finish(step, self.start(step))
 
     def start(self, step: int) -> Ref[dict[str, float]]:
-        """Start an evaluation. Training may continue, but the engines' weights must not change until :meth:`finish`."""
+        """Start an evaluation. Training may continue, but the engines' weights must not change
+        until :meth:`finish`.
+        """
         return self._manager.start(RolloutManager.eval, step)
 
     def finish(self, step: int, evaluation: Ref[dict[str, float]]) -> None:

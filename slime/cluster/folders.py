@@ -1,7 +1,8 @@
 """Lets only one run at a time write to a folder.
 
-Two runs of one name would mix their metrics, and each would delete the snapshot that the other is writing as the
-remains of an interrupted save. A driver locks the folders of its run. A lock ends with the process, however that ends.
+Two runs of one name would mix their metrics, and each would delete the snapshot that the other is
+writing as the remains of an interrupted save. A driver locks the folders of its run. A lock ends
+with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from slime.checkpoint.snapshot import Snapshot, latest, snapshots
 from slime.config.checkpoint import megatron_lm_folder
 
 RUN_LOCKS = ".locks"
-"""The folder in ``--output-dir`` with the lock of each run; not in the run's folder, which a later run renames."""
+"""The folder in ``--output-dir`` with the lock of each run; not in the run's folder, which a later
+run renames.
+"""
 SAVE_LOCK = ".lock"
 _HOLDER = "process "
 
@@ -27,7 +30,8 @@ class FolderInUse(RuntimeError):
 
 
 class FolderLock:
-    """A lock on a file. A file system without locks, or a folder that cannot be written, is not locked.
+    """A lock on a file. A file system without locks, or a folder that cannot be written, is not
+    locked.
 
     Raises:
         FolderInUse: Another process, or another run of this one, holds the lock.
@@ -43,7 +47,8 @@ class FolderLock:
         if _foreign(file, self._descriptor):
             self.release()
             raise FolderInUse(
-                f"{what} cannot be locked: {file} is no lock of slime but a link or another file: remove it"
+                f"{what} cannot be locked: {file} is no lock of slime but a link or another file: "
+                "remove it"
             )
         if self._descriptor is None:
             return
@@ -53,14 +58,16 @@ class FolderLock:
             holder = os.read(self._descriptor, 1000).decode(errors="replace").strip()
             self.release()
             raise FolderInUse(
-                f"{what} is in use by a run that has not ended ({holder or 'unknown process'}): end that run first, "
-                f"or {advice}"
+                f"{what} is in use by a run that has not ended ({holder or 'unknown process'}): "
+                f"end that run first, or {advice}"
             ) from None
         except OSError:
             return
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
-            os.write(self._descriptor, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}\n".encode())
+            os.write(
+                self._descriptor, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}\n".encode()
+            )
 
     def release(self) -> None:
         """Give the lock back; safe to call twice."""
@@ -70,7 +77,9 @@ class FolderLock:
 
 
 def _foreign(file: Path, descriptor: int | None = None) -> bool:
-    """Whether a file is not a lock: writing to it would change a file that somebody else's folder points to."""
+    """Whether a file is not a lock: writing to it would change a file that somebody else's folder
+    points to.
+    """
     if file.is_symlink() or (file.parent.name == RUN_LOCKS and file.parent.is_symlink()):
         return True
     if descriptor is None:
@@ -81,7 +90,8 @@ def _foreign(file: Path, descriptor: int | None = None) -> bool:
 
 
 def lock_run(root: Path, name: str) -> FolderLock:
-    """Lock the folder of a run in ``root``, before it is created: that of an earlier run of the name is renamed then.
+    """Lock the folder of a run in ``root``, before it is created: that of an earlier run of the
+    name is renamed then.
 
     Raises:
         FolderInUse: That run has not ended.
@@ -100,7 +110,8 @@ def lock_save(folder: str) -> FolderLock:
 
 
 def snapshot_of(load: str | None, step: int | None, digests: bool = True) -> Snapshot | None:
-    """Return the snapshot that ``--load`` names; None if it names weights, also those of Megatron-LM.
+    """Return the snapshot that ``--load`` names; None if it names weights, also those of
+    Megatron-LM.
 
     Args:
         step, digests: As for :func:`slime.checkpoint.snapshot.latest`.
@@ -114,5 +125,7 @@ def snapshot_of(load: str | None, step: int | None, digests: bool = True) -> Sna
 
 
 def snapshots_of(save: Path) -> list[Path]:
-    """Return the folders of the snapshots in ``--save``, the one that was committed last at the end."""
+    """Return the folders of the snapshots in ``--save``, the one that was committed last at the
+    end.
+    """
     return [one.path for one in sorted(snapshots(save), key=lambda one: one.manifest["sequence"])]

@@ -1,4 +1,6 @@
-"""The calls of a rollout manager that generate, so that they can be ended before the run goes back to a snapshot."""
+"""The calls of a rollout manager that generate, so that they can be ended before the run goes back
+to a snapshot.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class GenerationEnded(RuntimeError):
 
 
 class Generation:
-    """Knows which threads generate; each call that does so is a block ``with generation.call()``."""
+    """Knows which threads generate; each call that does so is a block ``with
+    generation.call()``.
+    """
 
     def __init__(self) -> None:
         self._threads: set[int] = set()
@@ -48,7 +52,8 @@ class Generation:
         """End all calls in progress, and refuse further ones until :meth:`begin`.
 
         Raises:
-            WaitExpired: A call did not end within ``seconds``, for example because user code blocks its thread.
+            WaitExpired: A call did not end within ``seconds``, for example because user code blocks
+                its thread.
         """
         with self._lock:
             self._ended = True
@@ -74,13 +79,14 @@ _SHARE = 0.05
 class GarbageCollection:
     """Garbage collection that stays cheap with many samples in memory.
 
-    With Python's defaults, it is expensive in two ways. A response of 1024 tokens is decoded into 1024 small lists, and
-    a collection every few hundred objects costs six times as much as the decoding. A full collection visits all samples
-    in memory whenever their number has grown by a quarter, which took half of the CPU time of scheduling with thousands
-    of groups in progress.
+    With Python's defaults, it is expensive in two ways. A response of 1024 tokens is decoded into
+    1024 small lists, and a collection every few hundred objects costs six times as much as the
+    decoding. A full collection visits all samples in memory whenever their number has grown by a
+    quarter, which took half of the CPU time of scheduling with thousands of groups in progress.
 
-    Therefore young objects are only collected after as many allocations as twice the number of living objects. Full
-    collections only happen in :meth:`collect`. Objects that exist when this one is created are never visited.
+    Therefore young objects are only collected after as many allocations as twice the number of
+    living objects. Full collections only happen in :meth:`collect`. Objects that exist when this
+    one is created are never visited.
     """
 
     def __init__(self) -> None:
@@ -91,7 +97,9 @@ class GarbageCollection:
         self._ended = time.process_time()
 
     def collect(self) -> None:
-        """Run a full collection, unless it would take more than a twentieth of the process's CPU time."""
+        """Run a full collection, unless it would take more than a twentieth of the process's CPU
+        time.
+        """
         started = time.process_time()
         if self._took <= _SHARE * (started - self._ended):
             gc.collect()

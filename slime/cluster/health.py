@@ -35,22 +35,28 @@ BUSY_SHARE = 0.1  # of one core; a process that uses less is considered idle
 class HealthMonitor:
     """A thread that checks all engines of a fleet.
 
-    It checks every second whether the processes live, and every ``interval`` seconds whether each engine generates a
-    token (``/health_generate``). The latter uses separate threads and sockets, so that a busy event loop never makes a
-    healthy engine look dead. All engines are checked at the same time, and late answers are collected in a later round.
-    Nothing is checked between :meth:`pause` and :meth:`resume`, because engines generate no tokens while they load
-    weights or after they have released their memory.
+    It checks every second whether the processes live, and every ``interval`` seconds whether each
+    engine generates a token (``/health_generate``). The latter uses separate threads and sockets,
+    so that a busy event loop never makes a healthy engine look dead. All engines are checked at the
+    same time, and late answers are collected in a later round. Nothing is checked between
+    :meth:`pause` and :meth:`resume`, because engines generate no tokens while they load weights or
+    after they have released their memory.
 
     Args:
         interval: Seconds between checks.
         timeout: Seconds within which an engine must generate a token.
         first_wait: Seconds after a pause during which engines are not asked for a token.
-        start_seconds: Age up to which an engine that generates no token but uses the CPU is assumed to compile
-            kernels, and does not count as lost.
+        start_seconds: Age up to which an engine that generates no token but uses the CPU is assumed
+            to compile kernels, and does not count as lost.
     """
 
     def __init__(
-        self, fleet: EngineFleet, interval: float, timeout: float, first_wait: float, start_seconds: float = 0.0
+        self,
+        fleet: EngineFleet,
+        interval: float,
+        timeout: float,
+        first_wait: float,
+        start_seconds: float = 0.0,
     ) -> None:
         self.fleet = fleet
         self.interval = interval
@@ -61,8 +67,8 @@ class HealthMonitor:
         self.processes = ProcessWatch(fleet)
         self._lock = threading.Lock()
         self._reasons: set[str] = set()  # of the pauses that have not ended; they may overlap
-        # The number of pauses so far. A check that was started before a pause and ended after it proves nothing, so it
-        # is dropped if this number has changed.
+        # The number of pauses so far. A check that was started before a pause and ended after it
+        # proves nothing, so it is dropped if this number has changed.
         self._pauses = 0
         self._ended = threading.Event()
         self._poll_now = threading.Event()
@@ -83,9 +89,11 @@ class HealthMonitor:
         self._poll_now.set()
 
     def wake(self) -> None:
-        """Poll now and ask every engine for a token, because a request has just failed. Returns at once."""
-        # When an engine dies, many requests fail at the same time: the first one is enough. The check respects the
-        # grace period after a pause.
+        """Poll now and ask every engine for a token, because a request has just failed. Returns at
+        once.
+        """
+        # When an engine dies, many requests fail at the same time: the first one is enough. The
+        # check respects the grace period after a pause.
         now = time.monotonic()
         if now >= self.wakes_from:
             self.wakes_from = now + WAKE_SECONDS
@@ -95,9 +103,9 @@ class HealthMonitor:
     def pause(self, reason: str) -> None:
         """Check nothing until :meth:`resume`: from now on, no engine is declared lost or restarted.
 
-        The result of a running check is dropped, so it is not waited for: SGLang answers after a second or more. Only
-        its requests must have arrived: an engine waits for those that it has before it releases its memory, and SGLang
-        crashes if another one arrives meanwhile.
+        The result of a running check is dropped, so it is not waited for: SGLang answers after a
+        second or more. Only its requests must have arrived: an engine waits for those that it has
+        before it releases its memory, and SGLang crashes if another one arrives meanwhile.
         """
         with self._lock:
             self._reasons.add(reason)
@@ -126,20 +134,27 @@ class HealthMonitor:
             try:
                 if not self._reasons and not self._ended.is_set():
                     self.poll()
-            except Exception:  # The monitor must survive a failed check, or no further loss would be noticed.
+            # The monitor must survive a failed check, or no further loss would be noticed.
+            except Exception:
                 logger.exception("the health monitor failed")
 
     def poll(self) -> None:
-        """Check the processes, then (if it is time) whether engines generate tokens, then restart lost engines."""
+        """Check the processes, then (if it is time) whether engines generate tokens, then restart
+        lost engines.
+        """
         pauses = self._pauses
-        self._lose(self.processes.ended(POLL_SECONDS), pauses)  # first, because no router starts with a dead worker
+        # first, because no router starts with a dead worker
+        self._lose(self.processes.ended(POLL_SECONDS), pauses)
         if self._routing is None or self._routing.done():
             self._routing = self._checker.submit(self._check_router)
-        # Under the lock, so that no pause can begin between this test and the start of a check or an engine.
+        # Under the lock, so that no pause can begin between this test and the start of a check or
+        # an engine.
         with self._lock:
             if self._pauses != pauses:
                 return
-            if time.monotonic() >= self.next_check and (self.checking is None or self.checking.done()):
+            if time.monotonic() >= self.next_check and (
+                self.checking is None or self.checking.done()
+            ):
                 self._check_began = time.monotonic()
                 self.next_check = self._check_began + self.interval
                 self.checking = self._checker.submit(self._check_all, pauses)
@@ -155,7 +170,11 @@ class HealthMonitor:
         try:
             self.check(self.fleet.urls(), pauses)
             # This run cannot restart external engines, but somebody else may have done so.
-            away = [engine.url for engine in self.fleet.engines if engine.external and engine.state == "lost"]
+            away = [
+                engine.url
+                for engine in self.fleet.engines
+                if engine.external and engine.state == "lost"
+            ]
             silent = unhealthy(away, self.timeout)
             for url in away:
                 if url not in silent:
@@ -164,28 +183,37 @@ class HealthMonitor:
             logger.exception("a health check failed")
 
     def check(self, urls: Sequence[str], pauses: int | None = None) -> None:
-        """Ask these engines for a token; one that generates none :data:`MAX_MISSED` times in a row is lost.
+        """Ask these engines for a token; one that generates none :data:`MAX_MISSED` times in a row
+        is lost.
 
         Args:
-            pauses: The number of pauses when this check was started. If there was another one since, the results do
-                not count.
+            pauses: The number of pauses when this check was started. If there was another one
+                since, the results do not count.
         """
         pauses = self._pauses if pauses is None else pauses
         tolerant = self.fleet.settings.tolerant
         enough = MAX_MISSED if tolerant else MAX_MISSED_WITHOUT_TOLERANCE
         bad = unhealthy(urls, self.timeout)
-        gone = self.processes.ended(POLL_SECONDS) if bad else {}  # An ended process is the better reason.
+        # An ended process is the better reason.
+        gone = self.processes.ended(POLL_SECONDS) if bad else {}
         bad = {url: reason for url, reason in bad.items() if url not in gone}
         with ThreadPoolExecutor(max(len(bad), 1)) as pool:
             spared = list(pool.map(self._is_compiling, bad, bad.values()))
-        bad = {url: reason for (url, reason), spare in zip(bad.items(), spared, strict=True) if not spare}
+        bad = {
+            url: reason
+            for (url, reason), spare in zip(bad.items(), spared, strict=True)
+            if not spare
+        }
         with self._lock:
             if self._pauses != pauses:
                 return
             self.missed = {url: self.missed.get(url, 0) + 1 for url in bad}
             for url, reason in bad.items():
-                logger.warning("engine %s missed check %d of %d: %s", url, self.missed[url], enough, reason)
-            # One missed check may be an accident. Check again soon, so that a dead engine is not noticed much later.
+                logger.warning(
+                    "engine %s missed check %d of %d: %s", url, self.missed[url], enough, reason
+                )
+            # One missed check may be an accident. Check again soon, so that a dead engine is not
+            # noticed much later.
             if bad and tolerant:
                 self.next_check = min(self.next_check, time.monotonic() + RECHECK_SECONDS)
             lost = {url: reason for url, reason in bad.items() if self.missed[url] >= enough}
@@ -202,17 +230,23 @@ class HealthMonitor:
             before = engine.cpu_seconds()
             time.sleep(RETRY_SECONDS)
             used = engine.cpu_seconds() - before
-        except Exception:  # For example, its node is gone: the next check of processes notices that.
+        # For example, its node is gone: the next check of processes notices that.
+        except Exception:
             return False
         if used < BUSY_SHARE * RETRY_SECONDS:
             return False
-        logger.warning("engine %s: %s, but it was started recently and uses the CPU: it is not lost", url, reason)
+        logger.warning(
+            "engine %s: %s, but it was started recently and uses the CPU: it is not lost",
+            url,
+            reason,
+        )
         return True
 
     def _lose(self, reasons: Mapping[str, str], pauses: int) -> None:
         with self._lock:
             lost = self.fleet.mark_lost(reasons) if self._pauses == pauses else []
-        # Outside the lock and without waiting: a node that does not answer must not delay pause() or other checks.
+        # Outside the lock and without waiting: a node that does not answer must not delay pause()
+        # or other checks.
         self.fleet.end(lost, wait=False)
 
 
@@ -224,12 +258,16 @@ class ProcessWatch:
 
     def __init__(self, fleet: EngineFleet) -> None:
         self.fleet = fleet
-        self._pool = ThreadPoolExecutor(max(len(fleet.engines), 1), thread_name_prefix="engine-processes")
+        self._pool = ThreadPoolExecutor(
+            max(len(fleet.engines), 1), thread_name_prefix="engine-processes"
+        )
         self._asked: dict[str, Future[ServerFacts]] = {}  # by URL
         self._lock = threading.Lock()
 
     def ended(self, seconds: float) -> dict[str, str]:
-        """URLs of the engines whose process or node is gone, with the reason, as far as known after ``seconds``."""
+        """URLs of the engines whose process or node is gone, with the reason, as far as known after
+        ``seconds``.
+        """
         with self._lock:
             for engine in self.fleet.engines:
                 alive = engine.state in ("serving", "unsynced")
@@ -259,7 +297,8 @@ def unhealthy(urls: Sequence[str], timeout: float) -> dict[str, str]:
 
 
 def answers(url: str, timeout: float) -> str | None:
-    """None if the engine generates a token within ``timeout`` seconds, otherwise the reason why not.
+    """None if the engine generates a token within ``timeout`` seconds, otherwise the reason why
+    not.
 
     A refused or reset connection may be a temporary problem, so the request is tried once more.
     """
@@ -287,9 +326,9 @@ ENGINES_PER_SECOND = 32
 ANSWER_SECONDS = 2.0
 MOST_KEPT = 200_000  # in memory, of all engines together; a load has some 100 bytes
 FULL_LINES = 5000
-"""The number of seconds in which ``engines.jsonl`` gets a line every second. After that, the time between two lines is
-the age of the run divided by this number: three minutes after ten days. So the file grows with the logarithm of the
-time, to about 30,000 lines."""
+"""The number of seconds in which ``engines.jsonl`` gets a line every second. After that, the time
+between two lines is the age of the run divided by this number: three minutes after ten days. So the
+file grows with the logarithm of the time, to about 30,000 lines."""
 
 
 class EngineLoads:
@@ -300,14 +339,17 @@ class EngineLoads:
     Args:
         engines: All engines of the run.
         is_paused: Whether they must not be asked now.
-        path: ``engines.jsonl``; a line has ``time`` (wall seconds) and ``engines``, a list of ``[index, state, running,
-            waiting, tokens]``. The numbers are null for an engine that did not answer or was not asked.
+        path: ``engines.jsonl``; a line has ``time`` (wall seconds) and ``engines``, a list of
+            ``[index, state, running, waiting, tokens]``. The numbers are null for an engine that
+            did not answer or was not asked.
 
     Raises:
         OSError: The file cannot be opened. Later errors are only logged.
     """
 
-    def __init__(self, engines: Sequence[Engine], is_paused: Callable[[], bool], path: Path) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], is_paused: Callable[[], bool], path: Path
+    ) -> None:
         self.engines = engines
         self.is_paused = is_paused
         self.seconds = max(SECONDS, len(engines) / ENGINES_PER_SECOND)
@@ -316,7 +358,9 @@ class EngineLoads:
         self._lock = threading.Lock()
         self._started = time.monotonic()
         self._written = float("-inf")
-        self._pool = ThreadPoolExecutor(min(max(len(engines), 1), ENGINES_PER_SECOND), thread_name_prefix="engine-load")
+        self._pool = ThreadPoolExecutor(
+            min(max(len(engines), 1), ENGINES_PER_SECOND), thread_name_prefix="engine-load"
+        )
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="engine-loads", daemon=True)
 
@@ -350,13 +394,18 @@ class EngineLoads:
         age = time.monotonic() - self._started
         if age - self._written >= age / FULL_LINES:
             self._written = age
-            rows = [[one["engine"], one["state"], one["running"], one["waiting"], one["tokens"]] for one in loads]
+            rows = [
+                [one["engine"], one["state"], one["running"], one["waiting"], one["tokens"]]
+                for one in loads
+            ]
             self._file.write(json.dumps({"time": round(now, 2), "engines": rows}))
 
 
 def load_of(engine: Engine, paused: bool, now: float) -> Load:
     """Ask an engine for its load; ``now`` is the wall time, in seconds, of what is returned."""
-    load = Load(time=now, engine=engine.index, state=engine.state, running=None, waiting=None, tokens=None)
+    load = Load(
+        time=now, engine=engine.index, state=engine.state, running=None, waiting=None, tokens=None
+    )
     if engine.state not in ("serving", "unsynced"):
         return load
     if paused:

@@ -1,7 +1,8 @@
 """Actors that are objects and threads of this process; see :mod:`slime.cluster.actors`.
 
-A whole run is then one process: a debugger stops at every line, an exception of a user's function is its own, and
-nothing is imported twice. Results and stored objects are handed over as they are, without copies.
+A whole run is then one process: a debugger stops at every line, an exception of a user's function
+is its own, and nothing is imported twice. Results and stored objects are handed over as they are,
+without copies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from slime.cluster.actors import OWN_THREADS, ActorHandle, ActorLost, ActorProcess, Actors, NoAnswer, Place, Ref
+from slime.cluster.actors import (
+    OWN_THREADS,
+    ActorHandle,
+    ActorLost,
+    ActorProcess,
+    Actors,
+    NoAnswer,
+    Place,
+    Ref,
+)
 from slime.config.args import Args
 from slime.models.cpu_memory import set_compute_variables
 from slime.observability.debugger import DEBUGGER
@@ -36,12 +46,16 @@ class InlineRef(Future[Any]):
 
 
 class _Threads:
-    """Daemon threads that do calls in the order of their arrival. They start when they are needed."""
+    """Daemon threads that do calls in the order of their arrival. They start when they are
+    needed.
+    """
 
     def __init__(self, name: str, most: int) -> None:
         self._name = name
         self._most = most
-        self._calls: queue.SimpleQueue[tuple[InlineRef, Callable[[], object]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[InlineRef, Callable[[], object]] | None] = (
+            queue.SimpleQueue()
+        )
         self._lock = threading.Lock()
         self._count = self._open = 0
 
@@ -51,7 +65,9 @@ class _Threads:
             self._open += 1
             if self._open > self._count < self._most:
                 self._count += 1
-                threading.Thread(target=self._work, name=f"{self._name}-{self._count}", daemon=True).start()
+                threading.Thread(
+                    target=self._work, name=f"{self._name}-{self._count}", daemon=True
+                ).start()
         self._calls.put((ref, call))
         return ref
 
@@ -81,11 +97,15 @@ class _Threads:
 class InlineActor:
     """The handle of an actor."""
 
-    def __init__(self, cls: type, arguments: Sequence[object], threads: int, own_threads: bool) -> None:
+    def __init__(
+        self, cls: type, arguments: Sequence[object], threads: int, own_threads: bool
+    ) -> None:
         self._lost: str | None = None
         self._main = _Threads(cls.__name__, threads)
         names = OWN_THREADS if own_threads else ()
-        self._aside = {name: _Threads(f"{cls.__name__}-{name}", 1) for name in names if hasattr(cls, name)}
+        self._aside = {
+            name: _Threads(f"{cls.__name__}-{name}", 1) for name in names if hasattr(cls, name)
+        }
         self._object = self._main.submit(lambda: cls(*arguments))
 
     def __getattr__(self, name: str) -> _Method:
@@ -93,7 +113,9 @@ class InlineActor:
             raise AttributeError(name)
         return _Method(self, name)
 
-    def call(self, name: str, arguments: tuple[object, ...], keywords: dict[str, object]) -> InlineRef:
+    def call(
+        self, name: str, arguments: tuple[object, ...], keywords: dict[str, object]
+    ) -> InlineRef:
         def do() -> object:
             if self._lost is not None:
                 raise ActorLost(self._lost)
@@ -182,7 +204,9 @@ class InlineActors(Actors):
         return [0] if torch.cuda.is_available() else []
 
     def log_to(self, folder: Path, name: str) -> None:
-        """Add the log lines of this process to ``inline.log``. What functions print goes to the terminal."""
+        """Add the log lines of this process to ``inline.log``. What functions print goes to the
+        terminal.
+        """
         assert self._process is not None
         self._process.log_to(folder / "inline.log")
 
@@ -202,8 +226,12 @@ class InlineActors(Actors):
         spread: bool = False,
     ) -> ActorHandle:
         os.environ.update(environment or {})
-        # Each actor has arguments of its own, as in a process of its own: users' functions may set values in them.
-        own = [copy.copy(argument) if isinstance(argument, Args) else argument for argument in arguments]
+        # Each actor has arguments of its own, as in a process of its own: users' functions may set
+        # values in them.
+        own = [
+            copy.copy(argument) if isinstance(argument, Args) else argument
+            for argument in arguments
+        ]
         actor = InlineActor(cls, own, threads or 1, own_threads)
         self._actors.append(actor)
         return actor
@@ -240,7 +268,9 @@ class InlineActors(Actors):
 
 
 class _ProcessState:
-    """What a run changes of its process, to be put back at its end: the program may go on, and start another run."""
+    """What a run changes of its process, to be put back at its end: the program may go on, and
+    start another run.
+    """
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
@@ -249,7 +279,8 @@ class _ProcessState:
         self._breakpoints = DEBUGGER.breakpoints()
         self._log: logging.Handler | None = None
         self._level = logging.getLogger().level
-        # Threads that wait for the interpreter's lock: the model thread of the engine needs it after each operator.
+        # Threads that wait for the interpreter's lock: the model thread of the engine needs it
+        # after each operator.
         sys.setswitchinterval(0.001)
         self._breakpoints.__enter__()
 

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 class Run:
     """A run that has been started. Every method waits until its phase is complete.
 
-    Each phase is shown while it runs, fails after ``--phase-timeout`` seconds, and adds its duration to the metrics of
-    the step.
+    Each phase is shown while it runs, fails after ``--phase-timeout`` seconds, and adds its
+    duration to the metrics of the step.
 
     Attributes:
-        first_rollout, num_rollout: The loop trains rollouts ``first_rollout`` to ``num_rollout - 1``.
+        first_rollout, num_rollout: The loop trains rollouts ``first_rollout`` to ``num_rollout -
+            1``.
         completed: Whether the ledger is closed and the summary was printed.
         asked: The rollouts that were requested and not waited for to the end, by their ids.
     """
@@ -71,12 +72,14 @@ class Run:
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Generate samples with rewards, split over the data-parallel ranks.
 
-        If a signal ends the wait, the engines continue, and the next call waits for the same rollout.
+        If a signal ends the wait, the engines continue, and the next call waits for the same
+        rollout.
         """
         with self.log.phase("rollout"):
             if rollout_id not in self.asked:
                 self.asked[rollout_id] = self.manager.start(RolloutManager.generate, rollout_id)
-            # The trainer is idle here, so engines that were restarted can get the weights during this wait.
+            # The trainer is idle here, so engines that were restarted can get the weights during
+            # this wait.
             batch = self.manager.wait(
                 self.asked[rollout_id],
                 f"rollout {rollout_id} to be generated",
@@ -100,17 +103,27 @@ class Run:
             return
         with self.log.phase("train"):
             self.trainer.train(rollout_id, batch.refs)
-            dtypes = (self.args.train_dtype, self.args.rollout_quantization or self.args.rollout_dtype)
-            if (alarm := gap_alarm(self.log.pending, self.args.logprob_gap_threshold, dtypes)) is not None:
+            dtypes = (
+                self.args.train_dtype,
+                self.args.rollout_quantization or self.args.rollout_dtype,
+            )
+            if (
+                alarm := gap_alarm(self.log.pending, self.args.logprob_gap_threshold, dtypes)
+            ) is not None:
                 self.log.note(alarm)
             args = self.args
-            warms_up = bool(args.lr_warmup_iters or args.lr_warmup_fraction or args.critic_lr_warmup_iters)
+            warms_up = bool(
+                args.lr_warmup_iters or args.lr_warmup_fraction or args.critic_lr_warmup_iters
+            )
             warning = zero_lr_warning(self.log.pending, rollout_id, warms_up)
             if warning is not None and not self._warned_of_zero_lr:
                 self._warned_of_zero_lr = True
                 self.log.note(warning)
-        # The manager keeps the state of each rollout until it is trained, for snapshots; now it can drop this one.
-        self.manager.call("the rollout manager to note that a step is trained", RolloutManager.trained, rollout_id)
+        # The manager keeps the state of each rollout until it is trained, for snapshots; now it can
+        # drop this one.
+        self.manager.call(
+            "the rollout manager to note that a step is trained", RolloutManager.trained, rollout_id
+        )
         self.trainer.log_memory("train")
 
     def save(self, rollout_id: int) -> None:
@@ -122,7 +135,9 @@ class Run:
         self.pool.update_weights()
 
     def evaluate(self, step: int) -> None:
-        """Run all evaluation sets with the engines' weights, which ``step`` rollouts have trained."""
+        """Run all evaluation sets with the engines' weights, which ``step`` rollouts have
+        trained.
+        """
         self.evaluations.run(step)
 
     def end_step(self, rollout_id: int) -> None:
@@ -130,22 +145,27 @@ class Run:
         self.snapshots.commit_if_written()
         of_ranks = [span for group in self.trainer.groups for span in group.pop_spans()]
         phases = self.log.end_step(rollout_id, self.num_rollout, of_ranks)
-        self.manager.call("the trace of a rollout to be completed", RolloutManager.add_phases, rollout_id, phases)
+        self.manager.call(
+            "the trace of a rollout to be completed", RolloutManager.add_phases, rollout_id, phases
+        )
 
     # --- what is due when --------------------------------------------------------------------
 
     def is_due(self, rollout_id: int, interval: int | None) -> bool:
-        """Whether an action is due after this rollout: every ``interval`` rollouts and after the last one.
+        """Whether an action is due after this rollout: every ``interval`` rollouts and after the
+        last one.
 
         Without an interval, it is never due.
         """
-        return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id + 1 == self.num_rollout)
+        return interval is not None and (
+            (rollout_id + 1) % interval == 0 or rollout_id + 1 == self.num_rollout
+        )
 
     def evaluates_at_start(self) -> bool:
         """Whether to evaluate before the first step.
 
-        A resumed run does so if an evaluation was due after the last step of its snapshot: the snapshot was written
-        before that evaluation.
+        A resumed run does so if an evaluation was due after the last step of its snapshot: the
+        snapshot was written before that evaluation.
         """
         if self.first_rollout == 0:
             return bool(self.args.eval_interval) and not self.args.skip_eval_before_train
@@ -178,7 +198,8 @@ class StepLog:
         self._step_started = time.perf_counter()
 
     def begin_steps(self, metrics: MetricsLogger) -> None:
-        """Begin to measure the first step after a start, or after the run has gone back to a snapshot.
+        """Begin to measure the first step after a start, or after the run has gone back to a
+        snapshot.
 
         Args:
             metrics: Where the metrics of all steps are logged.
@@ -213,15 +234,23 @@ class StepLog:
         self.display.note(text)
 
     def record_weights(self, report: UpdateReport) -> None:
-        """Write the digest of the weights that the engines hold, if the audit has computed those of all tensors."""
+        """Write the digest of the weights that the engines hold, if the audit has computed those of
+        all tensors.
+        """
         if self.display.run_dir is None or not report.digests:
             return
         digest = digest_of_digests(report.digests)
-        append_weights(self.display.run_dir, SentWeights(report.version, digest, report.dtype, len(report.digests)))
+        append_weights(
+            self.display.run_dir,
+            SentWeights(report.version, digest, report.dtype, len(report.digests)),
+        )
 
     def add_rollout(self, batch: RolloutBatch) -> None:
-        """Add a rollout's metrics to the current step, and show a few of its texts and its warnings."""
-        self.pending.setdefault("perf/trainer_restart_count", 0.0)  # set when training ranks were replaced
+        """Add a rollout's metrics to the current step, and show a few of its texts and its
+        warnings.
+        """
+        # set when training ranks were replaced
+        self.pending.setdefault("perf/trainer_restart_count", 0.0)
         self.pending.update(batch.metrics)
         self.display.samples(batch.texts)
         for warning in batch.warnings:
@@ -233,13 +262,18 @@ class StepLog:
         self.last_evaluation = metrics
         self.display.eval_line(step, metrics)
 
-    def end_step(self, rollout_id: int, num_rollout: int, of_ranks: Sequence[Span] = ()) -> list[Span]:
-        """Log the step's metrics and begin the next step; returns the newest phases, for the rollout's trace.
+    def end_step(
+        self, rollout_id: int, num_rollout: int, of_ranks: Sequence[Span] = ()
+    ) -> list[Span]:
+        """Log the step's metrics and begin the next step; returns the newest phases, for the
+        rollout's trace.
 
-        ``perf/wait_time_ratio`` is the fraction of the step outside of ``perf/train_time``, at most 1.
+        ``perf/wait_time_ratio`` is the fraction of the step outside of ``perf/train_time``, at most
+        1.
 
         Args:
-            of_ranks: What the training ranks did in this step; it is returned with the phases of the driver.
+            of_ranks: What the training ranks did in this step; it is returned with the phases of
+                the driver.
         """
         now = time.perf_counter()
         self._spans = [*self._spans, *self.display.timers.pop_spans()][-MOST_SPANS:]

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 
 PLACEMENT_DEADLINE_SECONDS = 300.0
 WAIT_SECONDS = 1.0
-# Fractions of a GPU bundle, which must hold an actor, a critic and an engine at most: 2 x 0.4 + 0.2.
+# Fractions of a GPU bundle, which must hold an actor, a critic and an engine at most: 2 x 0.4 +
+# 0.2.
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
-ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first one that is set
+# torch reads the first one that is set
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-CPU_SLOT = 0.01  # Ray's CPUs are only counted, not assigned: a machine with two cores must hold all actors.
+# Ray's CPUs are only counted, not assigned: a machine with two cores must hold all actors.
+CPU_SLOT = 0.01
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ class Slots:
 
 
 def plan_slots(args: Args) -> Slots:
-    """In colocated runs, engines and trainer share bundles; otherwise the engines' bundles follow the trainer's."""
+    """In colocated runs, engines and trainer share bundles; otherwise the engines' bundles follow
+    the trainer's.
+    """
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     external = bool(args.rollout_external_engine_addrs)
     rollout = 0 if args.debug_train_only or external else int(args.rollout_num_gpus or 0)
@@ -49,15 +54,16 @@ class Placement:
     """The bundles of a run in order of node and GPU.
 
     Args:
-        check: Called about once a second while a busy cluster has no room yet. An exception that it raises ends the
-            wait.
+        check: Called about once a second while a busy cluster has no room yet. An exception that it
+            raises ends the wait.
     """
 
     def __init__(self, slots: Slots, check: Callable[[], None] = lambda: None) -> None:
         self.slots = slots
         self.on_gpu = door().resources().get("GPU", 0) > 0
         bundle = {"GPU": 1, "CPU": 1} if self.on_gpu else {"CPU": CPU_SLOT * 3}
-        # A bundle without a GPU takes almost no resources, so without it all bundles would go to a single node.
+        # A bundle without a GPU takes almost no resources, so without it all bundles would go to a
+        # single node.
         self.group = door().reserve(bundle, max(self.slots.total, 1), spread=not self.on_gpu)
         try:
             self._wait_for_room(bundle, check)
@@ -66,7 +72,11 @@ class Placement:
             raise
         several = self.on_gpu and self.slots.total > 1
         # Sorted by node address and GPU, so that neighboring ranks share a node.
-        self.places = sorted(self.group.places(self.slots.total, PLACEMENT_DEADLINE_SECONDS)) if several else None
+        self.places = (
+            sorted(self.group.places(self.slots.total, PLACEMENT_DEADLINE_SECONDS))
+            if several
+            else None
+        )
 
     def _wait_for_room(self, bundle: Mapping[str, float], check: Callable[[], None]) -> None:
         until = time.monotonic() + PLACEMENT_DEADLINE_SECONDS
@@ -74,16 +84,20 @@ class Placement:
             check()
             if time.monotonic() > until:
                 raise ClusterError(
-                    f"no room for {self.slots.total} bundles of {bundle} within {PLACEMENT_DEADLINE_SECONDS:.0f} s; "
-                    f"{door().report()}"
+                    f"no room for {self.slots.total} bundles of {bundle} within "
+                    f"{PLACEMENT_DEADLINE_SECONDS:.0f} s; {door().report()}"
                 )
 
     def threads_per_process(self) -> int:
-        """CPU threads of each process: in a synchronous run, trainer and engines take turns, so both get all cores."""
+        """CPU threads of each process: in a synchronous run, trainer and engines take turns, so
+        both get all cores.
+        """
         return max((os.cpu_count() or 1) // max(self.slots.train, self.slots.rollout, 1), 1)
 
     def options(self, slot: int, share: float) -> Mapping[str, Any]:
-        """Where the actor of one slot runs, for :meth:`Actors.create <slime.cluster.actors.Actors.create>`."""
+        """Where the actor of one slot runs, for :meth:`Actors.create
+        <slime.cluster.actors.Actors.create>`.
+        """
         index = self.places[slot].bundle if self.places else slot
         return self.group.options(index, *((share, share) if self.on_gpu else (0, CPU_SLOT)))
 
@@ -94,9 +108,11 @@ class Placement:
         return self.options(self.slots.rollout_offset + slot, ENGINE_SHARE)
 
     def engine_nodes(self, slot: int, count: int) -> list[tuple[int, str, list[int] | None]]:
-        """For each node of an engine with ``count`` slots: its first slot there, the node's address, and its GPUs.
+        """For each node of an engine with ``count`` slots: its first slot there, the node's
+        address, and its GPUs.
 
-        The GPUs are None if the ``CUDA_VISIBLE_DEVICES`` that Ray sets is right: with one GPU, and on the CPU.
+        The GPUs are None if the ``CUDA_VISIBLE_DEVICES`` that Ray sets is right: with one GPU, and
+        on the CPU.
 
         Raises:
             ClusterError: The engine would have more GPUs on one node than on another.
@@ -109,11 +125,14 @@ class Placement:
         if len({len(own) for own in mine}) > 1:
             shares = " and ".join(f"{len(own)} GPUs of {places[own[0]].address}" for own in mine)
             raise ClusterError(
-                f"an engine of {count} GPUs would have {shares}, but a server that spans nodes needs as many on each: "
-                "change --rollout-num-gpus-per-engine or --actor-num-gpus-per-node, so that the GPUs that are left on "
-                "each node hold whole engines or equal parts of one"
+                f"an engine of {count} GPUs would have {shares}, but a server that spans nodes "
+                "needs as many on each: change --rollout-num-gpus-per-engine or "
+                "--actor-num-gpus-per-node, so that the GPUs that are left on each node hold "
+                "whole engines or equal parts of one"
             )
-        return [(slot + own[0], places[own[0]].address, [places[i].gpu for i in own]) for own in mine]
+        return [
+            (slot + own[0], places[own[0]].address, [places[i].gpu for i in own]) for own in mine
+        ]
 
     def remove(self) -> None:
         self.group.remove()
@@ -127,14 +146,21 @@ def thread_environment(threads: int | None) -> dict[str, str]:
 
 
 def pinning_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables with which torch pins memory on several threads: 7 GiB/s beside an H200, where one thread
-    pins 2.5.
+    """Environment variables with which torch pins memory on several threads: 7 GiB/s beside an
+    H200, where one thread pins 2.5.
 
     Args:
-        own: The variables that the process gets from the user. A setting of pinned memory there is kept.
+        own: The variables that the process gets from the user. A setting of pinned memory there is
+            kept.
     """
-    setting = next((text for name in ALLOCATOR_SETTINGS if (text := own.get(name) or os.environ.get(name))), "")
-    return {} if "pinned" in setting else {ALLOCATOR_SETTINGS[0]: ",".join(filter(None, (setting, PINNING)))}
+    setting = next(
+        (text for name in ALLOCATOR_SETTINGS if (text := own.get(name) or os.environ.get(name))), ""
+    )
+    return (
+        {}
+        if "pinned" in setting
+        else {ALLOCATOR_SETTINGS[0]: ",".join(filter(None, (setting, PINNING)))}
+    )
 
 
 def check_resources(args: Args, gpus_needed: int) -> None:
@@ -146,8 +172,8 @@ def check_resources(args: Args, gpus_needed: int) -> None:
         raise ClusterError(problems[0])
     if gpus_needed > have > 0:
         raise ClusterError(
-            f"the run needs {gpus_needed} GPUs (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
-            f"{args.actor_num_gpus_per_node}, --rollout-num-gpus {args.rollout_num_gpus}, "
-            f"{'colocated' if args.colocate else 'not colocated'}) and the cluster has {have}: "
-            "lower them, add nodes or pass --colocate"
+            f"the run needs {gpus_needed} GPUs (--actor-num-nodes {args.actor_num_nodes} x "
+            f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}, --rollout-num-gpus "
+            f"{args.rollout_num_gpus}, {'colocated' if args.colocate else 'not colocated'}) and "
+            f"the cluster has {have}: lower them, add nodes or pass --colocate"
         )

@@ -1,4 +1,6 @@
-"""Generation during training: how far ahead it may run, and what weight updates and evaluations wait for."""
+"""Generation during training: how far ahead it may run, and what weight updates and evaluations
+wait for.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,19 @@ POLL_SECONDS = 0.25
 class Prefetcher:
     """Generates rollouts ahead of the one that trains; they are trained in the order of their ids.
 
-    A thread of the driver requests one rollout after the other from the manager, so generation continues while the
-    main thread waits for a training step. :class:`~slime.rollout.admission.Admission` decides how many may start.
+    A thread of the driver requests one rollout after the other from the manager, so generation
+    continues while the main thread waits for a training step.
+    :class:`~slime.rollout.admission.Admission` decides how many may start.
 
-    With the default rollout function, an update waits until no rollout is in progress, so that no rollout mixes
-    weights. The fully asynchronous rollout function has a standing pool of groups, for which an update does not wait:
-    the engines pause during the update, and the groups continue with the new weights. An evaluation then runs beside
-    the pool and the training steps. The next update waits for it, because an evaluation measures one weight version.
+    With the default rollout function, an update waits until no rollout is in progress, so that no
+    rollout mixes weights. The fully asynchronous rollout function has a standing pool of groups,
+    for which an update does not wait:
+    the engines pause during the update, and the groups continue with the new weights. An evaluation
+    then runs beside the pool and the training steps. The next update waits for it, because an
+    evaluation measures one weight version.
 
-    Who waits for whom, always through the condition ``changed`` (an arrow points from what ends a wait to the wait)::
+    Who waits for whom, always through the condition ``changed`` (an arrow points from what ends a
+    wait to the wait)::
 
         prefetch thread                                   main thread
         waits for room, and for no hold  <-- _step_is_over (more room), _let_go (end of a hold)
@@ -58,14 +64,18 @@ class Prefetcher:
             run.first_rollout,
             version=run.pool.clock.step,
         )
-        self.replays = bool(args.replay_schedule)  # whether a recorded schedule decides when rollouts start
-        self.drains = args.update_weight_pause_mode == "drain"  # whether an update waits for the groups in progress
+        # whether a recorded schedule decides when rollouts start
+        self.replays = bool(args.replay_schedule)
+        # whether an update waits for the groups in progress
+        self.drains = args.update_weight_pause_mode == "drain"
         self.finished: deque[RolloutBatch] = deque()
-        self.in_flight = False  # whether there is a standing pool, whose groups continue through an update
+        # whether there is a standing pool, whose groups continue through an update
+        self.in_flight = False
         self.generating = False  # whether the thread waits for a rollout from the manager
         self.closed = False
         self.holding = False  # whether the main thread keeps new rollouts from starting
-        self.evaluation: tuple[int, Ref[dict[str, float]]] | None = None  # the step, and the reference to its result
+        # the step, and the reference to its result
+        self.evaluation: tuple[int, Ref[dict[str, float]]] | None = None
         self.training = False  # whether a rollout was taken whose step is not complete yet
         self.error: BaseException | None = None  # of the thread
         self.changed = threading.Condition()
@@ -75,7 +85,10 @@ class Prefetcher:
         bound = self.admission.bound
         optimizer = bound * (self._run.args.num_steps_per_rollout or 1)
         in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
-        self._log.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that sampled them")
+        self._log.note(
+            f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that "
+            "sampled them"
+        )
         first = self.rollouts.start
         last = self.rollouts.stop
         step = self._pool.clock.step
@@ -86,33 +99,42 @@ class Prefetcher:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            # After an error, the engines or the manager may be gone, so the result of the evaluation is given up.
+            # After an error, the engines or the manager may be gone, so the result of the
+            # evaluation is given up.
             if kind is None:
                 self._end_evaluation()
         finally:
-            # The thread is a daemon and is not joined: it may be waiting for a rollout that nobody needs any more.
+            # The thread is a daemon and is not joined: it may be waiting for a rollout that nobody
+            # needs any more.
             with self.changed:
                 self.closed = True
                 self.changed.notify_all()
 
     def _work(self) -> None:
         try:
-            # Not with the driver's Waiter: signals and the progress display belong to the main thread.
+            # Not with the driver's Waiter: signals and the progress display belong to the main
+            # thread.
             manager = self._manager
             limit = self._manager.timeout
             for rollout_id in self.rollouts:
-                # A replay starts each rollout under the recorded weights. A standing pool does that for its groups.
+                # A replay starts each rollout under the recorded weights. A standing pool does that
+                # for its groups.
                 if self.replays and not self.in_flight:
-                    door().get([manager.start(RolloutManager.await_recorded, rollout_id)], timeout=limit)
+                    door().get(
+                        [manager.start(RolloutManager.await_recorded, rollout_id)], timeout=limit
+                    )
                 with self.changed:
-                    self.changed.wait_for(lambda: self.closed or (self.admission.room() > 0 and not self.holding))
+                    self.changed.wait_for(
+                        lambda: self.closed or (self.admission.room() > 0 and not self.holding)
+                    )
                     if self.closed:
                         return
-                    # Under the lock that the wait above has taken again, so that _hold cannot miss this rollout.
+                    # Under the lock that the wait above has taken again, so that _hold cannot miss
+                    # this rollout.
                     self.admission.admit()
                     self.generating = True
-                    # Under it as well, so that no rollout is asked for after the end of the block in __exit__: the run
-                    # may go on from a snapshot, with another prefetcher.
+                    # Under it as well, so that no rollout is asked for after the end of the block
+                    # in __exit__: the run may go on from a snapshot, with another prefetcher.
                     asked = manager.start(RolloutManager.generate, rollout_id)
                 try:
                     batch = door().get([asked], timeout=limit)[0]
@@ -134,8 +156,8 @@ class Prefetcher:
     def _wait(self, ready: Callable[[], object], what: str) -> None:
         """Wait until ``ready()`` is true; the caller holds the condition.
 
-        The wait is cut into short slices. Between them, it looks for signals, an error of the thread, and engines that
-        were restarted and need weights.
+        The wait is cut into short slices. Between them, it looks for signals, an error of the
+        thread, and engines that were restarted and need weights.
         """
         started = time.monotonic()
         while not ready():
@@ -143,19 +165,22 @@ class Prefetcher:
                 raise self.error
             self._run.stop.check()
             self._pool.sync_recovered_engines(keep_version=self.evaluation is not None)
-            # If the trainer has moved on since the last update, a recovered engine causes an update of all engines.
+            # If the trainer has moved on since the last update, a recovered engine causes an update
+            # of all engines.
             self._announce_version()
             waited = time.monotonic() - started
             limit = self._manager.timeout
             if waited > limit:
-                raise WaitExpired(f"waited {waited:.0f} s (deadline {limit:.0f} s, --phase-timeout) for {what}")
+                raise WaitExpired(
+                    f"waited {waited:.0f} s (deadline {limit:.0f} s, --phase-timeout) for {what}"
+                )
             self.changed.wait(POLL_SECONDS)
 
     def next(self) -> RolloutBatch:
         """Wait for the oldest finished rollout; the time counts as phase ``rollout``.
 
-        ``perf/staleness_wait_time`` is the time of this wait if the staleness bound kept further rollouts from
-        starting, otherwise 0.
+        ``perf/staleness_wait_time`` is the time of this wait if the staleness bound kept further
+        rollouts from starting, otherwise 0.
         """
         # The previous step ends here if no weight update ended it: save() may have left a hold.
         self._let_go()
@@ -170,7 +195,9 @@ class Prefetcher:
             self.changed.notify_all()
         self._log.add_rollout(batch)
         self._log.pending["rollout/buffered"] = float(len(self.finished))
-        self._log.pending["perf/staleness_wait_time"] = time.monotonic() - started if bounded else 0.0
+        self._log.pending["perf/staleness_wait_time"] = (
+            time.monotonic() - started if bounded else 0.0
+        )
         self._tell_pool(taken=True)
         return batch
 
@@ -187,23 +214,30 @@ class Prefetcher:
     # --- weights and evaluation --------------------------------------------------------------
 
     def save(self, rollout_id: int) -> None:
-        """Write a snapshot, including the rollouts that were generated ahead: a resumed run trains these.
+        """Write a snapshot, including the rollouts that were generated ahead: a resumed run trains
+        these.
 
-        No rollout starts between the snapshot and the update that follows it (or the next step). Otherwise that rollout
-        would have old weights here, but new ones in a run that resumes from the snapshot.
+        No rollout starts between the snapshot and the update that follows it (or the next step).
+        Otherwise that rollout would have old weights here, but new ones in a run that resumes from
+        the snapshot.
         """
-        # A standing pool continues, since its snapshot is the state after the newest complete rollout. In a replay, the
-        # recording decides when a rollout starts.
+        # A standing pool continues, since its snapshot is the state after the newest complete
+        # rollout. In a replay, the recording decides when a rollout starts.
         if not self.in_flight and not self.replays:
             self._hold()
         self._run.snapshots.save(rollout_id)
 
     def update_weights(self) -> None:
-        """Send the new weights to the engines, between two rollouts or in the middle of a standing pool's groups."""
+        """Send the new weights to the engines, between two rollouts or in the middle of a standing
+        pool's groups.
+        """
         self._end_evaluation()
-        # In a replay, the update must not come before the recorded number of tokens was generated with the old weights.
+        # In a replay, the update must not come before the recorded number of tokens was generated
+        # with the old weights.
         if self.replays:
-            self._manager.call("the recorded tokens before the weight update", RolloutManager.await_tokens)
+            self._manager.call(
+                "the recorded tokens before the weight update", RolloutManager.await_tokens
+            )
         if not self.in_flight:
             self._hold()
         elif self.drains:
@@ -213,7 +247,8 @@ class Prefetcher:
                 self._manager.wait(drained, what, meanwhile=self._pool.sync_recovered_engines)
         try:
             self._pool.update_weights()
-            # The version first: _step_is_over makes room, and what starts then must count for the new weights.
+            # The version first: _step_is_over makes room, and what starts then must count for the
+            # new weights.
             self._announce_version()
             self._step_is_over()
         finally:
@@ -222,8 +257,8 @@ class Prefetcher:
     def evaluate(self, step: int) -> None:
         """Evaluate the engines' weights.
 
-        With a standing pool, this only starts the evaluation: it runs during the next steps, and the next update waits
-        for it.
+        With a standing pool, this only starts the evaluation: it runs during the next steps, and
+        the next update waits for it.
         """
         if self.in_flight:
             self._end_evaluation()
@@ -256,13 +291,17 @@ class Prefetcher:
             self.changed.notify_all()
 
     def _announce_version(self) -> None:
-        """Tell the admission and the manager if the engines hold newer weights: samples started now are less stale."""
+        """Tell the admission and the manager if the engines hold newer weights: samples started now
+        are less stale.
+        """
         step = self._pool.clock.step
         if step > self.admission.version:
             with self.changed:
                 self.admission.version_changed(step)
                 self.changed.notify_all()
-            self._manager.call("the rollout manager to note the weights", RolloutManager.weights_are_of, step)
+            self._manager.call(
+                "the rollout manager to note the weights", RolloutManager.weights_are_of, step
+            )
             self._tell_pool()
 
     def _tell_pool(self, taken: bool = False, trained: bool = False) -> None:

@@ -34,7 +34,9 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Raise Ray's own errors as those of :mod:`slime.cluster.actors`. What a method has raised is left as it is."""
+    """Raise Ray's own errors as those of :mod:`slime.cluster.actors`. What a method has raised is
+    left as it is.
+    """
     from ray import exceptions
 
     try:
@@ -80,7 +82,11 @@ class RayActors(Actors):
 
         total = ray.cluster_resources()
         free = ray.available_resources()
-        parts = [f"{name} {free.get(name, 0):g} of {total[name]:g} free" for name in ("CPU", "GPU") if name in total]
+        parts = [
+            f"{name} {free.get(name, 0):g} of {total[name]:g} free"
+            for name in ("CPU", "GPU")
+            if name in total
+        ]
         return f"Ray: {self.nodes()} node(s) alive; {', '.join(parts)}"
 
     def nodes(self) -> int:
@@ -111,7 +117,9 @@ class RayActors(Actors):
     def reserve(self, bundle: Mapping[str, float], count: int, spread: bool) -> RayBundles:
         from ray.util.placement_group import placement_group
 
-        return RayBundles(placement_group([dict(bundle)] * count, strategy="SPREAD" if spread else "PACK"))
+        return RayBundles(
+            placement_group([dict(bundle)] * count, strategy="SPREAD" if spread else "PACK")
+        )
 
     # --- actors and their results --------------------------------------------------------------
 
@@ -187,7 +195,9 @@ class RayActors(Actors):
 
 
 def _with_own_threads(cls: type) -> Any:
-    """The Ray actor class of ``cls``, with a concurrency group of one thread for each of :data:`OWN_THREADS`."""
+    """The Ray actor class of ``cls``, with a concurrency group of one thread for each of
+    :data:`OWN_THREADS`.
+    """
     import ray
 
     names = [name for name in OWN_THREADS if hasattr(cls, name)]
@@ -197,7 +207,9 @@ def _with_own_threads(cls: type) -> Any:
 
 
 def _end_here(processes: Sequence[ActorProcess], seconds: float) -> list[int]:
-    """Kill processes of this node with their children; returns the ids of those that still run after ``seconds``."""
+    """Kill processes of this node with their children; returns the ids of those that still run
+    after ``seconds``.
+    """
     import psutil
 
     from slime.engines.process import wait_gone
@@ -226,7 +238,9 @@ class RayBundles:
     def options(self, index: int, gpus: float, cpus: float) -> Mapping[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=index)
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=index
+        )
         return {"num_gpus": gpus, "num_cpus": cpus, "scheduling_strategy": strategy}
 
     def places(self, count: int, seconds: float) -> list[Place]:
@@ -237,7 +251,9 @@ class RayBundles:
         refs = [where.options(**self.options(index, 1, 1)).remote() for index in range(count)]
         places = []
         for bundle, (address, gpu) in enumerate(RayActors().get(refs, timeout=seconds)):
-            node = tuple(int(part) for part in address.split(".")) if address.count(".") == 3 else (0,)
+            node = (
+                tuple(int(part) for part in address.split(".")) if address.count(".") == 3 else (0,)
+            )
             places.append(Place(node, gpu, bundle, address))
         return places
 
@@ -256,7 +272,9 @@ def _where() -> tuple[str, int]:
 
 
 class _LogFile(io.RawIOBase):
-    """A file descriptor whose writes never fail: on a full disk, the output is lost, but the run continues."""
+    """A file descriptor whose writes never fail: on a full disk, the output is lost, but the run
+    continues.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -276,12 +294,16 @@ class _LogFile(io.RawIOBase):
 
 def _stream(descriptor: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(
-        io.BufferedWriter(_LogFile(descriptor)), encoding="utf-8", errors="backslashreplace", line_buffering=True
+        io.BufferedWriter(_LogFile(descriptor)),
+        encoding="utf-8",
+        errors="backslashreplace",
+        line_buffering=True,
     )
 
 
 def redirect_output(log_dir: Path, name: str) -> None:
-    """Send stdout and stderr of this process, including those of C libraries, to ``log_dir/name.log``.
+    """Send stdout and stderr of this process, including those of C libraries, to
+    ``log_dir/name.log``.
 
     ``print`` does not fail on a full disk, not even in users' functions.
     """
@@ -295,4 +317,6 @@ def redirect_output(log_dir: Path, name: str) -> None:
     os.close(descriptor)
     sys.stdout = _stream(1)
     sys.stderr = _stream(2)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
+    )

@@ -1,6 +1,7 @@
 """The waits of a run: for results from actors, and for conditions that are polled.
 
-Every wait has a name, a deadline and a report; one for actors also has a live status, and ends if one rank fails.
+Every wait has a name, a deadline and a report; one for actors also has a live status, and ends if
+one rank fails.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 POLL_SECONDS = 0.25
-POLLED_ACTORS = 16  # actors that are asked for their status in one round; bounds the work of a round with many ranks
+# actors that are asked for their status in one round; bounds the work of a round with many ranks
+POLLED_ACTORS = 16
 
 
 class WaitExpired(TimeoutError):
-    """A wait exceeded its deadline; the message says who waited for what, how long, and which processes are alive."""
+    """A wait exceeded its deadline; the message says who waited for what, how long, and which
+    processes are alive.
+    """
 
 
 def wait_for(
@@ -43,7 +47,8 @@ def wait_for(
 
     Args:
         what: Names the wait in the error, e.g. ``"engine 0 (pid 123) to become healthy"``.
-        done: Called every ``poll`` seconds; an exception that it raises ends the wait and propagates.
+        done: Called every ``poll`` seconds; an exception that it raises ends the wait and
+            propagates.
         deadline: Seconds from now.
         report: Returns a text to add to the error, such as living processes or last log lines.
 
@@ -58,12 +63,16 @@ def wait_for(
         waited = clock() - start
         if waited >= deadline:
             detail = f"\n{report()}" if report else ""
-            raise WaitExpired(f"waited {waited:.0f} s (deadline {deadline:.0f} s) for {what}{detail}")
+            raise WaitExpired(
+                f"waited {waited:.0f} s (deadline {deadline:.0f} s) for {what}{detail}"
+            )
         sleep(min(poll, max(deadline - waited, 0.0)))
 
 
 class NoStatus(WaitExpired):
-    """A process that is waited for has not answered ``status()`` for too long: it is frozen or unreachable."""
+    """A process that is waited for has not answered ``status()`` for too long: it is frozen or
+    unreachable.
+    """
 
 
 class Waiter:
@@ -72,8 +81,8 @@ class Waiter:
     Args:
         stop: Checked during the wait, unless the wait must not be interrupted.
         on_status: Called with what the processes report, about twice a second.
-        silence: Seconds without an answer to ``status()`` after which an actor that has answered before counts as
-            lost. None: It is waited for until the deadline.
+        silence: Seconds without an answer to ``status()`` after which an actor that has answered
+            before counts as lost. None: It is waited for until the deadline.
         state: Where the wait is recorded while it goes on, for ``slime ui``.
     """
 
@@ -88,7 +97,8 @@ class Waiter:
         self.on_status = on_status
         self.silence = silence
         self.state = state
-        # By name of the actor. They outlive a wait: an actor that fell silent in one wait is known in the next.
+        # By name of the actor. They outlive a wait: an actor that fell silent in one wait is known
+        # in the next.
         self._polls: dict[str, _Poll] = {}
 
     def get(
@@ -108,8 +118,8 @@ class Waiter:
         Args:
             what: Names the wait, e.g. ``"rollout 3 to be generated"``.
             deadline: Seconds from now.
-            actors: Actors with a ``status()`` method, by name. They are asked during the wait, and their answers are
-                part of the report.
+            actors: Actors with a ``status()`` method, by name. They are asked during the wait, and
+                their answers are part of the report.
             meanwhile: Called about four times a second; an exception that it raises ends the wait.
             flag: The flag of the deadline, for the message.
 
@@ -127,7 +137,8 @@ class Waiter:
         pending = list(refs)
         while pending:
             ready, pending = actors_door.wait(pending, POLL_SECONDS)
-            # Ranks that wait in a collective for one that failed would never return, so its failure ends the wait.
+            # Ranks that wait in a collective for one that failed would never return, so its failure
+            # ends the wait.
             if ready:
                 actors_door.get(ready)
             if pending and status.poll() and self.on_status:
@@ -140,13 +151,15 @@ class Waiter:
             waited = DEBUGGER.clock() - start
             if pending and waited > deadline:
                 raise WaitExpired(
-                    f"waited {waited:.0f} s (deadline {deadline:.0f} s, {flag}) for {what}\n{status.report()}"
+                    f"waited {waited:.0f} s (deadline {deadline:.0f} s, {flag}) for {what}\n"
+                    f"{status.report()}"
                 )
             silent = status.silent(self.silence) if pending and self.silence is not None else []
             if silent:
                 raise NoStatus(
-                    f"{', '.join(silent)} did not answer for {self.silence:.0f} s (--status-timeout); waited for {what}"
-                    f"\n{status.report()}"
+                    f"{', '.join(silent)} did not answer for {self.silence:.0f} s "
+                    f"(--status-timeout); waited for {what}\n"
+                    f"{status.report()}"
                 )
         if self.state is not None:  # after an error, the state keeps what was waited for
             self.state.wait_over()
@@ -161,11 +174,13 @@ class _Poll:
     asked: Ref[Progress] | None = None  # the answer that has not come yet
     asked_at: float = 0.0  # time.monotonic()
     status: Progress = field(default_factory=Progress)  # the last answer
-    answered: bool = False  # whether it ever did: an actor that is still starting is silent, but not lost
+    # whether it ever did: an actor that is still starting is silent, but not lost
+    answered: bool = False
 
 
 class _StatusPoll:
-    """Asks actors what they are doing, :data:`POLLED_ACTORS` at a time, and never blocks on an answer.
+    """Asks actors what they are doing, :data:`POLLED_ACTORS` at a time, and never blocks on an
+    answer.
 
     Args:
         known: Polls by name, kept from earlier waits.
@@ -195,7 +210,8 @@ class _StatusPoll:
             except Exception as error:
                 poll.status = {"phase": f"does not answer: {type(error).__name__}"}
             self.latest[asked[ref]] = poll.status
-        # At most one question per actor is open, so calls do not pile up at an actor that is frozen.
+        # At most one question per actor is open, so calls do not pile up at an actor that is
+        # frozen.
         for name in names:
             poll = self.polls[name]
             if poll.asked is None:
@@ -206,11 +222,17 @@ class _StatusPoll:
     def silent(self, seconds: float) -> list[str]:
         """Names of the actors that have not answered a question for ``seconds``."""
         before = time.monotonic() - seconds
-        late = {n: poll for n, poll in self.polls.items() if poll.answered and poll.asked and poll.asked_at < before}
+        late = {
+            n: poll
+            for n, poll in self.polls.items()
+            if poll.answered and poll.asked and poll.asked_at < before
+        }
         if not late:
             return []
         # With many actors, the last poll of one may be a while ago: its answer may have come since.
-        came = set(door().wait([poll.asked for poll in late.values() if poll.asked is not None], 0)[0])
+        came = set(
+            door().wait([poll.asked for poll in late.values() if poll.asked is not None], 0)[0]
+        )
         return [name for name, poll in late.items() if poll.asked not in came]
 
     def report(self) -> str:
@@ -240,13 +262,22 @@ class ManagerClient:
         self._waiter = waiter
 
     def start(
-        self, method: Callable[Concatenate[RolloutManager, P], T], *arguments: P.args, **keywords: P.kwargs
+        self,
+        method: Callable[Concatenate[RolloutManager, P], T],
+        *arguments: P.args,
+        **keywords: P.kwargs,
     ) -> Ref[T]:
-        """Start a call, e.g. ``manager.start(RolloutManager.generate, 3)``, and return a reference to its result."""
+        """Start a call, e.g. ``manager.start(RolloutManager.generate, 3)``, and return a reference
+        to its result.
+        """
         return getattr(self.handle, method.__name__).remote(*arguments, **keywords)
 
     def call(
-        self, what: str, method: Callable[Concatenate[RolloutManager, P], T], *arguments: P.args, **keywords: P.kwargs
+        self,
+        what: str,
+        method: Callable[Concatenate[RolloutManager, P], T],
+        *arguments: P.args,
+        **keywords: P.kwargs,
     ) -> T:
         """Start a call and wait for its result; ``what`` names the wait in an error."""
         return self.wait(self.start(method, *arguments, **keywords), what)

@@ -1,8 +1,9 @@
-"""Repeat the loop of a run from its last snapshot with new training ranks, while engines and rollout manager stay.
+"""Repeat the loop of a run from its last snapshot with new training ranks, while engines and
+rollout manager stay.
 
-A lost rank takes the state of the whole trainer with it. Engines, router, rollout manager and Ray are started in a
-minute or more with a large model, and they are still there. Where this is not possible, the driver is restarted
-(:mod:`slime.cluster.run`).
+A lost rank takes the state of the whole trainer with it. Engines, router, rollout manager and Ray
+are started in a minute or more with a large model, and they are still there. Where this is not
+possible, the driver is restarted (:mod:`slime.cluster.run`).
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ MOST_WITHOUT_PROGRESS = 3
 def run_loop(args: Args, loop: Callable[[Args, Run], None], asynchronous: bool = False) -> None:
     """Open a run, call ``loop(args, run)``, and shut the run down at the end.
 
-    If training ranks are lost, they are replaced if possible, and the loop is called again with a run that begins
-    after the last snapshot. Every other error ends the run as :class:`~slime.cluster.run.RunEnd` describes.
+    If training ranks are lost, they are replaced if possible, and the loop is called again with a
+    run that begins after the last snapshot. Every other error ends the run as
+    :class:`~slime.cluster.run.RunEnd` describes.
 
     Args:
-        asynchronous: Whether rollouts are generated while an earlier one trains (``train_async.py``).
+        asynchronous: Whether rollouts are generated while an earlier one trains
+            (``train_async.py``).
 
     Raises:
         SystemExit: 130 or 143 after Ctrl-C or SIGTERM.
     """
-    # Imported here, so that --help and a refused command line need neither numpy nor an HTTP client.
+    # Imported here, so that --help and a refused command line need neither numpy nor an HTTP
+    # client.
     from slime.cluster.start import prepare, start
 
     parts = prepare(args, asynchronous)
@@ -62,14 +66,18 @@ def run_loop(args: Args, loop: Callable[[Args, Run], None], asynchronous: bool =
 
 @dataclass
 class TrainingRanks(Supervised):
-    """All training ranks of a run, which are replaced together; only losses since the newest snapshot count."""
+    """All training ranks of a run, which are replaced together; only losses since the newest
+    snapshot count.
+    """
 
     most_losses: int = MOST_WITHOUT_PROGRESS + 1
     losses_seconds: float = math.inf
     snapshot: int = -1
 
     def note_loss_after(self, snapshot: int, why: str) -> None:
-        """Count a loss after which the run is to go on from the snapshot of rollout ``snapshot``."""
+        """Count a loss after which the run is to go on from the snapshot of rollout
+        ``snapshot``.
+        """
         if snapshot != self.snapshot:
             self.losses.clear()
         self.snapshot = snapshot
@@ -80,8 +88,8 @@ def recover(parts: Parts, error: Exception, ranks: TrainingRanks) -> Run | None:
     """Replace the training ranks if only such were lost; returns the run that goes on.
 
     Returns:
-        None if the code failed, or if the run must be restarted as a whole; then ``parts.lost`` says what was lost, and
-        a line was printed that says why the engines cannot stay.
+        None if the code failed, or if the run must be restarted as a whole; then ``parts.lost``
+        says what was lost, and a line was printed that says why the engines cannot stay.
 
     Raises:
         StopRequested: The user asked to stop meanwhile.
@@ -103,13 +111,22 @@ def recover(parts: Parts, error: Exception, ranks: TrainingRanks) -> Run | None:
         if reason is None and snapshot is not None:
             ranks.note_loss_after(snapshot.iteration, names)
         if reason is None and ranks.hopeless:
-            reason = f"{MOST_WITHOUT_PROGRESS} times in a row, new ranks were lost before the next snapshot"
+            reason = (
+                f"{MOST_WITHOUT_PROGRESS} times in a row, new ranks were lost before the next "
+                "snapshot"
+            )
         if reason is None and snapshot is not None:
             log.note("".join(traceback.format_exception(error)).rstrip())
-            log.note(f"lost {names}: new training ranks go on from the snapshot of rollout {snapshot.iteration}")
+            log.note(
+                f"lost {names}: new training ranks go on from the snapshot of rollout "
+                f"{snapshot.iteration}"
+            )
             following = start_ranks_again(parts, parts.begin.again(snapshot))
             log.pending["perf/trainer_restart_count"] = 1.0
-            log.note(f"training ranks were replaced in {time.monotonic() - began:.0f} s; the engines stayed")
+            log.note(
+                f"training ranks were replaced in {time.monotonic() - began:.0f} s; the engines "
+                "stayed"
+            )
             parts.lost = []
             return following
     except StopRequested:
@@ -122,7 +139,9 @@ def recover(parts: Parts, error: Exception, ranks: TrainingRanks) -> Run | None:
 
 
 def newest_snapshot(parts: Parts, run: Run) -> Snapshot | None:
-    """The newest snapshot of this run: one that this process has committed, or the one from which it began."""
+    """The newest snapshot of this run: one that this process has committed, or the one from which
+    it began.
+    """
     from slime.checkpoint.snapshot import latest
 
     if run.snapshots.saved != parts.begin.trained and run.snapshots.folder is not None:
@@ -130,7 +149,9 @@ def newest_snapshot(parts: Parts, run: Run) -> Snapshot | None:
     return parts.begin.snapshot if parts.begin.resumes else None
 
 
-def obstacle(args: Args, lost: Sequence[str], snapshot: Snapshot | None, engines: bool) -> str | None:
+def obstacle(
+    args: Args, lost: Sequence[str], snapshot: Snapshot | None, engines: bool
+) -> str | None:
     """Why the training ranks cannot be replaced while the engines stay; None if they can.
 
     Args:
@@ -150,11 +171,17 @@ def obstacle(args: Args, lost: Sequence[str], snapshot: Snapshot | None, engines
     if args.rollout_external_engine_addrs:
         return "they are not the run's own (--rollout-external-engine-addrs)"
     if args.colocate or args.offload_train or args.offload_rollout:
-        return "they share accelerators with the ranks (--colocate), and who has the memory is not known"
+        return (
+            "they share accelerators with the ranks (--colocate), and who has the memory is not "
+            "known"
+        )
     if args.data_source_path != DEFAULT_DATA_SOURCE:
         return "the data source is not the built-in one (--data-source-path)"
     if args.rollout_function_path not in OWN_FUNCTIONS or args.load_debug_rollout_data:
-        return "the rollout function is not a built-in one (--rollout-function-path), so a rollout cannot be undone"
+        return (
+            "the rollout function is not a built-in one (--rollout-function-path), so a rollout "
+            "cannot be undone"
+        )
     if args.replay_schedule:
         return "a schedule is repeated (--replay-schedule)"
     return None

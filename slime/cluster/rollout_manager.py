@@ -1,4 +1,6 @@
-"""The actor between data and training: it owns the data source and the engines, and runs the rollout functions."""
+"""The actor between data and training: it owns the data source and the engines, and runs the
+rollout functions.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """One generated rollout as the driver gets it; the samples themselves stay where the actors keep objects."""
+    """One generated rollout as the driver gets it; the samples themselves stay where the actors
+    keep objects.
+    """
 
     refs: list[Ref[Wire]]
     """The training data, one object per data-parallel rank; empty with ``--debug-rollout-only``."""
@@ -61,25 +65,34 @@ class RolloutBatch:
 
 
 class RolloutManager(EngineManager):
-    """One per run. Generation runs on one thread, while :meth:`status` and others answer on further threads.
+    """One per run. Generation runs on one thread, while :meth:`status` and others answer on further
+    threads.
 
     Args:
         in_program: Whether the run belongs to a program, which may save at any time.
     """
 
     def __init__(
-        self, args: Args, run_dir: str, layout: ParallelLayout, keys: RunKeys, in_program: bool = False
+        self,
+        args: Args,
+        run_dir: str,
+        layout: ParallelLayout,
+        keys: RunKeys,
+        in_program: bool = False,
     ) -> None:
         self.run_dir = Path(run_dir)
         door().log_to(self.run_dir / "logs", "rollout-manager")
-        # For HTTP clients in user code and in agent programs, which use the proxy that the environment names.
+        # For HTTP clients in user code and in agent programs, which use the proxy that the
+        # environment names.
         os.environ.update(exempt_from_proxy(door().address()))
         self.garbage = GarbageCollection()
         self.layout = layout
         self.data_source: DataSource = load_function(args.data_source_path)(args)
         if args.num_rollout is None:
             # Only the data source knows how many prompts an epoch has.
-            count = rollouts_of_epochs(len(self.data_source), args.num_epoch, args.rollout_batch_size)
+            count = rollouts_of_epochs(
+                len(self.data_source), args.num_epoch, args.rollout_batch_size
+            )
             args = args.with_values(num_rollout=count)
         super().__init__(args, self.run_dir / "logs", keys)
         self.rollout_function = load_function(args.rollout_function_path)
@@ -95,13 +108,19 @@ class RolloutManager(EngineManager):
         return answer(folder, token, "rollout manager")
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
-        """Set the measured budgets, by which samples are packed; called before the first rollout."""
-        self.args = self.args.with_values(max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only)
+        """Set the measured budgets, by which samples are packed; called before the first
+        rollout.
+        """
+        self.args = self.args.with_values(
+            max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only
+        )
 
     # --- the loop ----------------------------------------------------------------------------
 
     def num_rollout(self) -> int:
-        """Number of rollouts of the run: ``--num-rollout``, or those in ``--num-epoch`` epochs of the data source."""
+        """Number of rollouts of the run: ``--num-rollout``, or those in ``--num-epoch`` epochs of
+        the data source.
+        """
         return int(self.args.num_rollout or 0)
 
     def generate(self, rollout_id: int) -> RolloutBatch:
@@ -123,22 +142,29 @@ class RolloutManager(EngineManager):
             stored.append(door().put(part))
             used.update(map(int, part.get("group_indices", ())))
             numbered = numbered and "group_indices" in part
-        # Only groups that fill whole steps are in the parts. The ledger must not count the others as trained.
+        # Only groups that fill whole steps are in the parts. The ledger must not count the others
+        # as trained.
         if numbered:
             self.state.ledger.left_out(rollout_id, used)
         return RolloutBatch(stored, metrics, texts, take_warnings())
 
     def _new_rollout(self, rollout_id: int) -> Rollout:
-        """Call the rollout function, and record in ledger and state that this rollout is complete."""
+        """Call the rollout function, and record in ledger and state that this rollout is
+        complete.
+        """
         start = time.perf_counter()
         args = self.args
         self.state.begun = rollout_id
         self._generate_state().observer = self.state.observe
         if args.load_debug_rollout_data:
             subsample = args.load_debug_rollout_data_subsample
-            output = RolloutFnTrainOutput(load_rollout(args.load_debug_rollout_data, rollout_id, subsample))
+            output = RolloutFnTrainOutput(
+                load_rollout(args.load_debug_rollout_data, rollout_id, subsample)
+            )
         else:
-            returned = call_rollout_fn(self.rollout_function, args, rollout_id, self.data_source, evaluation=False)
+            returned = call_rollout_fn(
+                self.rollout_function, args, rollout_id, self.data_source, evaluation=False
+            )
             assert isinstance(returned, RolloutFnTrainOutput)
             output = returned
             if args.save_debug_rollout_data:
@@ -147,20 +173,24 @@ class RolloutManager(EngineManager):
         rollout = Rollout(list(output.samples), metrics, time.perf_counter() - start)
         self.garbage.collect()  # between two rollouts, where no generation of this one waits for it
 
-        async def complete() -> None:  # runs on the pool's event loop, so the pool cannot change meanwhile
+        # runs on the pool's event loop, so the pool cannot change meanwhile
+        async def complete() -> None:
             self.state.complete(rollout_id, rollout)
 
         run(complete())
         return rollout
 
     def _generate_state(self) -> GenerateState:
-        """The state that the rollout functions share, with the rollout workers, which ``args`` do not hold."""
+        """The state that the rollout functions share, with the rollout workers, which ``args`` do
+        not hold.
+        """
         state = GenerateState(self.args)
         state.generator = self.workers
         return state
 
     def open_pool(self, first_step: int, last_step: int, held_step: int) -> bool:
-        """Open the standing pool of an asynchronous run, if its rollout function has one, and log its schedule.
+        """Open the standing pool of an asynchronous run, if its rollout function has one, and log
+        its schedule.
 
         Args:
             first_step, last_step: The run trains rollouts ``first_step`` to ``last_step - 1``.
@@ -169,7 +199,9 @@ class RolloutManager(EngineManager):
         Returns:
             Whether there is a standing pool, whose groups continue through weight updates.
         """
-        schedule = self.state.open_schedule(self.run_dir / "schedule.jsonl", held_step, first_step, last_step)
+        schedule = self.state.open_schedule(
+            self.run_dir / "schedule.jsonl", held_step, first_step, last_step
+        )
         GenerateState(self.args).schedule = schedule
         opener = getattr(self.rollout_function, "open_pool", None)
         if opener is None or self.args.load_debug_rollout_data:
@@ -185,23 +217,35 @@ class RolloutManager(EngineManager):
         return self.state.schedule
 
     def weights_are_of(self, step: int) -> None:
-        """Note that the engines of an asynchronous run now hold the weights that ``step`` steps have trained."""
+        """Note that the engines of an asynchronous run now hold the weights that ``step`` steps
+        have trained.
+        """
         run(self.schedule.reached(step))
 
     def await_recorded(self, rollout_id: int) -> None:
-        """In a replay, wait until the engines hold the weights with which this rollout began in the recording."""
+        """In a replay, wait until the engines hold the weights with which this rollout began in the
+        recording.
+        """
         run(self.schedule.may_begin(rollout_id))
 
     def await_tokens(self) -> None:
-        """In a replay, wait until all tokens have been generated that were recorded with the engines' current weights.
+        """In a replay, wait until all tokens have been generated that were recorded with the
+        engines' current weights.
 
         Raises:
             WaitExpired: Some are still missing after ``--phase-timeout`` seconds.
         """
 
         async def held_requests() -> int:
-            answers = [await request("GET", f"{url}/v1/loads", None, CONTROL_DEADLINE_SECONDS) for url in urls]
-            return sum(int(rank.get("num_held_reqs") or 0) for answer in answers for rank in answer["loads"])
+            answers = [
+                await request("GET", f"{url}/v1/loads", None, CONTROL_DEADLINE_SECONDS)
+                for url in urls
+            ]
+            return sum(
+                int(rank.get("num_held_reqs") or 0)
+                for answer in answers
+                for rank in answer["loads"]
+            )
 
         urls = self.fleet.urls()
         schedule = self.schedule
@@ -216,13 +260,20 @@ class RolloutManager(EngineManager):
         run(self.pool.advance(version, taken, trained))
 
     def drain_pool(self) -> None:
-        """Wait until the pool's groups have finished, before an update; see :meth:`StandingPool.drain`."""
+        """Wait until the pool's groups have finished, before an update; see
+        :meth:`StandingPool.drain`.
+        """
         assert self.pool is not None, "open_pool comes first"
         run(self.pool.drain())
 
-    def _log(self, rollout_id: int, groups: list[Group], metrics: dict[str, float], seconds: float) -> list[str]:
-        """Add metrics of the samples to ``metrics``, write the sample texts, and return a few of them to show."""
-        # The samples with their texts, then their metrics, which a function of the user may log instead.
+    def _log(
+        self, rollout_id: int, groups: list[Group], metrics: dict[str, float], seconds: float
+    ) -> list[str]:
+        """Add metrics of the samples to ``metrics``, write the sample texts, and return a few of
+        them to show.
+        """
+        # The samples with their texts, then their metrics, which a function of the user may log
+        # instead.
         samples = flatten(groups)
         write_samples(self.run_dir, rollout_id, samples, kept=KeptTexts.from_args(self.args))
         self.traces.write_samples(rollout_id, samples)
@@ -239,8 +290,12 @@ class RolloutManager(EngineManager):
         return preview(samples)
 
     def add_phases(self, rollout_id: int, phases: Sequence[Span]) -> None:
-        """Add the phases of driver and ranks up to the end of a step, and the engines' load, to its rollout's trace."""
-        self.traces.add_phases(rollout_id, phases, self.loads.between if self.loads is not None else None)
+        """Add the phases of driver and ranks up to the end of a step, and the engines' load, to its
+        rollout's trace.
+        """
+        self.traces.add_phases(
+            rollout_id, phases, self.loads.between if self.loads is not None else None
+        )
 
     def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate all data sets with the weights that the engines hold now."""
@@ -251,30 +306,42 @@ class RolloutManager(EngineManager):
         start = time.perf_counter()
         self._generate_state()
         # The responses of each evaluation set, and what is kept of them.
-        output = call_rollout_fn(self.eval_function, self.args, rollout_id, self.data_source, evaluation=True)
+        output = call_rollout_fn(
+            self.eval_function, self.args, rollout_id, self.data_source, evaluation=True
+        )
         assert isinstance(output, RolloutFnEvalOutput)
         metrics = dict(output.metrics or {})
         for name, data in output.data.items():
             samples = data.get("samples") or []
-            write_samples(self.run_dir, rollout_id, samples, f"eval-{name}", KeptTexts.from_args(self.args))
+            write_samples(
+                self.run_dir, rollout_id, samples, f"eval-{name}", KeptTexts.from_args(self.args)
+            )
         if self.args.save_debug_rollout_data:
-            save_rollout(self.args, f"eval_{rollout_id}", [data.get("samples") or [] for data in output.data.values()])
+            save_rollout(
+                self.args,
+                f"eval_{rollout_id}",
+                [data.get("samples") or [] for data in output.data.values()],
+            )
         # The metrics: the user's function may log its own in place of the built-in ones.
         hook = self.args.custom_eval_rollout_log_function_path
         with logged_into(metrics):
             handled = hook and load_function(hook)(rollout_id, self.args, output.data, metrics)
         if not handled:
-            metrics.update(eval_metrics(output.data, self.args.log_reward_category, self.args.log_passrate))
+            metrics.update(
+                eval_metrics(output.data, self.args.log_reward_category, self.args.log_passrate)
+            )
         write_evaluation(self.run_dir, rollout_id, output.data, metrics)
         metrics["perf/eval_time"] = time.perf_counter() - start
         return metrics
 
-    def complete(self, prompts: Sequence[Prompt], n: int, changes: Mapping[str, object]) -> list[list[Sample]] | str:
+    def complete(
+        self, prompts: Sequence[Prompt], n: int, changes: Mapping[str, object]
+    ) -> list[list[Sample]] | str:
         """Generate responses outside of any rollout; see :func:`slime.rollout.evaluate.complete`.
 
         Returns:
-            The samples of each prompt; or the reason for which a prompt or a parameter was refused. An exception would
-            reach the driver as one of Ray, which ends the run.
+            The samples of each prompt; or the reason for which a prompt or a parameter was refused.
+            An exception would reach the driver as one of Ray, which ends the run.
         """
         try:
             return run(complete(self.args, prompts, n, changes))
@@ -284,7 +351,8 @@ class RolloutManager(EngineManager):
     # --- state -------------------------------------------------------------------------------
 
     def save_state(self, rollout_id: int, directory: str) -> int:
-        """Write data source, ledger and rollouts generated ahead below ``directory``, after step ``rollout_id``.
+        """Write data source, ledger and rollouts generated ahead below ``directory``, after step
+        ``rollout_id``.
 
         Returns:
             The number of these rollouts.
@@ -295,19 +363,22 @@ class RolloutManager(EngineManager):
         self.state.load(rollout_id, Path(directory), attempt)
 
     def rewind(self) -> None:
-        """End all generation, and begin anew with data source, ledger and schedule, while the engines stay.
+        """End all generation, and begin anew with data source, ledger and schedule, while the
+        engines stay.
 
         :meth:`load_state` comes next, as after the start of a resumed run.
 
         Raises:
             WaitExpired: A rollout or an evaluation in progress did not end.
-            EngineError: An engine did not become idle, and the run is without ``--use-fault-tolerance``.
+            EngineError: An engine did not become idle, and the run is without
+                ``--use-fault-tolerance``.
         """
         self.generation.end()
         if self.pool is not None:
             run(self.pool.close())
             self.pool = None
-        # The engines may still work on requests whose senders have ended, and keep KV of weights that are undone.
+        # The engines may still work on requests whose senders have ended, and keep KV of weights
+        # that are undone.
         run(abort(self.args))
         self._on_engines(flush_when_idle)
         self.state.close()
@@ -334,7 +405,9 @@ class RolloutManager(EngineManager):
         return progress.latest()
 
     def shutdown(self) -> list[str]:
-        """Stop router and engines; returns the last warnings of this process when their processes have ended."""
+        """Stop router and engines; returns the last warnings of this process when their processes
+        have ended.
+        """
         self.end_engines(at_once=False)
         self.state.close()
         return take_warnings()

@@ -1,4 +1,6 @@
-"""The part of a snapshot that concerns generation: the data source, the ledger, and rollouts generated ahead."""
+"""The part of a snapshot that concerns generation: the data source, the ledger, and rollouts
+generated ahead.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from typing import TYPE_CHECKING
 from slime.checkpoint.ledger import Ledger, Line
 from slime.config.rollout import OWN_FUNCTIONS
 from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
-from slime.data.source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer, has_files, is_stateful
+from slime.data.source import (
+    DataSource,
+    RolloutDataSource,
+    RolloutDataSourceWithBuffer,
+    has_files,
+    is_stateful,
+)
 from slime.data.value_files import read_state, write_state
 from slime.observability.best_effort import warn
 from slime.observability.run_dir import RunDir
@@ -33,13 +41,15 @@ class Rollout:
 class RolloutState:
     """The state of one rollout manager that snapshots hold.
 
-    A snapshot after step ``N`` holds the data source as it was after the newest complete rollout ``M``, and the samples
-    of rollouts ``N + 1`` to ``M``: a resumed run trains these instead of generating them again. A user's data source
-    with ``load`` and ``save`` methods of its own can only go back to ``N`` itself, so in that case these rollouts are
-    generated again.
+    A snapshot after step ``N`` holds the data source as it was after the newest complete rollout
+    ``M``, and the samples of rollouts ``N + 1`` to ``M``: a resumed run trains these instead of
+    generating them again. A user's data source with ``load`` and ``save`` methods of its own can
+    only go back to ``N`` itself, so in that case these rollouts are generated again.
     """
 
-    def __init__(self, args: Args, run_dir: Path, source: DataSource, in_program: bool = False) -> None:
+    def __init__(
+        self, args: Args, run_dir: Path, source: DataSource, in_program: bool = False
+    ) -> None:
         self.args = args
         self.source = source
         keeps = getattr(type(source), "add_samples", None) is not RolloutDataSource.add_samples
@@ -51,20 +61,28 @@ class RolloutState:
         if asked and not is_stateful(source) and not has_files(source):
             name = type(source).__name__
             methods = "neither state_dict and load_state_dict nor save and load"
-            warn(f"a resumed run will begin with its first prompts again: the data source {name} has {methods}")
-        self.sources: dict[int, object] = {}  # by rollout: the state of the data source after it, until it is trained
+            warn(
+                f"a resumed run will begin with its first prompts again: the data source {name} "
+                f"has {methods}"
+            )
+        # by rollout: the state of the data source after it, until it is trained
+        self.sources: dict[int, object] = {}
         self.ahead: dict[int, Rollout] = {}  # complete rollouts that are not trained yet
         self.newest = -1  # the newest complete rollout
         self.begun = -1  # the newest rollout for which the data source was asked
-        self.restored: dict[int, Rollout] = {}  # from the snapshot: used instead of generating these rollouts
+        # from the snapshot: used instead of generating these rollouts
+        self.restored: dict[int, Rollout] = {}
         self.schedule: WeightTimeline | None = None  # of an asynchronous run
         self.attempt = 0
-        self._positions: dict[int, int | None] = {}  # by rollout: the length of the schedule's file after it
+        # by rollout: the length of the schedule's file after it
+        self._positions: dict[int, int | None] = {}
         self._position: int | None = None  # the committed length of that file, in a resumed run
-        self.own_saved = -1  # the newest rollout for which ``save`` of the user's data source was called
+        # the newest rollout for which ``save`` of the user's data source was called
+        self.own_saved = -1
 
     def open_schedule(self, path: Path, step: int, first: int, last: int) -> WeightTimeline:
-        """Open the log of the schedule of rollouts ``first`` to ``last - 1``, and the one of ``--replay-schedule``.
+        """Open the log of the schedule of rollouts ``first`` to ``last - 1``, and the one of
+        ``--replay-schedule``.
 
         Args:
             step: The number of steps that have trained the engines' weights.
@@ -74,7 +92,11 @@ class RolloutState:
         recording = Recording(Path(replayed), settings) if replayed else None
         if recording is not None:
             made = first + len(self.restored)
-            warning = recording.check_covers(made, last, self.args.rollout_batch_size) if made < last else None
+            warning = (
+                recording.check_covers(made, last, self.args.rollout_batch_size)
+                if made < last
+                else None
+            )
             if warning:
                 warn(warning)
         self.schedule = WeightTimeline(path, settings, recording, self.attempt, self._position)
@@ -90,13 +112,19 @@ class RolloutState:
     def complete(self, rollout_id: int, rollout: Rollout) -> None:
         """Record a complete rollout, and keep what a snapshot after it needs.
 
-        It is called on the event loop of the pool, so the pool cannot change while its state is copied.
+        It is called on the event loop of the pool, so the pool cannot change while its state is
+        copied.
         """
         open_groups = getattr(self.source, "open_groups", None)
-        counter = self.source.sample_group_index if isinstance(self.source, RolloutDataSource) else None
-        self.ledger.complete(rollout_id, rollout.groups, open_groups() if open_groups else None, counter)
+        counter = (
+            self.source.sample_group_index if isinstance(self.source, RolloutDataSource) else None
+        )
+        self.ledger.complete(
+            rollout_id, rollout.groups, open_groups() if open_groups else None, counter
+        )
         self.newest = max(self.newest, rollout_id)
-        if self.args.debug_rollout_only:  # No step ends that would remove the state of older rollouts.
+        # No step ends that would remove the state of older rollouts.
+        if self.args.debug_rollout_only:
             self.ledger.cuts = {rollout_id: self.ledger.cuts[rollout_id]}
             self.sources.clear()
         if not self.saves:
@@ -107,7 +135,8 @@ class RolloutState:
         if not self.args.debug_rollout_only:
             self.ahead[rollout_id] = _copied(rollout)
         if self.args.save_interval and (rollout_id + 1) % self.args.save_interval == 0:
-            # Now, because when the snapshot is written, a later rollout may have advanced the data source.
+            # Now, because when the snapshot is written, a later rollout may have advanced the data
+            # source.
             self._save_own(rollout_id)
 
     def _source_state(self) -> object:
@@ -115,20 +144,31 @@ class RolloutState:
         if not is_stateful(self.source):
             return None
         state = self.source.state_dict()
-        # A user's state may be made of the lists that the source goes on to change. Those of the built-in sources are
-        # copies, and large: they hold the groups in the buffer.
-        return state if type(self.source) in (RolloutDataSource, RolloutDataSourceWithBuffer) else copy.deepcopy(state)
+        # A user's state may be made of the lists that the source goes on to change. Those of the
+        # built-in sources are copies, and large: they hold the groups in the buffer.
+        return (
+            state
+            if type(self.source) in (RolloutDataSource, RolloutDataSourceWithBuffer)
+            else copy.deepcopy(state)
+        )
 
     def trained(self, rollout_id: int) -> None:
-        """Record that all rollouts up to this one have trained, and drop what no later snapshot needs."""
+        """Record that all rollouts up to this one have trained, and drop what no later snapshot
+        needs.
+        """
         self.ledger.trained(rollout_id)
         self.ahead = {r: rollout for r, rollout in self.ahead.items() if r > rollout_id}
-        # ``>=``: the next snapshot may be one after this very step, with no rollout complete after it.
+        # ``>=``: the next snapshot may be one after this very step, with no rollout complete after
+        # it.
         self.sources = {r: state for r, state in self.sources.items() if r >= rollout_id}
-        self._positions = {r: position for r, position in self._positions.items() if r >= rollout_id}
+        self._positions = {
+            r: position for r, position in self._positions.items() if r >= rollout_id
+        }
 
     def close_account(self, trained: int) -> Line:
-        """Check the ledger after step ``trained`` and write its closing line; see :meth:`Ledger.cut`."""
+        """Check the ledger after step ``trained`` and write its closing line; see
+        :meth:`Ledger.cut`.
+        """
         return self.ledger.cut(trained, self._base(trained))
 
     def _base(self, trained: int) -> int:
@@ -136,9 +176,10 @@ class RolloutState:
         return trained if self._own("load") is not None else max(self.newest, trained)
 
     def save(self, rollout_id: int, directory: Path) -> int:
-        """Write this process's part of the snapshot after step ``rollout_id`` below ``directory``, and return the
-        number of rollouts that it holds."""
-        # The snapshot refers to a position in the schedule's file, so the file must be on disk up to there.
+        """Write this process's part of the snapshot after step ``rollout_id`` below ``directory``,
+        and return the number of rollouts that it holds."""
+        # The snapshot refers to a position in the schedule's file, so the file must be on disk up
+        # to there.
         if self.schedule is not None:
             self.schedule.file.sync()
         base = self._base(rollout_id)
@@ -146,16 +187,23 @@ class RolloutState:
         state = {
             "rollout_id": rollout_id,
             "data_source": self.sources.get(base),
-            "ahead": {r: {**vars(one), "groups": groups_to_dicts(one.groups)} for r, one in kept.items()},
+            "ahead": {
+                r: {**vars(one), "groups": groups_to_dicts(one.groups)} for r, one in kept.items()
+            },
             "ledger": self.close_account(rollout_id),
             "schedule": self._positions.get(base),
         }
         write_state(_file(directory, rollout_id), state)
-        if self._own("save") is not None and rollout_id > self.own_saved and self.begun > rollout_id:
+        if (
+            self._own("save") is not None
+            and rollout_id > self.own_saved
+            and self.begun > rollout_id
+        ):
             name = type(self.source).__name__
             warn(
-                f"{name}.save was called late, for a snapshot between two of --save-interval: a run that resumes from "
-                f"it skips what {name} had given for rollout {rollout_id + 1}; state_dict has no such gap"
+                f"{name}.save was called late, for a snapshot between two of --save-interval: a "
+                f"run that resumes from it skips what {name} had given for rollout "
+                f"{rollout_id + 1}; state_dict has no such gap"
             )
         self._save_own(rollout_id)
         self.trained(rollout_id)
@@ -173,7 +221,10 @@ class RolloutState:
             assert is_stateful(self.source), "--data-source-path is not the class that was saved"
             self.source.load_state_dict(copy.deepcopy(state["data_source"]))
         elif is_stateful(self.source):
-            warn(f"the snapshot {directory} holds no state of the data source: it begins with its first prompts again")
+            warn(
+                f"the snapshot {directory} holds no state of the data source: it begins with its "
+                "first prompts again"
+            )
         if load := self._own("load"):
             load(rollout_id)
         self.ledger.restore(state["ledger"], attempt)
@@ -182,22 +233,28 @@ class RolloutState:
         for number, kept in state["ahead"].items():
             self.ahead[number] = Rollout(**{**kept, "groups": groups_from_dicts(kept["groups"])})
         self.restored = {number: _copied(rollout) for number, rollout in self.ahead.items()}
-        # The restored data source is in the state after the newest of these rollouts, not after ``rollout_id``.
+        # The restored data source is in the state after the newest of these rollouts, not after
+        # ``rollout_id``.
         self.newest = max(self.ahead, default=rollout_id)
         self.sources = {self.newest: state["data_source"]}
         if self._position is not None:
             self._positions[self.newest] = self._position
 
     def _save_own(self, rollout_id: int) -> None:
-        """Call ``save`` of the user's data source, once for each rollout after which a snapshot is written."""
+        """Call ``save`` of the user's data source, once for each rollout after which a snapshot is
+        written.
+        """
         save = self._own("save")
         if save is not None and rollout_id > self.own_saved:
             self.own_saved = rollout_id
             save(rollout_id)
 
     def _own(self, name: str) -> Callable[[int], None] | None:
-        """The method ``name`` of the user's data source, or None if it has none or only the built-in one."""
-        function = getattr(self.source, name, None)  # of the object: a wrapper may pass its methods on
+        """The method ``name`` of the user's data source, or None if it has none or only the
+        built-in one.
+        """
+        # of the object: a wrapper may pass its methods on
+        function = getattr(self.source, name, None)
         is_built_in = getattr(function, "__func__", None) is getattr(RolloutDataSource, name)
         return function if callable(function) and not is_built_in else None
 
@@ -208,7 +265,11 @@ def _is_strict(args: Args, source: DataSource) -> bool:
     Only then can the ledger account for every group.
     """
     built_in = type(source) in (RolloutDataSource, RolloutDataSourceWithBuffer)
-    hooks = (args.rollout_all_samples_process_path, args.rollout_sample_filter_path, args.buffer_filter_path)
+    hooks = (
+        args.rollout_all_samples_process_path,
+        args.rollout_sample_filter_path,
+        args.buffer_filter_path,
+    )
     hooked = any(hooks) or args.load_debug_rollout_data
     return built_in and not hooked and args.rollout_function_path in OWN_FUNCTIONS
 
@@ -218,9 +279,11 @@ def _file(directory: Path, rollout_id: int) -> Path:
 
 
 def _copied(rollout: Rollout) -> Rollout:
-    """Copy a rollout for the next snapshot, because user hooks that convert the samples for training may modify them.
+    """Copy a rollout for the next snapshot, because user hooks that convert the samples for
+    training may modify them.
 
-    The entries of metadata and rewards are shared: users may put objects there that cannot be copied.
+    The entries of metadata and rewards are shared: users may put objects there that cannot be
+    copied.
     """
     groups: list[Group] = [
         [_sample(entry) if isinstance(entry, Sample) else [*map(_sample, entry)] for entry in group]

@@ -1,4 +1,6 @@
-"""The actor of one rollout worker: it generates and scores groups that the rollout manager hands out."""
+"""The actor of one rollout worker: it generates and scores groups that the rollout manager hands
+out.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class GroupCall:
     Attributes:
         number: The number of this call.
         rollout_id, eval_rollout_id, aborted: See :class:`~slime.rollout.state.GenerateState`.
-        keeps_kv: Whether requests keep their KV cache through a weight update; None: no schedule is recorded.
+        keeps_kv: Whether requests keep their KV cache through a weight update; None: no schedule is
+            recorded.
     """
 
     number: int
@@ -56,7 +59,9 @@ class GroupCall:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """A group that was generated and scored, or aborted, and the lines of its requests for the schedule."""
+    """A group that was generated and scored, or aborted, and the lines of its requests for the
+    schedule.
+    """
 
     group: Group
     lines: list[ScheduleLine] = field(default_factory=list)
@@ -79,8 +84,9 @@ class Report:
 class RolloutWorker:
     """One rollout worker.
 
-    Groups are generated on the background event loop of the process, where user functions find it. The methods run on
-    the event loop of the actor, so that they answer even if a user function blocks the other one.
+    Groups are generated on the background event loop of the process, where user functions find it.
+    The methods run on the event loop of the actor, so that they answer even if a user function
+    blocks the other one.
 
     Args:
         args: With the address of the engines of this worker.
@@ -88,7 +94,9 @@ class RolloutWorker:
         keys: The keys of engines and routers, see :func:`slime.engines.keys.known_keys`.
     """
 
-    def __init__(self, args: Args, index: int, log_dir: str, share: float, keys: Mapping[str, ServerKeys]) -> None:
+    def __init__(
+        self, args: Args, index: int, log_dir: str, share: float, keys: Mapping[str, ServerKeys]
+    ) -> None:
         door().log_to(Path(log_dir), f"rollout-worker-{index}")
         os.environ.update(exempt_from_proxy(door().address()))
         raise_file_limit()
@@ -98,7 +106,8 @@ class RolloutWorker:
         self.state = GenerateState(args)
         self.state.share = share
         self.garbage = GarbageCollection()
-        self._tasks: dict[int, asyncio.Task[object]] = {}  # by the number of the call; only used on the background loop
+        # by the number of the call; only used on the background loop
+        self._tasks: dict[int, asyncio.Task[object]] = {}
         self._rollout_id: int | None = None
         self._fault = False
         watch_faults(self._note_fault)
@@ -123,7 +132,9 @@ class RolloutWorker:
             noted = None
             if call.keeps_kv is not None:
                 TIMELINE.set(noted := Noted(call.keeps_kv))
-            group = await generate_and_rm_group(self.args, call.group, call.params, call.evaluation, call.purpose)
+            group = await generate_and_rm_group(
+                self.args, call.group, call.params, call.evaluation, call.purpose
+            )
             return GroupResult(packed(group), noted.lines if noted is not None else [])
         finally:
             del self._tasks[call.number]

@@ -1,4 +1,6 @@
-"""The rollout workers of a run, in the process of the rollout manager: which one gets a group, and which are lost."""
+"""The rollout workers of a run, in the process of the rollout manager: which one gets a group, and
+which are lost.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.cluster.actors import ActorError, ActorHandle, ActorLost, ActorProcess, NotEnded, Ref, door
-from slime.cluster.rollout_worker import REPORT_SECONDS, GroupCall, GroupResult, Report, RolloutWorker
+from slime.cluster.actors import (
+    ActorError,
+    ActorHandle,
+    ActorLost,
+    ActorProcess,
+    NotEnded,
+    Ref,
+    door,
+)
+from slime.cluster.rollout_worker import (
+    REPORT_SECONDS,
+    GroupCall,
+    GroupResult,
+    Report,
+    RolloutWorker,
+)
 from slime.cluster.supervised import Supervised
 from slime.config.hooks import load_function
 from slime.data.sample import Group, flatten
@@ -64,9 +80,10 @@ class _Worker(Supervised):
 class RolloutWorkers:
     """Generates groups in rollout workers; a :class:`~slime.rollout.group.GroupGenerator`.
 
-    A group goes to the worker that has the fewest samples for its part of the engines. If a worker is lost, its groups
-    are generated again by others, from the state in which they were handed out, and the worker is started again. All
-    methods but :meth:`start`, :meth:`stop`, :meth:`pids` and :meth:`restarts` run on the event loop of the rollout.
+    A group goes to the worker that has the fewest samples for its part of the engines. If a worker
+    is lost, its groups are generated again by others, from the state in which they were handed out,
+    and the worker is started again. All methods but :meth:`start`, :meth:`stop`, :meth:`pids` and
+    :meth:`restarts` run on the event loop of the rollout.
 
     Args:
         launch: Starts the actor of the worker with the given index and returns at once.
@@ -126,13 +143,19 @@ class RolloutWorkers:
     # --- groups ------------------------------------------------------------------------------
 
     async def generate(
-        self, args: Args, group: Group, params: SamplingParams, evaluation: bool = False, purpose: str = "sampling"
+        self,
+        args: Args,
+        group: Group,
+        params: SamplingParams,
+        evaluation: bool = False,
+        purpose: str = "sampling",
     ) -> Group:
-        """See :meth:`~slime.rollout.group.GroupGenerator.generate`; ``group`` itself does not change.
+        """See :meth:`~slime.rollout.group.GroupGenerator.generate`; ``group`` itself does not
+        change.
 
         Raises:
-            WorkersLost: :data:`MOST_TRIES` workers were lost while they generated this group, or a worker was lost too
-                often.
+            WorkersLost: :data:`MOST_TRIES` workers were lost while they generated this group, or a
+                worker was lost too often.
         """
         state = GenerateState(args)
         for _ in range(MOST_TRIES):
@@ -156,8 +179,9 @@ class RolloutWorkers:
             return _owned(result.group)
         index = flatten(group)[0].index
         raise WorkersLost(
-            f"{MOST_TRIES} rollout workers were lost while they generated the group of sample {index}: see their logs, "
-            "logs/rollout-worker-*.log; a function of the user may need too much memory or crash the process"
+            f"{MOST_TRIES} rollout workers were lost while they generated the group of sample "
+            f"{index}: see their logs, logs/rollout-worker-*.log; a function of the user may need "
+            "too much memory or crash the process"
         )
 
     async def _ask(self, worker: _Worker, handle: ActorHandle, call: GroupCall) -> GroupResult:
@@ -166,9 +190,12 @@ class RolloutWorkers:
         try:
             return await door().result(handle.generate.remote(call))
         except asyncio.CancelledError:
-            # Like a cancelled task of this process, the call must have ended when this returns: its requests would meet
-            # engines whose weights or memory change.
-            await asyncio.wait([asyncio.ensure_future(_quiet(handle.cancel.remote(call.number)))], timeout=STOP_SECONDS)
+            # Like a cancelled task of this process, the call must have ended when this returns: its
+            # requests would meet engines whose weights or memory change.
+            await asyncio.wait(
+                [asyncio.ensure_future(_quiet(handle.cancel.remote(call.number)))],
+                timeout=STOP_SECONDS,
+            )
             raise
         finally:
             if worker.handle is handle:
@@ -177,9 +204,11 @@ class RolloutWorkers:
     async def abort(self) -> None:
         """See :meth:`~slime.rollout.group.GroupGenerator.abort`."""
         handles = [worker.handle for worker in self._workers if worker.handle is not None]
-        if handles:  # a worker that is lost does not answer: its groups end when the loss is noticed
+        # a worker that is lost does not answer: its groups end when the loss is noticed
+        if handles:
             await asyncio.wait(
-                [asyncio.ensure_future(_quiet(handle.abort.remote())) for handle in handles], timeout=STOP_SECONDS
+                [asyncio.ensure_future(_quiet(handle.abort.remote())) for handle in handles],
+                timeout=STOP_SECONDS,
             )
 
     async def _least_loaded(self) -> _Worker:
@@ -223,8 +252,8 @@ class RolloutWorkers:
         while worker.handle is handle:
             answer = asyncio.ensure_future(door().result(handle.report.remote(known_keys())))
             try:
-                # In two parts: if something blocked this loop for long, the first one expires, and the answer arrives
-                # in the second.
+                # In two parts: if something blocked this loop for long, the first one expires, and
+                # the answer arrives in the second.
                 done, _ = await asyncio.wait([answer], timeout=SILENT_SECONDS)
                 if not done:
                     done, _ = await asyncio.wait([answer], timeout=REPORT_SECONDS)
@@ -244,7 +273,9 @@ class RolloutWorkers:
                 self._on_fault()
 
     async def _lost(self, worker: _Worker, handle: ActorHandle, why: str) -> None:
-        """Note that a worker is lost, unless that is known already, end its process, and start it again."""
+        """Note that a worker is lost, unless that is known already, end its process, and start it
+        again.
+        """
         if worker.handle is not handle or self._fatal is not None:
             return
         logger.error("rollout worker %d is lost: %s", worker.index, why)
@@ -258,11 +289,16 @@ class RolloutWorkers:
             try:
                 await self._begin(worker)
             except Exception as error:  # Whatever the reason was, the next attempt may succeed.
-                logger.error("rollout worker %d could not be started again: %s", worker.index, error)
+                logger.error(
+                    "rollout worker %d could not be started again: %s", worker.index, error
+                )
                 worker.note_loss(str(error))
                 continue
             self._restarts += 1
-            warn(f"rollout worker {worker.index} was lost and started again; its groups are generated again")
+            warn(
+                f"rollout worker {worker.index} was lost and started again; its groups are "
+                "generated again"
+            )
             return
         self._fatal = (
             f"rollout worker {worker.index} was lost {worker.how_often}, see "
@@ -271,7 +307,9 @@ class RolloutWorkers:
         self._changed.set()
 
     async def _end(self, worker: _Worker, lost: ActorHandle | None = None) -> None:
-        """End a worker's process, also if it is stopped (SIGSTOP), so that it sends no more requests."""
+        """End a worker's process, also if it is stopped (SIGSTOP), so that it sends no more
+        requests.
+        """
         process = worker.process
         handle = lost or worker.handle
         worker.handle = worker.process = None
@@ -289,7 +327,8 @@ def parts_of_workers(workers: int, shares: int, engines: int) -> list[float]:
 
     Args:
         workers: Number of workers; with more workers than shares, several use the same one.
-        shares: Number of shares, each with every ``shares``-th engine; 0: the engines are not divided.
+        shares: Number of shares, each with every ``shares``-th engine; 0: the engines are not
+            divided.
         engines: Number of engines.
     """
     if not shares:
@@ -304,29 +343,39 @@ def worker_launcher(
 ) -> Callable[[int], ActorHandle]:
     """Return a function that starts the actor of the worker with a given index.
 
-    Workers are spread over the nodes of the cluster. Each has its part of the verifier processes of its node.
+    Workers are spread over the nodes of the cluster. Each has its part of the verifier processes of
+    its node.
 
     Args:
         args: Of each worker, with the address of its engines.
         parts: The part of the engines that each worker uses.
         environment: The environment variables of the workers.
     """
-    # Objects of classes of the hooks' files come back with samples; they are found only if the files are loaded here.
+    # Objects of classes of the hooks' files come back with samples; they are found only if the
+    # files are loaded here.
     common = args[0]
-    hooks = [(common.custom_generate_function_path, "custom_generate"), (common.custom_rm_path, "CustomRewardModel")]
+    hooks = [
+        (common.custom_generate_function_path, "custom_generate"),
+        (common.custom_rm_path, "CustomRewardModel"),
+    ]
     for path, name in (*hooks, *((hook, None) for hook in common.rollout_sample_hook_path)):
         if path:
             load_function(path, name)
     count = len(args)
     nodes = door().nodes()
     verifiers_of_node = default_workers() / math.ceil(count / nodes)
-    verifiers = math.ceil(common.reward_workers / count if common.reward_workers else verifiers_of_node)
-    # Groups wait in the worker for the requests before them, not for a place among the calls of the actor.
+    verifiers = math.ceil(
+        common.reward_workers / count if common.reward_workers else verifiers_of_node
+    )
+    # Groups wait in the worker for the requests before them, not for a place among the calls of the
+    # actor.
 
     def launch(index: int) -> ActorHandle:
         own = args[index].with_values(reward_workers=verifiers)
         arguments = own, index, str(log_dir), parts[index], known_keys()
-        return door().create(RolloutWorker, *arguments, environment=environment, threads=MOST_CALLS, spread=True)
+        return door().create(
+            RolloutWorker, *arguments, environment=environment, threads=MOST_CALLS, spread=True
+        )
 
     return launch
 

@@ -1,11 +1,13 @@
-"""Open and close a run. A run ends normally, on a signal, with an error, or in order to restart from a snapshot.
+"""Open and close a run. A run ends normally, on a signal, with an error, or in order to restart
+from a snapshot.
 
 with open_run(args) as run:
     ...
 
-A restart replaces a lost rollout manager or Ray cluster, and a lost training rank where :mod:`slime.cluster.recovery`
-cannot. Their state is in the last snapshot, and a resume is exact. The driver ends the remaining processes and asks its
-supervisor (:mod:`slime.cluster.supervisor`) to execute the command line again, at most ``--max-restarts`` times.
+A restart replaces a lost rollout manager or Ray cluster, and a lost training rank where
+:mod:`slime.cluster.recovery` cannot. Their state is in the last snapshot, and a resume is exact.
+The driver ends the remaining processes and asks its supervisor (:mod:`slime.cluster.supervisor`) to
+execute the command line again, at most ``--max-restarts`` times.
 """
 
 from __future__ import annotations
@@ -39,17 +41,20 @@ _FRAME = re.compile(r'^ +(File "[^"]+", line \d+, in \S+)', re.MULTILINE)
 
 @contextlib.contextmanager
 def open_run(args: Args, asynchronous: bool = False, in_program: bool = False) -> Iterator[Run]:
-    """Start engines and trainer, and shut them down at the end, after an error, or when the user stops the run.
+    """Start engines and trainer, and shut them down at the end, after an error, or when the user
+    stops the run.
 
     Args:
-        asynchronous: Whether rollouts are generated while an earlier one trains (``train_async.py``).
+        asynchronous: Whether rollouts are generated while an earlier one trains
+            (``train_async.py``).
         in_program: Whether the run belongs to a program of the user's, see :class:`StopSignals`.
 
     Raises:
         SystemExit: 130 or 143 after Ctrl-C or SIGTERM.
         KeyboardInterrupt: After Ctrl-C, with ``in_program``.
     """
-    # Imported here, so that --help and a refused command line need neither numpy nor an HTTP client.
+    # Imported here, so that --help and a refused command line need neither numpy nor an HTTP
+    # client.
     from slime.cluster.start import prepare, start
 
     parts = prepare(args, asynchronous, in_program)
@@ -61,19 +66,23 @@ Outcome = Literal["completed", "stopped", "restarting", "failed"]
 
 
 class RunEnd:
-    """Context manager around the start and the loop of a run. Its exit does the following, in this order:
+    """Context manager around the start and the loop of a run. Its exit does the following, in this
+    order:
 
-    1. If nothing failed, complete the run: commit the last snapshot, close the ledger, print the summary.
+    1. If nothing failed, complete the run: commit the last snapshot, close the ledger, print the
+       summary.
     2. After Ctrl-C or SIGTERM, save a snapshot if a step was trained since the last one.
     3. End all processes of the run.
-    4. After an error that a restart can repair (a lost process), let the supervisor start the driver again.
+    4. After an error that a restart can repair (a lost process), let the supervisor start the
+       driver again.
     """
 
     def __init__(self, parts: Parts) -> None:
         args = parts.args
         self.parts = parts
         self.max_restarts = args.max_restarts or 0
-        self._brief = not (args.inline or parts.stop.in_program)  # who debugs or programs needs the whole error
+        # who debugs or programs needs the whole error
+        self._brief = not (args.inline or parts.stop.in_program)
         name = args.run_name
         folder = args.output_dir
         self._settings = Settings(
@@ -83,14 +92,19 @@ class RunEnd:
 
     def __enter__(self) -> None:
         self.parts.stop.__enter__()
-        # From now on, the supervisor treats an end of this process without a report as a loss (kill -9, say).
+        # From now on, the supervisor treats an end of this process without a report as a loss (kill
+        # -9, say).
         REPORTS.began(self._settings)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         outcome: Outcome = "failed"
-        cause = error  # of the end; another error than that of the block if completing or saving the run failed
+        # of the end; another error than that of the block if completing or saving the run failed
+        cause = error
         try:
             outcome, cause = self._complete_or_save(error)
         except BaseException as interruption:  # such as a second Ctrl-C in a program
@@ -99,7 +113,8 @@ class RunEnd:
         if state is not None:  # slime doctor reads it
             state.end(outcome, cause if outcome in ("restarting", "failed") else None)
         self._end_processes(outcome)
-        # The ways out. Python raises the error of the block again by itself, but not one that arose in this method.
+        # The ways out. Python raises the error of the block again by itself, but not one that arose
+        # in this method.
         if outcome == "restarting":
             exit_for_restart()
         if outcome == "stopped" and self.parts.stop.in_program:
@@ -111,7 +126,9 @@ class RunEnd:
         if cause is not None and cause is not error:
             raise cause
 
-    def _complete_or_save(self, error: BaseException | None) -> tuple[Outcome, BaseException | None]:
+    def _complete_or_save(
+        self, error: BaseException | None
+    ) -> tuple[Outcome, BaseException | None]:
         """Do what is left to do for the run; returns how it ends, and the error that ends it."""
         if error is None and self.parts.run is not None:
             try:
@@ -121,7 +138,8 @@ class RunEnd:
         if error is None:
             return "completed", None
         if isinstance(error, StopRequested):
-            # Before the snapshot: if this process is killed during it, the supervisor must not restart the run.
+            # Before the snapshot: if this process is killed during it, the supervisor must not
+            # restart the run.
             REPORTS.over()
             try:
                 snapshot_before_stop(self.parts)
@@ -132,7 +150,8 @@ class RunEnd:
         return ("restarting" if restarts else "failed"), error
 
     def _end_processes(self, outcome: Outcome) -> None:
-        # Before the shutdown: Ray may end this process during it, and then nobody could tell the supervisor.
+        # Before the shutdown: Ray may end this process during it, and then nobody could tell the
+        # supervisor.
         if outcome == "restarting":
             REPORTS.lost()
         else:
@@ -147,15 +166,30 @@ class RunEnd:
         self.parts.stop.__exit__(None, None, None)
 
     def _tell_briefly(self, error: BaseException) -> None:
-        """Write the traceback to ``logs/driver.log``, and let Python print only where it is and, last, the message."""
+        """Write the traceback to ``logs/driver.log``, and let Python print only where it is and,
+        last, the message.
+        """
         text = redacted_text("".join(traceback.format_exception(error)))
         folder = self.parts.dir.path
         self.parts.log.display.record(f"the run failed\n{text}")
-        own = [frame for frame in _FRAME.findall(text) if "-packages/" not in frame and "/lib/python3" not in frame]
-        where = f"the run failed; the traceback is in {folder}/logs/driver.log (slime doctor {folder} says more)"
-        lines = [where, *own[-1:], *(message_lines(text) or [redacted_text(f"{type(error).__name__}: {error}")])]
+        own = [
+            frame
+            for frame in _FRAME.findall(text)
+            if "-packages/" not in frame and "/lib/python3" not in frame
+        ]
+        where = (
+            f"the run failed; the traceback is in {folder}/logs/driver.log (slime doctor {folder} "
+            "says more)"
+        )
+        lines = [
+            where,
+            *own[-1:],
+            *(message_lines(text) or [redacted_text(f"{type(error).__name__}: {error}")]),
+        ]
 
-        def tell(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        def tell(
+            kind: type[BaseException], raised: BaseException, trace: TracebackType | None
+        ) -> None:
             if raised is error:
                 print(*lines, sep="\n", file=sys.stderr)
             else:
@@ -164,7 +198,9 @@ class RunEnd:
         sys.excepthook = tell
 
     def _restarts_after(self, error: Exception) -> bool:
-        """Whether the run can continue from its last snapshot; if so, print the error and what was lost."""
+        """Whether the run can continue from its last snapshot; if so, print the error and what was
+        lost.
+        """
         if not self.max_restarts or not REPORTS.attached:
             return False
         # After a failed attempt to replace ranks, the new ones may answer.
@@ -177,7 +213,8 @@ class RunEnd:
 
 
 def complete(run: Run) -> None:
-    """Commit the last snapshot, close the ledger and print the summary; does nothing the second time.
+    """Commit the last snapshot, close the ledger and print the summary; does nothing the second
+    time.
 
     Raises:
         LedgerError: A requested group is missing, or was counted more than once.
@@ -198,7 +235,8 @@ def complete(run: Run) -> None:
 def snapshot_before_stop(parts: Parts) -> None:
     """Save what was trained since the last snapshot, so that ``--load`` continues exactly here."""
     parts.log.note(f"{parts.stop.requested}: shutting down gracefully (press again to kill)")
-    parts.stop.ending = True  # The waits below must not be interrupted by the request that led here.
+    # The waits below must not be interrupted by the request that led here.
+    parts.stop.ending = True
     run = parts.run
     if run is None:
         return
@@ -208,13 +246,16 @@ def snapshot_before_stop(parts: Parts) -> None:
 
 
 def save_while_generating(run: Run) -> None:
-    """Save what was trained since the last snapshot, if the run has a folder for it; the engines may end for this."""
+    """Save what was trained since the last snapshot, if the run has a folder for it; the engines
+    may end for this.
+    """
     run.snapshots.commit()  # A snapshot of --async-save may still be open.
     folder = run.snapshots.folder
     trained = run.trainer.trained
     if folder is None or trained is None or trained == run.snapshots.saved:
         return
-    # In a colocated run, the trainer sleeps while the engines generate: it needs their memory in order to save.
+    # In a colocated run, the trainer sleeps while the engines generate: it needs their memory in
+    # order to save.
     run.pool.end_for_save()
     run.snapshots.save(trained)
     run.snapshots.commit()
@@ -244,7 +285,8 @@ def shut_down(parts: Parts, failed: bool) -> None:
             with contextlib.suppress(Exception):
                 for warning in door().get([manager.shutdown.remote()], timeout=SHUTDOWN_SECONDS)[0]:
                     note(f"warning: {warning}")
-    # What the training ranks hold beyond their processes: shared memory, and process groups with engines.
+    # What the training ranks hold beyond their processes: shared memory, and process groups with
+    # engines.
     for group in parts.groups:
         with contextlib.suppress(Exception):
             group.close()
@@ -253,11 +295,13 @@ def shut_down(parts: Parts, failed: bool) -> None:
         note(f"logs of all processes: {parts.dir.path / 'logs'}")
     parts.log.close(failed)
     if parts.placement is not None:
-        # After a failure, the cluster itself may be gone; its error must not hide the one that ended the run.
+        # After a failure, the cluster itself may be gone; its error must not hide the one that
+        # ended the run.
         with contextlib.suppress(*((RuntimeError, OSError) if failed else ())):
             parts.placement.remove()
     door().disconnect()
-    # Last, since files of living processes are kept. Ray kills its workers before torch's own cleanup has run in them.
+    # Last, since files of living processes are kept. Ray kills its workers before torch's own
+    # cleanup has run in them.
     sweep_shared_memory()
 
 
@@ -282,24 +326,28 @@ def lost_parts(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]
 def report_loss(
     lost: Sequence[str], error: Exception, saved: int | None, left: int, note: Callable[[str], None]
 ) -> None:
-    """Print the error, what was lost, where the run continues, and how many restarts are left after this one."""
+    """Print the error, what was lost, where the run continues, and how many restarts are left after
+    this one.
+    """
     where = "from where it began" if saved is None else f"from the snapshot of rollout {saved}"
     note("".join(traceback.format_exception(error)).rstrip())
     note(f"lost {', '.join(lost)}: going on {where} ({left} more restarts, --max-restarts)")
 
 
 def _lost_actors(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]:
-    # All actors are asked at the same time, so the question takes ASK_SECONDS even if many of them are silent.
+    # All actors are asked at the same time, so the question takes ASK_SECONDS even if many of them
+    # are silent.
     asked = {actor.status.remote(): name for name, actor in actors.items()}
     if not asked:
         return []
     answered, silent = door().wait(list(asked), ASK_SECONDS)
     lost = [asked[answer] for answer in answered if _has_died(answer)]
-    # A silent actor counts only if a wait expired. If every actor answers, an expired wait is not a loss: the same work
-    # would not be faster after a restart.
+    # A silent actor counts only if a wait expired. If every actor answers, an expired wait is not a
+    # loss: the same work would not be faster after a restart.
     if isinstance(error, WaitExpired):
         lost += [f"{asked[ref]} (which does not answer)" for ref in silent]
-    # An actor was lost, even if every actor answers by now: it may have been unreachable only for a while.
+    # An actor was lost, even if every actor answers by now: it may have been unreachable only for a
+    # while.
     if not lost and isinstance(error, ActorLost | NoStatus) and not _failed_to_start(error):
         return [f"an answer ({type(error).__name__})"]
     return lost
@@ -325,7 +373,9 @@ def answers(actor: ActorHandle) -> bool:
 
 
 def _failed_to_start(error: Exception) -> bool:
-    """Whether the error comes from an actor's constructor, which would fail again after a restart."""
+    """Whether the error comes from an actor's constructor, which would fail again after a
+    restart.
+    """
     return isinstance(error, ActorLost) and error.at_creation
 
 

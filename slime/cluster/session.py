@@ -30,18 +30,19 @@ QUIET_ENVIRONMENT = {
 SHUTDOWN_SECONDS = 3.0
 _STARTS = 3  # attempts to start a private cluster
 _LATE = "timed out during startup"
-"""Part of Ray's message when its processes have not registered within 30 s, a limit that has no setting. On a machine
-that was busy, it ended a run that was being restarted."""
+"""Part of Ray's message when its processes have not registered within 30 s, a limit that has no
+setting. On a machine that was busy, it ended a run that was being restarted."""
 _started: list[psutil.Process] = []
 """Ray's processes that :func:`connect` started, without those that they have started since."""
 connected = False
 
 
 def connect() -> None:
-    """Join the cluster of ``RAY_ADDRESS`` (``ray start``, ``ray job submit``), or start a private one.
+    """Join the cluster of ``RAY_ADDRESS`` (``ray start``, ``ray job submit``), or start a private
+    one.
 
-    A private cluster listens only on the loopback interface, asks for a token that only this run has, and ends with
-    this process. If the program has called
+    A private cluster listens only on the loopback interface, asks for a token that only this run
+    has, and ends with this process. If the program has called
     ``ray.init`` itself, its connection is used, and :func:`disconnect` leaves it open.
     """
     global connected
@@ -56,26 +57,36 @@ def connect() -> None:
     other = Path("slime").absolute()
     if (other / "__init__.py").is_file() and not other.samefile(package):
         # Ray puts the working directory first, before anything that could be set here.
-        raise ClusterError(f"Ray's workers would import {other} in place of {package}: start in another folder")
+        raise ClusterError(
+            f"Ray's workers would import {other} in place of {package}: start in another folder"
+        )
     connected = True
     before = psutil.Process().children()
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # A submitted job has its own runtime environment.
+    common: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "configure_logging": True,
+    }
+    # A submitted job has its own runtime environment.
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         common["runtime_env"] = {"env_vars": import_environment()}
     if os.environ.get("RAY_ADDRESS"):
         with _signals_left_to_us():
             ray.init(address=os.environ["RAY_ADDRESS"], **common)
         return
     _require_own_token()
-    # Nobody restarts the head of a private cluster, so waiting a minute for it, which is Ray's default, is useless.
+    # Nobody restarts the head of a private cluster, so waiting a minute for it, which is Ray's
+    # default, is useless.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
-    # Every actor has an environment of its own, so workers that Ray starts in advance would never be used.
+    # Every actor has an environment of its own, so workers that Ray starts in advance would never
+    # be used.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
-    # Ray's head keeps a record of the last 100,000 calls, 42 KiB per rollout of a small run, for a dashboard that a
-    # private cluster does not have.
+    # Ray's head keeps a record of the last 100,000 calls, 42 KiB per rollout of a small run, for a
+    # dashboard that a private cluster does not have.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    # Ray only counts CPUs. At least 4, so that a machine with fewer cores never leaves a placement group pending.
+    # Ray only counts CPUs. At least 4, so that a machine with fewer cores never leaves a placement
+    # group pending.
     common |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     common |= {"num_cpus": max(os.cpu_count() or 1, 4), "object_store_memory": object_store_bytes()}
     for left in reversed(range(_STARTS)):
@@ -84,24 +95,34 @@ def connect() -> None:
                 ray.init(**common)
             break
         except Exception as error:  # Ray raises no class of its own
-            # Ray only says that it has waited for its server in vain; why the server ended is in a log of that.
+            # Ray only says that it has waited for its server in vain; why the server ended is in a
+            # log of that.
             if words := last_words_of_ray(str(error)):
                 raise ClusterError(f"Ray did not start: {words}") from error
             if _LATE not in str(error) or not left:
                 raise
-            print(f"Ray did not start in the 30 s that it gives itself; trying again: {error}", file=sys.stderr)
-            _kill(_with_descendants(process for process in psutil.Process().children() if process not in before))
+            print(
+                f"Ray did not start in the 30 s that it gives itself; trying again: {error}",
+                file=sys.stderr,
+            )
+            _kill(
+                _with_descendants(
+                    process for process in psutil.Process().children() if process not in before
+                )
+            )
     _started[:] = [process for process in psutil.Process().children() if process not in before]
 
 
 @contextlib.contextmanager
 def _signals_left_to_us() -> Iterator[None]:
-    """While Ray starts, keep signals to this process group from its processes, and keep this process's own handler.
+    """While Ray starts, keep signals to this process group from its processes, and keep this
+    process's own handler.
 
-    ``timeout``, ``kill -- -PGID`` and some batch systems send SIGTERM to the whole process group. The snapshot that the
-    driver then saves needs Ray's processes and the actors below them, so they get sessions of their own. They still
-    end with this process: the kernel kills them, and they kill theirs. ``ray.init`` also installs a handler that exits
-    at once, which must not replace one that saves.
+    ``timeout``, ``kill -- -PGID`` and some batch systems send SIGTERM to the whole process group.
+    The snapshot that the driver then saves needs Ray's processes and the actors below them, so they
+    get sessions of their own. They still end with this process: the kernel kills them, and they
+    kill theirs. ``ray.init`` also installs a handler that exits at once, which must not replace one
+    that saves.
     """
     services: Any = importlib.import_module("ray._private.services")
     utils: Any = importlib.import_module("ray._private.utils")
@@ -126,7 +147,9 @@ _FATAL = re.compile(r"^.*(?:Unhandled exception|Check failed).*$", re.MULTILINE)
 
 
 def last_words_of_ray(error: str) -> str:
-    """Return why a server of Ray ended, from the logs of the session that an error names; empty if they do not say."""
+    """Return why a server of Ray ended, from the logs of the session that an error names; empty if
+    they do not say.
+    """
     session = _SESSION.search(error)
     for log in sorted(Path(session[1], "logs").glob("*.out")) if session else ():
         with contextlib.suppress(OSError):
@@ -160,22 +183,27 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 def _require_own_token() -> None:
     """Let Ray's processes of a private cluster refuse everyone who does not have this run's token.
 
-    Other users of the machine can reach the ports on the loopback interface, and whoever submits a task there runs code
-    as this user. Ray's own default is one token for all clusters of a user, in a file that others may read
-    (``~/.ray/auth_token``, mode 0644). This token is only in the environment of this process and of its descendants. It
-    remains for later runs of the same program, because Ray reads it once per process.
+    Other users of the machine can reach the ports on the loopback interface, and whoever submits a
+    task there runs code as this user. Ray's own default is one token for all clusters of a user, in
+    a file that others may read (``~/.ray/auth_token``, mode 0644). This token is only in the
+    environment of this process and of its descendants. It remains for later runs of the same
+    program, because Ray reads it once per process.
 
-    ``RAY_AUTH_MODE`` is not set here. Ray reads it when it is imported, and if it is not set, ``ray.init`` turns tokens
-    on for a new local cluster.
+    ``RAY_AUTH_MODE`` is not set here. Ray reads it when it is imported, and if it is not set,
+    ``ray.init`` turns tokens on for a new local cluster.
     """
-    if os.environ.get("RAY_AUTH_MODE", "token") == "token" and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+    if os.environ.get("RAY_AUTH_MODE", "token") == "token" and not os.environ.get(
+        "RAY_AUTH_TOKEN_PATH"
+    ):
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def disconnect() -> None:
-    """Leave the cluster that :func:`connect` has joined. A private one is ended with all its processes.
+    """Leave the cluster that :func:`connect` has joined. A private one is ended with all its
+    processes.
 
-    Ray's own agents would notice only after half a minute that their cluster is gone, so they are killed here.
+    Ray's own agents would notice only after half a minute that their cluster is gone, so they are
+    killed here.
     """
     import ray
 
@@ -184,7 +212,8 @@ def disconnect() -> None:
     global connected
     if not connected:
         return
-    # Listed before the shutdown: afterwards their parents are gone, and they are no longer known as descendants.
+    # Listed before the shutdown: afterwards their parents are gone, and they are no longer known as
+    # descendants.
     connected = False
     children = _with_descendants(_started)
     _started.clear()
@@ -193,10 +222,11 @@ def disconnect() -> None:
 
 
 def object_store_bytes(shared: str = "/dev/shm") -> int:
-    """Size of the object store: a tenth of the free memory, but at most four fifths of the free shared memory.
+    """Size of the object store: a tenth of the free memory, but at most four fifths of the free
+    shared memory.
 
-    This is small enough for a laptop, and on a machine with 300 GB it holds a rollout of 100,000 samples of 32k tokens
-    (30 GB). Ray writes objects that do not fit to the disk.
+    This is small enough for a laptop, and on a machine with 300 GB it holds a rollout of 100,000
+    samples of 32k tokens (30 GB). Ray writes objects that do not fit to the disk.
     """
     import psutil
 

@@ -35,7 +35,8 @@ class StartingPoint:
     """Where a run begins.
 
     Attributes:
-        snapshot: The snapshot to resume from, or to take only the weights from (``--finetune``); None without one.
+        snapshot: The snapshot to resume from, or to take only the weights from (``--finetune``);
+            None without one.
         resumes: Whether this run continues the run that wrote the snapshot.
         trained: The last rollout that a resumed run had trained; None in a new run.
         first_rollout: The first rollout of this process.
@@ -67,8 +68,8 @@ class StartingPoint:
     def again(self, snapshot: Snapshot) -> StartingPoint:
         """Where this process goes on after it has lost training ranks.
 
-        The attempt is a new one also if the snapshot is the same as the last time: the engines have the weights of the
-        attempt that is undone, and may not take others for them.
+        The attempt is a new one also if the snapshot is the same as the last time: the engines have
+        the weights of the attempt that is undone, and may not take others for them.
         """
         trained = snapshot.iteration
         attempt = max(self.attempt, int(snapshot.manifest["attempt"])) + 1
@@ -81,19 +82,26 @@ class StartingPoint:
 
 
 def settings_of(args: Args) -> JsonObject:
-    """The settings that determine the result of a run, without those that control logging and debugging."""
+    """The settings that determine the result of a run, without those that control logging and
+    debugging.
+    """
     from slime.checkpoint.manifest import settings
     from slime.config.args import FLAGS
     from slime.config.settings import to_dict
 
-    shown = {name for name, flag in FLAGS.items() if flag.group in ("observability", "debugging and profiling")}
+    shown = {
+        name
+        for name, flag in FLAGS.items()
+        if flag.group in ("observability", "debugging and profiling")
+    }
     return settings({name: value for name, value in to_dict(args).items() if name not in shown})
 
 
 def restore_rollouts(
     begin: StartingPoint, settings: JsonObject, manager: ManagerClient, log: StepLog, args: Args
 ) -> None:
-    """Restore the data source of a resumed run in the rollout manager, and warn about settings that have changed.
+    """Restore the data source of a resumed run in the rollout manager, and warn about settings that
+    have changed.
 
     Raises:
         ResumeError: With these settings, the prompts would come in a different order.
@@ -102,29 +110,43 @@ def restore_rollouts(
         return
     path = begin.snapshot.path
     trained = begin.snapshot.iteration
-    manager.call("the data source to be restored", RolloutManager.load_state, trained, str(path), begin.attempt)
+    manager.call(
+        "the data source to be restored",
+        RolloutManager.load_state,
+        trained,
+        str(path),
+        begin.attempt,
+    )
     log.note(f"resumed from {path}: going on with rollout {trained + 1}")
-    # In a different order of prompts, some groups would be used twice and others never, so that is an error. Any other
-    # change may be intended.
+    # In a different order of prompts, some groups would be used twice and others never, so that is
+    # an error. Any other change may be intended.
     then = begin.snapshot.manifest.get("settings", {})
     check_same_prompts(then, settings)
     before = then.get("num_rollout")
     length = args.num_rollout
     now = settings | {"num_rollout": before}
-    if isinstance(before, int) and before != length:  # a new length is told if it changes the learning rate
-        old, new = (LrSchedule.from_args(args.with_values(num_rollout=count)) for count in (before, length))
+    # a new length is told if it changes the learning rate
+    if isinstance(before, int) and before != length:
+        old, new = (
+            LrSchedule.from_args(args.with_values(num_rollout=count)) for count in (before, length)
+        )
         if old != new and not (old.style == "constant" and old.warmup_steps == new.warmup_steps):
             step = planned_steps(args.with_values(num_rollout=trained + 1))
             rates = f"{old.lr(step):.3g} -> {new.lr(step):.3g}"
-            now["num_rollout"] = f"{length} (learning rate of the next step: {rates}; --lr-decay-iters fixes its decay)"
+            now["num_rollout"] = (
+                f"{length} (learning rate of the next step: {rates}; --lr-decay-iters fixes its "
+                "decay)"
+            )
     if changed := changes(then, now):
         log.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
 
 
 class Snapshots:
-    """Writes snapshots: all ranks and the rollout manager write their parts, then one manifest commits them.
+    """Writes snapshots: all ranks and the rollout manager write their parts, then one manifest
+    commits them.
 
-    Until the commit, the parts are in a temporary folder. A fault before it leaves the previous snapshot the newest.
+    Until the commit, the parts are in a temporary folder. A fault before it leaves the previous
+    snapshot the newest.
 
     Args:
         facts: What manifests say about the run.
@@ -155,20 +177,22 @@ class Snapshots:
         self._pool = pool
         self._log = log
         self._stop = stop
-        self._open: tuple[Path, Facts] | None = None  # the temporary folder, and the content of its manifest
+        # the temporary folder, and the content of its manifest
+        self._open: tuple[Path, Facts] | None = None
 
     def save(self, rollout_id: int) -> None:
-        """Write a snapshot of the state after rollout ``rollout_id``, and with ``--save-hf`` also the HF weights.
+        """Write a snapshot of the state after rollout ``rollout_id``, and with ``--save-hf`` also
+        the HF weights.
 
-        With ``--async-save``, the ranks only copy their state here and write it while the run continues. The snapshot
-        does not exist before :meth:`commit`.
+        With ``--async-save``, the ranks only copy their state here and write it while the run
+        continues. The snapshot does not exist before :meth:`commit`.
         """
         folder = self.folder
         assert folder is not None, "--save-interval implies --save"
         with self._log.phase("save_model"):
             self.commit()  # Only one snapshot is open at a time.
-            # A stop request saves the same rollout again. In the middle of this save, it would remove the folder to
-            # which ranks are still writing.
+            # A stop request saves the same rollout again. In the middle of this save, it would
+            # remove the folder to which ranks are still writing.
             with self._stop.deferred():
                 temp = self._with_room(rollout_id, lambda: snapshot.begin(folder, rollout_id))
                 for group in self._trainer.groups:
@@ -176,11 +200,16 @@ class Snapshots:
                     self._with_room(rollout_id, partial(group.save, temp))
                 what = "the data source to be saved"
                 save = RolloutManager.save_state
-                ahead = self._with_room(rollout_id, lambda: self._manager.call(what, save, rollout_id, str(temp)))
-                # A copy of the metrics: with --async-save the step's end clears them before the commit.
+                ahead = self._with_room(
+                    rollout_id, lambda: self._manager.call(what, save, rollout_id, str(temp))
+                )
+                # A copy of the metrics: with --async-save the step's end clears them before the
+                # commit.
                 version = self._pool.clock.version
                 metrics = {**self._log.pending}
-                step = Facts(rollout_id=rollout_id, ahead=ahead, weight_version=version, metrics=metrics)
+                step = Facts(
+                    rollout_id=rollout_id, ahead=ahead, weight_version=version, metrics=metrics
+                )
                 if (old_actor := self._trainer.old_actor.facts(ahead)) is not None:
                     step["old_actor"] = old_actor
                 self._open = temp, {**self.facts, **step}
@@ -194,7 +223,9 @@ class Snapshots:
 
     @property
     def newest(self) -> int | None:
-        """The rollout of the newest snapshot, also if it is still being written; None before the first."""
+        """The rollout of the newest snapshot, also if it is still being written; None before the
+        first.
+        """
         return self.saved if self._open is None else int(self._open[1]["rollout_id"])
 
     def folder_of(self, rollout_id: int) -> Path:
@@ -209,7 +240,8 @@ class Snapshots:
         temp, facts = self._open
         rollout_id = facts["rollout_id"]
         written = list[FileEntry]()
-        with self._stop.deferred():  # A signal must not leave a snapshot that is written but not committed.
+        # A signal must not leave a snapshot that is written but not committed.
+        with self._stop.deferred():
             for group in self._trainer.groups:
                 repeat = group.repeat_save if self.settings.async_save else None
                 written += self._with_room(rollout_id, group.finish_save, repeat=repeat)
@@ -219,7 +251,9 @@ class Snapshots:
         REPORTS.saved()  # From now on, a restart loads this run's own snapshot.
         # After the commit, so that there is a complete snapshot at any time.
         if self.settings.save_keep_last:
-            snapshot.prune(temp.parent, self.settings.save_keep_last, self.settings.save_retain_interval)
+            snapshot.prune(
+                temp.parent, self.settings.save_keep_last, self.settings.save_retain_interval
+            )
 
     def _with_room(
         self,
@@ -257,18 +291,25 @@ class Snapshots:
         """Wait until there may be more room."""
         assert folder is not None, "only a run with --save writes snapshots"
         there = next(path for path in (folder, *folder.parents) if path.is_dir())
-        newest = "there is no snapshot yet" if self.saved is None else f"the newest snapshot is of rollout {self.saved}"
+        newest = (
+            "there is no snapshot yet"
+            if self.saved is None
+            else f"the newest snapshot is of rollout {self.saved}"
+        )
 
-        def check() -> None:  # signals are deferred while a snapshot is open, but this wait has no deadline
+        # signals are deferred while a snapshot is open, but this wait has no deadline
+        def check() -> None:
             if self._stop.requested is not None:
-                self._log.note(f"rollout {rollout_id} is not saved: the disk of {folder} is full; {newest}")
+                self._log.note(
+                    f"rollout {rollout_id} is not saved: the disk of {folder} is full; {newest}"
+                )
                 raise StopRequested(self._stop.requested) from error
 
         check()
         if not told:
             self._log.note(
-                f"the disk of {folder} is full: the run is paused until rollout {rollout_id} can be saved. Free some "
-                f"space, or press Ctrl-C to end the run; {newest}"
+                f"the disk of {folder} is full: the run is paused until rollout {rollout_id} can "
+                f"be saved. Free some space, or press Ctrl-C to end the run; {newest}"
             )
         wait_for_room(there, check)
 

@@ -1,4 +1,6 @@
-"""Start a run: connect to Ray, start engines and training ranks at the same time, restore a snapshot."""
+"""Start a run: connect to Ray, start engines and training ranks at the same time, restore a
+snapshot.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from slime.types import JsonObject
 
 START_MARGIN_SECONDS = 180.0
-"""Added to ``--start-timeout`` in the driver. The engine itself waits that long and reports a failure with
-the engine's log; the driver must not give up before that report arrives."""
+"""Added to ``--start-timeout`` in the driver. The engine itself waits that long and reports a
+failure with the engine's log; the driver must not give up before that report arrives."""
 END_SECONDS = 180.0
 """For the generation in progress to end, when the run goes back to a snapshot."""
 
@@ -42,7 +44,8 @@ END_SECONDS = 180.0
 class Parts:
     """What has been started so far, and what the start has settled.
 
-    :func:`start` fills this in part by part. So after a failure at any point, the shutdown ends exactly what exists.
+    :func:`start` fills this in part by part. So after a failure at any point, the shutdown ends
+    exactly what exists.
 
     Attributes:
         args: The arguments; the start replaces those values that are known only later.
@@ -52,7 +55,8 @@ class Parts:
         waiter: Waits for calls of all actors.
         engines_started: Whether all engines have answered, so that the manager can report on them.
         run: None until the start is complete, and while training ranks are replaced.
-        settings: What manifests say of the arguments, see :func:`settings_of`; empty until the start is complete.
+        settings: What manifests say of the arguments, see :func:`settings_of`; empty until the
+            start is complete.
         lost: Names of lost parts that could not be replaced, so that the run must be restarted.
     """
 
@@ -81,15 +85,19 @@ class Parts:
         """The actors that hold the run's state, by the name that a message uses for them."""
         named = {"the rollout manager": self.manager.handle} if self.manager is not None else {}
         for group in self.groups:
-            named |= {f"the {group.role}'s rank {number}": rank for number, rank in enumerate(group.ranks)}
+            named |= {
+                f"the {group.role}'s rank {number}": rank for number, rank in enumerate(group.ranks)
+            }
         return named
 
 
 def prepare(args: Args, asynchronous: bool = False, in_program: bool = False) -> Parts:
-    """Set up what needs no other process: the snapshot to resume from, the run's folder, and the display.
+    """Set up what needs no other process: the snapshot to resume from, the run's folder, and the
+    display.
 
     Args:
-        asynchronous: Whether rollouts are generated while an earlier one trains (``train_async.py``).
+        asynchronous: Whether rollouts are generated while an earlier one trains
+            (``train_async.py``).
         in_program: Whether the run belongs to a program of the user's, see :class:`StopSignals`.
 
     Raises:
@@ -108,15 +116,25 @@ def prepare(args: Args, asynchronous: bool = False, in_program: bool = False) ->
         raise
     # The time of a program before its run does not count as the run's.
     log = StepLog(Display(folder, since=time.time() if in_program else None))
-    return Parts(args, folder, begin, log, StopSignals(in_program), asynchronous, locks, RunKeys.from_args(args))
+    return Parts(
+        args,
+        folder,
+        begin,
+        log,
+        StopSignals(in_program),
+        asynchronous,
+        locks,
+        RunKeys.from_args(args),
+    )
 
 
 def start(parts: Parts) -> Run:
     """Start all parts of the run; each is stored in ``parts`` as soon as it exists.
 
-    Engines and training ranks load their models at the same time, unless both use the same GPU. An engine takes its
-    share of the GPU memory that is free when it starts, so in that case the ranks only import their libraries, and load
-    their models when the engines have started and released their memory again.
+    Engines and training ranks load their models at the same time, unless both use the same GPU. An
+    engine takes its share of the GPU memory that is free when it starts, so in that case the ranks
+    only import their libraries, and load their models when the engines have started and released
+    their memory again.
     """
     from slime.cluster.inline_actors import InlineActors
     from slime.cluster.placement import Placement, check_resources, plan_slots
@@ -135,10 +153,15 @@ def start(parts: Parts) -> Run:
         threads = args.threads_per_process or placement.threads_per_process()
         parts.args = args = args.with_values(threads_per_process=threads)
 
-        # The rollout manager, which starts the engines. Without --num-rollout, only its data source knows the length of
-        # the run (--num-epoch). The training ranks need it when they are built, for the learning-rate schedule.
+        # The rollout manager, which starts the engines. Without --num-rollout, only its data source
+        # knows the length of the run (--num-epoch). The training ranks need it when they are built,
+        # for the learning-rate schedule.
         manager = parts.manager = _start_manager(parts, placement)
-        engines = None if args.debug_train_only else manager.start(RolloutManager.start_engines, placement)
+        engines = (
+            None
+            if args.debug_train_only
+            else manager.start(RolloutManager.start_engines, placement)
+        )
         num_rollout = args.num_rollout
         if num_rollout is None:
             num_rollout = manager.call("the data source", RolloutManager.num_rollout)
@@ -156,14 +179,18 @@ def start(parts: Parts) -> Run:
         if args.save:
             check_save_folder(Path(args.save), manager, parts.groups)
         if engines is not None:
-            urls = _wait_for_engines(parts, manager, engines, release=args.offload_rollout and slots.train > 0)
+            urls = _wait_for_engines(
+                parts, manager, engines, release=args.offload_rollout and slots.train > 0
+            )
         for group in parts.groups:
             group.wait_started()
         trainer = _trainer(parts)
 
-        # After the models are loaded, since it measures memory; before the settings of the snapshots are taken from
-        # ``args``, since a resumed run keeps the budget of its snapshot.
-        parts.args = args = settle_token_budget(args, trainer, manager, placement.on_gpu, begin.manifest, log.note)
+        # After the models are loaded, since it measures memory; before the settings of the
+        # snapshots are taken from ``args``, since a resumed run keeps the budget of its snapshot.
+        parts.args = args = settle_token_budget(
+            args, trainer, manager, placement.on_gpu, begin.manifest, log.note
+        )
         parts.settings = settings_of(args)
         restore_rollouts(begin, parts.settings, manager, log, args)
         metrics = _open_records(parts, placement)
@@ -171,14 +198,16 @@ def start(parts: Parts) -> Run:
 
 
 def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
-    """Replace all training ranks of a started run, and let it go on from a snapshot; engines and manager stay.
+    """Replace all training ranks of a started run, and let it go on from a snapshot; engines and
+    manager stay.
 
-    Ranks that are alive are replaced as well: their weights are newer than the snapshot, and their process groups
-    include the lost ones.
+    Ranks that are alive are replaced as well: their weights are newer than the snapshot, and their
+    process groups include the lost ones.
 
     Raises:
         NotEnded: A rank cannot be ended, so it may hold the accelerator of its successor.
-        ActorError: The rollout manager could not go back to the snapshot, or a new rank did not start.
+        ActorError: The rollout manager could not go back to the snapshot, or a new rank did not
+            start.
         WaitExpired: One of them did not do so in time.
     """
     from slime.weights.transports.shared_memory import sweep_shared_memory
@@ -194,19 +223,28 @@ def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
         # What is left of the ranks and of the rollouts that are undone.
         for group in parts.groups:
             group.end()
-        manager.wait(manager.start(RolloutManager.rewind), "the generation in progress to end", END_SECONDS)
+        manager.wait(
+            manager.start(RolloutManager.rewind), "the generation in progress to end", END_SECONDS
+        )
         sweep_shared_memory()
 
-        # New ranks. The first arguments chose where the run began; as for restarts, that is the snapshot now.
+        # New ranks. The first arguments chose where the run began; as for restarts, that is the
+        # snapshot now.
         if begin.snapshot is not parts.begin.snapshot:
-            first = {"load": parts.args.save, "ckpt_step": None, "start_rollout_id": None, "finetune": False}
+            first = {
+                "load": parts.args.save,
+                "ckpt_step": None,
+                "start_rollout_id": None,
+                "finetune": False,
+            }
             parts.args = parts.args.with_values(**first)
         parts.begin = begin
         parts.groups = []
         _start_training(parts, placement)
         for group in parts.groups:
             group.load()
-        restore_rollouts(begin, parts.settings, manager, log, parts.args)  # while the ranks load the snapshot
+        # while the ranks load the snapshot
+        restore_rollouts(begin, parts.settings, manager, log, parts.args)
         for group in parts.groups:
             group.wait_started()
         trainer = _trainer(parts)
@@ -226,7 +264,9 @@ def _trainer(parts: Parts) -> Trainer:
     return Trainer(args, args, steps, actor, critic, old_actor, parts.log, parts.stop, trained)
 
 
-def _begin_run(parts: Parts, manager: ManagerClient, trainer: Trainer, urls: list[str], metrics: MetricsLogger) -> Run:
+def _begin_run(
+    parts: Parts, manager: ManagerClient, trainer: Trainer, urls: list[str], metrics: MetricsLogger
+) -> Run:
     args = parts.args
     begin = parts.begin
     log = parts.log
@@ -234,7 +274,9 @@ def _begin_run(parts: Parts, manager: ManagerClient, trainer: Trainer, urls: lis
     # The arguments as the sections of the cluster and of weight sync.
     pool = EnginePool(args, args, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
     world_size = len(trainer.actor.ranks) if trainer.actor is not None else 0
-    facts = RunFacts(attempt=begin.attempt, world_size=world_size, seed=args.seed, settings=parts.settings)
+    facts = RunFacts(
+        attempt=begin.attempt, world_size=world_size, seed=args.seed, settings=parts.settings
+    )
     snapshots = Snapshots(args, facts, manager, trainer, pool, log, parts.stop, begin.trained)
     run = parts.run = Run(
         args, begin.first_rollout, int(args.num_rollout or 0),
@@ -251,11 +293,17 @@ def _start_manager(parts: Parts, placement: Placement) -> ManagerClient:
     layout = ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()
     values = args, str(parts.dir.path), layout, parts.keys, parts.stop.in_program
     # With several threads, status() and engine_status() can answer while generate() runs.
-    return ManagerClient(door().create(RolloutManager, *values, threads=8), parts.waiter, args.phase_timeout)
+    return ManagerClient(
+        door().create(RolloutManager, *values, threads=8), parts.waiter, args.phase_timeout
+    )
 
 
-def _wait_for_engines(parts: Parts, manager: ManagerClient, starting: Ref[list[str]], release: bool) -> list[str]:
-    """Wait until all engines answer, and return their URLs; with ``release``, they then release their memory."""
+def _wait_for_engines(
+    parts: Parts, manager: ManagerClient, starting: Ref[list[str]], release: bool
+) -> list[str]:
+    """Wait until all engines answer, and return their URLs; with ``release``, they then release
+    their memory.
+    """
     deadline = parts.args.start_timeout + START_MARGIN_SECONDS
     urls = manager.wait(starting, "the engines to start", deadline, flag="--start-timeout")
     parts.engines_started = bool(urls)
@@ -268,20 +316,25 @@ def _start_training(parts: Parts, placement: Placement) -> None:
     """Start the ranks of actor and critic, which import their libraries in the background."""
     from slime.cluster.train_group import TrainGroup
 
-    if problems := check_schedules(parts.args):  # checked again: the length of the run may have been unknown until now
+    # checked again: the length of the run may have been unknown until now
+    if problems := check_schedules(parts.args):
         raise ConfigError(problems)
     roles: list[Role] = ["actor", "critic"] if parts.args.use_critic else ["actor"]
     snapshot = parts.begin.snapshot
     for role in roles:
         load = snapshot.path / role if snapshot is not None else None
         logs = parts.dir.path / "logs"
-        parts.groups.append(TrainGroup(parts.args, role, placement, parts.waiter, logs, load, parts.keys.engine))
+        parts.groups.append(
+            TrainGroup(parts.args, role, placement, parts.waiter, logs, load, parts.keys.engine)
+        )
 
 
 def check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGroup]) -> None:
-    """Check that every process that writes snapshots can reach the folder in which the driver commits them.
+    """Check that every process that writes snapshots can reach the folder in which the driver
+    commits them.
 
-    This runs while the models are still being loaded, so that a wrong folder is reported as early as possible.
+    This runs while the models are still being loaded, so that a wrong folder is reported as early
+    as possible.
 
     Raises:
         FolderError: Some processes do not see the folder; the message names them and their nodes.
@@ -290,14 +343,20 @@ def check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGr
 
     with FolderTrial(folder) as trial:
         where = str(trial.folder), trial.token
-        answers = {"rollout manager": manager.call("to look into --save", RolloutManager.try_folder, *where)}
+        answers = {
+            "rollout manager": manager.call(
+                "to look into --save", RolloutManager.try_folder, *where
+            )
+        }
         for group in groups:
             answers |= group.try_folder(*where)
         trial.check(answers)
 
 
 def _open_records(parts: Parts, placement: Placement, unattended: bool = False) -> MetricsLogger:
-    """Write the values that the start has settled to the folder of the run, and open the metrics log."""
+    """Write the values that the start has settled to the folder of the run, and open the metrics
+    log.
+    """
     from slime.observability.run_state import Settled, append_attempt
 
     args = parts.args
@@ -309,7 +368,9 @@ def _open_records(parts: Parts, placement: Placement, unattended: bool = False) 
         max_tokens=args.max_tokens_per_gpu,
         forward_tokens=args.log_probs_max_tokens_per_gpu,
         first_rollout=parts.begin.first_rollout,
-        loaded=str(parts.begin.snapshot.path.absolute()) if parts.begin.snapshot is not None else None,
+        loaded=str(parts.begin.snapshot.path.absolute())
+        if parts.begin.snapshot is not None
+        else None,
         working_directory=str(Path.cwd()),
     )
     append_attempt(parts.dir, settled)
@@ -319,8 +380,8 @@ def _open_records(parts: Parts, placement: Placement, unattended: bool = False) 
 def open_metrics(parts: Parts, unattended: bool = False) -> MetricsLogger:
     """Open the metrics log; a resumed run drops the rows of the steps that it trains again.
 
-    If the previous process was killed after it wrote the snapshot but before it logged that step, the step's row is
-    missing. It is added from the metrics in the snapshot's manifest.
+    If the previous process was killed after it wrote the snapshot but before it logged that step,
+    the step's row is missing. It is added from the metrics in the snapshot's manifest.
 
     Args:
         unattended: As for :class:`~slime.observability.metrics.MetricsLogger`.
@@ -328,9 +389,13 @@ def open_metrics(parts: Parts, unattended: bool = False) -> MetricsLogger:
     from slime.observability.metrics import MetricsLogger, read_metrics
 
     begin = parts.begin
-    logger = MetricsLogger(parts.args, parts.dir, begin.first_rollout if begin.resumes else None, unattended)
+    logger = MetricsLogger(
+        parts.args, parts.dir, begin.first_rollout if begin.resumes else None, unattended
+    )
     if begin.manifest is not None and begin.trained is not None and parts.dir.metrics.exists():
-        logged = [row["rollout/step"] for row in read_metrics(parts.dir.metrics) if "rollout/step" in row]
+        logged = [
+            row["rollout/step"] for row in read_metrics(parts.dir.metrics) if "rollout/step" in row
+        ]
         if begin.trained not in logged:
             logger.log(begin.manifest["metrics"], begin.trained, "rollout/step")
     return logger

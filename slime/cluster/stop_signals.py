@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM: the first one asks for a graceful shutdown, the second one ends the run at once.
+"""Ctrl-C and SIGTERM: the first one asks for a graceful shutdown, the second one ends the run at
+once.
 
-In a program of the user's, only Ctrl-C is taken, and only during a phase: it ends the phase, and the second one
-interrupts the program."""
+In a program of the user's, only Ctrl-C is taken, and only during a phase: it ends the phase, and
+the second one interrupts the program."""
 
 from __future__ import annotations
 
@@ -27,14 +28,17 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """Turns the first SIGINT or SIGTERM into a request that every wait checks; the second ends the process at once.
+    """Turns the first SIGINT or SIGTERM into a request that every wait checks; the second ends the
+    process at once.
 
-    One signal may arrive twice: directly, since Ctrl-C reaches the whole process group, and forwarded by the
-    supervisor. The two ways are therefore counted separately, and the larger count decides.
+    One signal may arrive twice: directly, since Ctrl-C reaches the whole process group, and
+    forwarded by the supervisor. The two ways are therefore counted separately, and the larger count
+    decides.
 
     Args:
-        in_program: Whether the run belongs to a program of the user's (:mod:`slime.api`), which must survive the
-            signals. Then SIGTERM is left alone, and the second SIGINT raises KeyboardInterrupt.
+        in_program: Whether the run belongs to a program of the user's (:mod:`slime.api`), which
+            must survive the signals. Then SIGTERM is left alone, and the second SIGINT raises
+            KeyboardInterrupt.
     """
 
     def __init__(self, in_program: bool = False) -> None:
@@ -49,10 +53,14 @@ class StopSignals:
         return self
 
     def install(self) -> None:
-        """Install the handlers; called again after ``ray.init``, whose C++ code installs its own."""
+        """Install the handlers; called again after ``ray.init``, whose C++ code installs its
+        own.
+        """
         if threading.current_thread() is threading.main_thread():
             forwarded = FORWARDED.values() if REPORTS.attached else ()
-            numbers = (signal.SIGINT,) if self.in_program else (signal.SIGINT, signal.SIGTERM, *forwarded)
+            numbers = (
+                (signal.SIGINT,) if self.in_program else (signal.SIGINT, signal.SIGTERM, *forwarded)
+            )
             for number in numbers:
                 previous = signal.signal(number, self._on_signal)
                 # Only the first call sees the handlers from before the run; later ones see our own.
@@ -69,7 +77,8 @@ class StopSignals:
         self._received.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Only notes the request: the signal may have interrupted any line, so it is raised by the waits (check).
+        # Only notes the request: the signal may have interrupted any line, so it is raised by the
+        # waits (check).
         meant = _MEANT.get(number, number)
         self._received[meant != number] += 1
         if max(self._received.values()) > 1:
@@ -78,7 +87,8 @@ class StopSignals:
             end_at_once(128 + meant)
         if self.requested is None:
             self.requested = signal.Signals(meant).name
-            if self.ending and not self.in_program:  # else the user hears nothing for minutes, and presses again
+            # else the user hears nothing for minutes, and presses again
+            if self.ending and not self.in_program:
                 words = "the run stops when its step is trained or saved (press again to kill)"
                 with contextlib.suppress(OSError):  # print could be what the signal has interrupted
                     os.write(2, f"{self.requested}: {words}\n".encode())
@@ -90,7 +100,9 @@ class StopSignals:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """A signal does not interrupt waits inside this block; it interrupts the first wait after the block."""
+        """A signal does not interrupt waits inside this block; it interrupts the first wait after
+        the block.
+        """
         before = self.ending
         self.ending = True
         try:

@@ -1,4 +1,6 @@
-"""What engines, rollout workers and training ranks have in common: each is started again after a loss, a few times."""
+"""What engines, rollout workers and training ranks have in common: each is started again after a
+loss, a few times.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""``python supervisor.py -- SCRIPT FLAGS…``: run a driver, and run it again from its last snapshot if it is lost.
+"""``python supervisor.py -- SCRIPT FLAGS…``: run a driver, and run it again from its last snapshot
+if it is lost.
 
-A run with ``--max-restarts`` has this small process as the parent of its driver. A fault that ends a run may end the
-driver as well: Ray's C++ code exits the process when the head of the cluster is gone, and the kernel may kill it. So
-the driver only reports over a pipe how far it is (:class:`Reports`), and the decision to restart is made here. All
-processes of the run on this machine are descendants of this process, even if their parents died, and all of them are
-ended before the next driver starts.
+A run with ``--max-restarts`` has this small process as the parent of its driver. A fault that ends
+a run may end the driver as well: Ray's C++ code exits the process when the head of the cluster is
+gone, and the kernel may kill it. So the driver only reports over a pipe how far it is
+(:class:`Reports`), and the decision to restart is made here. All processes of the run on this
+machine are descendants of this process, even if their parents died, and all of them are ended
+before the next driver starts.
 
-This process lives as long as the run, and must not be affected by what happens in it. It imports only the standard
-library, psutil, :mod:`slime.config.process` and, to clean up at the end, one more module.
+This process lives as long as the run, and must not be affected by what happens in it. It imports
+only the standard library, psutil, :mod:`slime.config.process` and, to clean up at the end, one more
+module.
 """
 
 from __future__ import annotations
@@ -34,19 +37,22 @@ PIPE_VARIABLE = "SLIME_SUPERVISOR_PIPE"
 SETTINGS_VARIABLE = "SLIME_SUPERVISOR_SETTINGS"
 LOST_CODE = 75  # EX_TEMPFAIL: the exit code of a driver that asks to be run again
 LEFT_SECONDS = 2.0  # for the remaining processes of a driver to end by themselves
-KILLED_SECONDS = 30.0  # for them to end after SIGKILL; a process blocked in the kernel may never end
+# for them to end after SIGKILL; a process blocked in the kernel may never end
+KILLED_SECONDS = 30.0
 FORWARDED = {signal.SIGINT: signal.SIGRTMIN + 1, signal.SIGTERM: signal.SIGRTMIN + 2}
-"""Signals by which this process forwards those that it receives. They differ from the originals because Ctrl-C reaches
-the whole process group, and therefore the driver directly as well: the driver must be able to tell a second Ctrl-C from
-the forwarded copy of the first."""
+"""Signals by which this process forwards those that it receives. They differ from the originals
+because Ctrl-C reaches the whole process group, and therefore the driver directly as well: the
+driver must be able to tell a second Ctrl-C from the forwarded copy of the first."""
 OF_RAY = ("raylet", "gcs_server", "ray::")
-"""Beginnings of the names of a private cluster's processes. Ray itself waits for a frozen one without an end, and the
-driver waits for an actor that freezes before its first answer until ``--start-timeout``."""
+"""Beginnings of the names of a private cluster's processes. Ray itself waits for a frozen one
+without an end, and the driver waits for an actor that freezes before its first answer until
+``--start-timeout``."""
 _POLL_SECONDS = 0.5
 _AFTER_DRIVER = 2.0
-"""Seconds after ``--status-timeout`` until a frozen process of the cluster is killed. The driver, which asks actors for
-their status, says more about one that no longer answers, and comes first."""
-_LOOK_SECONDS = 5.0  # between two looks for the processes of the cluster, each of which reads all of /proc
+"""Seconds after ``--status-timeout`` until a frozen process of the cluster is killed. The driver,
+which asks actors for their status, says more about one that no longer answers, and comes first."""
+# between two looks for the processes of the cluster, each of which reads all of /proc
+_LOOK_SECONDS = 5.0
 _OF_THE_FIRST_START = ("ckpt_step", "start_rollout_id", "finetune")
 
 
@@ -66,13 +72,15 @@ class Reports:
     def __init__(self) -> None:
         self._pipe: int | None = None
         self.settings: dict[str, object] = {}
-        """Arguments of a restarted driver, see :func:`restart_settings`; empty in the first driver."""
+        """Arguments of a restarted driver, see :func:`restart_settings`; empty in the first
+        driver.
+        """
 
     def attach(self) -> bool:
         """Take over the pipe that the environment names; returns whether there is one.
 
-        The variables are removed and the pipe is closed in child processes, so that none of them takes itself for the
-        driver.
+        The variables are removed and the pipe is closed in child processes, so that none of them
+        takes itself for the driver.
         """
         pipe = os.environ.pop(PIPE_VARIABLE, None)
         self.settings |= json.loads(os.environ.pop(SETTINGS_VARIABLE, "{}"))
@@ -115,7 +123,8 @@ class Reports:
 
     def _send(self, message: dict[str, object]) -> None:
         if self._pipe is not None:
-            with contextlib.suppress(OSError):  # The supervisor was killed; this process is killed with its parent.
+            # The supervisor was killed; this process is killed with its parent.
+            with contextlib.suppress(OSError):
                 os.write(self._pipe, json.dumps(message).encode() + b"\n")
 
 
@@ -124,10 +133,13 @@ REPORTS = Reports()
 
 def supervise() -> None:
     """Replace this process by a supervisor, which runs the same command line as its child."""
-    # exec drops what is still buffered. -P keeps this file's folder off the import path of the supervisor.
+    # exec drops what is still buffered. -P keeps this file's folder off the import path of the
+    # supervisor.
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-P", os.path.abspath(__file__), "--", *sys.orig_argv[1:]])
+    os.execv(
+        sys.executable, [sys.executable, "-P", os.path.abspath(__file__), "--", *sys.orig_argv[1:]]
+    )
 
 
 def restart_settings(values: Settings, saved: bool) -> dict[str, object]:
@@ -138,13 +150,13 @@ def restart_settings(values: Settings, saved: bool) -> dict[str, object]:
 
     Args:
         values: The values of the lost driver.
-        saved: Whether ``--save`` holds a snapshot of this run. If so, the run continues from it, otherwise from where
-            it began.
+        saved: Whether ``--save`` holds a snapshot of this run. If so, the run continues from it,
+            otherwise from where it began.
     """
     settings: dict[str, object] = {name: str(values[name]) for name in ("run_name", "output_dir")}
     settings["max_restarts"] = values["max_restarts"] - 1
-    # --ckpt-step, --start-rollout-id and --finetune chose where the first driver began. With the run's own snapshot
-    # they would lead back there.
+    # --ckpt-step, --start-rollout-id and --finetune chose where the first driver began. With the
+    # run's own snapshot they would lead back there.
     if saved:
         settings |= {"load": str(values["save"]), **dict.fromkeys(_OF_THE_FIRST_START)}
     return settings
@@ -168,19 +180,20 @@ class Driver:
         if not select.select([self.pipe], [], [], seconds)[0]:
             return
         data = os.read(self.pipe, 65536)
-        *lines, self._rest = (self._rest + data).split(b"\n")  # A read may end in the middle of a line.
+        # A read may end in the middle of a line.
+        *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self.said.update(json.loads(line))
-        # End of file: the driver has closed the pipe and is about to end. select would return at once from now on, so
-        # without this wait the caller would poll in a busy loop.
+        # End of file: the driver has closed the pipe and is about to end. select would return at
+        # once from now on, so without this wait the caller would poll in a busy loop.
         if not data:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.child.wait(seconds)
 
     def kill_if_stopped(self) -> None:
-        """Kill the driver, or a process of its private Ray cluster, that a signal (SIGSTOP) has stopped for longer than
-        ``--status-timeout``, for the latter plus :data:`_AFTER_DRIVER`; 0 disables this. What follows is the same as if
-        the process had died.
+        """Kill the driver, or a process of its private Ray cluster, that a signal (SIGSTOP) has
+        stopped for longer than ``--status-timeout``, for the latter plus :data:`_AFTER_DRIVER`; 0
+        disables this. What follows is the same as if the process had died.
 
         After Ctrl-Z, this process is stopped as well, and that time does not count.
         """
@@ -195,7 +208,9 @@ class Driver:
             stopped = False
             with contextlib.suppress(psutil.NoSuchProcess):
                 stopped = process.status() == psutil.STATUS_STOPPED
-            self._stopped[process.pid] = self._stopped.get(process.pid, 0.0) + passed if stopped else 0.0
+            self._stopped[process.pid] = (
+                self._stopped.get(process.pid, 0.0) + passed if stopped else 0.0
+            )
             if most < self._stopped[process.pid]:
                 self._stopped[process.pid] = 0.0
                 _say(f"{what} was stopped for {limit:.0f} s (--status-timeout)")
@@ -211,7 +226,9 @@ class Driver:
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     if (name := process.name()).startswith(OF_RAY):
-                        self._of_ray.append((name if name.startswith("ray::") else f"Ray's {name}", process))
+                        self._of_ray.append(
+                            (name if name.startswith("ray::") else f"Ray's {name}", process)
+                        )
         with contextlib.suppress(psutil.NoSuchProcess):
             return [("the driver", psutil.Process(self.child.pid)), *self._of_ray]
         return self._of_ray
@@ -219,12 +236,15 @@ class Driver:
     def ended_in_order(self) -> bool:
         """Whether the driver reported that the run is over.
 
-        Then it has ended the processes of the run itself, and any that remain were left by user code on purpose.
+        Then it has ended the processes of the run itself, and any that remain were left by user
+        code on purpose.
         """
         return "over" in self.said and "lost" not in self.said
 
     def next_settings(self) -> dict[str, object] | None:
-        """Settings of the next driver, once this one has ended; None if the run must not be restarted."""
+        """Settings of the next driver, once this one has ended; None if the run must not be
+        restarted.
+        """
         values = self.said.get("began")
         if values is None or values["max_restarts"] < 1 or self.ended_in_order():
             return None
@@ -242,12 +262,14 @@ class Supervisor:
 
     def run(self) -> int:
         """Run drivers until one ends for good; returns its exit status."""
-        adopt_orphans()  # Processes whose parents die become children of this one, so that they can be ended.
+        # Processes whose parents die become children of this one, so that they can be ended.
+        adopt_orphans()
         for number in FORWARDED:
             signal.signal(number, self._on_signal)
         while True:
             driver = self._start()
-            if self.stopped_by is not None:  # The signal came when there was no driver to forward it to.
+            # The signal came when there was no driver to forward it to.
+            if self.stopped_by is not None:
                 driver.child.send_signal(FORWARDED[signal.Signals(self.stopped_by)])
             while driver.child.poll() is None:
                 driver.listen(_POLL_SECONDS)
@@ -257,7 +279,8 @@ class Supervisor:
             os.close(driver.pipe)
             code = driver.child.returncode
             cut_off = code != 0 and bool(driver.said.get("in_shutdown"))
-            # Before the next driver starts: engines and ranks of the old one still hold GPU memory and ports.
+            # Before the next driver starts: engines and ranks of the old one still hold GPU memory
+            # and ports.
             if cut_off or not driver.ended_in_order():
                 end_descendants(LEFT_SECONDS)
             following = driver.next_settings()
@@ -273,14 +296,21 @@ class Supervisor:
                 left = driver.said["began"]["max_restarts"] - 1
                 where = "its last snapshot" if driver.said.get("saved") else "where it began"
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                _say(f"lost the driver ({how}): going on from {where} ({left} more restarts, --max-restarts)")
+                _say(
+                    f"lost the driver ({how}): going on from {where} ({left} more restarts, "
+                    "--max-restarts)"
+                )
             self.settings |= following
 
     def _start(self) -> Driver:
         ours, theirs = os.pipe()
         child = subprocess.Popen(
             [sys.executable, *self.words],
-            env={**os.environ, PIPE_VARIABLE: str(theirs), SETTINGS_VARIABLE: json.dumps(self.settings)},
+            env={
+                **os.environ,
+                PIPE_VARIABLE: str(theirs),
+                SETTINGS_VARIABLE: json.dumps(self.settings),
+            },
             pass_fds=[theirs],
             preexec_fn=kill_with_parent,  # safe: this process has one thread
         )
@@ -296,30 +326,36 @@ class Supervisor:
     def _status(self, code: int) -> int:
         if code >= 0:
             return code
-        # A forwarded signal killed the driver before it had installed its handlers. To the user, it was the original.
+        # A forwarded signal killed the driver before it had installed its handlers. To the user, it
+        # was the original.
         if self.stopped_by is not None and -code in FORWARDED.values():
             return 128 + self.stopped_by
         return 128 - code
 
 
 def _say(text: str) -> None:
-    """Print a line to stderr, also if nobody reads it any more: if this process ended, the run would end with it."""
+    """Print a line to stderr, also if nobody reads it any more: if this process ended, the run
+    would end with it.
+    """
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _sweep() -> None:
-    """Remove what a driver does not remove that ends in its shutdown: Ray exits a process whose GCS is gone."""
+    """Remove what a driver does not remove that ends in its shutdown: Ray exits a process whose GCS
+    is gone.
+    """
     from slime.weights.transports.shared_memory import sweep_shared_memory
 
     sweep_shared_memory()
 
 
 def end_descendants(seconds: float) -> None:
-    """Wait until all descendants of this process have ended, and kill those that are left after ``seconds``.
+    """Wait until all descendants of this process have ended, and kill those that are left after
+    ``seconds``.
 
-    Processes that are still there :data:`KILLED_SECONDS` later (blocked in the kernel, or of another user) are left
-    behind with a message on stderr.
+    Processes that are still there :data:`KILLED_SECONDS` later (blocked in the kernel, or of
+    another user) are left behind with a message on stderr.
     """
     import psutil
 
@@ -342,10 +378,15 @@ def end_descendants(seconds: float) -> None:
 
 
 def _reap_others(driver: int) -> None:
-    """Reap ended processes that this one has adopted, but not the driver: its exit status belongs to ``Popen``."""
-    # WNOWAIT leaves a found process unreaped, so it can be told whether it is the driver before its status is taken.
+    """Reap ended processes that this one has adopted, but not the driver: its exit status belongs
+    to ``Popen``.
+    """
+    # WNOWAIT leaves a found process unreaped, so it can be told whether it is the driver before its
+    # status is taken.
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and found.si_pid != driver:
+        while (
+            found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and found.si_pid != driver:
             os.waitpid(found.si_pid, os.WNOHANG)
 
 

@@ -1,4 +1,6 @@
-"""One training rank: a Ray actor with a backend, which sends weights and writes its part of each snapshot."""
+"""One training rank: a Ray actor with a backend, which sends weights and writes its part of each
+snapshot.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ Role = Literal["actor", "critic"]
 Batches: TypeAlias = "Sequence[Ref[Wire]]"
 """References to the parts of a rollout, one for each data-parallel rank."""
 Entries: TypeAlias = "Sequence[Ref[TrainData]]"
-"""References to entries that other passes have computed for the batch of one rank: the actor's log-probs, and the
-critic's values from before its update."""
+"""References to entries that other passes have computed for the batch of one rank: the actor's
+log-probs, and the critic's values from before its update."""
 
 
 class TrainResult(TypedDict):
@@ -54,23 +56,35 @@ class TrainResult(TypedDict):
 
 
 def refresh_old_actor(backend: TrainBackend, behind: bool) -> None:
-    """Update the copy ``old_actor`` after the engines have got the actor's weights (``--keep-old-actor``).
+    """Update the copy ``old_actor`` after the engines have got the actor's weights
+    (``--keep-old-actor``).
 
     Args:
-        behind: Make the copy equal to the weights that the engines held before, if there are any, instead of the
-            new ones. The copy ``rollout_actor``, which exists from the first call on, keeps what the engines hold.
+        behind: Make the copy equal to the weights that the engines held before, if there are any,
+            instead of the new ones. The copy ``rollout_actor``, which exists from the first call
+            on, keeps what the engines hold.
     """
-    before: ModelTag = "rollout_actor" if behind and "rollout_actor" in backend.moving_copies else "actor"
+    before: ModelTag = (
+        "rollout_actor" if behind and "rollout_actor" in backend.moving_copies else "actor"
+    )
     backend.copy_weights(before, "old_actor")
     if behind:
         backend.copy_weights("actor", "rollout_actor")
 
 
 class TrainActor:
-    """One rank. All calls run on one thread in the order of their arrival, except those in ``OWN_THREADS``."""
+    """One rank. All calls run on one thread in the order of their arrival, except those in
+    ``OWN_THREADS``.
+    """
 
     def __init__(
-        self, args: Args, role: Role, rank: int, world_size: int, log_dir: str, engine_keys: ServerKeys
+        self,
+        args: Args,
+        role: Role,
+        rank: int,
+        world_size: int,
+        log_dir: str,
+        engine_keys: ServerKeys,
     ) -> None:
         door().log_to(Path(log_dir), f"train-{role}-{rank}")
         self.args = args
@@ -81,17 +95,25 @@ class TrainActor:
         self.timers = Timers()  # of what this rank does, for the traces of rollouts
         self.weight_sync = WeightSyncSettings.from_args(args)
         traces = Path(log_dir).parent / "traces"
-        profiled = range(args.profile_step_start, args.profile_step_end) if args.use_pytorch_profiler else range(0)
+        profiled = (
+            range(args.profile_step_start, args.profile_step_end)
+            if args.use_pytorch_profiler
+            else range(0)
+        )
         memory_until = (args.memory_snapshot_num_steps or 1) if args.record_memory_history else 0
         memory_folder = Path(args.memory_snapshot_dir or traces)
-        self.profiler = Profiler(f"{role}-{rank}", traces, profiled, args.profile_target, memory_until, memory_folder)
-        self.read: PreTrainedModel | None = None  # until init, the checkpoint in the memory of the CPU
+        self.profiler = Profiler(
+            f"{role}-{rank}", traces, profiled, args.profile_target, memory_until, memory_folder
+        )
+        # until init, the checkpoint in the memory of the CPU
+        self.read: PreTrainedModel | None = None
         self.backend: TrainBackend  # created by init
         self.transport: Transport | None = None
         self.same_host = True
         self.probe: Probe | None = None
         self.calibration: Calibration | None = None
-        self.updated_engines: set[str] = set()  # URLs of the engines that have got an update from this rank
+        # URLs of the engines that have got an update from this rank
+        self.updated_engines: set[str] = set()
         self.written: list[FileEntry] = []  # the files of the last save
         self.master = ("", 0)  # address and port of the process group's key-value store
         self.store: Store | None = None  # a connection to it
@@ -106,26 +128,37 @@ class TrainActor:
         return door().own_process()
 
     def import_backend(self) -> None:
-        """Import what :meth:`init` needs, and read the checkpoint into the memory of the CPU, if the backend can. The
-        GPU may belong to an engine that is still starting."""
+        """Import what :meth:`init` needs, and read the checkpoint into the memory of the CPU, if
+        the backend can. The GPU may belong to an engine that is still starting."""
         progress.report("import the training backend")
         with ONE_AT_A_TIME:
             backend = backend_class(self.args.train_backend)
         if self.args.compile_layers:
             with large_imports():
-                importlib.import_module("torch._inductor.compile_fx")  # takes seconds, which would be those of init
+                # takes seconds, which would be those of init
+                importlib.import_module("torch._inductor.compile_fx")
         if backend.read_ahead is not None and self.rank == 0 and door().own_gpus():
             progress.report("read the checkpoint")
             self.read = backend.read_ahead(self.args)
 
     def init(self, master_addr: str, master_port: int, load_path: str | None) -> None:
-        """Join the process group, build the model, and load a snapshot if ``load_path`` names one."""
+        """Join the process group, build the model, and load a snapshot if ``load_path`` names
+        one.
+        """
         progress.report(f"load {self.role}")
         self.master = (master_addr, master_port)
-        local_rank = 0 if door().own_gpus() else self.rank  # an actor sees only its own GPU, as device 0.
+        # an actor sees only its own GPU, as device 0.
+        local_rank = 0 if door().own_gpus() else self.rank
         with ONE_AT_A_TIME:
             self.backend = create_backend(
-                self.args, self.role, self.rank, self.world_size, master_addr, master_port, local_rank, self.read
+                self.args,
+                self.role,
+                self.rank,
+                self.world_size,
+                master_addr,
+                master_port,
+                local_rank,
+                self.read,
             )
         self.read = None
         if load_path is not None:
@@ -133,19 +166,23 @@ class TrainActor:
         self.weight_sync = self.weight_sync.for_adapter(self.backend.adapter_sync)
 
     def score(self, rollout_id: int, batch_ref: Batches) -> TrainResult:
-        """Run the forward passes of the actor on this rank's part of a rollout, before the critic trains on it."""
+        """Run the forward passes of the actor on this rank's part of a rollout, before the critic
+        trains on it.
+        """
         from slime.backends.train_loop import score_rollout
 
         self.profiler.rollout_id = rollout_id
-        entries, timings = score_rollout(self.backend, self._batch(batch_ref), self.profiler, self.timers)
+        entries, timings = score_rollout(
+            self.backend, self._batch(batch_ref), self.profiler, self.timers
+        )
         return {"metrics": {}, "timings": timings, "entries": [door().put(entries)]}
 
     def train(self, rollout_id: int, batch_ref: Batches, entries: Entries = ()) -> TrainResult:
         """Train on this rank's part of a rollout.
 
         Args:
-            batch_ref: A list with one reference. Ray would resolve a bare reference before the call, and hand over the
-                data instead.
+            batch_ref: A list with one reference. Ray would resolve a bare reference before the
+                call, and hand over the data instead.
             entries: What other passes have computed for this batch.
         """
         from slime.backends.train_loop import train_on_rollout
@@ -153,16 +190,21 @@ class TrainActor:
 
         batch = self._batch(batch_ref, entries)
         with self.profiler.rollout(rollout_id):
-            metrics, timings = train_on_rollout(self.backend, self.args, batch, self.profiler, self.timers)
-        # After a step, since the first one creates the optimizer's state, of which the memory must hold a copy.
+            metrics, timings = train_on_rollout(
+                self.backend, self.args, batch, self.profiler, self.timers
+            )
+        # After a step, since the first one creates the optimizer's state, of which the memory must
+        # hold a copy.
         if self.args.async_save and self.args.save:
             self.backend.take_save_memory()
         if self.args.save_debug_train_data and self.role == "actor":
             template = self.args.save_debug_train_data
             save_train_batches(template, rollout_id, batch.under_hook_names(), self.backend)
-        if self.args.offload_train or self.args.offload_rollout:  # Engines on the same accelerator take memory next.
+        # Engines on the same accelerator take memory next.
+        if self.args.offload_train or self.args.offload_rollout:
             self.backend.clear_memory()
-        # As a reference, so that the values go from the critic's rank to the actor's without the driver in between.
+        # As a reference, so that the values go from the critic's rank to the actor's without the
+        # driver in between.
         values = [door().put({"old_values": batch["old_values"]})] if self.role == "critic" else []
         return {"metrics": metrics, "timings": timings, "entries": values}
 
@@ -187,29 +229,33 @@ class TrainActor:
     ) -> UpdateReport | None:
         """Send this group's weights to the engines; ranks that send to engines return a report.
 
-        Checksums are compared at once. The probe is scored later (:meth:`check_probe`), since colocated engines have no
-        KV cache for it yet.
+        Checksums are compared at once. The probe is scored later (:meth:`check_probe`), since
+        colocated engines have no KV cache for it yet.
 
         Args:
             slots: By engine URL, its GPU slots; see :func:`ranks_of_engines`.
             token: Names this call; the same on all ranks.
             model: The copy of the weights to send.
-            check_equal: The engines hold these weights already; see :func:`slime.weights.sync.sync_weights`.
+            check_equal: The engines hold these weights already; see
+                :func:`slime.weights.sync.sync_weights`.
         """
         from slime.weights.sync import sync_weights
 
         progress.report("update weights")
-        # An engine may read from several ranks. The first of them sends, the others only offer their memory.
+        # An engine may read from several ranks. The first of them sends, the others only offer
+        # their memory.
         ranks = ranks_of_engines(self.weight_sync, engine_urls, slots, self.world_size, same_host)
         urls = [url for url in engine_urls if ranks[url][0] == self.rank]
         if any(self.rank in places for places in ranks.values()):
             self.choose_transport(same_host)
-        # Other ranks send to this rank's former engines now; these engines must not wait in its process group.
+        # Other ranks send to this rank's former engines now; these engines must not wait in its
+        # process group.
         elif self.transport is not None:
             run(self.transport.close())
         peers = self._peers(ranks, token)
         with self.backend.using(model):
-            # Scored now, while all ranks hold the weights: before the audit, a colocated trainer goes to sleep.
+            # Scored now, while all ranks hold the weights: before the audit, a colocated trainer
+            # goes to sleep.
             if self.weight_sync.audit:
                 self.probe = self._score_probe()
             with self.timers("update_weights"):
@@ -233,14 +279,18 @@ class TrainActor:
         return [EngineHandle(url, keys=self.engine_keys) for url in urls]
 
     def _peers(self, ranks: Mapping[str, range], token: str) -> PeerLink | None:
-        """The link between ranks that serve one engine together; None if every engine reads from one training rank."""
+        """The link between ranks that serve one engine together; None if every engine reads from
+        one training rank.
+        """
         if all(len(places) == 1 for places in ranks.values()):
             return None
         self.store = self.store or connect_store(*self.master, self.args.phase_timeout)
         return PeerLink(self.store, token, self.rank, ranks, self.args.phase_timeout)
 
     def choose_transport(self, same_host: bool) -> None:
-        """Create the transport, and again if engines come back on other hosts; a folder serves all hosts."""
+        """Create the transport, and again if engines come back on other hosts; a folder serves all
+        hosts.
+        """
         moved = same_host != self.same_host and not transport_kind(self.weight_sync).through_folder
         if self.transport is not None and moved:
             run(self.transport.close())
@@ -250,14 +300,19 @@ class TrainActor:
             self.same_host = same_host
 
     def check_probe(self, engine_urls: Sequence[str]) -> float:
-        """Let the engines score the probe; returns the largest log-prob difference from the trainer.
+        """Let the engines score the probe; returns the largest log-prob difference from the
+        trainer.
 
         Raises:
             WeightAuditError: An engine differs too much from the trainer or from the other engines.
         """
         self.calibration = self.calibration or Calibration()
         assert self.probe is not None, "weights are sent before they are audited"
-        return run(probe_engines(self.weight_sync, self._handles(engine_urls), self.probe, self.calibration))
+        return run(
+            probe_engines(
+                self.weight_sync, self._handles(engine_urls), self.probe, self.calibration
+            )
+        )
 
     def _score_probe(self) -> Probe:
         """Score a fixed token sequence with the trainer's weights; all ranks take part in this."""
@@ -265,7 +320,9 @@ class TrainActor:
 
         from slime.backends.train_loop import score_probe
 
-        config = AutoConfig.from_pretrained(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code
+        )
         tokens = probe_tokens(config.get_text_config().vocab_size, self.args.seed)
         return Probe(tokens, score_probe(self.backend, tokens))
 
@@ -278,14 +335,17 @@ class TrainActor:
     def pop_spans(self) -> list[Span]:
         """What this rank has done since the last call."""
         self.timers.pop()
-        return [{**span, "process": f"{self.role} rank {self.rank}"} for span in self.timers.pop_spans()]
+        return [
+            {**span, "process": f"{self.role} rank {self.rank}"} for span in self.timers.pop_spans()
+        ]
 
     def save(self, directory: str) -> None:
         with self.timers("save_model"):
             self.written = self.backend.save(Path(directory))
 
     def repeat_save(self) -> None:
-        """Write the files of the last :meth:`save` again, in the background as before (``--async-save``).
+        """Write the files of the last :meth:`save` again, in the background as before
+        (``--async-save``).
 
         All ranks must call this together.
         """
@@ -317,7 +377,8 @@ class TrainActor:
         return memory_in_use()
 
     def measure_memory(self, share: float) -> Measurement | None:
-        """Measure how many tokens fit into a micro-batch within ``share`` of the memory; None without CUDA.
+        """Measure how many tokens fit into a micro-batch within ``share`` of the memory; None
+        without CUDA.
 
         All ranks must call this together, since it runs collectives.
         """
@@ -327,7 +388,9 @@ class TrainActor:
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
         """Replace the values of the flags by measured ones."""
-        self.args = self.args.with_values(max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only)
+        self.args = self.args.with_values(
+            max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only
+        )
         self.backend.args, self.backend.packing = self.args, PackingSettings.from_args(self.args)
 
     def close(self) -> None:

@@ -32,7 +32,9 @@ END_SECONDS = 30.0
 
 
 class TrainGroup:
-    """All training ranks of one role. Every call waits for all ranks, and fails as soon as one of them fails."""
+    """All training ranks of one role. Every call waits for all ranks, and fails as soon as one of
+    them fails.
+    """
 
     def __init__(
         self,
@@ -49,12 +51,16 @@ class TrainGroup:
         self.role = role
         self.waiter = waiter
         world_size = placement.slots.train
-        # A collective that times out leaves a record of each rank's last operations, which slime doctor compares.
+        # A collective that times out leaves a record of each rank's last operations, which slime
+        # doctor compares.
         recorder = {
             "TORCH_FR_DUMP_TEMP_FILE": str(log_dir / f"flight_recorder_{role}_rank_"),
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         }
-        own = {**thread_environment(args.threads_per_process), **environment_texts(args.train_env_vars)}
+        own = {
+            **thread_environment(args.threads_per_process),
+            **environment_texts(args.train_env_vars),
+        }
         environment = {**recorder, **own, **pinning_environment(own)}
         self.ranks = [
             door().create(
@@ -67,7 +73,9 @@ class TrainGroup:
             for rank in range(world_size)
         ]
         self.resident: Literal["everything", "weights", "nothing"] = "everything"
-        """What is on the accelerator; changes only if trainers and engines take turns (``--offload-train``)."""
+        """What is on the accelerator; changes only if trainers and engines take turns
+        (``--offload-train``).
+        """
         self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(self.ranks)}
         # Rank 0 chooses a free port on its own node, before any rank joins the process group there.
         self.host, port = self._call(
@@ -76,7 +84,8 @@ class TrainGroup:
         self._processes: list[ActorProcess] = []
         self._asked = [rank.process.remote() for rank in self.ranks]
         self.starting = [rank.import_backend.remote() for rank in self.ranks]
-        # Each rank reads its own shards, and those of other ranks if their number has changed since the snapshot.
+        # Each rank reads its own shards, and those of other ranks if their number has changed since
+        # the snapshot.
         self._init = self.host, port, str(load_path) if load_path else None
 
     def load(self) -> None:
@@ -84,13 +93,17 @@ class TrainGroup:
         self.starting += [rank.init.remote(*self._init) for rank in self.ranks]
 
     def wait_started(self) -> None:
-        self._processes = self._call(self._asked, "to start", self.args.start_timeout, "--start-timeout")
+        self._processes = self._call(
+            self._asked, "to start", self.args.start_timeout, "--start-timeout"
+        )
         self._call(self.starting, "to load the model", self.args.start_timeout, "--start-timeout")
 
     def try_folder(self, folder: str, token: str) -> dict[str, Answer]:
         """What each rank finds in a folder to which all of them must write, by name of the rank."""
         refs = [rank.try_folder.remote(folder, token, who) for who, rank in self._named.items()]
-        answers = self._call(refs, "to look into --save", self.args.start_timeout, "--start-timeout")
+        answers = self._call(
+            refs, "to look into --save", self.args.start_timeout, "--start-timeout"
+        )
         return dict(zip(self._named, answers, strict=True))
 
     def score(self, rollout_id: int, batch_refs: Batches) -> tuple[TrainResult, list[Entries]]:
@@ -107,7 +120,8 @@ class TrainGroup:
             entries: For each rank, what other passes have computed for its part.
 
         Returns:
-            The result of rank 0, and for each rank what it has computed for others (the values of a critic).
+            The result of rank 0, and for each rank what it has computed for others (the values of a
+            critic).
         """
         refs = [
             rank.train.remote(rollout_id, part, entries[i] if entries else ())
@@ -116,11 +130,14 @@ class TrainGroup:
         return self._results(refs, f"to train on rollout {rollout_id}")
 
     def _parts(self, batch_refs: Batches) -> list[tuple[ActorHandle, Batches]]:
-        # Ranks of one data-parallel group (tensor, pipeline, context parallel) get the same part of the batch.
+        # Ranks of one data-parallel group (tensor, pipeline, context parallel) get the same part of
+        # the batch.
         layout = ParallelLayout.from_args(self.args)
         return [(rank, [batch_refs[layout.data_rank(i)]]) for i, rank in enumerate(self.ranks)]
 
-    def _results(self, refs: Sequence[Ref[TrainResult]], what: str) -> tuple[TrainResult, list[Entries]]:
+    def _results(
+        self, refs: Sequence[Ref[TrainResult]], what: str
+    ) -> tuple[TrainResult, list[Entries]]:
         results = self._call(refs, what, self.args.phase_timeout)
         return results[0], [result["entries"] for result in results]
 
@@ -138,11 +155,22 @@ class TrainGroup:
         Returns:
             One report. Several ranks may send at the same time; the times are those of the slowest.
         """
-        # A repeated update has the same version. The random part keeps it from reading store keys of the first attempt.
+        # A repeated update has the same version. The random part keeps it from reading store keys
+        # of the first attempt.
         token = f"weights-{version}-{secrets.token_hex(8)}"
         update = TrainActor.update_weights
         what = f"to send weights {version}"
-        sent = self.ask_all(what, update, list(engine_urls), version, same_host, dict(slots), token, model, check_equal)
+        sent = self.ask_all(
+            what,
+            update,
+            list(engine_urls),
+            version,
+            same_host,
+            dict(slots),
+            token,
+            model,
+            check_equal,
+        )
         reports = [report for report in sent if report is not None]
         return dataclasses.replace(
             reports[0],
@@ -152,9 +180,13 @@ class TrainGroup:
         )
 
     def check_probe(self, engine_urls: Sequence[str]) -> float:
-        """Largest log-prob difference between trainer and engines on a fixed sequence; rank 0 asks the engines."""
+        """Largest log-prob difference between trainer and engines on a fixed sequence; rank 0 asks
+        the engines.
+        """
         ref = self.ranks[0].check_probe.remote(list(engine_urls))
-        return float(self._call([ref], "to compare log-probs with the engines", self.args.phase_timeout)[0])
+        return float(
+            self._call([ref], "to compare log-probs with the engines", self.args.phase_timeout)[0]
+        )
 
     def save(self, directory: Path) -> None:
         self.ask_all("to save", TrainActor.save, str(directory / self.role))
@@ -165,7 +197,9 @@ class TrainGroup:
 
     def is_saving(self) -> bool:
         """Whether a rank is still writing what :meth:`save` began (``--async-save``)."""
-        return any(self._call(self._start(TrainActor.is_saving), "to report whether it is saving", 60.0))
+        return any(
+            self._call(self._start(TrainActor.is_saving), "to report whether it is saving", 60.0)
+        )
 
     def finish_save(self) -> list[FileEntry]:
         """The files of all ranks, with paths relative to the snapshot, for its manifest."""
@@ -186,7 +220,9 @@ class TrainGroup:
         self.ask_all("to refresh old_actor", TrainActor.refresh_old_actor, behind)
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Release accelerator memory, with ``keep_weights`` all but the weights. Does nothing if already asleep."""
+        """Release accelerator memory, with ``keep_weights`` all but the weights. Does nothing if
+        already asleep.
+        """
         if self.resident != "nothing":
             self.ask_all("to sleep", TrainActor.sleep, keep_weights)
             self.resident = "weights" if keep_weights else "nothing"
@@ -198,13 +234,19 @@ class TrainGroup:
             self.resident = "everything"
 
     def memory(self) -> dict[str, float]:
-        """GiB in use, the maximum over all ranks; see :func:`slime.observability.profiler.memory_in_use`."""
+        """GiB in use, the maximum over all ranks; see
+        :func:`slime.observability.profiler.memory_in_use`.
+        """
         each = self.ask_all("to report its memory", TrainActor.memory)
         return {name: max(used[name] for used in each) for name in each[0]}
 
     def pop_spans(self) -> list[Span]:
         """What each rank has done since the last call."""
-        return [span for spans in self.ask_all("to report its timed phases", TrainActor.pop_spans) for span in spans]
+        return [
+            span
+            for spans in self.ask_all("to report its timed phases", TrainActor.pop_spans)
+            for span in spans
+        ]
 
     def measure_memory(self, share: float) -> list[Measurement]:
         """The measurement of each rank that has a GPU."""
@@ -213,14 +255,19 @@ class TrainGroup:
         return [one for one in measurements if one is not None]
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
-        self.ask_all("to take the token budget", TrainActor.set_token_budgets, training, forward_only)
+        self.ask_all(
+            "to take the token budget", TrainActor.set_token_budgets, training, forward_only
+        )
 
     def close(self) -> None:
-        """Release what would outlive the processes. The wait is short, so a rank that hangs does not delay the end."""
+        """Release what would outlive the processes. The wait is short, so a rank that hangs does
+        not delay the end.
+        """
         door().get(self._start(TrainActor.close), timeout=CLOSE_DEADLINE_SECONDS)
 
     def end(self) -> None:
-        """Kill all ranks, also frozen ones, and wait until their processes have ended and their memory is free.
+        """Kill all ranks, also frozen ones, and wait until their processes have ended and their
+        memory is free.
 
         Raises:
             NotEnded: A process still runs.
@@ -231,16 +278,31 @@ class TrainGroup:
         door().end_processes(self._processes, END_SECONDS)
 
     def _start(
-        self, method: Callable[Concatenate[TrainActor, P], T], *arguments: P.args, **keywords: P.kwargs
+        self,
+        method: Callable[Concatenate[TrainActor, P], T],
+        *arguments: P.args,
+        **keywords: P.kwargs,
     ) -> list[Ref[T]]:
         """Start a call on all ranks."""
-        return [getattr(rank, method.__name__).remote(*arguments, **keywords) for rank in self.ranks]
+        return [
+            getattr(rank, method.__name__).remote(*arguments, **keywords) for rank in self.ranks
+        ]
 
     def ask_all(
-        self, what: str, method: Callable[Concatenate[TrainActor, P], T], *arguments: P.args, **keywords: P.kwargs
+        self,
+        what: str,
+        method: Callable[Concatenate[TrainActor, P], T],
+        *arguments: P.args,
+        **keywords: P.kwargs,
     ) -> list[T]:
         """Call all ranks and wait for their results."""
-        return self._call(self._start(method, *arguments, **keywords), what, self.args.phase_timeout)
+        return self._call(
+            self._start(method, *arguments, **keywords), what, self.args.phase_timeout
+        )
 
-    def _call(self, refs: Sequence[Ref[T]], what: str, deadline: float, flag: str = "--phase-timeout") -> list[T]:
-        return self.waiter.get(refs, f"the {self.role} {what}", deadline, actors=self._named, flag=flag)
+    def _call(
+        self, refs: Sequence[Ref[T]], what: str, deadline: float, flag: str = "--phase-timeout"
+    ) -> list[T]:
+        return self.waiter.get(
+            refs, f"the {self.role} {what}", deadline, actors=self._named, flag=flag
+        )

@@ -1,5 +1,5 @@
-"""The training side as the driver sees it: actor and critic, which of them is on the accelerator, and which weights the
-copy ``old_actor`` holds."""
+"""The training side as the driver sees it: actor and critic, which of them is on the accelerator,
+and which weights the copy ``old_actor`` holds."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ class HoldsCopies(Protocol):
 
 
 class OldActor:
-    """Keeps the copy ``old_actor`` equal to the weights that generated the rollout that is trained next.
+    """Keeps the copy ``old_actor`` equal to the weights that generated the rollout that is trained
+    next.
 
-    If each rollout starts after the previous update, these are the weights that the engines hold. In the asynchronous
-    loop, the first rollout that is trained after an update was generated before that update, with the weights from
-    before it. The rollouts after it, until the next update, were generated with the engines' weights.
+    If each rollout starts after the previous update, these are the weights that the engines hold.
+    In the asynchronous loop, the first rollout that is trained after an update was generated before
+    that update, with the weights from before it. The rollouts after it, until the next update, were
+    generated with the engines' weights.
 
-    A snapshot between two updates holds rollouts that were generated ahead with the engines' weights, and more of them
-    would follow until the next update. So a run that resumes from it sends these weights again, from the copy of them
-    in the snapshot, and not those of its last step.
+    A snapshot between two updates holds rollouts that were generated ahead with the engines'
+    weights, and more of them would follow until the next update. So a run that resumes from it
+    sends these weights again, from the copy of them in the snapshot, and not those of its last
+    step.
 
     Args:
         is_kept: ``--keep-old-actor``.
@@ -54,7 +57,12 @@ class OldActor:
     """
 
     def __init__(
-        self, is_kept: bool, lag: int = 0, interval: int = 1, before: OldActorFacts | None = None, first_step: int = 0
+        self,
+        is_kept: bool,
+        lag: int = 0,
+        interval: int = 1,
+        before: OldActorFacts | None = None,
+        first_step: int = 0,
     ) -> None:
         self.is_kept = is_kept
         self.lag = lag
@@ -63,22 +71,30 @@ class OldActor:
         # With another lag, the snapshot has other copies.
         self._before = before if is_kept and before is not None and before["lag"] == lag else None
         self.held = None if self._before is None else self._before["held"]
-        """The number of steps that had trained the engines' weights at the last update; None before the first."""
+        """The number of steps that had trained the engines' weights at the last update; None before
+        the first.
+        """
         self._version = ""  # of the last update of this process
         self._steps_behind: int | None = None
-        """Steps since the last update whose rollouts had the weights from before it; None once the copy holds the
-        engines' weights."""
+        """Steps since the last update whose rollouts had the weights from before it; None once the
+        copy holds the engines' weights."""
 
     @classmethod
-    def from_args(cls, args: Args, asynchronous: bool, snapshot: Manifest | None = None) -> OldActor:
+    def from_args(
+        cls, args: Args, asynchronous: bool, snapshot: Manifest | None = None
+    ) -> OldActor:
         is_kept = bool(args.keep_old_actor)
         lag = (old_actor_lag(args) or 0) if asynchronous and is_kept else 0
         interval = args.update_weights_interval if asynchronous else 1
-        of_snapshot = (snapshot.get("old_actor"), snapshot["rollout_id"] + 1) if snapshot is not None else ()
+        of_snapshot = (
+            (snapshot.get("old_actor"), snapshot["rollout_id"] + 1) if snapshot is not None else ()
+        )
         return cls(is_kept, lag, interval, *of_snapshot)
 
     def facts(self, ahead: int) -> OldActorFacts | None:
-        """Return what a snapshot with ``ahead`` rollouts generated ahead says; None if there is nothing to say."""
+        """Return what a snapshot with ``ahead`` rollouts generated ahead says; None if there is
+        nothing to say.
+        """
         return None if self.held is None else {"held": self.held, "lag": self.lag, "ahead": ahead}
 
     @property
@@ -87,14 +103,21 @@ class OldActor:
         return None if self.held is None else "rollout_actor" if self.lag == 1 else "old_actor"
 
     def to_send(self, step: int) -> tuple[ModelTag, int]:
-        """Return the weights for an update after ``step`` steps, and the number of steps that trained them."""
+        """Return the weights for an update after ``step`` steps, and the number of steps that
+        trained them.
+        """
         copy = self.engines_copy
         held = self.held or 0
         resumed_between = step == self.first_step and step % self.interval != 0
-        return (copy, held) if copy is not None and held < step and resumed_between else ("actor", step)
+        return (
+            (copy, held)
+            if copy is not None and held < step and resumed_between
+            else ("actor", step)
+        )
 
     def updated(self, actor: HoldsCopies, version: str) -> None:
-        """Note that the engines got the weights of ``actor`` as ``version``; a repeated call does nothing.
+        """Note that the engines got the weights of ``actor`` as ``version``; a repeated call does
+        nothing.
 
         Calls are repeated when a weight update is repeated because engines were lost.
         """
@@ -104,8 +127,9 @@ class OldActor:
         self._before = None
         self._version = version
         self.held = parse_version(version).step
-        # After a resume, no rollout is behind if those of the snapshot were generated with the weights that the engines
-        # get now, or if there are none, because what was in progress at a stop is generated again.
+        # After a resume, no rollout is behind if those of the snapshot were generated with the
+        # weights that the engines get now, or if there are none, because what was in progress at a
+        # stop is generated again.
         none_behind = before is not None and (before["ahead"] == 0 or self.held < self.first_step)
         self._steps_behind = None if self.lag == 0 else 1 if none_behind else 0
         # With the same weights as in the snapshot, its copies are the right ones.
@@ -114,8 +138,9 @@ class OldActor:
 
     def before_step(self, actor: HoldsCopies) -> None:
         """Prepare the copy for the rollout that is about to be trained."""
-        # The first rollout after an update still has the weights from before it. With the second one, the copy moves on
-        # to ``rollout_actor``, in which the ranks keep what the engines hold.
+        # The first rollout after an update still has the weights from before it. With the second
+        # one, the copy moves on to ``rollout_actor``, in which the ranks keep what the engines
+        # hold.
         if self._steps_behind == 0:
             self._steps_behind = 1
         elif self._steps_behind == 1:
@@ -132,7 +157,8 @@ class Trainer:
         trained: The last rollout that a resumed run had trained in its snapshot.
 
     Attributes:
-        offloads: Whether training ranks move to CPU memory between their phases (``--offload-train``).
+        offloads: Whether training ranks move to CPU memory between their phases
+            (``--offload-train``).
         colocated: Whether they or the engines do so, because both share accelerators.
         trained: The last rollout whose training is complete; None before the first.
     """
@@ -162,14 +188,17 @@ class Trainer:
         self._stop = stop
 
     def train(self, rollout_id: int, refs: Batches) -> None:
-        """Train on a rollout: first the critic, because the actor's advantages need its values, then the actor.
+        """Train on a rollout: first the critic, because the actor's advantages need its values,
+        then the actor.
 
         If the critic's returns have a KL penalty, the actor's forward passes come before both.
-        The metrics are added to those of the step. In the first ``--num-critic-only-steps`` rollouts, the actor does
-        not train. A stop signal waits until the rollout is trained completely.
+        The metrics are added to those of the step. In the first ``--num-critic-only-steps``
+        rollouts, the actor does not train. A stop signal waits until the rollout is trained
+        completely.
         """
-        # A snapshot may only be written between rollouts. If a signal ended one of the waits below, the snapshot before
-        # the stop would hold weights of this rollout but count it as untrained, and a resumed run would repeat it.
+        # A snapshot may only be written between rollouts. If a signal ended one of the waits below,
+        # the snapshot before the stop would hold weights of this rollout but count it as untrained,
+        # and a resumed run would repeat it.
         with self._stop.deferred():
             self._train(rollout_id, refs)
         self.trained = rollout_id
@@ -193,7 +222,11 @@ class Trainer:
             self.take_turn(self.actor)
             if scores is None:
                 self.old_actor.before_step(self.actor)
-            known = [[*a, *b] for a, b in zip(scores, values, strict=True)] if scores and values else values
+            known = (
+                [[*a, *b] for a, b in zip(scores, values, strict=True)]
+                if scores and values
+                else values
+            )
             result, _ = self.actor.train(rollout_id, refs, known)
             self._log_result(result)
         interval = self.kl.ref_update_interval
@@ -203,7 +236,9 @@ class Trainer:
 
     def _log_result(self, result: TrainResult) -> None:
         self._log.pending.update(result["metrics"])
-        self._log.pending.update({f"perf/{name}_time": seconds for name, seconds in result["timings"].items()})
+        self._log.pending.update(
+            {f"perf/{name}_time": seconds for name, seconds in result["timings"].items()}
+        )
 
     # --- colocated: which group is on the accelerator ----------------------------------------
 
@@ -219,8 +254,8 @@ class Trainer:
             group.wake()
 
     def wake(self) -> None:
-        """With ``--offload-train``, wake the group that works first: the critic if there is one that does not wait for
-        the actor's log-probs."""
+        """With ``--offload-train``, wake the group that works first: the critic if there is one
+        that does not wait for the actor's log-probs."""
         if self.offloads and self.groups:
             with self._log.timed("wake_up"):
                 self.take_turn(self.groups[0 if self.kl.kl_coef else -1])
@@ -233,17 +268,20 @@ class Trainer:
                 group.sleep()
 
     def make_room_for_weights(self) -> None:
-        """With ``--offload-train``, keep only the weights that are sent to engines on the accelerator.
+        """With ``--offload-train``, keep only the weights that are sent to engines on the
+        accelerator.
 
-        Optimizer state, gradients and the critic must leave before the engines take memory for their copy of the
-        weights.
+        Optimizer state, gradients and the critic must leave before the engines take memory for
+        their copy of the weights.
         """
         if self.offloads and self.actor is not None:
             self.take_turn(self.actor)
             self.actor.sleep(keep_weights=True)
 
     def log_memory(self, phase: str) -> None:
-        """Log ``memory/<phase>/…``, the GiB in use after a phase, if trainer and engines share accelerators."""
+        """Log ``memory/<phase>/…``, the GiB in use after a phase, if trainer and engines share
+        accelerators.
+        """
         if self.colocated:
             for group in self.groups:
                 role = "" if group is self.actor else f"{group.role}_"
@@ -252,9 +290,13 @@ class Trainer:
 
 
 SHARE = 0.85
-"""Fraction of the trainer's available memory that the largest micro-batch may fill; the rest is for fragmentation."""
+"""Fraction of the trainer's available memory that the largest micro-batch may fill; the rest is for
+fragmentation.
+"""
 SHARE_WITH_EXPERTS = 0.7
-"""The same with experts: tokens choose their experts, so some ranks get more tokens than in the measurement."""
+"""The same with experts: tokens choose their experts, so some ranks get more tokens than in the
+measurement.
+"""
 
 
 def settle_token_budget(
@@ -270,8 +312,8 @@ def settle_token_budget(
     Does nothing if the flag is given, or without a GPU.
 
     Args:
-        manifest: The manifest of the snapshot from which the run resumes. With the same number of GPUs, the run packs
-            as it did before.
+        manifest: The manifest of the snapshot from which the run resumes. With the same number of
+            GPUs, the run packs as it did before.
         note: Called with one line that explains the result.
 
     Returns:
@@ -282,11 +324,16 @@ def settle_token_budget(
     if trainer.actor is None or not on_gpu:
         return args
     if args.deterministic or args.train_dtype == "float32":
-        # Two deterministic runs must pack alike, even if one finds less free memory. In float32 there is no varlen
-        # kernel on GPUs, so memory grows with the square of a sample's length, which the measurement does not cover.
+        # Two deterministic runs must pack alike, even if one finds less free memory. In float32
+        # there is no varlen kernel on GPUs, so memory grows with the square of a sample's length,
+        # which the measurement does not cover.
         return args
     same_ranks = manifest is not None and manifest.get("world_size") == len(trainer.actor.ranks)
-    tokens = manifest.get("settings", {}).get("max_tokens_per_gpu") if manifest is not None and same_ranks else None
+    tokens = (
+        manifest.get("settings", {}).get("max_tokens_per_gpu")
+        if manifest is not None and same_ranks
+        else None
+    )
     if isinstance(tokens, int) and tokens:
         note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
     else:
@@ -298,7 +345,11 @@ def settle_token_budget(
             measurements += group.measure_memory(share)
         tokens = budget(measurements, longest)
         note(explanation(tokens, longest, measurements))
-    own_budget = args.log_probs_max_tokens_per_gpu if "log_probs_max_tokens_per_gpu" in args.explicit else None
+    own_budget = (
+        args.log_probs_max_tokens_per_gpu
+        if "log_probs_max_tokens_per_gpu" in args.explicit
+        else None
+    )
     forward_only = own_budget or tokens
     for group in trainer.groups:
         group.set_token_budgets(tokens, forward_only)
@@ -315,17 +366,21 @@ def memory_share(checkpoint: str) -> float:
 
 
 def explanation(tokens: int, longest: int, measurements: list[Measurement]) -> str:
-    """One line that says what was measured. ``longest`` is the most tokens per GPU that the flags allow a sample."""
+    """One line that says what was measured. ``longest`` is the most tokens per GPU that the flags
+    allow a sample.
+    """
     least = min(measurements, key=lambda one: one.tokens)
     text = (
-        f"--max-tokens-per-gpu {tokens}: a token takes {least.bytes_per_token / 2**10:.0f} KiB in training, and the "
-        f"tightest of {len(measurements)} rank(s) has {least.bytes_for_tokens / 2**30:.1f} GiB for them"
+        f"--max-tokens-per-gpu {tokens}: a token takes {least.bytes_per_token / 2**10:.0f} KiB in "
+        f"training, and the tightest of {len(measurements)} rank(s) has "
+        f"{least.bytes_for_tokens / 2**30:.1f} GiB for them"
     )
     if least.tokens > tokens and tokens >= MOST_TOKENS:
         text += " (more would not train faster)"
     if tokens < longest:
         text += (
-            f"; warning: the flags allow samples of {longest} tokens per GPU, which may not fit: lower "
-            "--rollout-max-response-len, or use --gradient-checkpointing or --context-parallel-size"
+            f"; warning: the flags allow samples of {longest} tokens per GPU, which may not fit: "
+            "lower --rollout-max-response-len, or use --gradient-checkpointing or "
+            "--context-parallel-size"
         )
     return text

@@ -1,7 +1,8 @@
-"""Flags of black-box agents: unmodified programs that call the model through an OpenAI or Anthropic endpoint.
+"""Flags of black-box agents: unmodified programs that call the model through an OpenAI or Anthropic
+endpoint.
 
-This module contains the names of the parsers, so that an unknown name is reported before any process starts. The
-parsers themselves are in ``slime.plugins.agents``.
+This module contains the names of the parsers, so that an unknown name is reported before any
+process starts. The parsers themselves are in ``slime.plugins.agents``.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ _PARSERS = read_table("parsers.json")
 TOOL_PARSERS: list[str] = _PARSERS["tool_parsers"]
 REASONING_PARSERS: list[str] = _PARSERS["reasoning_parsers"]
 _BY_TEMPLATE: dict[str, str] = _PARSERS["tool_parser_by_template"]
-"""Text in a chat template -> the form in which the model writes tool calls. The first match counts, so a text that
-occurs in the templates of several forms comes after the more specific ones."""
+"""Text in a chat template -> the form in which the model writes tool calls. The first match counts,
+so a text that occurs in the templates of several forms comes after the more specific ones."""
 _BY_MODEL: dict[str, str] = _PARSERS["tool_parser_by_model_type"]
-SGLANG_TOOL_PARSERS = "sglang.srt.function_call.function_call_parser", "FunctionCallParser.ToolCallParserEnum"
+SGLANG_TOOL_PARSERS = (
+    "sglang.srt.function_call.function_call_parser",
+    "FunctionCallParser.ToolCallParserEnum",
+)
 
 
 SGLANG_REASONING_PARSERS = "sglang.srt.parser.reasoning_parser", "ReasoningParser.DetectorMap"
@@ -46,39 +50,43 @@ class AgentConfig:
     _title = "agents"
 
     agent_function_path: str | None = hook_flag()
-    """Agent program as a function run(task), sync or async, that calls the model at task.openai_base_url or
-    task.anthropic_base_url and returns a reward or None"""
+    """Agent program as a function run(task), sync or async, that calls the model at
+    task.openai_base_url or task.anthropic_base_url and returns a reward or None"""
     agent_command: str | None = None
-    """Agent program as a command line: its environment has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
-    ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON)"""
+    """Agent program as a command line: its environment has OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON)"""
     agent_env: list[str] | None = flag(None, kind="list")
-    """Names of environment variables that the program of --agent-command gets beside PATH, HOME, LANG, PYTHONPATH
-    and the like. API keys and tokens are passed only if they are named here"""
+    """Names of environment variables that the program of --agent-command gets beside PATH, HOME,
+    LANG, PYTHONPATH and the like. API keys and tokens are passed only if they are named here"""
     agent_timeout: float = flag(1800.0, above=0)
     """Deadline in seconds for an agent program; a sample that takes longer is left out"""
     agent_tool_parser: str = "auto"
-    """Parser of tool calls in responses: auto (by the chat template, then by the model type), hermes, qwen25,
-    qwen3_coder, glm45, glm47, deepseekv3, deepseekv31, kimi_k2, llama3, pythonic, mistral, none, a parser of the
-    installed SGLang, or the path of the user's own class"""
+    """Parser of tool calls in responses: auto (by the chat template, then by the model type),
+    hermes, qwen25, qwen3_coder, glm45, glm47, deepseekv3, deepseekv31, kimi_k2, llama3, pythonic,
+    mistral, none, a parser of the installed SGLang, or the path of the user's own class"""
     agent_reasoning_parser: str = "auto"
-    """Parser that separates reasoning from the answer in responses: auto (by the chat template and the tokenizer),
-    none, or a parser of SGLang such as qwen3, deepseek-r1, glm45, kimi_k2, kimi, mistral"""
+    """Parser that separates reasoning from the answer in responses: auto (by the chat template and
+    the tokenizer), none, or a parser of SGLang such as qwen3, deepseek-r1, glm45, kimi_k2, kimi,
+    mistral"""
     agent_constrained_decoding: bool = False
-    """Let SGLang constrain answers to the tool_choice and response_format of the request; these tokens are trained
-    only with --allow-truncated-sampling. By default an answer that does not comply is an error for the agent"""
+    """Let SGLang constrain answers to the tool_choice and response_format of the request; these
+    tokens are trained only with --allow-truncated-sampling. By default an answer that does not
+    comply is an error for the agent"""
     agent_host: str = "127.0.0.1"
     """Address of this machine at which agent programs reach the endpoint"""
 
 
 def derive_agent(args: Args) -> None:
     """Select the generate function for agents if an agent program is given."""
-    if (args.agent_function_path or args.agent_command) and args.custom_generate_function_path is None:
+    if (
+        args.agent_function_path or args.agent_command
+    ) and args.custom_generate_function_path is None:
         args.custom_generate_function_path = AGENT_GENERATE
 
 
 def check_parsers(args: Args) -> list[str]:
-    """Check that ``--agent-tool-parser`` and ``--agent-reasoning-parser`` name parsers that exist, and that the parser
-    that ``auto`` selects exists too."""
+    """Check that ``--agent-tool-parser`` and ``--agent-reasoning-parser`` name parsers that exist,
+    and that the parser that ``auto`` selects exists too."""
     problems = [
         tool_parser_problem(args.agent_tool_parser),
         reasoning_parser_problem(args.agent_reasoning_parser),
@@ -90,36 +98,40 @@ def check_parsers(args: Args) -> list[str]:
 
 
 def _template_problem(checkpoint: str | None, tool_parser: str) -> str | None:
-    """Explain why agents cannot use the chat template of ``--hf-checkpoint``; None if they can, or if the template
-    cannot be read on this machine."""
+    """Explain why agents cannot use the chat template of ``--hf-checkpoint``; None if they can, or
+    if the template cannot be read on this machine."""
     # A model of the hub that is not on this machine is checked when it has been loaded.
     template = read_chat_template(checkpoint) if checkpoint else None
     if template is None:
         return None
     if not template:
-        return f"--hf-checkpoint {checkpoint}: its tokenizer has no chat template, which agents need"
+        return (
+            f"--hf-checkpoint {checkpoint}: its tokenizer has no chat template, which agents need"
+        )
     model_type = model_config(checkpoint).get("model_type")
     name = choose_parser(tool_parser, template, model_type)
     if tool_parser != "auto" or tool_parser_problem(name) is None:
         return None
     return (
-        f"--agent-tool-parser auto: models of the type {model_type} need the parser {name}, which only SGLang has, "
-        f"and no SGLang with this parser can be imported: install SGLang, or set --agent-tool-parser to one of "
-        f"{', '.join(TOOL_PARSERS)} or to the path of your own class"
+        f"--agent-tool-parser auto: models of the type {model_type} need the parser {name}, which "
+        "only SGLang has, and no SGLang with this parser can be imported: install SGLang, or set "
+        f"--agent-tool-parser to one of {', '.join(TOOL_PARSERS)} or to the path of your own class"
     )
 
 
 def choose_parser(name: str, template: str, model_type: str | None) -> str:
-    """Resolve ``auto`` to the name of a tool parser: by the chat template, which shows the model how to write calls,
-    or else by ``model_type``. Other names are returned as they are.
+    """Resolve ``auto`` to the name of a tool parser: by the chat template, which shows the model
+    how to write calls, or else by ``model_type``. Other names are returned as they are.
 
-    If the template does not support tools, slime describes them in the prompt in the form of the Hermes models.
+    If the template does not support tools, slime describes them in the prompt in the form of the
+    Hermes models.
     """
     if name != "auto":
         return name
     if "tools" not in template:
         return "hermes"
-    # The template shows the model how to write calls, so it knows better than the type of the model.
+    # The template shows the model how to write calls, so it knows better than the type of the
+    # model.
     found = next((parser for mark, parser in _BY_TEMPLATE.items() if mark in template), None)
     return found or _BY_MODEL.get(model_type or "", "hermes")
 
@@ -128,7 +140,9 @@ def tool_parser_problem(name: str) -> str | None:
     """Explain why a value of ``--agent-tool-parser`` cannot be used; None if it can."""
     if is_path(name):
         return hook_problem("--agent-tool-parser", "agent_tool_parser", name)
-    return _parser_problem("--agent-tool-parser", name, ("auto", *TOOL_PARSERS), SGLANG_TOOL_PARSERS)
+    return _parser_problem(
+        "--agent-tool-parser", name, ("auto", *TOOL_PARSERS), SGLANG_TOOL_PARSERS
+    )
 
 
 def reasoning_parser_problem(name: str) -> str | None:
@@ -142,11 +156,15 @@ def is_path(name: str) -> bool:
     return any(mark in name for mark in "./:")
 
 
-def _parser_problem(option: str, name: str, known: Sequence[str], registry: tuple[str, str]) -> str | None:
+def _parser_problem(
+    option: str, name: str, known: Sequence[str], registry: tuple[str, str]
+) -> str | None:
     if name in known or name in (others := sglang_parsers(*registry)):
         return None
     more = sorted(set(others) - set(known))
-    of_sglang = f"SGLang adds {', '.join(more)}" if more else "SGLang, which has others, cannot be imported"
+    of_sglang = (
+        f"SGLang adds {', '.join(more)}" if more else "SGLang, which has others, cannot be imported"
+    )
     return f"{option} {name}: there is no such parser; use one of {', '.join(known)} ({of_sglang})"
 
 
@@ -154,8 +172,9 @@ def _parser_problem(option: str, name: str, known: Sequence[str], registry: tupl
 def sglang_parsers(module: str, attribute: str) -> dict[str, Any]:
     """Return a parser registry of the installed SGLang.
 
-    It is empty if SGLang is not installed, cannot be imported (it needs packages for GPUs), or has no such attribute.
-    The import takes seconds, so call this only for names that slime does not have itself."""
+    It is empty if SGLang is not installed, cannot be imported (it needs packages for GPUs), or has
+    no such attribute. The import takes seconds, so call this only for names that slime does not
+    have itself."""
     try:
         found: Any = importlib.import_module(module)
         for name in attribute.split("."):
@@ -170,7 +189,9 @@ ENVIRONMENT_SOURCE = "slime.plugins.agents.environments.source.EnvironmentSource
 ENVIRONMENT_GENERATE = "slime.plugins.agents.environments.rollout.generate"
 MCP_GENERATE = "slime.plugins.agents.environments.mcp.generate"
 PROGRAMS = {"verifiers": "slime.plugins.agents.environments.verifiers.run"}
-"""Agent program of each environment that speaks with the model by itself, by the name of the environment."""
+"""Agent program of each environment that speaks with the model by itself, by the name of the
+environment.
+"""
 
 
 @dataclass
@@ -181,16 +202,20 @@ class EnvironmentConfig:
     """Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID,
     verifiers:TASKSET, openenv:URL or file.py:Class, with options after a question mark"""
     environment_timeout: float = flag(60.0, above=0)
-    """Deadline in seconds for the beginning and each step of an episode of --environment, and for each call of a
-    tool of --mcp-server"""
+    """Deadline in seconds for the beginning and each step of an episode of --environment, and for
+    each call of a tool of --mcp-server"""
     mcp_server: list[str] | None = None
-    """MCP servers whose tools the model may call: a command in quotes, sandbox:FILE.py, or an http URL"""
+    """MCP servers whose tools the model may call: a command in quotes, sandbox:FILE.py, or an http
+    URL
+    """
 
 
 def derive_environment(args: Args) -> None:
-    """Select the data source and the generate function of ``--environment`` or ``--mcp-server``. What the user chose
-    stays, and the rules refuse it."""
-    chosen: dict[str, object] = {"custom_generate_function_path": MCP_GENERATE} if args.mcp_server else {}
+    """Select the data source and the generate function of ``--environment`` or ``--mcp-server``.
+    What the user chose stays, and the rules refuse it."""
+    chosen: dict[str, object] = (
+        {"custom_generate_function_path": MCP_GENERATE} if args.mcp_server else {}
+    )
     if args.environment is not None:
         program = PROGRAMS.get(args.environment.partition(":")[0])
         chosen = {

@@ -1,4 +1,6 @@
-"""Advantage estimators and losses: the flags, their checks, and the lookup of the estimator's class."""
+"""Advantage estimators and losses: the flags, their checks, and the lookup of the estimator's
+class.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,21 @@ class AlgorithmConfig:
     _title = "algorithm"
 
     advantage_estimator: str = flag("grpo", kind_of_part="algorithm", or_hook=True)
-    """Advantage estimator: a built-in one, or the path of the user's own class; ppo also trains a critic"""
+    """Advantage estimator: a built-in one, or the path of the user's own class; ppo also trains a
+    critic
+    """
     loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss", "custom_loss"))
-    """Loss to minimise: the policy gradient loss, the SFT loss, or the function in --custom-loss-function-path"""
+    """Loss to minimise: the policy gradient loss, the SFT loss, or the function in
+    --custom-loss-function-path
+    """
     custom_loss_function_path: str | None = hook_flag()
     """Loss function for --loss-type custom_loss"""
     custom_advantage_function_path: str | None = hook_flag()
     """Function that computes advantages instead of --advantage-estimator"""
     custom_pg_loss_reducer_function_path: str | None = hook_flag()
-    """Function that averages the policy loss over tokens and samples. Default: the mean over samples"""
+    """Function that averages the policy loss over tokens and samples. Default: the mean over
+    samples
+    """
     compute_advantages_and_returns: bool = flag(
         True, option="--disable-compute-advantages-and-returns", kind="negative"
     )
@@ -52,15 +60,21 @@ class AlgorithmConfig:
     """Lambda of generalized advantage estimation (GAE)"""
     normalize_advantages: bool = False
     """Whiten advantages over the batch (mean 0, standard deviation 1)"""
-    grpo_std_normalization: bool = flag(True, option="--disable-grpo-std-normalization", kind="negative")
+    grpo_std_normalization: bool = flag(
+        True, option="--disable-grpo-std-normalization", kind="negative"
+    )
     """Do not divide rewards by the standard deviation of their group, as in Dr. GRPO"""
-    rewards_normalization: bool = flag(True, option="--disable-rewards-normalization", kind="negative")
+    rewards_normalization: bool = flag(
+        True, option="--disable-rewards-normalization", kind="negative"
+    )
     """Train on raw rewards, without a group baseline"""
     overlong_buffer_len: int = flag(0, low=0)
-    """DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables it"""
+    """DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables
+    it
+    """
     overlong_penalty: float = 1.0
-    """Maximum overlong penalty, which is subtracted from the reward of a response of --rollout-max-response-len
-    tokens"""
+    """Maximum overlong penalty, which is subtracted from the reward of a response of
+    --rollout-max-response-len tokens"""
     calculate_per_token_loss: bool = False
     """Average the loss over tokens instead of over samples"""
     num_critic_only_steps: int = flag(0, low=0)
@@ -74,24 +88,26 @@ def derive_algorithm(args: Args) -> None:
     # The standard deviation of one reward is 0.
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
-    # If the class cannot be loaded, check_estimator reports it later, together with all other problems.
+    # If the class cannot be loaded, check_estimator reports it later, together with all other
+    # problems.
     loads = loading_problem(args.advantage_estimator) is None
     args.use_critic = loads and algorithm_class(args.advantage_estimator).needs_critic
 
 
 @functools.cache
 def algorithm_class(name: str) -> type[Algorithm]:
-    """Return the class that ``--advantage-estimator`` names. The driver, the rollout manager and the training ranks
-    all use it.
+    """Return the class that ``--advantage-estimator`` names. The driver, the rollout manager and
+    the training ranks all use it.
 
     Raises:
-        HookError: ``name`` is neither a built-in name nor the path of a class that derives from :class:`Algorithm`.
-            Importing the user's file may raise any other exception.
+        HookError: ``name`` is neither a built-in name nor the path of a class that derives from
+            :class:`Algorithm`. Importing the user's file may raise any other exception.
     """
     known = parts("algorithm")
     if name not in known and not is_hook_path(name):
         raise HookError(
-            f"--advantage-estimator {name!r} is neither one of {', '.join(known)} nor the path of your own class"
+            f"--advantage-estimator {name!r} is neither one of {', '.join(known)} nor the path of "
+            "your own class"
         )
     try:
         found: type[Algorithm] = find("algorithm", name) if name in known else load_function(name)
@@ -110,7 +126,11 @@ def create_algorithm(args: Args) -> Algorithm:
 def estimator_settings(args: Args) -> EstimatorSettings:
     part = parts("algorithm").get(args.advantage_estimator)
     section = None if part is None or part.flags is None else load(part.flags)
-    own = None if section is None else section(**{name: getattr(args, name) for name in flags_of(section)})
+    own = (
+        None
+        if section is None
+        else section(**{name: getattr(args, name) for name in flags_of(section)})
+    )
     return EstimatorSettings(
         eps_clip=args.eps_clip,
         eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
@@ -121,7 +141,11 @@ def estimator_settings(args: Args) -> EstimatorSettings:
         std_normalization=args.grpo_std_normalization,
         max_response_len=args.rollout_max_response_len,
         # Attributes that are not flags: the user's own settings, which a user's estimator can read.
-        custom={name: value for name, value in vars(args).items() if name not in type(args).__dataclass_fields__},
+        custom={
+            name: value
+            for name, value in vars(args).items()
+            if name not in type(args).__dataclass_fields__
+        },
         own=own,
     )
 
@@ -132,13 +156,19 @@ def loading_problem(name: str) -> str | None:
         algorithm_class(name)
     except HookError as error:
         return str(error)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's module can raise anything
-        return f"--advantage-estimator {name}: importing it failed with {type(error).__name__}: {error}"
+    # the user's module can raise anything
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return (
+            f"--advantage-estimator {name}: importing it failed with {type(error).__name__}: "
+            f"{error}"
+        )
     return None
 
 
 def trial_problem(args: Args) -> str | None:
-    """Try the estimator's baseline on a few small groups, and explain why it fails; None if it works."""
+    """Try the estimator's baseline on a few small groups, and explain why it fails; None if it
+    works.
+    """
     try:
         algorithm = create_algorithm(args)
     except Exception as error:  # the constructor of the user's class can raise anything
@@ -148,26 +178,39 @@ def trial_problem(args: Args) -> str | None:
 
 
 def estimator_label(name: str) -> str:
-    """Return a short name for folders and plots: ``my_algo.py:MyAlgorithm`` gives ``MyAlgorithm``."""
+    """Return a short name for folders and plots: ``my_algo.py:MyAlgorithm`` gives
+    ``MyAlgorithm``.
+    """
     return Path(name).stem if name.endswith(".py") else re.split(r"[.:]", name)[-1]
 
 
 def known_where(fact: str, value: bool = True) -> str:
-    """List the built-in estimators whose attribute ``fact`` has a value, such as ``known_where("needs_critic")``."""
-    return " or ".join(name for name in parts("algorithm") if getattr(find("algorithm", name), fact) is value)
+    """List the built-in estimators whose attribute ``fact`` has a value, such as
+    ``known_where("needs_critic")``.
+    """
+    return " or ".join(
+        name for name in parts("algorithm") if getattr(find("algorithm", name), fact) is value
+    )
 
 
 def check_estimator(args: Args) -> list[str]:
-    """Check that the estimator can be loaded, and that the other flags fit what its class requires and forbids."""
+    """Check that the estimator can be loaded, and that the other flags fit what its class requires
+    and forbids.
+    """
     name = args.advantage_estimator
     if problem := loading_problem(name) or trial_problem(args):
         return [problem]
     algorithm = algorithm_class(name)
     flags = flags_of(type(args))
     # A class of the user may name a switch that does not exist.
-    unknown = [switch for switch in (*algorithm.requires, *algorithm.forbids) if switch not in flags]
+    unknown = [
+        switch for switch in (*algorithm.requires, *algorithm.forbids) if switch not in flags
+    ]
     if unknown:
-        return [f"--advantage-estimator {name} requires or forbids {', '.join(unknown)}, which is not a flag"]
+        return [
+            f"--advantage-estimator {name} requires or forbids {', '.join(unknown)}, which is not "
+            "a flag"
+        ]
     args.notices += create_algorithm(args).notices()
     problems = [
         f"--advantage-estimator {name} needs {flags[switch].option}: {reason}"
@@ -184,12 +227,19 @@ def check_estimator(args: Args) -> list[str]:
 
 def check_patterns(args: Args) -> list[str]:
     problems = []
-    lists = "only_train_params_name_list", "freeze_params_name_list", "lora_target_modules", "lora_exclude_modules"
+    lists = (
+        "only_train_params_name_list",
+        "freeze_params_name_list",
+        "lora_target_modules",
+        "lora_exclude_modules",
+    )
     for name, pattern in [(one, pattern) for one in lists for pattern in getattr(args, one) or ()]:
         try:
             re.compile(pattern)
         except re.error as error:
-            problems.append(f"--{name.replace('_', '-')} {pattern!r} is no regular expression: {error}")
+            problems.append(
+                f"--{name.replace('_', '-')} {pattern!r} is no regular expression: {error}"
+            )
     return problems
 
 
@@ -202,12 +252,14 @@ class KlConfig:
     kl_loss_coef: float = 0.0
     """Coefficient of the KL divergence in the loss; needs --use-kl-loss"""
     kl_loss_type: str = flag(DERIVED, choices=("k1", "k2", "k3", "low_var_kl"))
-    """Estimator of the KL divergence. Default: low_var_kl in the loss, k1 in the reward (--kl-coef). In the loss k1
-    does not regularise"""
+    """Estimator of the KL divergence. Default: low_var_kl in the loss, k1 in the reward
+    (--kl-coef). In the loss k1 does not regularise"""
     kl_coef: float = 0.0
     """Coefficient of the KL divergence in the reward; excludes --kl-loss-coef"""
     use_unbiased_kl: bool = False
-    """Multiply the KL divergence in the loss by the importance ratio, which makes the estimate unbiased"""
+    """Multiply the KL divergence in the loss by the importance ratio, which makes the estimate
+    unbiased
+    """
     ref_update_interval: int | None = flag(None, low=1)
     """Number of rollouts between copies of the actor to the reference model. Default: never"""
 
@@ -219,8 +271,9 @@ class OffPolicyConfig:
     use_rollout_logprobs: bool = False
     """Use the engine's log-probs as the old policy; excludes --use-tis"""
     use_tis: bool = flag(DERIVED)
-    """Weigh the loss of each token by the truncated importance ratio (TIS) between trainer and engine. Default: on
-    with --rollout-quantization, in train_async.py, and with --over-sampling-batch-size or --partial-rollout"""
+    """Weigh the loss of each token by the truncated importance ratio (TIS) between trainer and
+    engine. Default: on with --rollout-quantization, in train_async.py, and with
+    --over-sampling-batch-size or --partial-rollout"""
     tis_clip: float = 2.0
     """Upper bound of the truncated importance ratio (--use-tis)"""
     tis_clip_low: float = flag(0.0, low=0)
@@ -234,7 +287,9 @@ class OffPolicyConfig:
     opsm_delta: float = flag(1e-4, low=0)
     """Mean log-prob difference per token above which --use-opsm masks a sequence"""
     use_routing_replay: bool = False
-    """Megatron: route tokens in training to the same experts as in the pass that computed the old log-probs"""
+    """Megatron: route tokens in training to the same experts as in the pass that computed the old
+    log-probs
+    """
     use_rollout_routing_replay: bool = False
     """Megatron with SGLang: route tokens in training to the same experts as in the engine; implies
     --use-routing-replay"""
@@ -247,14 +302,19 @@ class DistillationConfig:
     use_opd: bool = False
     """On-policy distillation: train on the reverse KL divergence from a teacher"""
     opd_type: str | None = flag(None, choices=("sglang", "megatron"))
-    """Location of the teacher for --use-opd. sglang: a server that is asked over HTTP. megatron: the trainer (of
-    either backend) loads it from --opd-teacher-load"""
+    """Location of the teacher for --use-opd. sglang: a server that is asked over HTTP. megatron:
+    the trainer (of either backend) loads it from --opd-teacher-load"""
     opd_kl_coef: float = 1.0
     """Coefficient of the reverse KL divergence from the teacher (--use-opd)"""
     opd_teacher_load: str | None = path_flag()
-    """Checkpoint of the teacher for --opd-type megatron, with the architecture of the trained model"""
+    """Checkpoint of the teacher for --opd-type megatron, with the architecture of the trained
+    model
+    """
     opd_teacher_ckpt_step: int | None = flag(
-        None, low=0, status="refused", reason="name the folder of that iteration with --opd-teacher-load"
+        None,
+        low=0,
+        status="refused",
+        reason="name the folder of that iteration with --opd-teacher-load",
     )
     """Iteration of the teacher's checkpoint"""
 
@@ -268,12 +328,14 @@ def derive_corrections(args: Args, asynchronous: bool) -> None:
 
 
 def _correct_by_default(args: Args, asynchronous: bool) -> None:
-    """Turn on TIS if samples come from quantized weights, or can be older than the weights that they train, unless the
-    user chose another way."""
+    """Turn on TIS if samples come from quantized weights, or can be older than the weights that
+    they train, unless the user chose another way."""
     # Each of these is a decision of the user about samples of older weights.
     rejects = vars(args).get("use_rs")  # of --custom-config-path: samples are left out instead
     chosen = args.use_rollout_logprobs or args.get_mismatch_metrics or rejects
-    bound = staleness_bound(args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness)
+    bound = staleness_bound(
+        args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness
+    )
     why = ""
     # The first reason that applies is told; one notice is enough.
     if args.rollout_quantization:
@@ -281,10 +343,12 @@ def _correct_by_default(args: Args, asynchronous: bool) -> None:
         why = f"the engines generate with weights that {quantization} has rounded"
     elif asynchronous and bound > 0:
         why = f"tokens can be {bound} step(s) older than the weights that they train"
-    elif trains_late(args) and not args.mask_offpolicy_in_partial_rollout:  # which excludes such tokens
+    # which excludes such tokens
+    elif trains_late(args) and not args.mask_offpolicy_in_partial_rollout:
         why = (
-            "with --over-sampling-batch-size or --partial-rollout, groups that a rollout does not need train in a "
-            "later one, so their tokens are older than the weights that they train"
+            "with --over-sampling-batch-size or --partial-rollout, groups that a rollout does "
+            "not need train in a later one, so their tokens are older than the weights that they "
+            "train"
         )
     args.use_tis = bool(why) and args.loss_type == "policy_loss" and not chosen
     if args.use_tis:

@@ -1,4 +1,6 @@
-"""The complete configuration: a flat dataclass that is composed of one small dataclass per topic."""
+"""The complete configuration: a flat dataclass that is composed of one small dataclass per
+topic.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from slime.config.observability import DebugConfig, MegatronExtrasConfig, Observ
 from slime.config.passthrough import FAMILIES, Family, by_name, option_value, options, prefix_of
 from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
-from slime.config.trainer import ModelConfig, OptimizerConfig, RolloutPrecisionConfig, TrainingPrecisionConfig
+from slime.config.trainer import (
+    ModelConfig,
+    OptimizerConfig,
+    RolloutPrecisionConfig,
+    TrainingPrecisionConfig,
+)
 from slime.config.weight_sync import WeightSyncConfig
 from slime.registry import RegistryError, sections
 
@@ -34,8 +41,8 @@ from slime.registry import RegistryError, sections
 class UnknownName(AttributeError):
     """Raised for an attribute that ``Args`` does not have.
 
-    The message is created when it is read, because its search for similar names takes a millisecond. So
-    ``getattr(args, name, default)`` in a user's function stays cheap."""
+    The message is created when it is read, because its search for similar names takes a
+    millisecond. So ``getattr(args, name, default)`` in a user's function stays cheap."""
 
     def __init__(self, name: str, values: Mapping[str, object]) -> None:
         super().__init__(name, values)
@@ -50,7 +57,10 @@ class UnknownName(AttributeError):
         known = by_name("megatron").get(self._name)
         if known is not None:
             option = known.flag.option
-            return f"args has no attribute {self._name!r}: {option} is not given, and only Megatron has a default"
+            return (
+                f"args has no attribute {self._name!r}: {option} is not given, and only Megatron "
+                "has a default"
+            )
         return f"args has no attribute {self._name!r}{did_you_mean(self._name, self._values)}"
 
 
@@ -58,16 +68,25 @@ class UnknownName(AttributeError):
 def _has_default_of_its_own(code: CodeType, offset: int) -> bool:
     """Whether the instruction at ``offset`` calls ``getattr`` with a default, or ``hasattr``.
 
-    Python asks an object in the same way for ``args.name`` and for ``getattr(args, "name", default)``. Only the
-    instruction of the caller tells them apart. In all other forms, such as a function of C code, the answer is False.
+    Python asks an object in the same way for ``args.name`` and for ``getattr(args, "name",
+    default)``. Only the instruction of the caller tells them apart. In all other forms, such as a
+    function of C code, the answer is False.
     """
     instructions = list(dis.get_instructions(code))
     call = [instruction for instruction in instructions if instruction.offset <= offset][-1]
     if "CALL" not in call.opname or call.positions is None:
         return False
-    start = call.positions[::2]  # line and column: a call begins where the name of its function begins
+    # line and column: a call begins where the name of its function begins
+    start = call.positions[::2]
     loads = (each for each in instructions if each.opname.startswith("LOAD"))
-    name = next((each.argval for each in loads if each.positions is not None and each.positions[::2] == start), None)
+    name = next(
+        (
+            each.argval
+            for each in loads
+            if each.positions is not None and each.positions[::2] == start
+        ),
+        None,
+    )
     return name == "hasattr" or (name == "getattr" and call.arg == 3)
 
 
@@ -108,23 +127,27 @@ class Args(
     """All settings of a run as attributes, such as ``args.rollout_temperature``.
 
     Reading an unknown attribute raises :class:`UnknownName`. The user's own attributes are keys of
-    ``--custom-config-path``, options that ``add_custom_arguments`` adds, or names that a function has assigned, which
-    exist in its process.
+    ``--custom-config-path``, options that ``add_custom_arguments`` adds, or names that a function
+    has assigned, which exist in its process.
 
-    A flag that was not given and has no default is None: ``args.max_turns``. But code with a default of its own gets
-    that one, as if the flag did not exist: ``getattr(args, "max_turns", 15)`` is 15, and ``hasattr`` is False.
+    A flag that was not given and has no default is None: ``args.max_turns``. But code with a
+    default of its own gets that one, as if the flag did not exist: ``getattr(args, "max_turns",
+    15)`` is 15, and ``hasattr`` is False.
 
-    Flags of SGLang, its router and Megatron that were given are in the dicts ``sglang``, ``router`` and ``megatron``.
-    They are also attributes: ``args.sglang_mem_fraction_static``, ``args.tensor_model_parallel_size``. A flag that was
-    not given has the default of the pinned version; flags of Megatron have it only with ``--train-backend megatron``.
-    The dimensions of the model (``hidden_size``, ``num_layers``, ``vocab_size`` and the others in
-    ``hf_config.SHAPE``) have their true values with every backend: the flag's, or else those of config.json.
+    Flags of SGLang, its router and Megatron that were given are in the dicts ``sglang``, ``router``
+    and ``megatron``. They are also attributes: ``args.sglang_mem_fraction_static``,
+    ``args.tensor_model_parallel_size``. A flag that was not given has the default of the pinned
+    version; flags of Megatron have it only with ``--train-backend megatron``. The dimensions of the
+    model (``hidden_size``, ``num_layers``, ``vocab_size`` and the others in ``hf_config.SHAPE``)
+    have their true values with every backend: the flag's, or else those of config.json.
     """
 
     # These fields are not flags: they are derived, or describe the command line.
     use_critic: bool = False
     world_size: int = 1  # number of training processes
-    sglang_model_routers: dict[str, tuple[str | None, int | None]] = dataclasses.field(default_factory=dict)
+    sglang_model_routers: dict[str, tuple[str | None, int | None]] = dataclasses.field(
+        default_factory=dict
+    )
     sglang: dict[str, Any] = dataclasses.field(default_factory=dict)
     router: dict[str, Any] = dataclasses.field(default_factory=dict)
     megatron: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -137,12 +160,18 @@ class Args(
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
-        if value is None and name in FLAGS and name not in self.explicit and _is_asked_with_default():
+        if (
+            value is None
+            and name in FLAGS
+            and name not in self.explicit
+            and _is_asked_with_default()
+        ):
             raise UnknownName(name, self.__dict__)
         return value
 
-    # Python calls this for names that are not fields, and for those that the method above refuses. Private names fail
-    # at once: copy and pickle look for methods such as __setstate__ before the instance has any values.
+    # Python calls this for names that are not fields, and for those that the method above refuses.
+    # Private names fail at once: copy and pickle look for methods such as __setstate__ before the
+    # instance has any values.
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -158,11 +187,16 @@ class Args(
         return value
 
     def fill(self, **defaults: Any) -> None:
-        """Set those of the flags that have no value yet, such as ``args.fill(critic_lr=args.lr)``."""
-        self.__dict__.update({name: value for name, value in defaults.items() if self.__dict__[name] is None})
+        """Set those of the flags that have no value yet, such as
+        ``args.fill(critic_lr=args.lr)``.
+        """
+        self.__dict__.update(
+            {name: value for name, value in defaults.items() if self.__dict__[name] is None}
+        )
 
     def with_values(self, **changes: Any) -> Self:
-        """Return a copy with other values, such as ``args.with_values(num_rollout=12)`` once the number is known.
+        """Return a copy with other values, such as ``args.with_values(num_rollout=12)`` once the
+        number is known.
 
         Raises:
             AttributeError: ``args`` has no attribute of this name.
@@ -181,7 +215,9 @@ def all_sections() -> tuple[type, ...]:
 
 
 class _Flags(Mapping[str, Flag]):
-    """The flags of slime, followed by those of registered parts, which are read when a flag is first looked up."""
+    """The flags of slime, followed by those of registered parts, which are read when a flag is
+    first looked up.
+    """
 
     def __getitem__(self, name: str) -> Flag:
         return _flags_with(all_sections())[name]
@@ -199,13 +235,18 @@ def _flags_with(parts: tuple[type, ...]) -> dict[str, Flag]:
     for part in parts:
         for name, flag in flags_of(part).items():
             if name in flags:
-                raise RegistryError(f"{part.__module__}.{part.__qualname__} has the flag {flag.option}, which exists")
+                raise RegistryError(
+                    f"{part.__module__}.{part.__qualname__} has the flag {flag.option}, which "
+                    "exists"
+                )
             flags[name] = flag
     return flags
 
 
 FLAGS = _Flags()
-"""All flags of slime itself and of registered parts by attribute name, in the order of the groups."""
+"""All flags of slime itself and of registered parts by attribute name, in the order of the
+groups.
+"""
 
 
 class Spelling(NamedTuple):
@@ -221,7 +262,9 @@ class Spelling(NamedTuple):
 
 
 def spellings() -> dict[str, Spelling]:
-    """Return all flags by attribute, and by option without the leading dashes and with ``_`` for ``-``."""
+    """Return all flags by attribute, and by option without the leading dashes and with ``_`` for
+    ``-``.
+    """
     return _spellings_with(all_sections())
 
 
@@ -233,7 +276,9 @@ def _spellings_with(parts: tuple[type, ...]) -> dict[str, Spelling]:
         found[underscored(option)] = Spelling(entry.flag, entry.family, entry.sets is not False)
     for family in FAMILIES:
         named = by_name(family).items()
-        found |= {prefix_of(family) + name: Spelling(entry.flag, family, True) for name, entry in named}
+        found |= {
+            prefix_of(family) + name: Spelling(entry.flag, family, True) for name, entry in named
+        }
     for flag in FLAGS.values():
         if flag.is_bool:
             found.setdefault(f"no_{underscored(flag.option)}", Spelling(flag, None, False))

@@ -1,4 +1,6 @@
-"""Flags of batches: how the samples of a rollout are split into optimizer steps and micro-batches."""
+"""Flags of batches: how the samples of a rollout are split into optimizer steps and
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,30 @@ class BatchConfig:
     rollout_batch_size: int = flag(32, low=1)
     """Number of prompts per rollout"""
     n_samples_per_prompt: int = flag(8, low=1)
-    """Number of samples per prompt, which form a group. With --loss-type sft_loss the default is 1"""
+    """Number of samples per prompt, which form a group. With --loss-type sft_loss the default is
+    1
+    """
     global_batch_size: int = flag(DERIVED, low=1)
-    """Number of samples per optimizer step. Default: --rollout-batch-size x --n-samples-per-prompt /
-    --num-steps-per-rollout"""
+    """Number of samples per optimizer step. Default: --rollout-batch-size x --n-samples-per-prompt
+    / --num-steps-per-rollout"""
     num_steps_per_rollout: int = flag(DERIVED, low=1)
     """Number of optimizer steps per rollout. Default: 1, or what --global-batch-size implies"""
     micro_batch_size: int = flag(1, low=1)
     """Number of samples per micro-batch; giving this flag disables --use-dynamic-batch-size"""
     use_dynamic_batch_size: bool = flag(DERIVED, kind="toggle")
-    """Fill each micro-batch with samples up to --max-tokens-per-gpu tokens. Default: on, unless --micro-batch-size
-    is given or batches are padded (--attn-implementation)"""
+    """Fill each micro-batch with samples up to --max-tokens-per-gpu tokens. Default: on, unless
+    --micro-batch-size is given or batches are padded (--attn-implementation)"""
     max_tokens_per_gpu: int | None = flag(None, low=1)
-    """Maximum tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU, with
-    --deterministic or in float32, the longest prompt and response that the flags allow, but at least 4096"""
+    """Maximum tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU,
+    with --deterministic or in float32, the longest prompt and response that the flags allow, but at
+    least 4096"""
     log_probs_max_tokens_per_gpu: int | None = flag(None, low=1)
-    """Maximum tokens of a micro-batch in passes without a backward pass (log-probs, entropy, values); 2 to 4 times
-    --max-tokens-per-gpu usually fits. Default: the micro-batches of training"""
+    """Maximum tokens of a micro-batch in passes without a backward pass (log-probs, entropy,
+    values); 2 to 4 times --max-tokens-per-gpu usually fits. Default: the micro-batches of
+    training"""
     balance_data: bool = flag(DERIVED, kind="toggle")
-    """Distribute samples so that all ranks have about the same work (estimated FLOPs) in each micro-batch. Default:
+    """Distribute samples so that all ranks have about the same work (estimated FLOPs) in each
+    micro-batch. Default:
     on with --use-dynamic-batch-size"""
     balance_by_flops: bool = False
     """Synonym of --balance-data; needs --use-dynamic-batch-size"""
@@ -50,10 +57,11 @@ class BatchConfig:
 
 
 def derive_batch(args: Args) -> list[str]:
-    """Derive missing batch sizes so that rollout_batch_size x n_samples_per_prompt = global_batch_size x
-    num_steps_per_rollout, and report sizes that do not satisfy this."""
+    """Derive missing batch sizes so that rollout_batch_size x n_samples_per_prompt =
+    global_batch_size x num_steps_per_rollout, and report sizes that do not satisfy this."""
     if args.loss_type == "sft_loss" and "n_samples_per_prompt" not in args.explicit:
-        args.n_samples_per_prompt = 1  # SFT samples nothing, so a group would hold copies of one conversation
+        # SFT samples nothing, so a group would hold copies of one conversation
+        args.n_samples_per_prompt = 1
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     given = (
         f"--rollout-batch-size {args.rollout_batch_size} x "
@@ -62,7 +70,8 @@ def derive_batch(args: Args) -> list[str]:
     _micro_batches(args)
     size = args.global_batch_size
     steps = args.num_steps_per_rollout
-    if min(samples, 1 if size is None else size, 1 if steps is None else steps) < 1:  # the range checks report it
+    # the range checks report it
+    if min(samples, 1 if size is None else size, 1 if steps is None else steps) < 1:
         return []
     # Of the identity's four numbers, the missing one follows from the others.
     implied_steps = steps or (samples // size if size else 1)
@@ -78,17 +87,18 @@ def derive_batch(args: Args) -> list[str]:
         near = min(fits, key=lambda n: (abs(n - size), -n))
         return [f"{given}, which is not a multiple of --global-batch-size {size}; {near} would fit"]
     return [
-        f"{given}, but --global-batch-size {size} x --num-steps-per-rollout {steps} = {size * steps}: leave out one of "
-        "the last two flags; its value follows from the others"
+        f"{given}, but --global-batch-size {size} x --num-steps-per-rollout {steps} = "
+        f"{size * steps}: leave out one of the last two flags; its value follows from the others"
     ]
 
 
 def _micro_batches(args: Args) -> None:
     """Size micro-batches by tokens, unless the user sets their size in samples.
 
-    Here the token budget follows from flags alone. The default needs no more memory than the longest sample, which has
-    to fit in any case. On GPUs the driver replaces the default by a measured one (``cluster/token_budget.py``). On a
-    CPU it stays, because engines, object store and trainer share the memory, and larger packs are not faster there.
+    Here the token budget follows from flags alone. The default needs no more memory than the
+    longest sample, which has to fit in any case. On GPUs the driver replaces the default by a
+    measured one (``cluster/token_budget.py``). On a CPU it stays, because engines, object store and
+    trainer share the memory, and larger packs are not faster there.
     """
     padded = args.attn_implementation not in (None, "varlen")
     args.fill(use_dynamic_batch_size="micro_batch_size" not in args.explicit and not padded)
@@ -99,8 +109,8 @@ def _micro_batches(args: Args) -> None:
 
 
 def check_split(args: Args) -> list[str]:
-    """Check that the samples of a step can be distributed over the data-parallel ranks: evenly in micro-batches of a
-    fixed size, and otherwise at least one for each rank."""
+    """Check that the samples of a step can be distributed over the data-parallel ranks: evenly in
+    micro-batches of a fixed size, and otherwise at least one for each rank."""
     if args.debug_rollout_only or args.num_steps_per_rollout is None or not args.global_batch_size:
         return []
     layout = ParallelLayout.from_args(args)
@@ -113,14 +123,16 @@ def check_split(args: Args) -> list[str]:
         if unit < 1 or args.global_batch_size % unit == 0:
             return []
         return [
-            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{args.micro_batch_size} x {ranks} = {unit}: change one of them, or pass --use-dynamic-batch-size"
+            f"--global-batch-size {args.global_batch_size} is not a multiple of "
+            f"--micro-batch-size {args.micro_batch_size} x {ranks} = {unit}: change one of them, "
+            "or pass --use-dynamic-batch-size"
         ]
-    # Functions of the user can return several samples for one, so the number of samples is not known in advance.
+    # Functions of the user can return several samples for one, so the number of samples is not
+    # known in advance.
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
     if args.custom_generate_function_path or own_rollout or args.global_batch_size >= unit:
         return []
     return [
-        f"--global-batch-size {args.global_batch_size} is less than one sample for each of {ranks}: use a larger batch "
-        "or fewer ranks"
+        f"--global-batch-size {args.global_batch_size} is less than one sample for each of "
+        f"{ranks}: use a larger batch or fewer ranks"
     ]

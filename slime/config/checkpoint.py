@@ -1,5 +1,5 @@
-"""Which checkpoint a run starts from, and how it is found in a folder that Megatron-LM wrote with ``--ckpt-format
-torch_dist``. Imports no torch.
+"""Which checkpoint a run starts from, and how it is found in a folder that Megatron-LM wrote with
+``--ckpt-format torch_dist``. Imports no torch.
 
 Such a folder has a tracker file and a folder per iteration::
 
@@ -26,11 +26,14 @@ _OF_SLIME = ("manifest.json", "trainer.json", "actor")
 
 
 def megatron_lm_folder(path: str | None, step: int | None = None) -> Path | None:
-    """Return the folder of a checkpoint of Megatron-LM whose weights can be read; None if there is none.
+    """Return the folder of a checkpoint of Megatron-LM whose weights can be read; None if there is
+    none.
 
     Args:
-        path: The folder with the tracker file, or the folder of one iteration (``.metadata`` and ``*.distcp``).
-        step: The iteration to select. Default: that of the tracker file, or the newest one if there is no such file.
+        path: The folder with the tracker file, or the folder of one iteration (``.metadata`` and
+            ``*.distcp``).
+        step: The iteration to select. Default: that of the tracker file, or the newest one if there
+            is no such file.
     """
     folder = Path(path).expanduser() if path is not None else None
     if folder is None or not folder.is_dir() or (folder / "config.json").is_file():
@@ -41,14 +44,19 @@ def megatron_lm_folder(path: str | None, step: int | None = None) -> Path | None
 
 
 def is_foreign_megatron(folder: Path) -> bool:
-    """Whether Megatron-LM wrote a folder, in any of its formats: a tracker file, or tensors of ``torch_dist``."""
+    """Whether Megatron-LM wrote a folder, in any of its formats: a tracker file, or tensors of
+    ``torch_dist``.
+    """
     return (folder / TRACKER).is_file() or any(
-        next(place.glob("*.distcp"), None) is not None for place in (folder, *folder.glob("iter_*"), folder / "release")
+        next(place.glob("*.distcp"), None) is not None
+        for place in (folder, *folder.glob("iter_*"), folder / "release")
     )
 
 
 def weights_path(path: str | None, step: int | None = None) -> str | None:
-    """Return the folder of an iteration (:func:`megatron_lm_folder`), or ``path`` if it is something else."""
+    """Return the folder of an iteration (:func:`megatron_lm_folder`), or ``path`` if it is
+    something else.
+    """
     found = megatron_lm_folder(path, step)
     return path if found is None else str(found)
 
@@ -72,7 +80,9 @@ def _is_readable(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The checkpoints that the flags name. Of a folder that Megatron-LM wrote, it is the folder of one iteration."""
+    """The checkpoints that the flags name. Of a folder that Megatron-LM wrote, it is the folder of
+    one iteration.
+    """
 
     load: str | None
     ref_load: str | None
@@ -87,21 +97,31 @@ class InitialWeights:
 
     def hf_folder(self) -> str:
         """Return the Hugging Face checkpoint that has the configuration of the initial weights."""
-        return self.load if self.load and (Path(self.load) / "config.json").is_file() else self.hf_checkpoint
+        return (
+            self.load
+            if self.load and (Path(self.load) / "config.json").is_file()
+            else self.hf_checkpoint
+        )
 
     def path(self, megatron: bool) -> str:
         """Return the checkpoint of the initial weights.
 
-        It is ``--load`` if it has weights, otherwise ``--ref-load`` if it is a Megatron checkpoint, otherwise
-        ``--hf-checkpoint``. A snapshot is loaded later.
+        It is ``--load`` if it has weights, otherwise ``--ref-load`` if it is a Megatron checkpoint,
+        otherwise ``--hf-checkpoint``. A snapshot is loaded later.
 
         Args:
-            megatron: Whether the backend is Megatron, which also reads slime's own Megatron checkpoints.
+            megatron: Whether the backend is Megatron, which also reads slime's own Megatron
+                checkpoints.
         """
         # FSDP cannot read the tensors of the Megatron backend.
         names = ("config.json", "trainer.json") if megatron else ("config.json",)
-        if self.load and (megatron_lm_folder(self.load) or any((Path(self.load) / name).is_file() for name in names)):
+        if self.load and (
+            megatron_lm_folder(self.load)
+            or any((Path(self.load) / name).is_file() for name in names)
+        ):
             return self.load
-        if self.ref_load and (megatron_lm_folder(self.ref_load) or (megatron and megatron_folder(self.ref_load))):
+        if self.ref_load and (
+            megatron_lm_folder(self.ref_load) or (megatron and megatron_folder(self.ref_load))
+        ):
             return self.ref_load
         return self.hf_checkpoint

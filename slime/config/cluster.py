@@ -1,4 +1,6 @@
-"""Flags of processes and their GPUs. On a machine without GPUs, a "GPU" in this file means a process slot."""
+"""Flags of processes and their GPUs. On a machine without GPUs, a "GPU" in this file means a
+process slot.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ class ClusterConfig:
     actor_num_nodes: int = flag(1, low=1, high=MOST)
     """Number of nodes for training"""
     actor_num_gpus_per_node: int = flag(DERIVED, low=1, high=MOST)
-    """Training GPUs per node; without GPUs, training processes. Default: all GPUs of the node (fewer if engines
-    need their own), or 1 without GPUs"""
+    """Training GPUs per node; without GPUs, training processes. Default: all GPUs of the node
+    (fewer if engines need their own), or 1 without GPUs"""
     rollout_num_gpus: int = flag(DERIVED, low=0, high=MOST)
-    """GPUs for inference, in total; without GPUs, engine processes. Default: the training GPUs with --colocate,
-    otherwise the GPUs of one engine"""
+    """GPUs for inference, in total; without GPUs, engine processes. Default: the training GPUs with
+    --colocate, otherwise the GPUs of one engine"""
     rollout_num_gpus_per_engine: int = flag(1, low=1, high=MOST)
     """GPUs per engine, which is its tensor parallel size"""
     colocate: bool = False
@@ -55,14 +57,14 @@ class ClusterConfig:
     train_env_vars: dict[str, str] = flag({})
     """Environment variables of the training processes, as a JSON object"""
     inline: bool = flag(False, kind="toggle")
-    """Run everything in one process on one device, without Ray, for debugging; the numbers are the same. One
-    training rank and one engine"""
+    """Run everything in one process on one device, without Ray, for debugging; the numbers are the
+    same. One training rank and one engine"""
     use_fault_tolerance: bool = False
-    """Continue without engines that die, hang or cannot be reached, and restart them. Without this flag the run
-    ends with a report"""
+    """Continue without engines that die, hang or cannot be reached, and restart them. Without this
+    flag the run ends with a report"""
     max_restarts: int = flag(DERIVED, low=0)
-    """Automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or the driver has
-    died. Default: 3 with --use-fault-tolerance, otherwise 0"""
+    """Automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or
+    the driver has died. Default: 3 with --use-fault-tolerance, otherwise 0"""
     rollout_health_check_interval: float = flag(30.0, above=0)
     """Seconds between two health checks of an engine, each of which generates tokens"""
     rollout_health_check_timeout: float = flag(30.0, above=0)
@@ -76,7 +78,9 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.rollout_num_gpus is None and args.sglang_config:
         with contextlib.suppress(ServerGroupError, OSError):  # check_server_groups reports it later
-            groups = read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
+            groups = read_server_groups(
+                args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine
+            )
             args.rollout_num_gpus = total_gpus(groups)
     # Only where trainer and engines take turns on a GPU, each has to make room for the other.
     shared = args.colocate and not args.debug_rollout_only
@@ -88,18 +92,22 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
         offload_rollout=shared or args.offload,
     )
     if args.use_critic and shared and not args.offload_train:
-        args.notices.append("--no-offload-train has no effect: actor and critic take turns on the engines' GPUs")
+        args.notices.append(
+            "--no-offload-train has no effect: actor and critic take turns on the engines' GPUs"
+        )
         args.offload_train = True
 
 
 def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None:
-    """Place trainer and engines if --actor-num-gpus-per-node is not given: let them share the machine's GPUs, or split
-    the GPUs in train_async.py, where they run at the same time."""
+    """Place trainer and engines if --actor-num-gpus-per-node is not given: let them share the
+    machine's GPUs, or split the GPUs in train_async.py, where they run at the same time."""
     # What the user has placed stays as it is.
     if args.actor_num_gpus_per_node is not None:
         return
     gpus = machine.gpus
-    has_no_partner = args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs
+    has_no_partner = (
+        args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs
+    )
     if not machine.cuda:
         gpus = 1
     elif args.colocate or has_no_partner:
@@ -109,7 +117,9 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
     # Generation and training alternate in train.py, so each may have all GPUs in its turn.
     elif not asynchronous:
         args.colocate = True
-        args.notices.append(f"no placement is given, so trainer and engines share {gpus} GPU(s), as with --colocate")
+        args.notices.append(
+            f"no placement is given, so trainer and engines share {gpus} GPU(s), as with --colocate"
+        )
     # They run at the same time in train_async.py, so each gets a half; engines get the larger one.
     elif gpus > 1:
         args.rollout_num_gpus = gpus - gpus // 2
@@ -131,7 +141,10 @@ def check_placement(args: Args) -> list[str]:
             f"--rollout-num-gpus {args.rollout_num_gpus} is not a multiple of "
             f"--rollout-num-gpus-per-engine {per_engine}"
         )
-    if args.embedded_device is not None and args.embedded_device.partition(":")[0] not in ("cpu", "cuda"):
+    if args.embedded_device is not None and args.embedded_device.partition(":")[0] not in (
+        "cpu",
+        "cuda",
+    ):
         problems.append(f"--embedded-device {args.embedded_device}: must be cpu or cuda")
     problems += [
         f"--train-env-vars: {name} needs a text or a number, not {shown(value)}"
@@ -147,8 +160,8 @@ def environment_texts(variables: Mapping[str, object]) -> dict[str, str]:
 
 
 def check_machine(args: Args, machine: Machine) -> list[str]:
-    """Check the rules that depend on this machine. The GPUs of a Ray cluster are checked later, when the run connects
-    to it."""
+    """Check the rules that depend on this machine. The GPUs of a Ray cluster are checked later,
+    when the run connects to it."""
     problems = _absent_engine(args)
     engines = len(args.rollout_external_engine_addrs or []) or (
         (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
@@ -158,24 +171,33 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
     most = connection_limit(args.sglang_router_ip)
     if asked > most and not machine.in_cluster:
         args.notices.append(
-            f"--sglang-server-concurrency {args.sglang_server_concurrency} with {engines} engines means {asked} "
-            f"concurrent requests; they are limited to {most}, because a request takes two open files (ulimit -Hn) "
-            "and, with a router on another machine, a local port (ip_local_port_range)"
+            f"--sglang-server-concurrency {args.sglang_server_concurrency} with {engines} engines "
+            f"means {asked} concurrent requests; they are limited to {most}, because a request "
+            "takes two open files (ulimit -Hn) and, with a router on another machine, a local "
+            "port (ip_local_port_range)"
         )
     if machine.in_cluster:
         return problems  # the GPUs of the cluster are known only after Ray has connected to it
     if machine.cuda:
         problems += engines_beside_trainer(args)
-    return problems + (_too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine))
+    return problems + (
+        _too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine)
+    )
 
 
 def _absent_engine(args: Args) -> list[str]:
     # External engines do not need their package on this machine.
-    package = None if args.rollout_external_engine_addrs else parts("engine")[args.rollout_backend].package
+    package = (
+        None
+        if args.rollout_external_engine_addrs
+        else parts("engine")[args.rollout_backend].package
+    )
     if package is None or installed(package[0]):
         return []
     backend = args.rollout_backend
-    return [f"--rollout-backend {backend}: {backend} is not installed; run pip install {package[1]}"]
+    return [
+        f"--rollout-backend {backend}: {backend} is not installed; run pip install {package[1]}"
+    ]
 
 
 def _too_many_gpus(args: Args, machine: Machine) -> list[str]:
@@ -187,15 +209,16 @@ def _too_many_gpus(args: Args, machine: Machine) -> list[str]:
         return []
     share = "" if args.colocate else "--colocate to share GPUs, "
     return [
-        f"the run needs {needed} GPUs ({asked_gpus(args)}, {'shared' if args.colocate else 'not shared'}), but this "
-        f"machine has {machine.gpus}: use {share}smaller numbers, "
-        "or a Ray cluster (ray start, then ray job submit or RAY_ADDRESS)"
+        f"the run needs {needed} GPUs ({asked_gpus(args)}, "
+        f"{'shared' if args.colocate else 'not shared'}), but this machine has {machine.gpus}: "
+        f"use {share}smaller numbers, or a Ray cluster (ray start, then ray job submit or "
+        "RAY_ADDRESS)"
     ]
 
 
 def _too_many_slots(args: Args, machine: Machine) -> list[str]:
-    """Check that a machine without GPUs runs at most one process of each kind per core; more would only slow down each
-    other."""
+    """Check that a machine without GPUs runs at most one process of each kind per core; more would
+    only slow down each other."""
     asked = {
         "--actor-num-gpus-per-node": args.actor_num_nodes * args.actor_num_gpus_per_node
         if "actor_num_gpus_per_node" in args.explicit
@@ -210,8 +233,9 @@ def _too_many_slots(args: Args, machine: Machine) -> list[str]:
         return []
     change = " ".join(f"{option} 1" for option in asked)
     return [
-        f"{asked_gpus(args)}: this machine has no GPU and {machine.cores} CPU cores, so at most {machine.cores} "
-        f"processes of each kind can run: use {change} (or set these in an --override file), or a Ray cluster"
+        f"{asked_gpus(args)}: this machine has no GPU and {machine.cores} CPU cores, so at most "
+        f"{machine.cores} processes of each kind can run: use {change} (or set these in an "
+        "--override file), or a Ray cluster"
     ]
 
 
@@ -223,10 +247,13 @@ _USERS_HOOKS = (
 
 
 def inline_engine(args: Args) -> Literal["no port", "port"] | None:
-    """Return whether the engine of this process listens on a port as well, for a function of the user's that may need
-    one; everything of slime reaches it without. None: the engine is a process of its own."""
+    """Return whether the engine of this process listens on a port as well, for a function of the
+    user's that may need one; everything of slime reaches it without. None: the engine is a process
+    of its own."""
     if not args.inline or args.rollout_backend != "embedded" or args.rollout_external_engine_addrs:
         return None
     # A function of slime reaches the engine by calls of this process.
     paths = [getattr(args, name) for name in _USERS_HOOKS]
-    return "port" if any(path and not str(path).startswith("slime.") for path in paths) else "no port"
+    return (
+        "port" if any(path and not str(path).startswith("slime.") for path in paths) else "no port"
+    )

@@ -28,8 +28,8 @@ class DataConfig:
     _title = "data"
 
     prompt_data: str | None = path_flag()
-    """File of training prompts in JSONL, Parquet or JSON, or a data set by name, such as openai/gsm8k:main:train;
-    path@[a:b] selects a slice of its rows"""
+    """File of training prompts in JSONL, Parquet or JSON, or a data set by name, such as
+    openai/gsm8k:main:train; path@[a:b] selects a slice of its rows"""
     input_key: str = "prompt"
     """Column of the prompt, which is a text or a list of messages"""
     label_key: str | None = "label"
@@ -39,7 +39,9 @@ class DataConfig:
     tool_key: str = "tools"
     """Column of the tool schemas for the chat template"""
     multimodal_keys: dict[str, str] | None = None
-    """JSON object that maps media types to columns, such as {"image": "images"}. Default: text only"""
+    """JSON object that maps media types to columns, such as {"image": "images"}. Default: text
+    only
+    """
     apply_chat_template: bool = False
     """Render messages with the tokenizer's chat template"""
     apply_chat_template_kwargs: dict[str, Any] = flag({})
@@ -47,34 +49,50 @@ class DataConfig:
     num_rollout: int | None = flag(None, low=0)
     """Total number of rollouts, each generated and then trained. Default: one epoch"""
     num_epoch: int | None = flag(None, low=1)
-    """Number of epochs if --num-rollout is not given: the fewest rollouts that use each prompt so often. Default: 1"""
+    """Number of epochs if --num-rollout is not given: the fewest rollouts that use each prompt so
+    often. Default: 1
+    """
     start_rollout_id: int | None = flag(None, low=0)
     """Number of the first rollout. Default: the one after the loaded snapshot, or 0"""
     rollout_shuffle: bool = False
     """Shuffle the prompts in each epoch"""
     rollout_seed: int = 42
     """Random seed for shuffling prompts and for sampling tokens"""
-    rollout_global_dataset: bool = flag(True, option="--disable-rollout-global-dataset", kind="negative")
+    rollout_global_dataset: bool = flag(
+        True, option="--disable-rollout-global-dataset", kind="negative"
+    )
     """Do not read --prompt-data; the class in --data-source-path provides the prompts"""
     data_source_path: str = flag(DEFAULT_DATA_SOURCE, kind="hook")
     """Class of the data source, which provides the prompts"""
     buffer_filter_path: str | None = hook_flag()
-    """Function that selects groups from the data source's buffer. Default: the oldest groups first"""
+    """Function that selects groups from the data source's buffer. Default: the oldest groups
+    first
+    """
     num_data_workers: int = flag(0, low=0)
-    """Processes that parse, render and tokenize --prompt-data; 0 does this in the rollout manager"""
+    """Processes that parse, render and tokenize --prompt-data; 0 does this in the rollout
+    manager
+    """
     streaming_data: bool = False
-    """Read the rows of --prompt-data when they are needed, so that memory does not grow with the file. Only the
-    first 10,000 rows are checked before the start"""
+    """Read the rows of --prompt-data when they are needed, so that memory does not grow with the
+    file. Only the first 10,000 rows are checked before the start"""
     loss_mask_type: str = flag("qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"))
     """Chat format by which the loss mask of SFT samples is computed"""
 
 
 def derive_data(args: Args) -> None:
-    # Many public data sets call the prompt "input". Only a column that is named by the user is never replaced.
+    # Many public data sets call the prompt "input". Only a column that is named by the user is
+    # never replaced.
     row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
-    if row is not None and "input_key" not in args.explicit and args.input_key not in row and "input" in row:
+    if (
+        row is not None
+        and "input_key" not in args.explicit
+        and args.input_key not in row
+        and "input" in row
+    ):
         args.input_key = "input"
-        args.notices.append("rows have no column 'prompt'; the column 'input' is used instead (--input-key)")
+        args.notices.append(
+            "rows have no column 'prompt'; the column 'input' is used instead (--input-key)"
+        )
     # A prompt that fills the whole context leaves no token for the response.
     if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
@@ -89,16 +107,27 @@ def check_data_files(args: Args) -> list[str]:
     custom_source = args.data_source_path != DEFAULT_DATA_SOURCE
     if args.prompt_data is None:
         if needs_data and not custom_source:
-            return ["--prompt-data is missing: pass a JSONL or Parquet file, or your own --data-source-path"]
+            return [
+                "--prompt-data is missing: pass a JSONL or Parquet file, or your own "
+                "--data-source-path"
+            ]
         return []
     # A source of the user may give the path any meaning.
-    if file_of(args.prompt_data).is_file() or custom_source or data_name(args.prompt_data) is not None:
+    if (
+        file_of(args.prompt_data).is_file()
+        or custom_source
+        or data_name(args.prompt_data) is not None
+    ):
         return []
     return [f"--prompt-data {args.prompt_data}: no such file"]
 
 
 def check_multimodal_keys(data: DataConfig) -> list[str]:
-    wrong = {kind: column for kind, column in (data.multimodal_keys or {}).items() if not isinstance(column, str)}
+    wrong = {
+        kind: column
+        for kind, column in (data.multimodal_keys or {}).items()
+        if not isinstance(column, str)
+    }
     words = "--multimodal-keys: {} must name a column, not {}"
     return [words.format(shown(kind), shown(column)) for kind, column in wrong.items()]
 
@@ -110,7 +139,9 @@ class EvalConfig:
     eval_interval: int | None = flag(None, low=1)
     """Number of rollouts between evaluations. Default: no evaluation"""
     eval_prompt_data: list[str] | None = flag(None, kind="pairs", metavar="NAME PATH")
-    """Evaluation data sets as pairs of name and file, or name and data set by name; may be repeated"""
+    """Evaluation data sets as pairs of name and file, or name and data set by name; may be
+    repeated
+    """
     eval_config: str | None = path_flag()
     """YAML file of evaluation data sets with their own settings"""
     eval_function_path: str = flag(DERIVED, kind="hook")
@@ -138,18 +169,25 @@ class EvalConfig:
     eval_min_new_tokens: int | None = flag(None, low=0)
     """Minimum number of tokens of a response in evaluations. Default: no minimum"""
     eval_max_context_len: int | None = flag(None, low=2)
-    """Maximum number of tokens of prompt and response together in evaluations. Default: --rollout-max-context-len"""
+    """Maximum number of tokens of prompt and response together in evaluations. Default:
+    --rollout-max-context-len
+    """
 
 
 def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Split ``--eval-prompt-data aime a.jsonl gsm8k b.jsonl`` into (name, path) pairs; also return the problems.
+    """Split ``--eval-prompt-data aime a.jsonl gsm8k b.jsonl`` into (name, path) pairs; also return
+    the problems.
 
-    A single word is the path of a data set that is named ``aime``, for compatibility with older scripts.
+    A single word is the path of a data set that is named ``aime``, for compatibility with older
+    scripts.
     """
     if len(words) == 1:
         return [("aime", words[0])], []
     if len(words) % 2:
-        return [], [f"--eval-prompt-data needs pairs of NAME PATH, but has {len(words)} words: {' '.join(words)}"]
+        return [], [
+            f"--eval-prompt-data needs pairs of NAME PATH, but has {len(words)} words: "
+            f"{' '.join(words)}"
+        ]
     return list(zip(words[::2], words[1::2], strict=True)), []
 
 
@@ -157,20 +195,31 @@ def derive_evaluation(args: Args) -> None:
     # The fully asynchronous function generates without end, so it cannot evaluate.
     if args.eval_function_path is None and is_fully_async(args):
         args.eval_function_path = DEFAULT_ROLLOUT_FUNCTION
-    # The limit of training prompts is derived from the context of training, which does not apply here.
+    # The limit of training prompts is derived from the context of training, which does not apply
+    # here.
     if args.eval_max_context_len is not None and "rollout_max_prompt_len" not in args.explicit:
         args.eval_max_prompt_len = args.eval_max_prompt_len or args.eval_max_context_len - 1
     # What is not set for evaluations is as in training.
     for name in ("input_key", "label_key", "tool_key", "reward_key"):
         args.fill(**{f"eval_{name}": getattr(args, name)})
-    sampling = ("temperature", "top_p", "top_k", "max_response_len", "max_prompt_len", "max_context_len")
+    sampling = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_response_len",
+        "max_prompt_len",
+        "max_context_len",
+    )
     for name in ("function_path", *sampling):
         args.fill(**{f"eval_{name}": getattr(args, f"rollout_{name}")})
-    own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)  # it may need no data
-    # A run of hours must not end at its first evaluation, so an evaluation without data is only told.
+    # it may need no data
+    own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)
+    # A run of hours must not end at its first evaluation, so an evaluation without data is only
+    # told.
     if args.eval_interval and not args.eval_prompt_data and not args.eval_config and not own:
         args.notices.append(
-            f"--eval-interval {args.eval_interval} has no data to evaluate: pass --eval-prompt-data NAME PATH"
+            f"--eval-interval {args.eval_interval} has no data to evaluate: pass "
+            "--eval-prompt-data NAME PATH"
         )
         args.eval_interval = None
     elif (args.eval_prompt_data or args.eval_config) and not args.eval_interval:
@@ -187,7 +236,10 @@ def check_eval_files(evaluation: EvalConfig) -> list[str]:
     names = [name for name, _ in pairs]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        problems.append(f"--eval-prompt-data: several data sets are named {', '.join(doubled)}; use different names")
+        problems.append(
+            f"--eval-prompt-data: several data sets are named {', '.join(doubled)}; use different "
+            "names"
+        )
     if evaluation.eval_config:
         problems += read_yaml(evaluation.eval_config, "--eval-config")[1]
     return problems
@@ -201,12 +253,12 @@ class RewardConfig:
     _title = "reward"
 
     rm_type: str | None = None
-    r"""Reward by its name, such as math or last_number (docs/en/rewards.md lists them), each also with the prefix
-    boxed_ (score the content of \boxed{}). Default: math if the rows have a label and no other flag provides
-    rewards"""
+    r"""Reward by its name, such as math or last_number (docs/en/rewards.md lists them), each also
+    with the prefix boxed_ (score the content of \boxed{}). Default: math if the rows have a label
+    and no other flag provides rewards"""
     math_answer: str = flag(DERIVED, choices=("boxed", "any"))
-    r"""Where --rm-type math finds the answer: in the last \boxed{} (boxed), or also after the last ####, else in
-    the last expression (any). Default: boxed, or any if --rm-type is not given"""
+    r"""Where --rm-type math finds the answer: in the last \boxed{} (boxed), or also after the last
+    ####, else in the last expression (any). Default: boxed, or any if --rm-type is not given"""
     custom_rm_path: str | None = hook_flag()
     """Function or class that computes rewards instead of --rm-type"""
     rm_model_path: str | None = path_flag()
@@ -220,19 +272,21 @@ class RewardConfig:
     eval_reward_key: str | None = None
     """Key of the evaluation reward if rewards are dicts (--reward-key)"""
     custom_reward_post_process_path: str | None = hook_flag()
-    """Function that turns raw rewards into the rewards to train on. Default: the baseline of --advantage-estimator"""
+    """Function that turns raw rewards into the rewards to train on. Default: the baseline of
+    --advantage-estimator
+    """
     code_timeout: float = flag(10.0, above=0)
     """Processor time in seconds of a program in one test (--rm-type code); a slower one is wrong"""
     code_memory_mb: int = flag(1024, low=64)
     """Address space in MiB of a program (--rm-type code); one that needs more is wrong"""
     code_isolation: str = flag("full", choices=("full", "process"))
-    """Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker, see
-    slime/plugins/agents/sandbox.py"""
+    """Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker,
+    see slime/plugins/agents/sandbox.py"""
     reward_timeout: float = flag(30.0, above=0)
     """Deadline in seconds for scoring one sample; a later sample is left out"""
     verifier_env: list[str] | None = flag(None, kind="list")
-    """Names of environment variables that verifier processes get beside PATH, HOME, LANG, PYTHONPATH and the like,
-    such as HF_TOKEN"""
+    """Names of environment variables that verifier processes get beside PATH, HOME, LANG,
+    PYTHONPATH and the like, such as HF_TOKEN"""
     reward_workers: int | None = flag(None, low=1)
     """Number of verifier processes. Default: half of the scoring machine's cores, at least 2"""
 
@@ -241,28 +295,42 @@ def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
     """Use ``--rm-type math`` if no flag provides rewards and the first row has a label."""
     args.fill(math_answer="boxed" if args.rm_type else "any")
     # Without a readable row, check_scored tells that a reward is missing.
-    if row is None or not needs_reward(args) or args.label_key is None or lookup(row, args.label_key) is None:
+    if (
+        row is None
+        or not needs_reward(args)
+        or args.label_key is None
+        or lookup(row, args.label_key) is None
+    ):
         return
     args.rm_type = "math"
     if args.custom_generate_function_path is None:
         args.notices.append(
-            f"neither --rm-type nor --custom-rm-path is given: rows have a {args.label_key!r}, so --rm-type is math"
+            f"neither --rm-type nor --custom-rm-path is given: rows have a {args.label_key!r}, so "
+            "--rm-type is math"
         )
 
 
 def needs_reward(args: Args) -> bool:
     """Whether samples need a reward and no flag provides one."""
-    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
+    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(
+        args
+    )
     scored_elsewhere = args.loss_type in SFT_LIKE or own_rollout
     return not (args.rm_type or args.custom_rm_path or scored_elsewhere or args.debug_train_only)
 
 
 def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:
-    """Explain why a reward type of a flag, an evaluation set or a row cannot be used; None if it can."""
+    """Explain why a reward type of a flag, an evaluation set or a row cannot be used; None if it
+    can.
+    """
     base = rm_type.removeprefix("boxed_")
     if base not in parts("reward"):
         return f"not one of {', '.join(parts('reward'))} (each may have the prefix boxed_)"
-    return "needs --rm-url, the URL of the reward server" if base == "remote_rm" and not rm_url else None
+    return (
+        "needs --rm-url, the URL of the reward server"
+        if base == "remote_rm" and not rm_url
+        else None
+    )
 
 
 def check_reward(reward: RewardConfig) -> list[str]:
@@ -278,6 +346,6 @@ def check_scored(args: Args) -> list[str]:
     if "rm_type" in str(lookup(row, args.metadata_key)):
         return []
     return [
-        f"no flag provides rewards: pass --rm-type or --custom-rm-path (rows of {args.prompt_data} have no label; "
-        f"their columns are {', '.join(map(str, row))})"
+        "no flag provides rewards: pass --rm-type or --custom-rm-path (rows of "
+        f"{args.prompt_data} have no label; their columns are {', '.join(map(str, row))})"
     ]

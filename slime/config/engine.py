@@ -1,7 +1,8 @@
-"""Flags of inference servers: the embedded engine, the router, and groups of SGLang servers (``--sglang-config``).
+"""Flags of inference servers: the embedded engine, the router, and groups of SGLang servers
+(``--sglang-config``).
 
-``--sglang-config`` is a YAML file with one or more models. Each has groups of SGLang servers for prefill, decode or
-both:
+``--sglang-config`` is a YAML file with one or more models. Each has groups of SGLang servers for
+prefill, decode or both:
 
     sglang:
       - name: actor                  # its router is args.sglang_router_ip/port; others: get_model_url(args, name)
@@ -15,8 +16,9 @@ both:
         server_groups:
           - {worker_type: regular, num_gpus: 1}
 
-``worker_type`` is regular, prefill, decode, or placeholder, which reserves GPUs without using them. ``overrides`` are
-options of SGLang by attribute name; they take precedence over ``--sglang-…`` flags.
+``worker_type`` is regular, prefill, decode, or placeholder, which reserves GPUs without using them.
+``overrides`` are options of SGLang by attribute name; they take precedence over ``--sglang-…``
+flags.
 """
 
 from __future__ import annotations
@@ -60,28 +62,31 @@ class EngineConfig:
     sglang_server_concurrency: int = flag(512, low=1)
     """Maximum number of concurrent requests per engine"""
     rollout_external_engine_addrs: list[str] | None = None
-    """Addresses host:port of inference servers that already run, which slime never stops. Default: slime starts the
-    engines"""
+    """Addresses host:port of inference servers that already run, which slime never stops. Default:
+    slime starts the engines"""
     sglang_config: str | None = path_flag()
-    """YAML file that describes several served models, or groups of SGLang servers for prefill and decode. Default:
+    """YAML file that describes several served models, or groups of SGLang servers for prefill and
+    decode. Default:
     one model and one kind of server"""
     prefill_num_servers: int | None = flag(None, low=1, high=MOST)
     """Number of SGLang servers that only prefill; the others only decode. Default: all do both"""
     logprob_gap_threshold: float | None = flag(None, low=0)
-    """Warn if the step's mean log-probs of trainer and engine differ by more. Default: by data type"""
+    """Warn if the step's mean log-probs of trainer and engine differ by more. Default: by data
+    type
+    """
 
 
 OUTER_CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_unified_cache_external_linker")
 OUTER_CACHE = (
-    "this cache keeps the KV of prompts when the weights change, and SGLang finds it by their tokens, so that "
-    "responses would be computed from old weights"
+    "this cache keeps the KV of prompts when the weights change, and SGLang finds it by their "
+    "tokens, so that responses would be computed from old weights"
 )
 """Why a KV cache outside the server is refused: ``/flush_cache`` does not reach it."""
 
 
 def outer_caches(options: Mapping[str, object]) -> list[str]:
-    """Return those of a server's options that make KV caches in other processes or on disk, as it is started with
-    them."""
+    """Return those of a server's options that make KV caches in other processes or on disk, as it
+    is started with them."""
     return [f"--{name.replace('_', '-')}" for name in OUTER_CACHES if options.get(name)]
 
 
@@ -89,11 +94,16 @@ def check_outer_caches(args: Args) -> list[str]:
     """Refuse KV caches that outlive a weight update."""
     if args.rollout_backend != "sglang" or args.debug_rollout_only:
         return []
-    updated = [group for model in _served_models(args) if model.update_weights for group in model.groups]
-    given = {option for group in updated for option in outer_caches({**args.sglang, **group.overrides})}
+    updated = [
+        group for model in _served_models(args) if model.update_weights for group in model.groups
+    ]
+    given = {
+        option for group in updated for option in outer_caches({**args.sglang, **group.overrides})
+    }
     return [
-        f"{option.replace('--', '--sglang-', 1)}: {OUTER_CACHE}: leave it out. --sglang-enable-hierarchical-cache "
-        "keeps KV in the host memory of the server, which slime flushes"
+        f"{option.replace('--', '--sglang-', 1)}: {OUTER_CACHE}: leave it out. "
+        "--sglang-enable-hierarchical-cache keeps KV in the host memory of the server, which "
+        "slime flushes"
         for option in sorted(given)
     ]
 
@@ -103,8 +113,8 @@ DEFAULT_MODEL = "default"  # name of the only model if --sglang-config is not gi
 
 
 class ServerGroupError(ValueError):
-    """Raised for an invalid ``--sglang-config`` file. The message says where and what to change, without the file's
-    name."""
+    """Raised for an invalid ``--sglang-config`` file. The message says where and what to change,
+    without the file's name."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,9 @@ class ServedModel:
     groups: tuple[ServerGroup, ...]
 
 
-def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) -> list[ServedModel]:
+def read_server_groups(
+    file: str, hf_checkpoint: str, num_gpus_per_engine: int
+) -> list[ServedModel]:
     """Read the models of a ``--sglang-config`` file, in the order of the file.
 
     Raises:
@@ -147,7 +159,8 @@ def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) 
             raise ServerGroupError(f"two models have the name {name!r}")
     if not any(model.update_weights for model in models):
         raise ServerGroupError(
-            "no model gets the trainer's weights: leave out model_path of one model, or set its update_weights"
+            "no model gets the trainer's weights: leave out model_path of one model, or set its "
+            "update_weights"
         )
     return models
 
@@ -161,12 +174,17 @@ def _check_form(document: object) -> None:
         raise ServerGroupError("; ".join(problems))
 
 
-def simple_groups(model_path: str, num_gpus: int, num_gpus_per_engine: int, prefill_servers: int) -> list[ServedModel]:
-    """Return the only model of a run without ``--sglang-config``: ``num_gpus`` GPUs are split into engines, of which
-    the first ``prefill_servers`` only prefill and the others only decode."""
-    # A number above that of the engines is refused by the checks, which also run after this plan was made.
+def simple_groups(
+    model_path: str, num_gpus: int, num_gpus_per_engine: int, prefill_servers: int
+) -> list[ServedModel]:
+    """Return the only model of a run without ``--sglang-config``: ``num_gpus`` GPUs are split into
+    engines, of which the first ``prefill_servers`` only prefill and the others only decode."""
+    # A number above that of the engines is refused by the checks, which also run after this plan
+    # was made.
     prefill = min(prefill_servers * num_gpus_per_engine, num_gpus)
-    groups = [ServerGroup("decode" if prefill else "regular", num_gpus - prefill, num_gpus_per_engine)]
+    groups = [
+        ServerGroup("decode" if prefill else "regular", num_gpus - prefill, num_gpus_per_engine)
+    ]
     if prefill:
         groups.insert(0, ServerGroup("prefill", prefill, num_gpus_per_engine))
     return [ServedModel(DEFAULT_MODEL, model_path, True, tuple(groups))]
@@ -182,13 +200,17 @@ def _model(entry: dict[str, Any], hf_checkpoint: str, per_engine: int) -> Served
     path = str(entry.get("model_path") or hf_checkpoint)
     per_engine = entry.get("num_gpus_per_engine", per_engine)
     entries = entry.get("server_groups") or entry["engine_groups"]
-    groups = tuple(_group(group, f"{where}, group {i}", per_engine) for i, group in enumerate(entries, 1))
+    groups = tuple(
+        _group(group, f"{where}, group {i}", per_engine) for i, group in enumerate(entries, 1)
+    )
     # A router speaks either with regular servers or with pairs of prefill and decode servers.
     kinds = {group.worker_type for group in groups} - {"placeholder"}
     if kinds not in ({"regular"}, {"prefill", "decode"}):
         has = ", ".join(sorted(kinds)) or "only placeholders"
         raise ServerGroupError(f"{where} has {has}: use only regular, or prefill and decode")
-    return ServedModel(str(entry["name"]), path, entry.get("update_weights", path == hf_checkpoint), groups)
+    return ServedModel(
+        str(entry["name"]), path, entry.get("update_weights", path == hf_checkpoint), groups
+    )
 
 
 def _group(entry: dict[str, Any], where: str, per_engine: int) -> ServerGroup:
@@ -196,13 +218,19 @@ def _group(entry: dict[str, Any], where: str, per_engine: int) -> ServerGroup:
     gpus = entry["num_gpus"]
     per_engine = entry.get("num_gpus_per_engine", per_engine)
     if gpus % per_engine and kind != "placeholder":
-        raise ServerGroupError(f"{where}: num_gpus {gpus} is not a multiple of num_gpus_per_engine {per_engine}")
-    overrides = {str(name).replace("-", "_"): value for name, value in (entry.get("overrides") or {}).items()}
+        raise ServerGroupError(
+            f"{where}: num_gpus {gpus} is not a multiple of num_gpus_per_engine {per_engine}"
+        )
+    overrides = {
+        str(name).replace("-", "_"): value for name, value in (entry.get("overrides") or {}).items()
+    }
     # What is refused as a flag is refused here as well.
     for name in overrides:
         if name in KEYS:
             flag_name = f"--sglang-{name.replace('_', '-')}"
-            raise ServerGroupError(f"{where}: overrides: all servers have the same {name}: use {flag_name}")
+            raise ServerGroupError(
+                f"{where}: overrides: all servers have the same {name}: use {flag_name}"
+            )
         if reason := REASONS["sglang"]["not supported"].get(name):
             raise ServerGroupError(f"{where}: overrides: {name} is not supported: {reason}")
     return ServerGroup(kind, gpus, per_engine, overrides)
@@ -212,12 +240,18 @@ def check_server_groups(args: Args) -> list[str]:
     """Check that ``--sglang-config`` or ``--prefill-num-servers`` fits the number of GPUs."""
     if args.sglang_config:
         return _config_file(
-            args.sglang_config, args.hf_checkpoint, args.rollout_num_gpus_per_engine, args.rollout_num_gpus
+            args.sglang_config,
+            args.hf_checkpoint,
+            args.rollout_num_gpus_per_engine,
+            args.rollout_num_gpus,
         )
     servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
     if args.prefill_num_servers is None or 0 < args.prefill_num_servers < servers:
         return []
-    return [f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers: at least one must decode"]
+    return [
+        f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers: at least one "
+        "must decode"
+    ]
 
 
 def _config_file(file: str, hf_checkpoint: str, per_engine: int, gpus: int) -> list[str]:
@@ -227,18 +261,27 @@ def _config_file(file: str, hf_checkpoint: str, per_engine: int, gpus: int) -> l
     except (ServerGroupError, OSError) as error:
         return [f"{where}: {error}"]
     total = total_gpus(models)
-    return [] if total == gpus else [f"{where}: its groups have {total} GPUs, but --rollout-num-gpus is {gpus}"]
+    return (
+        []
+        if total == gpus
+        else [f"{where}: its groups have {total} GPUs, but --rollout-num-gpus is {gpus}"]
+    )
 
 
 def check_colocated_pipelines(args: Args) -> list[str]:
-    """Refuse pipeline stages of colocated servers: SGLang passes the same CUDA IPC handle to all pipeline stages of a
-    tensor-parallel rank, but a handle can be opened only on the GPU that it comes from."""
-    stages = [int({**args.sglang, **group.overrides}.get("pp_size") or 1) for group, _ in _shared_groups(args)]
+    """Refuse pipeline stages of colocated servers: SGLang passes the same CUDA IPC handle to all
+    pipeline stages of a tensor-parallel rank, but a handle can be opened only on the GPU that it
+    comes from."""
+    stages = [
+        int({**args.sglang, **group.overrides}.get("pp_size") or 1)
+        for group, _ in _shared_groups(args)
+    ]
     if max(stages, default=1) == 1:
         return []
     return [
-        f"--colocate with servers of {max(stages)} pipeline stages (--sglang-pp-size): CUDA IPC sends weights only to "
-        "the tensor-parallel ranks of one stage; use only tensor parallelism, or --update-weight-transport disk"
+        f"--colocate with servers of {max(stages)} pipeline stages (--sglang-pp-size): CUDA IPC "
+        "sends weights only to the tensor-parallel ranks of one stage; use only tensor "
+        "parallelism, or --update-weight-transport disk"
     ]
 
 
@@ -248,21 +291,32 @@ def engines_beside_trainer(args: Args) -> list[str]:
     if all(end <= train for _, end in _shared_groups(args)):
         return []
     return [
-        f"--colocate with {asked_gpus(args)}: some servers that get the trainer's weights would be on GPUs without a "
-        f"training rank, which CUDA IPC cannot reach; place them on the first {train} GPUs, or use "
-        "--update-weight-transport disk"
+        f"--colocate with {asked_gpus(args)}: some servers that get the trainer's weights would "
+        "be on GPUs without a training rank, which CUDA IPC cannot reach; place them on the "
+        f"first {train} GPUs, or use --update-weight-transport disk"
     ]
 
 
 def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
-    """Return the groups of servers that get weights by CUDA IPC from the trainer on their GPUs, each with the index
-    after its last GPU. Only the first model that is updated shares the trainer's GPUs."""
-    by_handle = args.colocate and args.update_weight_transport == "nccl" and args.rollout_backend == "sglang"
-    if not by_handle or args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs:
+    """Return the groups of servers that get weights by CUDA IPC from the trainer on their GPUs,
+    each with the index after its last GPU. Only the first model that is updated shares the
+    trainer's GPUs."""
+    by_handle = (
+        args.colocate
+        and args.update_weight_transport == "nccl"
+        and args.rollout_backend == "sglang"
+    )
+    if (
+        not by_handle
+        or args.debug_train_only
+        or args.debug_rollout_only
+        or args.rollout_external_engine_addrs
+    ):
         return []
     shared = []
     end = 0
-    # A handle can be opened only on the GPU that it comes from, so the positions on the GPUs matter.
+    # A handle can be opened only on the GPU that it comes from, so the positions on the GPUs
+    # matter.
     models = _served_models(args)
     updated = next((model for model in models if model.update_weights), None)
     for model in models:
@@ -279,7 +333,9 @@ def _served_models(args: Args) -> list[ServedModel]:
     per_engine = args.rollout_num_gpus_per_engine
     if not args.sglang_config:
         gpus = int(args.rollout_num_gpus or 0)
-        return simple_groups(str(args.hf_checkpoint), gpus, per_engine, args.prefill_num_servers or 0)
+        return simple_groups(
+            str(args.hf_checkpoint), gpus, per_engine, args.prefill_num_servers or 0
+        )
     try:
         return read_server_groups(args.sglang_config, str(args.hf_checkpoint), per_engine)
     except (ServerGroupError, OSError):
@@ -289,5 +345,6 @@ def _served_models(args: Args) -> list[ServedModel]:
 def asked_gpus(gpus: ClusterConfig) -> str:
     nodes = f"--actor-num-nodes {gpus.actor_num_nodes} " if gpus.actor_num_nodes > 1 else ""
     return (
-        f"{nodes}--actor-num-gpus-per-node {gpus.actor_num_gpus_per_node}, --rollout-num-gpus {gpus.rollout_num_gpus}"
+        f"{nodes}--actor-num-gpus-per-node {gpus.actor_num_gpus_per_node}, --rollout-num-gpus "
+        f"{gpus.rollout_num_gpus}"
     )

@@ -1,4 +1,6 @@
-"""slime's own tables, and files that users name: checks of the path, YAML files, and the first row of a data file."""
+"""slime's own tables, and files that users name: checks of the path, YAML files, and the first row
+of a data file.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def path_problem(text: str) -> str | None:
     if "\0" in text:
         return "the name of a file cannot contain a NUL character"
     if len(raw) > _LONGEST_PATH or any(len(part) > _LONGEST_NAME for part in raw.split(b"/")):
-        return f"a file name must have at most {_LONGEST_NAME} bytes, and a path at most {_LONGEST_PATH}"
+        return (
+            f"a file name must have at most {_LONGEST_NAME} bytes, and a path at most "
+            f"{_LONGEST_PATH}"
+        )
     try:
         Path(text).expanduser()
     except RuntimeError:
@@ -41,7 +46,9 @@ def path_problem(text: str) -> str | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice in a mapping, of which PyYAML would keep the last value only."""
+    """Refuses a key that is given twice in a mapping, of which PyYAML would keep the last value
+    only.
+    """
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -49,7 +56,9 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
             if name in seen:
-                raise yaml.MarkedYAMLError(None, None, f"{key.value!r} is given twice", key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    None, None, f"{key.value!r} is given twice", key.start_mark
+                )
             seen |= {name} if name is not None and key.value != "<<" else set()
         return node
 
@@ -64,15 +73,20 @@ def load_yaml(file: Path) -> Any:
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
+        raise ValueError(
+            f"it is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
+        ) from error
     except RecursionError:
         raise ValueError("it is not valid YAML: it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises a ValueError for an impossible date
+    # PyYAML raises a ValueError for an impossible date
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"it is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
-    """Read a YAML file that maps flag names to values; return the mapping and all problems with the file."""
+    """Read a YAML file that maps flag names to values; return the mapping and all problems with the
+    file.
+    """
     file = Path(path).expanduser()
     if not file.is_file():
         return {}, [f"{option} {path}: no such file"]
@@ -83,7 +97,10 @@ def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
     if content is None:
         return {}, []
     if not isinstance(content, dict):
-        return {}, [f"{option} {path}: needs a mapping of flag names to values, not a {type(content).__name__}"]
+        return {}, [
+            f"{option} {path}: needs a mapping of flag names to values, not a "
+            f"{type(content).__name__}"
+        ]
     return content, []
 
 
@@ -93,7 +110,9 @@ def file_of(prompt_data: str) -> Path:
 
 
 def first_row(prompt_data: str) -> dict[str, Any] | None:
-    """Return the first row of a JSONL, Parquet or JSON file; None if it is unreadable, which ``slime.data`` reports."""
+    """Return the first row of a JSONL, Parquet or JSON file; None if it is unreadable, which
+    ``slime.data`` reports.
+    """
     file = file_of(prompt_data)
     if not file.is_file():
         return None
@@ -116,7 +135,9 @@ def _first_of(file: Path) -> object:
 
 
 def lookup(row: object, key: str, default: object = None) -> Any:
-    """Return the value of a column; a dotted key (``reward_model.ground_truth``) reaches into an object."""
+    """Return the value of a column; a dotted key (``reward_model.ground_truth``) reaches into an
+    object.
+    """
     if isinstance(row, Mapping) and key in row:
         return row[key]
     head, dot, rest = key.partition(".")

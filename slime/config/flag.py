@@ -1,5 +1,5 @@
-"""Command-line flags as dataclass fields. A field declares the default, type, choices and status of its flag, and the
-string below the field is its help: one sentence for ``--help``."""
+"""Command-line flags as dataclass fields. A field declares the default, type, choices and status of
+its flag, and the string below the field is its help: one sentence for ``--help``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ from slime.config.files import path_problem
 from slime.registry import parts
 
 Status = Literal["works", "notice", "refused"]
-"""``works``: supported. ``notice``: accepted with a notice that it has no effect. ``refused``: an error."""
+"""``works``: supported. ``notice``: accepted with a notice that it has no effect. ``refused``: an
+error.
+"""
 
-Kind = Literal["value", "switch", "negative", "toggle", "list", "pairs", "repeat", "json", "hook", "path"]
-"""The form of a flag. In this order: ``--x VALUE``; ``--x``; ``--disable-x``, which sets False; ``--x`` or ``--no-x``;
-``--x A B``; ``--x NAME PATH``, which can be repeated; ``--x A --x B``; a JSON object; the path of the user's function;
-a file or folder."""
+Kind = Literal[
+    "value", "switch", "negative", "toggle", "list", "pairs", "repeat", "json", "hook", "path"
+]
+"""The form of a flag. In this order: ``--x VALUE``; ``--x``; ``--disable-x``, which sets False;
+``--x`` or ``--no-x``; ``--x A B``; ``--x NAME PATH``, which can be repeated; ``--x A --x B``; a
+JSON object; the path of the user's function; a file or folder."""
 
 _KEY = "flag"
 
@@ -38,12 +42,14 @@ class _Derived:
 
 
 DERIVED = _Derived()
-"""Default of a flag that follows from other flags. The value is None until ``resolve_defaults`` derives it, and never
-None afterwards. So the field's type needs no ``| None``."""
+"""Default of a flag that follows from other flags. The value is None until ``resolve_defaults``
+derives it, and never None afterwards. So the field's type needs no ``| None``."""
 
 
 class Loose(str):
-    """Type of a flag whose values may be numbers or expressions: ``8192``, ``8k``, ``[0]*3+[1]*58``."""
+    """Type of a flag whose values may be numbers or expressions: ``8192``, ``8k``,
+    ``[0]*3+[1]*58``.
+    """
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,16 @@ class Flag:
     low: float | None = None  # smallest valid value; it also applies to the elements of a list
     above: float | None = None  # exclusive lower bound
     high: float | None = None  # largest valid value
-    off: float | None = None  # a value outside the range that disables the feature, such as -1 for top-k
+    # a value outside the range that disables the feature, such as -1 for top-k
+    off: float | None = None
     derived: bool = False  # the default follows from other flags
     or_hook: bool = False  # the path of the user's own function or class is also a valid value
 
     @property
     def help(self) -> str:
-        """What the flag means. It is read from the source of the section when ``--help`` shows it."""
+        """What the flag means. It is read from the source of the section when ``--help`` shows
+        it.
+        """
         if self.text or self.section is None:
             return self.text
         return _strings_below_fields(self.section.__module__)[self.section.__name__, self.name]
@@ -81,7 +90,11 @@ class Flag:
     @property
     def choices(self) -> tuple[Any, ...]:
         """The valid values; empty if all values of the type are valid."""
-        return self.fixed_choices if self.kind_of_part is None else (*self.fixed_choices, *parts(self.kind_of_part))
+        return (
+            self.fixed_choices
+            if self.kind_of_part is None
+            else (*self.fixed_choices, *parts(self.kind_of_part))
+        )
 
     @property
     def takes_list(self) -> bool:
@@ -94,7 +107,9 @@ class Flag:
 
 @functools.cache
 def _strings_below_fields(module: str) -> dict[tuple[str, str], str]:
-    """Return the string below each field of a module's classes, on one line, by the names of class and field."""
+    """Return the string below each field of a module's classes, on one line, by the names of class
+    and field.
+    """
     # Python keeps no such strings at run time.
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     strings = {}
@@ -125,17 +140,20 @@ class Properties(TypedDict, total=False):
 
 
 def flag(default: object, **properties: Unpack[Properties]) -> Any:
-    """Declare a flag as a field of a config dataclass. A field with a plain default and no other property than its type
-    needs no call.
+    """Declare a flag as a field of a config dataclass. A field with a plain default and no other
+    property than its type needs no call.
 
     Args:
-        default: The value if the flag is not given, or :data:`DERIVED` if it follows from other flags.
-        properties: See :class:`Flag`. The default of ``help`` is the string below the field; of ``option``, the field's
-            name with dashes; of ``kind``, what the annotation implies.
+        default: The value if the flag is not given, or :data:`DERIVED` if it follows from other
+            flags.
+        properties: See :class:`Flag`. The default of ``help`` is the string below the field; of
+            ``option``, the field's name with dashes; of ``kind``, what the annotation implies.
     """
     meta = {"derived": isinstance(default, _Derived), **properties}
     if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=functools.partial(copy.deepcopy, default), metadata={_KEY: meta})
+        return dataclasses.field(
+            default_factory=functools.partial(copy.deepcopy, default), metadata={_KEY: meta}
+        )
     return dataclasses.field(default=None if meta["derived"] else default, metadata={_KEY: meta})
 
 
@@ -150,14 +168,18 @@ def path_flag() -> Any:
 
 
 def flags_of(cls: type) -> dict[str, Flag]:
-    """Return the flags of a composed dataclass by attribute name, in the order of their declaration."""
+    """Return the flags of a composed dataclass by attribute name, in the order of their
+    declaration.
+    """
     return dict(_flags_of(cls))
 
 
 @functools.cache
 def _flags_of(cls: type) -> dict[str, Flag]:
     hints = get_type_hints(cls)
-    sections = {name: base for base in reversed(cls.__mro__) for name in inspect.get_annotations(base)}
+    sections = {
+        name: base for base in reversed(cls.__mro__) for name in inspect.get_annotations(base)
+    }
     return {
         field.name: _make(field, hints[field.name], sections[field.name])
         for field in dataclasses.fields(cls)
@@ -167,7 +189,9 @@ def _flags_of(cls: type) -> dict[str, Flag]:
 
 def _make(field: dataclasses.Field[Any], hint: object, section: type) -> Flag:
     meta = dict(field.metadata.get(_KEY, {}))
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    default = (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
     value_type, container, optional = _unwrap(hint)
     optional = optional or default is None
     return Flag(
@@ -232,12 +256,16 @@ def convert(flag: Flag, value: object) -> Any:
 
 
 def is_hook_path(value: str) -> bool:
-    """Whether a text has the form of a path to the user's function or class. No built-in name has this form."""
+    """Whether a text has the form of a path to the user's function or class. No built-in name has
+    this form.
+    """
     return "." in value or ":" in value
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name, with the most similar one; empty if none is similar."""
+    """Return the end of a message about an unknown name, with the most similar one; empty if none
+    is similar.
+    """
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -247,7 +275,9 @@ class OutOfRange(ValueError):
 
 
 def out_of_range(flag: Flag, value: object) -> str | None:
-    """Describe why a number, or one in a list, is outside the flag's range; None if all are inside."""
+    """Describe why a number, or one in a list, is outside the flag's range; None if all are
+    inside.
+    """
     if isinstance(value, (list, tuple)):
         return next((problem for item in value if (problem := out_of_range(flag, item))), None)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value == flag.off:
@@ -280,15 +310,23 @@ def _convert_one(flag: Flag, value: object) -> Any:
     problem = out_of_range(flag, converted)
     if problem:
         raise OutOfRange(problem)
-    if flag.choices and converted not in flag.choices and not (flag.or_hook and is_hook_path(converted)):
-        own = ", nor the path of a class of your own (file.py:Name or package.module.Name)" if flag.or_hook else ""
+    if (
+        flag.choices
+        and converted not in flag.choices
+        and not (flag.or_hook and is_hook_path(converted))
+    ):
+        own = (
+            ", nor the path of a class of your own (file.py:Name or package.module.Name)"
+            if flag.or_hook
+            else ""
+        )
         raise ValueError(f"{converted!r} is not one of {', '.join(map(str, flag.choices))}{own}")
     return converted
 
 
 def _checked_text(flag: Flag, value: str) -> str:
-    """Check a text, and expand ``~`` if it names a file: the shell does not expand it in ``--load=~/x``, and YAML never
-    does."""
+    """Check a text, and expand ``~`` if it names a file: the shell does not expand it in
+    ``--load=~/x``, and YAML never does."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -320,7 +358,8 @@ def _to_type(value_type: type, value: object) -> Any:
         number = float(value)
     except (ValueError, OverflowError):
         raise ValueError(f"{value!r} is not a number") from None
-    if not math.isfinite(number):  # every comparison with NaN is False, so a NaN would disable thresholds
+    # every comparison with NaN is False, so a NaN would disable thresholds
+    if not math.isfinite(number):
         raise ValueError(f"{value!r} is not a finite number")
     return number
 
@@ -344,7 +383,8 @@ def _to_int(value: object) -> int:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{value!r} is not a whole number") from None
-    # A float has only 53 bits, so digits are converted directly; "1e6" and "8.0" take the way through float.
+    # A float has only 53 bits, so digits are converted directly; "1e6" and "8.0" take the way
+    # through float.
     whole = int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
     if abs(whole) > _LARGEST_INT:
         raise ValueError(f"{shown(value)} is too large")

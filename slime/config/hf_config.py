@@ -1,4 +1,6 @@
-"""Read config.json and chat templates of Hugging Face checkpoints on this machine, without importing transformers."""
+"""Read config.json and chat templates of Hugging Face checkpoints on this machine, without
+importing transformers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+_LENGTHS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -52,15 +60,18 @@ def is_hf_folder(path: str | None) -> bool:
 
 
 def looks_like_hub_id(name: str) -> bool:
-    """Whether a name has the form ``owner/model`` of a hub id and no local folder has the name of the owner."""
+    """Whether a name has the form ``owner/model`` of a hub id and no local folder has the name of
+    the owner.
+    """
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).parent.is_dir()
 
 
 def read_config(checkpoint: str, name: str = "config.json") -> dict[str, Any] | None:
-    """Read config.json, or another JSON file, from a local folder or the hub cache; None if there is no readable one.
+    """Read config.json, or another JSON file, from a local folder or the hub cache; None if there
+    is no readable one.
 
-    For a vision-language model, the keys of its text part are merged into the top level, because the flags describe
-    the text model.
+    For a vision-language model, the keys of its text part are merged into the top level, because
+    the flags describe the text model.
     """
     folder = Path(checkpoint).expanduser()
     file = folder / name if folder.is_dir() else _cached(checkpoint, name)
@@ -78,12 +89,15 @@ def read_config(checkpoint: str, name: str = "config.json") -> dict[str, Any] | 
 
 
 def model_config(checkpoint: str | None, name: str = "config.json") -> dict[str, Any]:
-    """Do the same as :func:`read_config`, but return an empty object if there is no readable file."""
+    """Do the same as :func:`read_config`, but return an empty object if there is no readable
+    file.
+    """
     return (read_config(checkpoint, name) if checkpoint else None) or {}
 
 
 def model_dimension(checkpoint: str | None, name: str) -> Any:
-    """Return a dimension of the model by its name in :data:`SHAPE`; None if only other kinds of model have it.
+    """Return a dimension of the model by its name in :data:`SHAPE`; None if only other kinds of
+    model have it.
 
     Raises:
         AttributeError: config.json is not on this machine, or does not contain the dimension.
@@ -94,7 +108,9 @@ def model_dimension(checkpoint: str | None, name: str) -> Any:
         raise AttributeError(f"args.{name} needs config.json of --hf-checkpoint {where}")
     key, value = lookup_dimension(config, name)
     if value is None and name not in _ABSENT_IN_MANY:
-        raise AttributeError(f"args.{name}: config.json of --hf-checkpoint {checkpoint} has no {key}")
+        raise AttributeError(
+            f"args.{name}: config.json of --hf-checkpoint {checkpoint} has no {key}"
+        )
     return value
 
 
@@ -102,25 +118,34 @@ _READ: dict[str, dict[str, Any]] = {}
 
 
 def _dimensions(checkpoint: str) -> dict[str, Any] | None:
-    """Return config.json, which is read once per process. A missing file is not cached, because a checkpoint of the hub
-    may be downloaded later."""
+    """Return config.json, which is read once per process. A missing file is not cached, because a
+    checkpoint of the hub may be downloaded later."""
     if checkpoint not in _READ and (config := read_config(checkpoint)) is not None:
         _READ[checkpoint] = config
     return _READ.get(checkpoint)
 
 
 def lookup_dimension(config: Mapping[str, Any], name: str) -> tuple[str, Any]:
-    """Return the key of config.json that holds a dimension, and its value (None if it is missing)."""
+    """Return the key of config.json that holds a dimension, and its value (None if it is
+    missing).
+    """
     for key in SHAPE[name]:
         if config.get(key) is not None:
             return key, config[key]
     # Older models leave out what follows from other keys.
     hidden = config.get("hidden_size")
     heads = config.get("num_attention_heads")
-    if name == "kv_channels" and isinstance(hidden, int) and isinstance(heads, int) and hidden and heads:
+    if (
+        name == "kv_channels"
+        and isinstance(hidden, int)
+        and isinstance(heads, int)
+        and hidden
+        and heads
+    ):
         return "hidden_size / num_attention_heads", hidden // heads
     if name == "num_query_groups" and config.get("num_attention_heads"):
-        return "num_attention_heads", config["num_attention_heads"]  # multi-head attention: one group per head
+        # multi-head attention: one group per head
+        return "num_attention_heads", config["num_attention_heads"]
     rope = config.get("rope_parameters")
     if name == "rotary_base" and isinstance(rope, dict):
         return "rope_parameters.rope_theta", rope.get("rope_theta")
@@ -128,11 +153,17 @@ def lookup_dimension(config: Mapping[str, Any], name: str) -> tuple[str, Any]:
 
 
 def read_chat_template(checkpoint: str) -> str | None:
-    """Return the chat template of a checkpoint in a local folder or in the hub cache; several are joined to one text.
+    """Return the chat template of a checkpoint in a local folder or in the hub cache; several are
+    joined to one text.
 
-    It is empty if the tokenizer has no chat template, and None if there is no readable tokenizer on this machine."""
+    It is empty if the tokenizer has no chat template, and None if there is no readable tokenizer on
+    this machine."""
     folder = Path(checkpoint).expanduser()
-    config = folder / "tokenizer_config.json" if folder.is_dir() else _cached(checkpoint, "tokenizer_config.json")
+    config = (
+        folder / "tokenizer_config.json"
+        if folder.is_dir()
+        else _cached(checkpoint, "tokenizer_config.json")
+    )
     if config is None or not config.is_file():
         return None
     try:
@@ -148,10 +179,12 @@ def read_chat_template(checkpoint: str) -> str | None:
 
 
 def context_length(config: dict[str, Any], scaled: bool = True) -> int | None:
-    """Return the maximum sequence length of a model in tokens, from its config.json; None if it is not given there.
+    """Return the maximum sequence length of a model in tokens, from its config.json; None if it is
+    not given there.
 
     Args:
-        scaled: Multiply by the factor of the rotary scaling, as SGLang does, unless the length includes it already.
+        scaled: Multiply by the factor of the rotary scaling, as SGLang does, unless the length
+            includes it already.
     """
     length = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
     scaling = config.get("rope_scaling")
@@ -162,11 +195,12 @@ def context_length(config: dict[str, Any], scaled: bool = True) -> int | None:
 
 
 def rotary_limit(config: Mapping[str, object]) -> int | None:
-    """Return the maximum length of sequences that can be computed in one batch, in tokens, from a model's config.json;
-    None for most models.
+    """Return the maximum length of sequences that can be computed in one batch, in tokens, from a
+    model's config.json; None for most models.
 
-    With the types ``longrope`` and ``dynamic``, transformers computes a whole batch with the rotary frequencies of its
-    longest sequence. So beyond this length, a sequence changes the others in its batch.
+    With the types ``longrope`` and ``dynamic``, transformers computes a whole batch with the rotary
+    frequencies of its longest sequence. So beyond this length, a sequence changes the others in its
+    batch.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
@@ -177,7 +211,8 @@ def rotary_limit(config: Mapping[str, object]) -> int | None:
         kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
         if kind == "longrope":
             limits.append(
-                config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+                config.get("original_max_position_embeddings")
+                or rope.get("original_max_position_embeddings")
             )
         elif kind == "dynamic":
             limits.append(config.get("max_position_embeddings"))
@@ -185,16 +220,20 @@ def rotary_limit(config: Mapping[str, object]) -> int | None:
 
 
 def media_token_ids(checkpoint: str | None) -> list[int]:
-    """Return the token ids that are replaced by features of an image, video or audio, and Gemma 3's start of an image,
-    in whose place its processor puts them; empty for a text model."""
+    """Return the token ids that are replaced by features of an image, video or audio, and Gemma 3's
+    start of an image, in whose place its processor puts them; empty for a text model."""
     config = model_config(checkpoint)
-    names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio", "boi") for end in ("id", "index"))
+    names = (
+        f"{kind}_token_{end}"
+        for kind in ("image", "video", "audio", "boi")
+        for end in ("id", "index")
+    )
     return sorted({int(config[name]) for name in names if isinstance(config.get(name), int)})
 
 
 def end_token_ids(checkpoint: str, *others: int | None) -> frozenset[int]:
-    """Return the tokens at which engines end a response: those of generation_config.json and config.json of a local or
-    cached checkpoint, and ``others`` (that of the tokenizer)."""
+    """Return the tokens at which engines end a response: those of generation_config.json and
+    config.json of a local or cached checkpoint, and ``others`` (that of the tokenizer)."""
     ends: set[Any] = {*others}
     for name in ("generation_config.json", "config.json"):
         value = model_config(checkpoint, name).get("eos_token_id")
@@ -210,8 +249,8 @@ def _cached(hub_id: str, name: str = "config.json") -> Path | None:
 
 
 def megatron_folder(path: str | None) -> Path | None:
-    """Find the folder with an actor's Megatron weights: ``path`` itself, its subfolder ``actor``, or ``actor`` of the
-    newest snapshot in it. None if there is none."""
+    """Find the folder with an actor's Megatron weights: ``path`` itself, its subfolder ``actor``,
+    or ``actor`` of the newest snapshot in it. None if there is none."""
     if path is None:
         return None
     folder = Path(path).expanduser()

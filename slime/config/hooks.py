@@ -22,24 +22,30 @@ if TYPE_CHECKING:
 
 
 class HookError(ValueError):
-    """Raised if a hook path does not lead to a function. The message says what was tried and which names exist."""
+    """Raised if a hook path does not lead to a function. The message says what was tried and which
+    names exist.
+    """
 
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""The variable with which Python, and this module, do not look for modules in the working directory."""
+"""The variable with which Python, and this module, do not look for modules in the working
+directory.
+"""
 
 
 @functools.cache
 def load_function(path: str, default_name: str | None = None) -> Any:
-    """Resolve ``pkg.module.function``, ``pkg.module:function``, ``file.py:function`` or ``file.py``.
+    """Resolve ``pkg.module.function``, ``pkg.module:function``, ``file.py:function`` or
+    ``file.py``.
 
     Args:
         path: The path on the command line.
-        default_name: The name to take from a bare ``file.py``. Without it, or if the file does not have this name,
-            the only public function or class that the file defines.
+        default_name: The name to take from a bare ``file.py``. Without it, or if the file does not
+            have this name, the only public function or class that the file defines.
 
     Raises:
-        HookError: The file, module or name does not exist, or the file defines several public names.
+        HookError: The file, module or name does not exist, or the file defines several public
+            names.
     """
     if path.endswith(".py"):
         return _only_public(load_file(path), path, default_name)
@@ -48,31 +54,34 @@ def load_function(path: str, default_name: str | None = None) -> Any:
         head, _, name = path.rpartition(".")
     if not head or not name:
         raise HookError(
-            f"{path!r} is not the path of a function: use package.module.function, module:function or file.py:function"
+            f"{path!r} is not the path of a function: use package.module.function, "
+            "module:function or file.py:function"
         )
     module = load_file(head) if head.endswith(".py") else _import(head, path)
     try:
         return getattr(module, name)
     except AttributeError:
         raise HookError(
-            f"{path!r}: {head} has no {name!r}; it defines {', '.join(_public_names(module)) or 'nothing public'}"
+            f"{path!r}: {head} has no {name!r}; it defines "
+            f"{', '.join(_public_names(module)) or 'nothing public'}"
         ) from None
 
 
 def _import(module: str, path: str) -> ModuleType:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path and not os.environ.keys() & SAFE_PATH.keys():
-        # Python puts the folder of the started program on sys.path. For the slime command this is not the working
-        # directory, in which users expect their modules to be found.
+        # Python puts the folder of the started program on sys.path. For the slime command this is
+        # not the working directory, in which users expect their modules to be found.
         sys.path.append(here)
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # Only the module itself, or one of its parent packages, is missing here. A missing import inside the user's
-        # module is the user's own error and is raised as it is.
+        # Only the module itself, or one of its parent packages, is missing here. A missing import
+        # inside the user's module is the user's own error and is raised as it is.
         if error.name is not None and module.startswith(error.name):
             raise HookError(
-                f"{path!r}: there is no module {error.name!r} on the import path (PYTHONPATH and the working directory)"
+                f"{path!r}: there is no module {error.name!r} on the import path (PYTHONPATH and "
+                "the working directory)"
             ) from error
         raise
 
@@ -84,7 +93,9 @@ def load_file(path: str) -> ModuleType:
     if not file.is_file():
         raise HookError(f"the hook file {path!r} does not exist (resolved to {file})")
     # The same name in every process, so that objects of the file's classes can travel between them.
-    name = f"slime_hook_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}"
+    name = (
+        f"slime_hook_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}"
+    )
     return module_of_file(name, file)
 
 
@@ -94,7 +105,8 @@ def module_of_file(name: str, file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     # The file may be anywhere, so the import path does not lead to it.
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look up the module of the file's classes here
+    # dataclasses and pickle look up the module of the file's classes here
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -114,7 +126,10 @@ def _only_public(module: ModuleType, path: str, default_name: str | None) -> Any
         return getattr(module, default_name)
     names = _public_names(module)
     if len(names) != 1:
-        raise HookError(f"{path!r} defines {', '.join(names) or 'nothing public'}: name the function as {path}:NAME")
+        raise HookError(
+            f"{path!r} defines {', '.join(names) or 'nothing public'}: name the function as "
+            f"{path}:NAME"
+        )
     return getattr(module, names[0])
 
 
@@ -141,8 +156,8 @@ CALLS = {
     ),
     "custom_update_weight_post_write_path": "fn(args, version_dir, rollout_engines)",
 }
-"""For each flag (by attribute): how slime calls its function. Functions that slime calls in several ways (generation,
-rewards, filters) are missing; ``slime check-hooks`` checks them."""
+"""For each flag (by attribute): how slime calls its function. Functions that slime calls in several
+ways (generation, rewards, filters) are missing; ``slime check-hooks`` checks them."""
 
 
 AWAITED = ("agent_function_path",)
@@ -159,7 +174,9 @@ def is_async(function: Callable[..., object]) -> bool:
 
 
 def call_problem(name: str, function: object) -> str | None:
-    """Explain why slime cannot call ``function`` as the flag ``name``; None if it can, or if this is not known."""
+    """Explain why slime cannot call ``function`` as the flag ``name``; None if it can, or if this
+    is not known.
+    """
     if not callable(function):
         return f"it is a {type(function).__name__}, not a function"
     if name not in CALLS:
@@ -180,7 +197,10 @@ def call_problem(name: str, function: object) -> str | None:
     return None
 
 
-HOOK_NAMES = {"custom_generate_function_path": "custom_generate", "custom_rm_path": "CustomRewardModel"}
+HOOK_NAMES = {
+    "custom_generate_function_path": "custom_generate",
+    "custom_rm_path": "CustomRewardModel",
+}
 """The name that a bare ``file.py`` stands for, for the flags that have a conventional name."""
 
 
@@ -189,11 +209,17 @@ _DERIVED_HOOKS = ("eval_function_path",)
 
 def check_hooks(args: Args) -> list[str]:
     """Check that every function that a flag names can be imported and called."""
-    return [problem for option, name, path in _hooks(args) if (problem := hook_problem(option, name, path))]
+    return [
+        problem
+        for option, name, path in _hooks(args)
+        if (problem := hook_problem(option, name, path))
+    ]
 
 
 def dotted(path: object) -> object:
-    """Write the path of a function of slime with dots only, since other flags depend on which of them is chosen."""
+    """Write the path of a function of slime with dots only, since other flags depend on which of
+    them is chosen.
+    """
     own = isinstance(path, str) and path.startswith("slime.") and ".py" not in path
     return str(path).replace(":", ".") if own else path
 
@@ -210,15 +236,22 @@ def _hooks(args: Args) -> Iterator[tuple[str, str, str]]:
 
 
 def hook_problem(option: str, name: str, path: str) -> str | None:
-    """Explain why the function at ``path`` cannot be imported, or called as the flag ``name``; None if it can."""
+    """Explain why the function at ``path`` cannot be imported, or called as the flag ``name``; None
+    if it can.
+    """
     try:
         function = load_function(path, HOOK_NAMES.get(name))
     except HookError as error:
         return f"{option}: {error}"
-    except SystemExit as error:  # a script that does not check __name__; it must not end train.py with its status
+    # a script that does not check __name__; it must not end train.py with its status
+    except SystemExit as error:
         called = f"importing it called sys.exit({'' if error.code is None else repr(error.code)})"
-        return f"{option} {path}: {called}; move the code of the script below if __name__ == '__main__'"
-    except (Exception, KeyboardInterrupt, GeneratorExit) as error:  # the user's module can raise anything
+        return (
+            f"{option} {path}: {called}; move the code of the script below if __name__ == "
+            "'__main__'"
+        )
+    # the user's module can raise anything
+    except (Exception, KeyboardInterrupt, GeneratorExit) as error:
         return f"{option} {path}: importing it failed with {type(error).__name__}: {error}"
     problem = call_problem(name, function)
     return f"{option} {path}: {problem}" if problem else None

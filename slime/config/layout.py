@@ -1,7 +1,8 @@
-"""The parallel layout of the training ranks: tensor, context, data, pipeline and expert parallelism.
+"""The parallel layout of the training ranks: tensor, context, data, pipeline and expert
+parallelism.
 
-The order of ranks is Megatron's default: tensor parallel ranks are adjacent, followed by context, data and pipeline
-parallel ones. FSDP uses the same order with context and data parallelism only.
+The order of ranks is Megatron's default: tensor parallel ranks are adjacent, followed by context,
+data and pipeline parallel ones. FSDP uses the same order with context and data parallelism only.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class ParallelLayout:
 
     @property
     def dp(self) -> int:
-        """The data-parallel size: the number of ranks (or groups of ranks) that train on different samples."""
+        """The data-parallel size: the number of ranks (or groups of ranks) that train on different
+        samples.
+        """
         return max(self.world_size // (self.tp * self.pp * self.cp), 1)
 
     def data_rank(self, rank: int) -> int:
@@ -81,14 +84,16 @@ class ParallelLayout:
         model = self.tp * self.pp * self.cp
         if self.world_size % model:
             found.append(
-                f"{self.world_size} training ranks are not a multiple of tensor {self.tp} x pipeline {self.pp} x "
-                f"context {self.cp} = {model}: change --actor-num-gpus-per-node or the --*-parallel-size flags"
+                f"{self.world_size} training ranks are not a multiple of tensor {self.tp} x "
+                f"pipeline {self.pp} x context {self.cp} = {model}: change "
+                "--actor-num-gpus-per-node or the --*-parallel-size flags"
             )
         experts = self.ep * self.etp * self.pp
         if (self.ep > 1 or self.etp != self.tp) and self.world_size % experts:
             found.append(
-                f"{self.world_size} training ranks are not a multiple of expert {self.ep} x expert tensor {self.etp} x "
-                f"pipeline {self.pp} = {experts}: change --expert-model-parallel-size or --expert-tensor-parallel-size"
+                f"{self.world_size} training ranks are not a multiple of expert {self.ep} x "
+                f"expert tensor {self.etp} x pipeline {self.pp} = {experts}: change "
+                "--expert-model-parallel-size or --expert-tensor-parallel-size"
             )
         if self.vpp > 1 and self.pp == 1:
             found.append("interleaved pipelines need --pipeline-model-parallel-size of at least 2")
@@ -110,13 +115,19 @@ def _layers_to_divide(given: Mapping[str, Any], checkpoint: str | None) -> int:
     """Return the number of layers that the stages divide, 0 if it is not known."""
     layers = given.get("num_layers") or lookup_dimension(model_config(checkpoint), "num_layers")[1]
     # Flags can count embedding and output as layers.
-    counted = [bool(given.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss")]
+    counted = [
+        bool(given.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss")
+    ]
     return int(layers) + sum(counted) if layers else 0
 
 
 def _count_stages(text: str) -> int:
-    """Return the number of stages that ``--pipeline-model-parallel-layout`` describes, as in ``Et*3|(tt|)*29,m|L``."""
-    return re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text).count("|") + 1
+    """Return the number of stages that ``--pipeline-model-parallel-layout`` describes, as in
+    ``Et*3|(tt|)*29,m|L``.
+    """
+    return (
+        re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text).count("|") + 1
+    )
 
 
 def check_layout(args: Args) -> list[str]:
@@ -127,7 +138,8 @@ def check_layout(args: Args) -> list[str]:
     # Megatron would round, and train with another number of chunks than the user asked for.
     if per_chunk and layers % (pp * per_chunk):
         problems.append(
-            f"--num-layers-per-virtual-pipeline-stage {per_chunk} x --pipeline-model-parallel-size {pp} does not "
-            f"divide the {layers} layers: use another number, or --num-virtual-stages-per-pipeline-rank"
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} x "
+            f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers: use "
+            "another number, or --num-virtual-stages-per-pipeline-rank"
         )
     return problems

@@ -34,36 +34,43 @@ class LoraConfig:
     _title = "LoRA"
 
     lora_rank: int = flag(DERIVED, low=0)
-    """Rank of the LoRA adapter that is trained instead of the weights; 0 trains the weights. Default: that of the
-    adapter in --load, otherwise 0"""
+    """Rank of the LoRA adapter that is trained instead of the weights; 0 trains the weights.
+    Default: that of the adapter in --load, otherwise 0"""
     lora_alpha: float = flag(DERIVED, above=0)
-    """Factor of the adapter, divided by the rank. Default: that of the adapter in --load, otherwise 32"""
+    """Factor of the adapter, divided by the rank. Default: that of the adapter in --load, otherwise
+    32
+    """
     use_rslora: bool = flag(DERIVED, kind="toggle")
-    """Divide --lora-alpha by the square root of the rank (rsLoRA). Default: as in the adapter in --load, otherwise
-    off"""
+    """Divide --lora-alpha by the square root of the rank (rsLoRA). Default: as in the adapter in
+    --load, otherwise off"""
     lora_dropout: float = flag(0.0, low=0, high=0.99)
     """Probability with which inputs of the adapter are zeroed in training steps"""
     lora_target_modules: list[str] = flag(DERIVED)
-    """Linear layers that have an adapter, by the last parts of their names (q_proj, mlp.up_proj), or by regular
-    expressions for whole names; experts for all routed experts. Default: those of the adapter in --load, otherwise
-    all-linear"""
+    """Linear layers that have an adapter, by the last parts of their names (q_proj, mlp.up_proj),
+    or by regular expressions for whole names; experts for all routed experts. Default: those of the
+    adapter in --load, otherwise all-linear"""
     lora_exclude_modules: list[str] | None = None
     """Linear layers that have no adapter, named as in --lora-target-modules. Default: none"""
     lora_init: str = flag("kaiming", choices=("kaiming", "gaussian"))
-    """Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard deviation 1/rank"""
+    """Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard
+    deviation 1/rank
+    """
     lora_base_quantization: str | None = flag(None, choices=("int8", "nf4"))
-    """FSDP on one rank: keep the weights of the base's linear layers in 8 bits, or in 4 bits (NormalFloat), through
-    torchao (QLoRA). Default: the base is in --train-dtype"""
+    """FSDP on one rank: keep the weights of the base's linear layers in 8 bits, or in 4 bits
+    (NormalFloat), through torchao (QLoRA). Default: the base is in --train-dtype"""
     lora_sync: str = flag(DERIVED, choices=("adapter", "merged"))
-    """What a weight sync sends after the first one: the adapter, or weights with the adapter merged into them.
-    Default: adapter for embedded engines of the run unless --update-weight-transport is disk, otherwise merged"""
+    """What a weight sync sends after the first one: the adapter, or weights with the adapter merged
+    into them. Default: adapter for embedded engines of the run unless --update-weight-transport is
+    disk, otherwise merged"""
     lora_export: str = flag("peft", choices=("peft", "merged"))
-    """What --save-hf writes: the adapter in the format of PEFT, or the model with the adapter merged into its
-    weights"""
+    """What --save-hf writes: the adapter in the format of PEFT, or the model with the adapter
+    merged into its weights"""
 
 
 def adapter_file(path: str | None) -> dict[str, Any] | None:
-    """Return the content of ``adapter_config.json`` in a folder; None if there is none, or none that is readable."""
+    """Return the content of ``adapter_config.json`` in a folder; None if there is none, or none
+    that is readable.
+    """
     file = Path(path).expanduser() / ADAPTER_CONFIG if path else None
     if file is None or not file.is_file():
         return None
@@ -71,7 +78,9 @@ def adapter_file(path: str | None) -> dict[str, Any] | None:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         return None
-    numbers = [content.get(name) for name in ("r", "lora_alpha")] if isinstance(content, dict) else [None]
+    numbers = (
+        [content.get(name) for name in ("r", "lora_alpha")] if isinstance(content, dict) else [None]
+    )
     return content if all(isinstance(number, int | float) for number in numbers) else None
 
 
@@ -83,19 +92,27 @@ def derive_lora(args: Args) -> None:
         lora_rank=int(found.get("r", 0)),
         lora_alpha=float(found.get("lora_alpha", 32)),
         use_rslora=bool(found.get("use_rslora", False)),
-        lora_target_modules=[targets] if isinstance(targets, str) else [str(name) for name in targets],
+        lora_target_modules=[targets]
+        if isinstance(targets, str)
+        else [str(name) for name in targets],
     )
-    # SGLang merges by default: an update by adapter needs its LoRA kernels and restricts the layers.
+    # SGLang merges by default: an update by adapter needs its LoRA kernels and restricts the
+    # layers.
     embedded = args.rollout_backend == "embedded" and not args.rollout_external_engine_addrs
-    by_adapter = embedded and args.update_weight_transport != "disk" and EXPERTS not in args.lora_target_modules
+    by_adapter = (
+        embedded
+        and args.update_weight_transport != "disk"
+        and EXPERTS not in args.lora_target_modules
+    )
     args.fill(lora_sync="adapter" if args.lora_rank and by_adapter else "merged")
 
 
 def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
-    """Return the name under which engines load the trained adapter and requests ask for it (``lora_path``).
+    """Return the name under which engines load the trained adapter and requests ask for it
+    (``lora_path``).
 
-    It is None if requests need no name: no adapter is trained, it is merged into the weights, or the engines are
-    embedded engines, which apply the adapter of the last update to every request.
+    It is None if requests need no name: no adapter is trained, it is merged into the weights, or
+    the engines are embedded engines, which apply the adapter of the last update to every request.
 
     Args:
         rank, sync, backend: ``--lora-rank``, ``--lora-sync`` and ``--rollout-backend``.
@@ -104,26 +121,34 @@ def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
 
 
 def sglang_targets(targets: Sequence[str]) -> list[str]:
-    """Return the projections on which an SGLang server needs room for adapters of ``--lora-target-modules``."""
+    """Return the projections on which an SGLang server needs room for adapters of
+    ``--lora-target-modules``.
+    """
     names = [name.rpartition(".")[2] for name in targets]
     chosen = set(_PROJECTIONS if ALL_LINEAR in names else names)
-    return [name for name in _PROJECTIONS if any(name in group and chosen & set(group) for group in _FUSED)]
+    return [
+        name
+        for name in _PROJECTIONS
+        if any(name in group and chosen & set(group) for group in _FUSED)
+    ]
 
 
 def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
     """Return PEFT's ``adapter_config.json`` in the form from which SGLang computes the same factor.
 
-    SGLang divides ``lora_alpha`` by the rank and does not know rsLoRA, so the file gets the ``lora_alpha`` with which
-    the quotient is right.
+    SGLang divides ``lora_alpha`` by the rank and does not know rsLoRA, so the file gets the
+    ``lora_alpha`` with which the quotient is right.
 
     Args:
         config: The configuration with the whole names of the layers.
 
     Raises:
-        ValueError: In some decoder layer, not all projections that SGLang computes at once have an adapter.
+        ValueError: In some decoder layer, not all projections that SGLang computes at once have an
+            adapter.
     """
     layers = [str(name) for name in cast("Sequence[object]", config["target_modules"])]
-    # SGLang computes the projections of a group in one matrix, so a group has all of its adapters or none.
+    # SGLang computes the projections of a group in one matrix, so a group has all of its adapters
+    # or none.
     places: dict[str, set[str]] = {}
     for name in layers:
         module, _, last = name.rpartition(".")
@@ -132,14 +157,19 @@ def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
         for group in _FUSED:
             if names & set(group) and not names >= set(group):
                 raise ValueError(
-                    f"--lora-sync adapter: {module} has adapters on {', '.join(sorted(names & set(group)))}, but "
-                    f"SGLang needs them on all of {', '.join(group)} or on none: change --lora-target-modules and "
+                    f"--lora-sync adapter: {module} has adapters on "
+                    f"{', '.join(sorted(names & set(group)))}, but SGLang needs them on all of "
+                    f"{', '.join(group)} or on none: change --lora-target-modules and "
                     "--lora-exclude-modules, or use --lora-sync merged"
                 )
     # With rsLoRA the factor is alpha / sqrt(rank); SGLang computes alpha / rank.
     rank = int(str(config["r"]))
     alpha = float(str(config["lora_alpha"]))
-    return {**config, "lora_alpha": alpha * rank**0.5 if config.get("use_rslora") else alpha, "use_rslora": False}
+    return {
+        **config,
+        "lora_alpha": alpha * rank**0.5 if config.get("use_rslora") else alpha,
+        "use_rslora": False,
+    }
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
@@ -148,63 +178,80 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 
 
 def check_lora(args: Args) -> list[str]:
-    """Check the adapter in ``--load``, that all models of the run share its base, and that engines can load it."""
+    """Check the adapter in ``--load``, that all models of the run share its base, and that engines
+    can load it.
+    """
     if not args.lora_rank:
         return []
     problems = _contradictions(args)
     reference = weights_path(args.ref_load, args.ref_ckpt_step)
-    base = InitialWeights.from_args(args).path(args.train_backend == "megatron") if args.hf_checkpoint else None
-    # The codes of a quantized base replace weights in place, so every model of the run must have this base.
+    base = (
+        InitialWeights.from_args(args).path(args.train_backend == "megatron")
+        if args.hf_checkpoint
+        else None
+    )
+    # The codes of a quantized base replace weights in place, so every model of the run must have
+    # this base.
     others = {}
     if args.lora_base_quantization:
         others["--opd-teacher-load"] = weights_path(args.opd_teacher_load)
-    if args.lora_base_quantization and (args.use_kl_loss or args.kl_coef or "ref_load" in args.explicit):
+    if args.lora_base_quantization and (
+        args.use_kl_loss or args.kl_coef or "ref_load" in args.explicit
+    ):
         others["--ref-load"] = reference
     problems += [
-        f"--lora-base-quantization {args.lora_base_quantization}: {name} {path} is not the base {base}, so its "
-        "weights cannot replace the codes; name the base"
+        f"--lora-base-quantization {args.lora_base_quantization}: {name} {path} is not the base "
+        f"{base}, so its weights cannot replace the codes; name the base"
         for name, path in others.items()
         if path not in (None, base)
     ]
     if args.train_backend == "megatron":
         problems += megatron_problems(
-            model_config(args.hf_checkpoint), int(args.megatron.get("tensor_model_parallel_size") or 1)
+            model_config(args.hf_checkpoint),
+            int(args.megatron.get("tensor_model_parallel_size") or 1),
         )
     if args.lora_sync == "adapter" and args.rollout_backend == "sglang":
-        # Targets may be regular expressions. Only names of projections can be told to SGLang before it starts.
-        names = {name.rpartition(".")[2] for name in args.lora_target_modules} - {ALL_LINEAR, EXPERTS, *_PROJECTIONS}
+        # Targets may be regular expressions. Only names of projections can be told to SGLang before
+        # it starts.
+        names = {name.rpartition(".")[2] for name in args.lora_target_modules} - {
+            ALL_LINEAR,
+            EXPERTS,
+            *_PROJECTIONS,
+        }
         problems += [
-            f"--lora-sync adapter: slime starts SGLang with adapters on {', '.join(_PROJECTIONS)} only, not on {name}; "
-            "use --lora-sync merged"
+            f"--lora-sync adapter: slime starts SGLang with adapters on {', '.join(_PROJECTIONS)} "
+            f"only, not on {name}; use --lora-sync merged"
             for name in sorted(names)
         ]
     # A refreshed reference is the base with a copy of the adapter.
     if args.ref_update_interval and reference not in (None, base):
         problems.append(
-            "--ref-update-interval with --lora-rank refreshes the reference's adapter, so the reference must have the "
-            f"same base: pass --ref-load {base}"
+            "--ref-update-interval with --lora-rank refreshes the reference's adapter, so the "
+            f"reference must have the same base: pass --ref-load {base}"
         )
     return problems
 
 
 def megatron_problems(config: Mapping[str, Any], tensor_parallel: int) -> list[str]:
-    """Return why the model of a config.json cannot have adapters on Megatron's layers; nothing if it can."""
+    """Return why the model of a config.json cannot have adapters on Megatron's layers; nothing if
+    it can.
+    """
     problems = []
     if config.get("kv_lora_rank"):
         problems.append(
-            "--lora-rank: the projections of latent attention (kv_lora_rank in config.json) have no adapters with "
-            "--train-backend megatron: use fsdp"
+            "--lora-rank: the projections of latent attention (kv_lora_rank in config.json) have "
+            "no adapters with --train-backend megatron: use fsdp"
         )
     if config.get("model_type") == "phi3":
         problems.append(
-            "--lora-rank: the projection of query, key and value in one matrix (phi3) has no adapter with "
-            "--train-backend megatron: use fsdp"
+            "--lora-rank: the projection of query, key and value in one matrix (phi3) has no "
+            "adapter with --train-backend megatron: use fsdp"
         )
     groups = config.get("num_key_value_heads") or config.get("num_attention_heads")
     if groups and tensor_parallel > groups:
         problems.append(
-            f"--lora-rank: {tensor_parallel} tensor-parallel ranks cannot share the adapters of {groups} key-value "
-            "heads: lower --tensor-model-parallel-size"
+            f"--lora-rank: {tensor_parallel} tensor-parallel ranks cannot share the adapters of "
+            f"{groups} key-value heads: lower --tensor-model-parallel-size"
         )
     return problems
 
@@ -215,8 +262,8 @@ def _contradictions(args: Args) -> list[str]:
     if found is None:
         return []
     return [
-        f"--{name.replace('_', '-')} {getattr(args, name)}, but the adapter in --load {args.load} has {key} "
-        f"{found[key]}: leave the flag out"
+        f"--{name.replace('_', '-')} {getattr(args, name)}, but the adapter in --load {args.load} "
+        f"has {key} {found[key]}: leave the flag out"
         for name, key in _IN_FILE.items()
         if key in found and found[key] != getattr(args, name)
     ]

@@ -21,7 +21,9 @@ _SOURCES = 254
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs that torch can use (0 on a CPU machine), CPU cores of this process, and whether Ray has its own cluster."""
+    """GPUs that torch can use (0 on a CPU machine), CPU cores of this process, and whether Ray has
+    its own cluster.
+    """
 
     gpus: int
     cores: int
@@ -45,8 +47,12 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
         # CUDA ignores the entries from the first -1 on.
-        return len(names[: names.index("-1")] if "-1" in names else [name for name in names if name])
-    return sum(1 for device in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", device.name))
+        return len(
+            names[: names.index("-1")] if "-1" in names else [name for name in names if name]
+        )
+    return sum(
+        1 for device in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", device.name)
+    )
 
 
 @functools.cache
@@ -56,8 +62,9 @@ def torch_is_cpu_build() -> bool:
 
 
 def source_addresses(host: str) -> int:
-    """Return the number of local addresses from which ``host`` can be reached. For a server on this machine these are
-    the loopback addresses 127.0.0.1 to 127.0.0.254 (on Linux only); otherwise it is one."""
+    """Return the number of local addresses from which ``host`` can be reached. For a server on this
+    machine these are the loopback addresses 127.0.0.1 to 127.0.0.254 (on Linux only); otherwise it
+    is one."""
     return _SOURCES if sys.platform == "linux" and _is_local(host) else 1
 
 
@@ -76,9 +83,10 @@ def _is_local(host: str) -> bool:
 def connection_limit(router: str | None = None, ports: Path = _PORTS) -> int:
     """Return the maximum number of concurrent requests from this machine to one router.
 
-    Each request takes a port of a local address, and two open files of the router's process (one towards the client,
-    one towards the engine). A router on this machine can be reached from many local addresses
-    (:func:`source_addresses`), so there the open files are the limit. A tenth is reserved for other uses.
+    Each request takes a port of a local address, and two open files of the router's process (one
+    towards the client, one towards the engine). A router on this machine can be reached from many
+    local addresses (:func:`source_addresses`), so there the open files are the limit. A tenth is
+    reserved for other uses.
 
     Args:
         router: The router's address; None if the router will run on this machine.
@@ -94,7 +102,9 @@ def connection_limit(router: str | None = None, ports: Path = _PORTS) -> int:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, for this process and the processes that it will start."""
+    """Raise the soft limit of open files to the hard limit, for this process and the processes that
+    it will start.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -106,14 +116,18 @@ def cache_folder(what: str) -> Path:
 
 
 def remember(mark: Path) -> None:
-    """Create an empty file in the cache folder. Without a home that can be written to, nothing is remembered."""
+    """Create an empty file in the cache folder. Without a home that can be written to, nothing is
+    remembered.
+    """
     with contextlib.suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package without importing it; None if it is not installed."""
+    """Return the version of an installed package without importing it; None if it is not
+    installed.
+    """
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -20,8 +20,9 @@ class ObservabilityConfig:
     _title = "observability"
 
     tracker: list[str] | None = flag(None, kind="list")
-    """Trackers of the run: any of tensorboard, wandb, mlflow, trackio and swanlab, with spaces or commas between
-    them, and classes of your own (file.py:Name). Default: tensorboard, and wandb with --use-wandb"""
+    """Trackers of the run: any of tensorboard, wandb, mlflow, trackio and swanlab, with spaces or
+    commas between them, and classes of your own (file.py:Name). Default: tensorboard, and wandb
+    with --use-wandb"""
     tracker_project: str = "slime"
     """Project of the run in Trackio and SwanLab, experiment of it in MLflow"""
     use_tensorboard: bool = flag(True, kind="toggle")
@@ -39,7 +40,9 @@ class ObservabilityConfig:
     wandb_key: str | None = None
     """API key of Weights & Biases; ps shows it, so prefer the variable WANDB_API_KEY"""
     wandb_host: str | None = None
-    """URL of the Weights & Biases server. Default: WANDB_BASE_URL of the environment, or the public server"""
+    """URL of the Weights & Biases server. Default: WANDB_BASE_URL of the environment, or the public
+    server
+    """
     wandb_team: str | None = None
     """Entity (team or user) of the run in Weights & Biases"""
     wandb_group: str | None = None
@@ -59,7 +62,9 @@ class ObservabilityConfig:
     log_reward_category: str | None = None
     """Key of a dict reward by whose values samples are counted in metrics"""
     log_samples: str = flag("all", metavar="all|none|N")
-    """Number of samples per rollout and evaluation data set whose texts are written to samples/ of the run"""
+    """Number of samples per rollout and evaluation data set whose texts are written to samples/ of
+    the run
+    """
     log_keep_last: int | None = flag(None, low=1)
     """Number of rollouts and evaluations whose texts and traces are kept. Default: all"""
     log_compress: bool = False
@@ -75,7 +80,9 @@ def log_samples_count(value: str) -> int | None:
     if value in ("all", "none"):
         return None if value == "all" else 0
     if not (value.isascii() and value.isdigit()):
-        raise ValueError(f"--log-samples {value}: must be all, none, or the number of samples per rollout")
+        raise ValueError(
+            f"--log-samples {value}: must be all, none, or the number of samples per rollout"
+        )
     return int(value)
 
 
@@ -88,19 +95,25 @@ class DebugConfig:
     debug_train_only: bool = False
     """Train without engines, on --load-debug-rollout-data or a rollout function without engines"""
     save_debug_rollout_data: str | None = path_flag()
-    """File to which each rollout's samples are saved; {rollout_id} in the path is replaced by the rollout's number"""
+    """File to which each rollout's samples are saved; {rollout_id} in the path is replaced by the
+    rollout's number
+    """
     load_debug_rollout_data: str | None = path_flag()
-    """File of saved samples to train on, with {rollout_id} in the path; implies --debug-train-only"""
+    """File of saved samples to train on, with {rollout_id} in the path; implies
+    --debug-train-only
+    """
     load_debug_rollout_data_subsample: float | None = flag(None, above=0, high=1)
     """Fraction of the samples of --load-debug-rollout-data to train on. Default: all"""
     load_forge_rollout_data: str | None = path_flag()
-    """File of saved samples, with {rollout_id} in the path, that slime.rollout.forge_load replays while the engines
-    are running"""
+    """File of saved samples, with {rollout_id} in the path, that slime.rollout.forge_load replays
+    while the engines are running"""
     save_debug_train_data: str | None = path_flag()
-    """File to which each rollout's training batches are saved; {rollout_id} in the path is replaced by the
-    rollout's number"""
+    """File to which each rollout's training batches are saved; {rollout_id} in the path is replaced
+    by the rollout's number"""
     dump_details: str | None = path_flag()
-    """Folder for --save-debug-rollout-data (rollout_data/), --save-debug-train-data (train_data/) and the tokenizer"""
+    """Folder for --save-debug-rollout-data (rollout_data/), --save-debug-train-data (train_data/)
+    and the tokenizer
+    """
     record_memory_history: bool = False
     """Record the trainer's CUDA memory allocations in the first rollouts"""
     memory_snapshot_num_steps: int | None = flag(None, low=1)
@@ -113,9 +126,11 @@ class DebugConfig:
     """First rollout that --use-pytorch-profiler records"""
     profile_step_end: int = flag(2, low=0)
     """First rollout that --use-pytorch-profiler no longer records"""
-    profile_target: list[str] = flag(["train_overall"], choices=("train_overall", "train_actor", "train_log_probs"))
-    """Parts of the trainer that --use-pytorch-profiler records: everything, the optimizer steps (train_actor), or
-    the log-prob passes"""
+    profile_target: list[str] = flag(
+        ["train_overall"], choices=("train_overall", "train_actor", "train_log_probs")
+    )
+    """Parts of the trainer that --use-pytorch-profiler records: everything, the optimizer steps
+    (train_actor), or the log-prob passes"""
 
 
 @dataclass
@@ -125,11 +140,11 @@ class MegatronExtrasConfig:
     custom_megatron_init_path: str | None = hook_flag()
     """Function fn(args) that is called after Megatron has created its process groups"""
     custom_megatron_before_log_prob_hook_path: str | None = hook_flag()
-    """Function fn(args, model, prefix) that is called before log-probs are computed with Megatron; the prefix
-    is "", "ref_" or "teacher_" for the actor, the reference and the teacher"""
+    """Function fn(args, model, prefix) that is called before log-probs are computed with Megatron;
+    the prefix is "", "ref_" or "teacher_" for the actor, the reference and the teacher"""
     custom_megatron_before_train_step_hook_path: str | None = hook_flag()
-    """Function fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) that is called before each
-    optimizer step of Megatron"""
+    """Function fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) that is called
+    before each optimizer step of Megatron"""
 
 
 def derive_debug_modes(args: Args) -> None:
@@ -138,7 +153,10 @@ def derive_debug_modes(args: Args) -> None:
     if args.load_forge_rollout_data and args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION:
         args.rollout_function_path = "slime.rollout.forge_load.generate_rollout"
     if args.dump_details:
-        for name, folder in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
+        for name, folder in (
+            ("save_debug_rollout_data", "rollout_data"),
+            ("save_debug_train_data", "train_data"),
+        ):
             if getattr(args, name) is None:
                 setattr(args, name, str(Path(args.dump_details) / folder / "{rollout_id}.pt"))
     # Nothing has to make room.
@@ -158,22 +176,36 @@ def check_debug_files(debug: DebugConfig) -> list[str]:
     ):
         template = getattr(debug, name)
         if template and "{rollout_id}" not in template:
-            problems.append(f"{flags[name].option} {template}: the path must contain {{rollout_id}}")
+            problems.append(
+                f"{flags[name].option} {template}: the path must contain {{rollout_id}}"
+            )
     template = debug.load_debug_rollout_data
-    if template and not Path(template).expanduser().parent.is_dir() and "{" not in str(Path(template).parent):
+    if (
+        template
+        and not Path(template).expanduser().parent.is_dir()
+        and "{" not in str(Path(template).parent)
+    ):
         problems.append(f"--load-debug-rollout-data {template}: no such folder")
     return problems
 
 
 def chosen_trackers(observability: ObservabilityConfig) -> list[str]:
-    """Return the trackers of a run: those of ``--tracker``, or those that the older switches choose."""
+    """Return the trackers of a run: those of ``--tracker``, or those that the older switches
+    choose.
+    """
     if observability.tracker is not None:
-        return list(dict.fromkeys(name for word in observability.tracker for name in word.split(",") if name))
+        return list(
+            dict.fromkeys(
+                name for word in observability.tracker for name in word.split(",") if name
+            )
+        )
     return ["tensorboard"] * observability.use_tensorboard + ["wandb"] * observability.use_wandb
 
 
 def tracker_packages() -> dict[str, tuple[str, str] | None]:
-    """Return for each tracker that has a name its module and what ``pip install`` needs; None if it needs nothing."""
+    """Return for each tracker that has a name its module and what ``pip install`` needs; None if it
+    needs nothing.
+    """
     return {name: part.package for name, part in parts("tracker").items()}
 
 
@@ -183,10 +215,19 @@ def check_sinks(observability: ObservabilityConfig) -> list[str]:
     for name in chosen_trackers(observability):
         if name in known:
             package = known[name]
-            if observability.tracker is not None and package is not None and not installed(package[0]):
-                problems.append(f"--tracker {name}: it is not installed; run pip install {package[1]}")
+            if (
+                observability.tracker is not None
+                and package is not None
+                and not installed(package[0])
+            ):
+                problems.append(
+                    f"--tracker {name}: it is not installed; run pip install {package[1]}"
+                )
         elif not is_hook_path(name):
-            problems.append(f"--tracker {name}: known are {', '.join(known)}, and classes of your own (file.py:Name)")
+            problems.append(
+                f"--tracker {name}: known are {', '.join(known)}, and classes of your own "
+                "(file.py:Name)"
+            )
     try:
         log_samples_count(observability.log_samples)
     except ValueError as error:

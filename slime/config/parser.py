@@ -1,4 +1,6 @@
-"""The command-line parser. It is built from the config dataclasses and reports all problems together."""
+"""The command-line parser. It is built from the config dataclasses and reports all problems
+together.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class _Misuse(Exception):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that raises instead of exiting, and that reads ``-1e-5`` as a number, not as an option."""
+    """An ``ArgumentParser`` that raises instead of exiting, and that reads ``-1e-5`` as a number,
+    not as an option.
+    """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -78,7 +82,9 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
-    """Wraps lines on a terminal. Elsewhere each flag is one line, so that ``grep`` finds whole sentences."""
+    """Wraps lines on a terminal. Elsewhere each flag is one line, so that ``grep`` finds whole
+    sentences.
+    """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=46, width=120)
@@ -89,18 +95,24 @@ class _Help(argparse.HelpFormatter):
         return f"  {self._format_action_invocation(action):<44}  {self._expand_help(action)}\n"
 
     def _expand_help(self, action: argparse.Action) -> str:
-        return help_text(FLAGS[action.dest]) if action.dest in FLAGS else super()._expand_help(action)
+        return (
+            help_text(FLAGS[action.dest]) if action.dest in FLAGS else super()._expand_help(action)
+        )
 
 
 @functools.cache
 def _own_parser(prog: str | None) -> FlagParser:
-    """The parser without user-defined arguments. It is cached, because building it takes 0.1 s; never add to it."""
+    """The parser without user-defined arguments. It is cached, because building it takes 0.1 s;
+    never add to it.
+    """
     return build_parser(prog=prog)
 
 
-def build_parser(add_custom_arguments: AddArguments | None = None, prog: str | None = None) -> FlagParser:
-    """Build the parser of all flags. The user's arguments come first, so that slime's flag replaces one of the same
-    name (``conflict_handler="resolve"``)."""
+def build_parser(
+    add_custom_arguments: AddArguments | None = None, prog: str | None = None
+) -> FlagParser:
+    """Build the parser of all flags. The user's arguments come first, so that slime's flag replaces
+    one of the same name (``conflict_handler="resolve"``)."""
     parser = FlagParser(
         prog=prog,
         usage="%(prog)s [flags] ${MODEL_ARGS[@]}",
@@ -112,8 +124,13 @@ def build_parser(add_custom_arguments: AddArguments | None = None, prog: str | N
     if add_custom_arguments is not None:
         returned = add_custom_arguments(parser)
         if returned is not parser:
-            raise TypeError(f"add_custom_arguments must return the parser that it was given, not {returned!r}")
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(flag.group for flag in FLAGS.values())}
+            raise TypeError(
+                f"add_custom_arguments must return the parser that it was given, not {returned!r}"
+            )
+    groups = {
+        title: parser.add_argument_group(title)
+        for title in dict.fromkeys(flag.group for flag in FLAGS.values())
+    }
     for flag in FLAGS.values():
         _add_own(groups[flag.group], flag)
     for option, entry in passthrough.options().items():
@@ -135,14 +152,23 @@ _ARGPARSE: dict[Kind, dict[str, Any]] = {
 
 def _add_own(group: argparse._ArgumentGroup, flag: Flag) -> None:
     shown = argparse.SUPPRESS if flag.status == "refused" else "shown by _Help"
-    properties = {"dest": flag.name, "default": argparse.SUPPRESS, "help": shown, **_ARGPARSE.get(flag.kind, {})}
+    properties = {
+        "dest": flag.name,
+        "default": argparse.SUPPRESS,
+        "help": shown,
+        **_ARGPARSE.get(flag.kind, {}),
+    }
     if not flag.is_bool:
         properties["metavar"] = metavar(flag)
     group.add_argument(flag.option, **properties)
 
 
 def _add_pass(parser: argparse.ArgumentParser, option: str, entry: passthrough.PassOption) -> None:
-    properties = {**_ARGPARSE.get(entry.flag.kind, {}), "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    properties = {
+        **_ARGPARSE.get(entry.flag.kind, {}),
+        "default": argparse.SUPPRESS,
+        "help": argparse.SUPPRESS,
+    }
     if entry.sets is not None:
         properties |= {"action": "store_const", "const": entry.sets}
     elif entry.flag.kind == "list":
@@ -159,7 +185,11 @@ def help_text(flag: Flag) -> str:
     elif flag.default in (None, [], {}):
         default = "none"
     else:
-        default = " ".join(map(str, flag.default)) if isinstance(flag.default, list) else str(flag.default)
+        default = (
+            " ".join(map(str, flag.default))
+            if isinstance(flag.default, list)
+            else str(flag.default)
+        )
     return f"{flag.help} (default: {default})"
 
 
@@ -177,14 +207,18 @@ def metavar(flag: Flag) -> str:
 def read_command_line(
     argv: Sequence[str], add_custom_arguments: AddArguments | None = None, prog: str | None = None
 ) -> tuple[Args, list[str]]:
-    """Parse the command line into unresolved :class:`Args`; also return all problems with the words."""
-    prog = prog or os.path.basename(sys.argv[0])  # Not left to argparse: a cached parser would keep the first name.
+    """Parse the command line into unresolved :class:`Args`; also return all problems with the
+    words.
+    """
+    # Not left to argparse: a cached parser would keep the first name.
+    prog = prog or os.path.basename(sys.argv[0])
     parser = build_parser(add_custom_arguments, prog) if add_custom_arguments else _own_parser(prog)
     theirs: list[str] = []
     namespace, rest, misused = _parse(parser, argv)
     problems = _unknown(parser, rest)
-    # Asking Megatron-LM for its flags imports it in a separate process, which takes seconds. So this happens only for
-    # flags that are unknown otherwise, and with a parser of its own: the cached one must stay as it is.
+    # Asking Megatron-LM for its flags imports it in a separate process, which takes seconds. So
+    # this happens only for flags that are unknown otherwise, and with a parser of its own: the
+    # cached one must stay as it is.
     if problems and megatron.is_there():
         known = set(parser._option_string_actions)
         parser = build_parser(add_custom_arguments, prog)
@@ -197,17 +231,22 @@ def read_command_line(
     args = Args()
     if theirs:
         args.notices.append(
-            f"{', '.join(theirs)}: flags of Megatron-LM that slime ignores; your functions may use them"
+            f"{', '.join(theirs)}: flags of Megatron-LM that slime ignores; your functions may "
+            "use them"
         )
     # argparse only splits the words. Types, ranges and choices are checked as for values of files.
     stored = (_store(args, dest, value) for dest, value in vars(namespace).items())
     return args, problems + [problem for problem in stored if problem]
 
 
-def _parse(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return the values, the words that are left, and the problems with the number of words after a flag.
+def _parse(
+    parser: FlagParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the values, the words that are left, and the problems with the number of words after a
+    flag.
 
-    argparse stops at its first error. The flag that it names is left out then, and the other words are parsed again:
+    argparse stops at its first error. The flag that it names is left out then, and the other words
+    are parsed again:
     without their values, flags that were given would be reported as missing."""
     words = list(argv)
     problems: list[str] = []
@@ -215,11 +254,17 @@ def _parse(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.Namespace,
         try:
             return *parser.parse_known_args(words), problems
         except _Misuse as error:
-            problems.append(str(error).replace("ignored explicit argument", "it takes no value, but has"))
+            problems.append(
+                str(error).replace("ignored explicit argument", "it takes no value, but has")
+            )
             named = re.match(r"argument (\S+):", str(error))
             fewer = _without(words, named[1].split("/") if named else [])
             if len(fewer) == len(words):
-                return argparse.Namespace(), [word for word in words if word.startswith("--")], problems
+                return (
+                    argparse.Namespace(),
+                    [word for word in words if word.startswith("--")],
+                    problems,
+                )
             words = fewer
 
 
@@ -236,7 +281,9 @@ def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def _store(args: Args, dest: str, value: object) -> str | None:
-    """Convert one value and store it in ``args``. The user's own arguments are stored as argparse returned them."""
+    """Convert one value and store it in ``args``. The user's own arguments are stored as argparse
+    returned them.
+    """
     if dest in FLAGS:
         known = Spelling(FLAGS[dest], None, sets=True)
         if known.flag.kind == "pairs" and isinstance(value, list):
@@ -285,16 +332,23 @@ def parse_args(
         argv: The words after the program's name. Default: ``sys.argv[1:]``.
         add_custom_arguments: Adds the user's own arguments to the parser and returns it.
         asynchronous: True in train_async.py.
-        extra_checks: Further checks, whose problems are reported together with those of the configuration. The
-            caller includes the check of the data files, so the configuration does not look for these files itself.
-        settings: Values by argument name. They take precedence over ``argv`` and over the files that it names.
+        extra_checks: Further checks, whose problems are reported together with those of the
+            configuration. The caller includes the check of the data files, so the configuration
+            does not look for these files itself.
+        settings: Values by argument name. They take precedence over ``argv`` and over the files
+            that it names.
 
     Raises:
-        SystemExit: With status 2 after all problems were printed to stderr; with status 0 after ``--help``.
+        SystemExit: With status 2 after all problems were printed to stderr; with status 0 after
+            ``--help``.
     """
     prog = os.path.basename(sys.argv[0]) or "slime"
     args, problems = check_args(
-        argv, add_custom_arguments, asynchronous=asynchronous, extra_checks=extra_checks, settings=settings
+        argv,
+        add_custom_arguments,
+        asynchronous=asynchronous,
+        extra_checks=extra_checks,
+        settings=settings,
     )
     if problems:
         title = "1 problem with the arguments\n" if len(problems) == 1 else ""
@@ -306,7 +360,10 @@ def parse_args(
 
 
 def load_args(
-    argv: Sequence[str] | None = None, *, asynchronous: bool = False, settings: Mapping[str, object] | None = None
+    argv: Sequence[str] | None = None,
+    *,
+    asynchronous: bool = False,
+    settings: Mapping[str, object] | None = None,
 ) -> Args:
     """Do the same as :func:`parse_args`, but raise :class:`ConfigError` and print nothing."""
     args, problems = check_args(argv, asynchronous=asynchronous, settings=settings)
@@ -324,7 +381,9 @@ def check_args(
     settings: Mapping[str, object] | None = None,
 ) -> tuple[Args, list[str]]:
     """Return the resolved arguments and all problems with them, without duplicates."""
-    args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments, settings)
+    args, problems = read_settings(
+        sys.argv[1:] if argv is None else argv, add_custom_arguments, settings
+    )
     # What a refused flag says is told before what follows from other flags.
     refused, idle = check_states(args, FLAGS)
     args.notices += [*unread_variables(os.environ), *registry.failures()]
@@ -341,15 +400,21 @@ def check_args(
 
 
 def read_settings(
-    argv: Sequence[str], add_custom_arguments: AddArguments | None = None, settings: Mapping[str, object] | None = None
+    argv: Sequence[str],
+    add_custom_arguments: AddArguments | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> tuple[Args, list[str]]:
-    """Apply ``argv``, then the files that it names (``--custom-config-path``, then ``--override``), then ``settings``.
+    """Apply ``argv``, then the files that it names (``--custom-config-path``, then ``--override``),
+    then ``settings``.
 
     Later sources take precedence. Derived defaults are not filled in yet."""
     args, problems = read_command_line(argv, add_custom_arguments)
     if args.custom_config_path:
-        problems += apply_file(args, args.custom_config_path, "--custom-config-path", new_names=True)
-    # Recipes are scaled to a machine by this file, so it comes after everything that the recipe says.
+        problems += apply_file(
+            args, args.custom_config_path, "--custom-config-path", new_names=True
+        )
+    # Recipes are scaled to a machine by this file, so it comes after everything that the recipe
+    # says.
     if args.override:
         problems += _apply_override(args, args.override)
         drop_other_model(args, args.override)
@@ -362,8 +427,12 @@ def read_settings(
 def _apply_override(args: Args, file: str) -> list[str]:
     before = {**vars(args), **args.megatron}
     problems = apply_file(args, file, "--override", new_names=False)
-    if before["ref_load"] is not None and args.ref_load == before["ref_load"] == before["hf_checkpoint"]:
-        args.ref_load = args.hf_checkpoint  # --ref-load named the model that the file replaces, so it follows
+    if (
+        before["ref_load"] is not None
+        and args.ref_load == before["ref_load"] == before["hf_checkpoint"]
+    ):
+        # --ref-load named the model that the file replaces, so it follows
+        args.ref_load = args.hf_checkpoint
     after = {**vars(args), **args.megatron}
     hidden = {"explicit", "sglang", "router", "megatron", "notices"}
     changed = [

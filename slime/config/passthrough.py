@@ -1,9 +1,10 @@
-"""Flags that belong to SGLang (``--sglang-*``), its router (``--router-*``) and Megatron (their own names).
+"""Flags that belong to SGLang (``--sglang-*``), its router (``--router-*``) and Megatron (their own
+names).
 
-The options are read from tables of the pinned versions, so that parsing never imports these packages.
-``tools/generate_flag_tables.py`` generates all tables except that of Megatron-LM, which lists the flags that have no
-config field in megatron-core, or one of another name (``field``). The values that the user sets are stored in
-``args.sglang``, ``args.router`` and ``args.megatron``.
+The options are read from tables of the pinned versions, so that parsing never imports these
+packages. ``tools/generate_flag_tables.py`` generates all tables except that of Megatron-LM, which
+lists the flags that have no config field in megatron-core, or one of another name (``field``). The
+values that the user sets are stored in ``args.sglang``, ``args.router`` and ``args.megatron``.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ ROUTER_VERSION = "0.3.2"
 MEGATRON_VERSION = "0.16.1"
 
 REASONS: dict[str, dict[str, dict[str, str]]] = read_table("passed_on.json")
-"""Options that slime refuses by family and status, each with the reason: ``set by slime`` itself, or ``not supported``
-because slime's own requests would fail with them."""
+"""Options that slime refuses by family and status, each with the reason: ``set by slime`` itself,
+or ``not supported`` because slime's own requests would fail with them."""
 KEYS = frozenset(("api_key", "admin_api_key", "control_plane_api_keys"))
 """Options that slime does not pass on a command line; see :mod:`slime.engines.keys`."""
 ROUTER_DEFAULTS: dict[str, object] = {
@@ -36,21 +37,29 @@ ROUTER_DEFAULTS: dict[str, object] = {
     "balance_abs_threshold": 10,
     "balance_rel_threshold": 1.2,
     "log_level": "warn",
-    # The circuit breaker counts 4xx responses as failures, so a series of invalid requests excludes all engines. The
-    # timeout is short, so that this lasts seconds and not a minute. The price: a bad engine is tried again sooner,
-    # which costs a few retries each time.
+    # The circuit breaker counts 4xx responses as failures, so a series of invalid requests excludes
+    # all engines. The timeout is short, so that this lasts seconds and not a minute. The price: a
+    # bad engine is tried again sooner, which costs a few retries each time.
     "cb_timeout_duration_secs": 5,
 }
 """Defaults of slime for options of the router; ``--router-…`` flags replace them."""
 
-_TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "loose": Loose, "count": Loose}
+_TYPES: dict[str, type] = {
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+    "loose": Loose,
+    "count": Loose,
+}
 
 
 class TableEntry(TypedDict, total=False):
     """One option in a table."""
 
     kind: Required[Kind]
-    dest: str  # the attribute name in the package; absent if the key of the entry is the attribute name
+    # the attribute name in the package; absent if the key of the entry is the attribute name
+    dest: str
     type: str
     default: object
     choices: list[str | int]
@@ -84,13 +93,17 @@ def options() -> dict[str, PassOption]:
 
 
 def prefix_of(family: Family) -> str:
-    """Return what the names of a family's options begin with in ``args`` and in files; Megatron's have no prefix."""
+    """Return what the names of a family's options begin with in ``args`` and in files; Megatron's
+    have no prefix.
+    """
     return "" if family == "megatron" else f"{family}_"
 
 
 @functools.cache
 def by_name(family: Family) -> dict[str, PassOption]:
-    """Return the options of a family by attribute name; if an attribute has several spellings, the first."""
+    """Return the options of a family by attribute name; if an attribute has several spellings, the
+    first.
+    """
     found: dict[str, PassOption] = {}
     for option in options().values():
         if option.family == family:
@@ -98,19 +111,25 @@ def by_name(family: Family) -> dict[str, PassOption]:
     return found
 
 
-def _server_options(family: Family, package: str, versions: tuple[str, ...]) -> dict[str, PassOption]:
+def _server_options(
+    family: Family, package: str, versions: tuple[str, ...]
+) -> dict[str, PassOption]:
     found: dict[str, PassOption] = {}
     for version in versions:
         for spelling, entry in load_table(package, version).items():
             option = f"--{family}-{spelling[2:]}"
             known = found.get(option)
             if known is not None:
-                found[option] = PassOption(family, known.flag, known.sets, (*known.versions, version))
+                found[option] = PassOption(
+                    family, known.flag, known.sets, (*known.versions, version)
+                )
                 continue
             # The table lists both spellings of a toggle as one.
             off = entry["kind"] == "toggle" and spelling.startswith("--no-")
             sets = False if off else _SETS.get(entry["kind"])
-            found[option] = PassOption(family, _flag(option, entry["dest"], entry, family), sets, (version,))
+            found[option] = PassOption(
+                family, _flag(option, entry["dest"], entry, family), sets, (version,)
+            )
     return found
 
 
@@ -118,7 +137,9 @@ def _megatron_options() -> dict[str, PassOption]:
     found: dict[str, PassOption] = {}
     own = load_table("megatron_lm", MEGATRON_VERSION)
     # An option of Megatron-LM replaces the field of megatron-core that it sets, under its own name.
-    covered = {entry["dest"] for entry in own.values()} | {entry.get("field") for entry in own.values()}
+    covered = {entry["dest"] for entry in own.values()} | {
+        entry.get("field") for entry in own.values()
+    }
     for name, entry in load_table("megatron_core", MEGATRON_VERSION).items():
         if name in covered:
             continue
@@ -138,14 +159,16 @@ _SETS: dict[Kind, bool] = {"switch": True, "negative": False}
 
 def _flag(option: str, name: str, entry: TableEntry, group: str) -> Flag:
     kind = entry["kind"]
-    value_type = bool if kind in ("switch", "negative", "toggle") else _TYPES[entry.get("type", "str")]
+    value_type = (
+        bool if kind in ("switch", "negative", "toggle") else _TYPES[entry.get("type", "str")]
+    )
     choices = tuple(entry.get("choices", ()))
     return Flag(name, option, kind, value_type, entry.get("default"), group, fixed_choices=choices)
 
 
 def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, object]:
-    """Look up ``args.<name>`` as a pass-through option; returns ``(found, value)``. Defaults of Megatron's options are
-    found only with ``--train-backend megatron``."""
+    """Look up ``args.<name>`` as a pass-through option; returns ``(found, value)``. Defaults of
+    Megatron's options are found only with ``--train-backend megatron``."""
     # The prefix of Megatron is empty, so the family comes last.
     for family in FAMILIES:
         short = name.removeprefix(prefix_of(family))
@@ -155,25 +178,33 @@ def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, obj
         if isinstance(given, dict) and short in given:
             return True, given[short]
         known = by_name(family).get(short)
-        if known is not None and (family != "megatron" or attributes.get("train_backend") == "megatron"):
+        if known is not None and (
+            family != "megatron" or attributes.get("train_backend") == "megatron"
+        ):
             defaults = ROUTER_DEFAULTS if family == "router" else {}
             return True, defaults.get(short, known.flag.default)
     return False, None
 
 
 def installed_sglang() -> str | None:
-    """Return the version of the installed SGLang without importing it; None if it is not installed."""
+    """Return the version of the installed SGLang without importing it; None if it is not
+    installed.
+    """
     return version_of("sglang")
 
 
 def sglang_table_version() -> str:
-    """Return the pinned version whose table is used for the installed SGLang; the newest one if that is not pinned."""
+    """Return the pinned version whose table is used for the installed SGLang; the newest one if
+    that is not pinned.
+    """
     installed = installed_sglang()
     return installed if installed in SGLANG_VERSIONS else SGLANG_VERSIONS[0]
 
 
 def check(args: Args) -> list[str]:
-    """Report pass-through flags that slime sets itself, that cannot work, or that the installed SGLang lacks."""
+    """Report pass-through flags that slime sets itself, that cannot work, or that the installed
+    SGLang lacks.
+    """
     problems = [
         f"--{family}-{name.replace('_', '-')} is {status}: {reasons[name]}"
         for family, given in (("sglang", args.sglang), ("router", args.router))
@@ -184,13 +215,16 @@ def check(args: Args) -> list[str]:
     problems += _check_keys(args)
     # Keys are for all engines; all other options are those of SGLang itself.
     if args.sglang.keys() - KEYS and args.rollout_backend == "embedded":
-        given = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in sorted(args.sglang.keys() - KEYS))
+        given = ", ".join(
+            f"--sglang-{name.replace('_', '-')}" for name in sorted(args.sglang.keys() - KEYS)
+        )
         args.notices.append(f"{given}: no effect with --rollout-backend embedded")
     if args.rollout_backend == "sglang" and installed_sglang() in SGLANG_VERSIONS:
         version = sglang_table_version()
         known = {entry["dest"] for entry in load_table("sglang", version).values()}
         problems += [
-            f"--sglang-{name.replace('_', '-')}: the installed SGLang {version} does not have this option"
+            f"--sglang-{name.replace('_', '-')}: the installed SGLang {version} does not have "
+            "this option"
             for name in args.sglang
             if name not in known
         ]
@@ -212,18 +246,25 @@ def _check_keys(args: Args) -> list[str]:
     router = args.router.get("api_key")
     if engine and router and engine != router and (args.prefill_num_servers or args.sglang_config):
         problems.append(
-            "--sglang-api-key, --router-api-key: the router forwards its own key to prefill and decode servers, so the "
-            "keys must be equal"
+            "--sglang-api-key, --router-api-key: the router forwards its own key to prefill and "
+            "decode servers, so the keys must be equal"
         )
     if args.rollout_backend == "sglang" and (options := ", ".join(keyless_options(args.sglang))):
         if engine or args.sglang.get("admin_api_key"):
-            problems.append(f"--sglang-api-key, --sglang-admin-api-key: SGLang accepts no key with {options}")
+            problems.append(
+                f"--sglang-api-key, --sglang-admin-api-key: SGLang accepts no key with {options}"
+            )
         else:
-            args.notices.append(f"{options}: the engines have no key, so everyone who reaches their ports can use them")
+            args.notices.append(
+                f"{options}: the engines have no key, so everyone who reaches their ports can use "
+                "them"
+            )
     return problems
 
 
-def command_line(family: Family, given: Mapping[str, object], version: str | None = None) -> list[str]:
+def command_line(
+    family: Family, given: Mapping[str, object], version: str | None = None
+) -> list[str]:
     """Return the command-line words that pass ``given`` to the package that owns the options.
 
     >>> command_line("sglang", {"mem_fraction_static": 0.7, "disable_radix_cache": True})
@@ -233,16 +274,27 @@ def command_line(family: Family, given: Mapping[str, object], version: str | Non
     table = load_table("sglang" if family == "sglang" else "sglang_router", version)
     # Of several spellings, the one that is the name of the attribute comes first.
     spelling: dict[str, str] = {}
-    for option, entry in sorted(table.items(), key=lambda item: item[0] != "--" + item[1]["dest"].replace("_", "-")):
+    for option, entry in sorted(
+        table.items(), key=lambda item: item[0] != "--" + item[1]["dest"].replace("_", "-")
+    ):
         spelling.setdefault(entry["dest"], option)
     words: list[str] = []
     for name, value in given.items():
-        option = spelling.get(name) or "--" + name.replace("_", "-")  # not in the table: the owner rejects or takes it
+        # not in the table: the owner rejects or takes it
+        option = spelling.get(name) or "--" + name.replace("_", "-")
         if isinstance(value, bool):
             entry = table.get(option, {"kind": "switch"})
             toggle = entry["kind"] == "toggle"  # without a default, it is None: the package decides
-            default = entry.get("default") if toggle else bool(entry.get("default", entry["kind"] == "negative"))
-            words += [] if value == default else [f"--no-{option[2:]}" if toggle and not value else option]
+            default = (
+                entry.get("default")
+                if toggle
+                else bool(entry.get("default", entry["kind"] == "negative"))
+            )
+            words += (
+                []
+                if value == default
+                else [f"--no-{option[2:]}" if toggle and not value else option]
+            )
         elif isinstance(value, (list, tuple)):
             words += [option, *map(str, value)]
         else:

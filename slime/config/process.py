@@ -1,8 +1,9 @@
-"""What the processes of a run need: the environment from which they import modules, a reduced one for programs that
-need not know the secrets of the run, and an end with the process that started them (on Linux).
+"""What the processes of a run need: the environment from which they import modules, a reduced one
+for programs that need not know the secrets of the run, and an end with the process that started
+them (on Linux).
 
-:mod:`slime.plugins.agents.sandbox_child` has its own copy of :func:`kill_with_parent`, because it runs with the
-standard library only.
+:mod:`slime.plugins.agents.sandbox_child` has its own copy of :func:`kill_with_parent`, because it
+runs with the standard library only.
 """
 
 from __future__ import annotations
@@ -24,30 +25,38 @@ _PASSED = re.compile(
     r"|CUDA_\w+|NVIDIA_VISIBLE_DEVICES|HF_(HOME|HUB_CACHE|HUB_OFFLINE|ENDPOINT|DATASETS_CACHE)|TRANSFORMERS_OFFLINE",
     re.IGNORECASE,
 )
-"""Paths, languages, and what Python, CUDA and libraries of models need to run. None of them holds a secret, except the
-address of a proxy, which may contain a password."""
+"""Paths, languages, and what Python, CUDA and libraries of models need to run. None of them holds a
+secret, except the address of a proxy, which may contain a password."""
 
 
 def reduced_environment(environment: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables that a program needs to run, and those named in ``more``.
 
-    API keys and tokens are not among them: neither those of the user (``HF_TOKEN``, ``WANDB_API_KEY``, ``AWS_…``) nor
-    those of the run. A variable that is passed is left out if its name is that of a secret, or if it is a URL with a
-    user name.
+    API keys and tokens are not among them: neither those of the user (``HF_TOKEN``,
+    ``WANDB_API_KEY``, ``AWS_…``) nor those of the run. A variable that is passed is left out if its
+    name is that of a secret, or if it is a URL with a user name.
     """
     # The supervisor imports this module, and must not need anything but the standard library.
     from slime.config.settings import is_secret
 
     def passed(name: str, value: str) -> bool:
-        return bool(_PASSED.fullmatch(name)) and not is_secret(name) and not re.search(r"://[^/]*@", value)
+        return (
+            bool(_PASSED.fullmatch(name))
+            and not is_secret(name)
+            and not re.search(r"://[^/]*@", value)
+        )
 
-    return {name: value for name, value in environment.items() if name in more or passed(name, value)}
+    return {
+        name: value for name, value in environment.items() if name in more or passed(name, value)
+    }
 
 
 def import_environment(here: bool = True) -> dict[str, str]:
-    """Return the variables with which processes find this package and, with ``here``, modules in the working directory.
+    """Return the variables with which processes find this package and, with ``here``, modules in
+    the working directory.
 
-    The latter come after all others (:mod:`slime`), so that a ``random.py`` there never takes the place of Python's.
+    The latter come after all others (:mod:`slime`), so that a ``random.py`` there never takes the
+    place of Python's.
     """
     package = str(Path(__file__).resolve().parents[2])
     known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
@@ -58,7 +67,9 @@ def import_environment(here: bool = True) -> dict[str, str]:
 
 
 def module_command(module: str) -> list[str]:
-    """Return the command that runs a module as a program, without the working directory on its import path."""
+    """Return the command that runs a module as a program, without the working directory on its
+    import path.
+    """
     return [sys.executable, "-P", "-m", module]
 
 
@@ -77,15 +88,18 @@ def kill_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of descendants whose own parent ends, so that it can find and wait for them."""
+    """Make this process the new parent of descendants whose own parent ends, so that it can find
+    and wait for them.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent(parent: int) -> None:
     """End this process without clean-up once ``parent`` is no longer its parent.
 
-    The parent process id changes when the parent dies for any reason, even by SIGKILL. A thread polls it each second,
-    so unlike in :func:`kill_with_parent` it does not matter which thread of the parent started this process.
+    The parent process id changes when the parent dies for any reason, even by SIGKILL. A thread
+    polls it each second, so unlike in :func:`kill_with_parent` it does not matter which thread of
+    the parent started this process.
 
     Args:
         parent: The process id of the parent at the start of this process.
@@ -105,5 +119,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 ONE_AT_A_TIME = threading.RLock()
-"""The lock for all that loads models and tokenizers. In an inline run, engine, trainer and rollout manager load theirs
-on threads of one process, and the imports of transformers on two threads at once can fail."""
+"""The lock for all that loads models and tokenizers. In an inline run, engine, trainer and rollout
+manager load theirs on threads of one process, and the imports of transformers on two threads at
+once can fail."""

@@ -1,8 +1,8 @@
 """The order in which derived defaults are filled in, and in which the checks run.
 
-Derivations and checks are defined in the modules of the flags that they concern. Derivations write to ``args``, and
-add a notice to ``args.notices`` for choices that a user could overlook. Checks return a list of problems, each with
-what to change, and all problems are reported together.
+Derivations and checks are defined in the modules of the flags that they concern. Derivations write
+to ``args``, and add a notice to ``args.notices`` for choices that a user could overlook. Checks
+return a list of problems, each with what to change, and all problems are reported together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from slime.config.machine import Machine, this_machine
 from slime.config.rules import Run, check_rules
 
 
-def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine | None = None) -> list[str]:
+def resolve_defaults(
+    args: Args, *, asynchronous: bool = False, machine: Machine | None = None
+) -> list[str]:
     """Fill in the derived defaults of flags that were not given, and return the problems.
 
     The order matters: later derivations read the values of earlier ones.
@@ -45,16 +47,18 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     for name, flag in FLAGS.items():
         if flag.kind == "hook":
             setattr(args, name, hooks.dotted(getattr(args, name)))
-    # First the backends: the defaults of the model, of precision and of weight syncs depend on them.
+    # First the backends: the defaults of the model, of precision and of weight syncs depend on
+    # them.
     run.derive_backends(args, machine)
     trainer.derive_model(args, machine)
     lora.derive_lora(args)
-    # Then what replaces a part of the run: a debug mode has no trainer or no engines, and an environment or an
-    # agent program selects functions of its own.
+    # Then what replaces a part of the run: a debug mode has no trainer or no engines, and an
+    # environment or an agent program selects functions of its own.
     observability.derive_debug_modes(args)
     agent.derive_environment(args)
     agent.derive_agent(args)
-    # A data set by name becomes a file here, because the next derivation reads the first row of the file.
+    # A data set by name becomes a file here, because the next derivation reads the first row of the
+    # file.
     problems += named_data.derive_named_data(args)
     data.derive_data(args)
     # The estimator decides on a critic, and the placement has to know whether there is one.
@@ -70,7 +74,9 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
 
 
 def check_ranges(args: Args) -> list[str]:
-    """Check the ranges of derived values. Values of the command line and of files are checked when they are read."""
+    """Check the ranges of derived values. Values of the command line and of files are checked when
+    they are read.
+    """
     problems = []
     for name, flag in FLAGS.items():
         value = getattr(args, name)
@@ -88,21 +94,34 @@ CHECKS: tuple[Callable[[Args], list[str]], ...] = (
     layout.check_layout, megatron.check_fsdp, megatron.check_megatron, lora.check_lora, trainer.check_quantized_model,
     cluster.check_placement, passthrough.check, settings.check_roles,
 )  # fmt: skip
-"""What is not a row of :mod:`slime.config.rules`, because it reads files, or computes what to say."""
+"""What is not a row of :mod:`slime.config.rules`, because it reads files, or computes what to
+say.
+"""
 DATA_CHECKS = (data.check_data_files, data.check_scored, data.check_eval_files)
-"""Checks that need not read all data. Where ``slime.data`` reads the files, its own checks replace these."""
+"""Checks that need not read all data. Where ``slime.data`` reads the files, its own checks replace
+these.
+"""
 
 
 def validate(
-    args: Args, *, asynchronous: bool = False, machine: Machine | None = None, data_is_checked: bool = False
+    args: Args,
+    *,
+    asynchronous: bool = False,
+    machine: Machine | None = None,
+    data_is_checked: bool = False,
 ) -> list[str]:
     """Return the problems of resolved arguments. Notices are added to ``args.notices``.
 
     Args:
-        data_is_checked: Whether ``slime.data`` checks the data files, so that a missing file is not reported twice.
+        data_is_checked: Whether ``slime.data`` checks the data files, so that a missing file is not
+            reported twice.
     """
     machine = machine or this_machine()
-    problems = [problem for check in (*CHECKS, *(() if data_is_checked else DATA_CHECKS)) for problem in check(args)]
+    problems = [
+        problem
+        for check in (*CHECKS, *(() if data_is_checked else DATA_CHECKS))
+        for problem in check(args)
+    ]
     # Rules are checked even if other checks fail, so that one call tells everything.
     problems += check_rules(Run(args, asynchronous, machine))
     if asynchronous:

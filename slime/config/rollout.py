@@ -1,4 +1,6 @@
-"""Flags of rollouts: sampling, the context length, hooks of the rollout loop, and asynchronous training."""
+"""Flags of rollouts: sampling, the context length, hooks of the rollout loop, and asynchronous
+training.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,15 @@ class RolloutConfig:
     rollout_workers: int = flag(1, low=1)
     """Processes that generate and score, for many engines; 1 does this in the rollout manager"""
     custom_generate_function_path: str | None = hook_flag()
-    """Function that generates one sample, for example over several turns or with tools. Default: one request to an
-    engine"""
+    """Function that generates one sample, for example over several turns or with tools. Default:
+    one request to an engine"""
     max_turns: int | None = flag(None, low=1)
     """Maximum number of turns of a multi-turn sample, for generate functions. Default: no limit"""
     rollout_temperature: float = flag(1.0, low=0)
     """Sampling temperature of rollouts; must be above 0"""
     rollout_top_p: float = flag(1.0, above=0, high=1)
-    """Nucleus sampling threshold (top-p) of rollouts. Below 1, the embedded engine with FSDP trains tokens over the
-    nucleus they were sampled from"""
+    """Nucleus sampling threshold (top-p) of rollouts. Below 1, the embedded engine with FSDP trains
+    tokens over the nucleus they were sampled from"""
     rollout_top_k: int = flag(-1, low=1, off=-1)
     """Top-k: number of most likely tokens to sample from; -1 disables it"""
     allow_truncated_sampling: bool = False
@@ -48,10 +50,12 @@ class RolloutConfig:
     rollout_max_response_len: int = flag(1024, low=1)
     """Maximum number of tokens of a response, per sample"""
     rollout_max_prompt_len: int | None = flag(None, low=1)
-    """Maximum tokens of a prompt; longer ones are dropped. Default: --rollout-max-context-len minus 1"""
+    """Maximum tokens of a prompt; longer ones are dropped. Default: --rollout-max-context-len minus
+    1
+    """
     rollout_max_context_len: int | None = flag(None, low=2)
-    """Maximum number of tokens of prompt and response together. Default and upper limit: the context length of the
-    engines (--sglang-context-length or the model's)"""
+    """Maximum number of tokens of prompt and response together. Default and upper limit: the
+    context length of the engines (--sglang-context-length or the model's)"""
     rollout_skip_special_tokens: bool = False
     """Remove special tokens from the text of responses"""
     rollout_stop: list[str] | None = None
@@ -61,11 +65,15 @@ class RolloutConfig:
     over_sampling_batch_size: int = flag(DERIVED, low=1)
     """Prompts that a rollout takes at a time. Default: --rollout-batch-size"""
     dynamic_sampling_filter_path: str | None = hook_flag()
-    """Function that keeps or drops a finished group, as in DAPO's dynamic sampling. Default: all groups are kept"""
+    """Function that keeps or drops a finished group, as in DAPO's dynamic sampling. Default: all
+    groups are kept
+    """
     partial_rollout: bool = False
     """Continue groups that a rollout aborted at its end in a later rollout"""
     mask_offpolicy_in_partial_rollout: bool = False
-    """Do not train tokens of an earlier rollout or, in the fully asynchronous rollout, of earlier weights"""
+    """Do not train tokens of an earlier rollout or, in the fully asynchronous rollout, of earlier
+    weights
+    """
     rollout_sample_hook_path: list[str] = flag([], kind="repeat")
     """Function that is called with each sample before it is scored; the flag can be repeated"""
     rollout_sample_filter_path: str | None = hook_flag()
@@ -73,7 +81,9 @@ class RolloutConfig:
     rollout_all_samples_process_path: str | None = hook_flag()
     """Function that is called with all groups of a rollout, including dropped ones"""
     rollout_data_postprocess_path: str | None = hook_flag()
-    """Function that is called in the trainer after advantages are computed, with the rank's training data"""
+    """Function that is called in the trainer after advantages are computed, with the rank's
+    training data
+    """
     custom_rollout_log_function_path: str | None = hook_flag()
     """Function that logs the metrics of a rollout instead of the built-in one"""
     custom_eval_rollout_log_function_path: str | None = hook_flag()
@@ -87,36 +97,46 @@ class AsyncConfig:
     _title = "asynchrony (train_async.py)"
 
     async_buffer_size: int = flag(1, low=1)
-    """train_async.py: maximum number of rollouts that are in progress or wait while another is trained"""
+    """train_async.py: maximum number of rollouts that are in progress or wait while another is
+    trained
+    """
     max_weight_staleness: int | None = flag(None, low=0)
-    """Maximum number of steps between the weights that sampled a token and those that train on it (train_async.py).
-    Default: the bound implied by --async-buffer-size and --update-weights-interval"""
+    """Maximum number of steps between the weights that sampled a token and those that train on it
+    (train_async.py). Default: the bound implied by --async-buffer-size and
+    --update-weights-interval"""
     replay_schedule: str | None = path_flag()
-    """File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the embedded engine"""
+    """File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the
+    embedded engine
+    """
 
 
-def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int | None = None) -> int:
-    """Return the maximum number of steps between the weights that sampled a token and the step that trains on it.
+def staleness_bound(
+    buffer_size: int, update_interval: int, max_staleness: int | None = None
+) -> int:
+    """Return the maximum number of steps between the weights that sampled a token and the step that
+    trains on it.
 
-    With ``N`` buffered rollouts and an update every ``K`` steps: while step ``s`` trains, no rollout after that of step
-    ``s + N`` is started, and the engines' weights are at most ``K - 1`` steps older than those that ``s`` trains. This
-    gives ``N + K - 1``.
+    With ``N`` buffered rollouts and an update every ``K`` steps: while step ``s`` trains, no
+    rollout after that of step ``s + N`` is started, and the engines' weights are at most ``K - 1``
+    steps older than those that ``s`` trains. This gives ``N + K - 1``.
     """
     implied = buffer_size + update_interval - 1
     return implied if max_staleness is None else min(implied, max_staleness)
 
 
 def old_actor_lag(args: Args) -> int | None:
-    """Return by how many weight updates a rollout of ``train_async.py`` is behind, when it is the first one that is
-    trained after an update: its weights compared to those that the engines hold then.
+    """Return by how many weight updates a rollout of ``train_async.py`` is behind, when it is the
+    first one that is trained after an update: its weights compared to those that the engines hold
+    then.
 
-    Let ``N`` be the number of buffered rollouts (``--async-buffer-size``), ``K`` the steps between two updates, and
-    ``M`` the maximum age in steps (``--max-weight-staleness``). With ``M = K - 1``, the rollout starts after the latest
-    update before its step. With ``N = 1`` or ``M = K``, it starts after the update before that one, and before the
-    previous step ends.
+    Let ``N`` be the number of buffered rollouts (``--async-buffer-size``), ``K`` the steps between
+    two updates, and ``M`` the maximum age in steps (``--max-weight-staleness``). With ``M = K -
+    1``, the rollout starts after the latest update before its step. With ``N = 1`` or ``M = K``, it
+    starts after the update before that one, and before the previous step ends.
 
     Returns:
-        0 or 1; None if it depends on the speed of rollouts and steps, or if groups continue across an update.
+        0 or 1; None if it depends on the speed of rollouts and steps, or if groups continue across
+        an update.
     """
     buffered = args.async_buffer_size
     interval = args.update_weights_interval
@@ -124,7 +144,8 @@ def old_actor_lag(args: Args) -> int | None:
     # The rollout may not start before the update that its step needs.
     if bound is not None and bound < interval:
         return 0
-    # Several rollouts are in progress then, and which of them an update interrupts depends on their speed.
+    # Several rollouts are in progress then, and which of them an update interrupts depends on their
+    # speed.
     if is_fully_async(args) or (buffered > 1 and (bound is None or bound > interval)):
         return None
     return 1
@@ -135,30 +156,44 @@ def is_fully_async(rollout: RolloutConfig) -> bool:
 
 
 def may_use_workers(args: Args) -> bool:
-    """Whether rollouts or evaluations hand groups to rollout workers; a user's function generates them itself."""
-    functions = {path.replace(":", ".") for path in (args.rollout_function_path, args.eval_function_path) if path}
+    """Whether rollouts or evaluations hand groups to rollout workers; a user's function generates
+    them itself.
+    """
+    functions = {
+        path.replace(":", ".")
+        for path in (args.rollout_function_path, args.eval_function_path)
+        if path
+    }
     return bool(functions & set(OWN_FUNCTIONS))
 
 
 def restricts_vocabulary(top_p: float | None, top_k: int | None) -> bool:
-    """Whether tokens are sampled from a part of the vocabulary. None and a ``top_k`` below 1 do not restrict it."""
+    """Whether tokens are sampled from a part of the vocabulary. None and a ``top_k`` below 1 do not
+    restrict it.
+    """
     return (top_p or 1.0) < 1 or (top_k or -1) > 0
 
 
 def samples_whole_vocabulary(args: Args) -> bool:
     """Whether no flag asks for top-p or top-k. Data sets of ``--eval-config`` may ask for them."""
     rollout = restricts_vocabulary(args.rollout_top_p, args.rollout_top_k)
-    return not (rollout or restricts_vocabulary(args.eval_top_p, args.eval_top_k) or args.eval_config)
+    return not (
+        rollout or restricts_vocabulary(args.eval_top_p, args.eval_top_k) or args.eval_config
+    )
 
 
 def trains_late(args: Args) -> bool:
-    """Whether groups that a rollout does not need are kept for a later one, which may be any of those that follow."""
+    """Whether groups that a rollout does not need are kept for a later one, which may be any of
+    those that follow.
+    """
     samples_more = (args.over_sampling_batch_size or 0) > args.rollout_batch_size
     return (samples_more or args.partial_rollout) and not is_fully_async(args)
 
 
 def check_old_actor(args: Args) -> list[str]:
-    """Refuse ``--keep-old-actor`` where no single copy of the weights generated all samples of a rollout."""
+    """Refuse ``--keep-old-actor`` where no single copy of the weights generated all samples of a
+    rollout.
+    """
     if not args.keep_old_actor or old_actor_lag(args) is not None:
         return []
     interval = args.update_weights_interval
@@ -166,11 +201,14 @@ def check_old_actor(args: Args) -> list[str]:
         how = "groups of the fully asynchronous rollout continue across weight updates"
         instead = f"pass --max-weight-staleness {interval - 1}"
     else:
-        how = f"with --async-buffer-size {args.async_buffer_size}, samples come from several weight versions"
+        how = (
+            f"with --async-buffer-size {args.async_buffer_size}, samples come from several weight "
+            "versions"
+        )
         instead = f"pass --async-buffer-size 1 or --max-weight-staleness {interval}"
     return [
-        f"--keep-old-actor: {how}, but the old log-probs are computed with a single copy of the weights: {instead}, or "
-        "use --use-rollout-logprobs (the engine's log-probs) instead"
+        f"--keep-old-actor: {how}, but the old log-probs are computed with a single copy of the "
+        f"weights: {instead}, or use --use-rollout-logprobs (the engine's log-probs) instead"
     ]
 
 
@@ -181,8 +219,9 @@ def check_staleness(args: Args) -> list[str]:
         return []
     if bound < interval - 1:
         return [
-            f"--max-weight-staleness {bound}: with --update-weights-interval {interval}, the engines' weights can be "
-            f"{interval - 1} steps old: use at least {interval - 1}, or update more often"
+            f"--max-weight-staleness {bound}: with --update-weights-interval {interval}, the "
+            f"engines' weights can be {interval - 1} steps old: use at least {interval - 1}, or "
+            "update more often"
         ]
     return []
 
@@ -192,14 +231,17 @@ ENGINES_OWN = 8
 
 
 def served_context(args: Args) -> int | None:
-    """Return the maximum number of tokens of prompt and response that the engines accept; None if it is not known.
+    """Return the maximum number of tokens of prompt and response that the engines accept; None if
+    it is not known.
 
-    It is ``--sglang-context-length`` or else the value in the model's config.json, and at most the size of the KV cache
-    if that is given. With ``--sglang-config`` it is the minimum over the groups of the first model, whose router gets
-    the requests of a rollout; the overrides of a group take precedence over the flags.
+    It is ``--sglang-context-length`` or else the value in the model's config.json, and at most the
+    size of the KV cache if that is given. With ``--sglang-config`` it is the minimum over the
+    groups of the first model, whose router gets the requests of a rollout; the overrides of a group
+    take precedence over the flags.
     """
     path: str | None = args.hf_checkpoint
-    # The embedded engine computes in the rotary frequencies of the trainer, so it must also keep their limit.
+    # The embedded engine computes in the rotary frequencies of the trainer, so it must also keep
+    # their limit.
     if args.rollout_backend == "embedded":
         of_rotary = rotary_limit(model_config(path))
         limits = [_of_model(path, scaled=False), of_rotary, args.embedded_max_total_tokens]
@@ -208,7 +250,10 @@ def served_context(args: Args) -> int | None:
         path, overrides = _first_model(args.sglang_config, path, args.rollout_num_gpus_per_engine)
         limits = []
         for options in ({**given, **group} for group in overrides):
-            limits += [options.get("context_length") or _of_model(path), options.get("max_total_tokens")]
+            limits += [
+                options.get("context_length") or _of_model(path),
+                options.get("max_total_tokens"),
+            ]
     return min((int(limit) for limit in limits if limit), default=None)
 
 
@@ -216,22 +261,27 @@ def _of_model(path: str | None, scaled: bool = True) -> int | None:
     return context_length(model_config(path), scaled)
 
 
-def _first_model(file: str | None, path: str | None, per_engine: int) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the checkpoint of the first model of ``--sglang-config``, and the overrides of each of its groups. Without
-    a file, or with an invalid one, which the checks report, there is one group without overrides."""
+def _first_model(
+    file: str | None, path: str | None, per_engine: int
+) -> tuple[str | None, list[dict[str, Any]]]:
+    """Return the checkpoint of the first model of ``--sglang-config``, and the overrides of each of
+    its groups. Without a file, or with an invalid one, which the checks report, there is one group
+    without overrides."""
     if not file:
         return path, [{}]
     try:
         model = read_server_groups(file, str(path), per_engine)[0]
     except (ServerGroupError, OSError):
         return path, [{}]
-    return model.model_path, [group.overrides for group in model.groups if group.worker_type != "placeholder"]
+    return model.model_path, [
+        group.overrides for group in model.groups if group.worker_type != "placeholder"
+    ]
 
 
 def context_limit(args: Args, given: int | None) -> int | None:
     """Return the maximum number of tokens of prompt and response together: ``given``, the value of
-    ``--rollout-max-context-len`` or ``--eval-max-context-len``, limited by what the engines accept. None if there is no
-    limit."""
+    ``--rollout-max-context-len`` or ``--eval-max-context-len``, limited by what the engines accept.
+    None if there is no limit."""
     served = served_context(args)
     # SGLang refuses requests that would use its last tokens.
     limits = [given, None if served is None else served - ENGINES_OWN]
@@ -239,19 +289,27 @@ def context_limit(args: Args, given: int | None) -> int | None:
 
 
 def longest_per_gpu(args: Args) -> int:
-    """Return the number of tokens of the longest possible sample on one GPU; context parallel ranks share a sample."""
-    return math.ceil(longest_sample(args) / max(int(args.megatron.get("context_parallel_size") or 1), 1))
+    """Return the number of tokens of the longest possible sample on one GPU; context parallel ranks
+    share a sample.
+    """
+    return math.ceil(
+        longest_sample(args) / max(int(args.megatron.get("context_parallel_size") or 1), 1)
+    )
 
 
 def longest_sample(args: Args) -> int:
-    """Return the number of tokens of the longest possible sample. Prompts without a limit count as empty ones."""
+    """Return the number of tokens of the longest possible sample. Prompts without a limit count as
+    empty ones.
+    """
     longest: int = args.rollout_max_response_len + (args.rollout_max_prompt_len or 0)
     limit = context_limit(args, args.rollout_max_context_len)
     return longest if limit is None else min(longest, limit)
 
 
 def check_rotary(args: Args) -> list[str]:
-    """Refuse samples of a rollout that may be longer than what the trainer computes independently of their batch."""
+    """Refuse samples of a rollout that may be longer than what the trainer computes independently
+    of their batch.
+    """
     limit = rotary_limit(model_config(args.hf_checkpoint))
     if limit is None or args.loss_type == "sft_loss" or args.debug_rollout_only:
         return []
@@ -261,14 +319,16 @@ def check_rotary(args: Args) -> list[str]:
     if is_known and longest_sample(args) <= limit:
         return []
     return [
-        f"samples may have more than {limit} tokens. Beyond that, the rotary frequencies of this model "
-        f"(longrope or dynamic in config.json) would change for all samples in a batch: use "
+        f"samples may have more than {limit} tokens. Beyond that, the rotary frequencies of this "
+        "model (longrope or dynamic in config.json) would change for all samples in a batch: use "
         f"--rollout-max-context-len {limit}"
     ]
 
 
 def context_notice(args: Args) -> str | None:
-    """Return a notice if the longest prompt and the longest response together exceed the context length."""
+    """Return a notice if the longest prompt and the longest response together exceed the context
+    length.
+    """
     limit = context_limit(args, args.rollout_max_context_len)
     response = args.rollout_max_response_len
     if limit is None or response is None or response + (args.rollout_max_prompt_len or 1) <= limit:
@@ -276,6 +336,7 @@ def context_notice(args: Args) -> str | None:
     given = args.rollout_max_context_len is not None and args.rollout_max_context_len <= limit
     return (
         f"prompt and response can have at most {limit} tokens together "
-        f"({'--rollout-max-context-len' if given else 'the context length of the engines'}): responses are truncated "
-        f"there before --rollout-max-response-len {response}, and prompts that leave no room are dropped and counted"
+        f"({'--rollout-max-context-len' if given else 'the context length of the engines'}): "
+        f"responses are truncated there before --rollout-max-response-len {response}, and prompts "
+        "that leave no room are dropped and counted"
     )

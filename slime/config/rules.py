@@ -1,7 +1,9 @@
-"""Rules about flags that depend on each other: how one is written, when it is broken, and what is told then.
+"""Rules about flags that depend on each other: how one is written, when it is broken, and what is
+told then.
 
-The rows are in ``tables/rules.json``, by topic. Those of ``notices`` are told and not refused: values that are probably
-a mistake. Those of ``idle`` are flags that have no effect: the run is correct, but does not do what the user expects.
+The rows are in ``tables/rules.json``, by topic. Those of ``notices`` are told and not refused:
+values that are probably a mistake. Those of ``idle`` are flags that have no effect: the run is
+correct, but does not do what the user expects.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from slime.config.files import read_table
 from slime.config.hf_config import is_hf_folder, model_config
 from slime.config.lora import has_experts
 from slime.config.machine import Machine, installed
-from slime.config.rollout import OWN_FUNCTIONS, is_fully_async, may_use_workers, old_actor_lag, trains_late
+from slime.config.rollout import (
+    OWN_FUNCTIONS,
+    is_fully_async,
+    may_use_workers,
+    old_actor_lag,
+    trains_late,
+)
 from slime.config.settings import redacted
 
 if TYPE_CHECKING:
@@ -36,19 +44,22 @@ _COMPARISONS: dict[str, tuple[Any, str]] = {
 
 
 class Rule(NamedTuple):
-    """One rule. It is broken if ``when`` holds, and ``excludes`` too if there is one, but neither ``needs`` nor
-    ``unless``.
+    """One rule. It is broken if ``when`` holds, and ``excludes`` too if there is one, but neither
+    ``needs`` nor ``unless``.
 
-    These four are conditions as a user would type them: ``--lora-rank`` (given, and not its default),
-    ``--train-backend fsdp`` (this value), ``--lora-sync !=merged``, ``--rollout-top-p <1``, ``--min-lr >--lr``
-    (compared to another flag), and the names in :data:`slime.config.rules.FACTS`. They are joined by ``and``, which
-    binds more tightly, and ``or``.
+    These four are conditions as a user would type them: ``--lora-rank`` (given, and not its
+    default), ``--train-backend fsdp`` (this value), ``--lora-sync !=merged``, ``--rollout-top-p
+    <1``, ``--min-lr >--lr`` (compared to another flag), and the names in
+    :data:`slime.config.rules.FACTS`. They are joined by ``and``, which binds more tightly, and
+    ``or``.
 
     Attributes:
-        because: The reason, which follows the flags in the message. ``{needs_critic}`` stands for the built-in
-            estimators of which this attribute of their class is true, ``{not needs_critic}`` for the others.
+        because: The reason, which follows the flags in the message. ``{needs_critic}`` stands for
+            the built-in estimators of which this attribute of their class is true, ``{not
+            needs_critic}`` for the others.
         instead: What to do; by default to leave one of the flags out.
-        typed: Whether only values of ``when`` and ``excludes`` count that the user has set, not derived ones.
+        typed: Whether only values of ``when`` and ``excludes`` count that the user has set, not
+            derived ones.
     """
 
     when: str
@@ -60,14 +71,18 @@ class Rule(NamedTuple):
     typed: bool = False
 
     def broken(self, run: Run) -> list[tuple[list[str], list[str]]]:
-        """Return the flags of ``when`` and ``excludes`` that break the rule, with their values, in pairs."""
+        """Return the flags of ``when`` and ``excludes`` that break the rule, with their values, in
+        pairs.
+        """
         if holding(self.needs, run) or holding(self.unless, run):
             return []
         others = holding(self.excludes, run, self.typed) if self.excludes else [[]]
         return [(flags, other) for flags in holding(self.when, run, self.typed) for other in others]
 
     def sentences(self, run: Run) -> list[str]:
-        """Return what is told about a run: nothing, or a line for each pair of flags that breaks the rule."""
+        """Return what is told about a run: nothing, or a line for each pair of flags that breaks
+        the rule.
+        """
         return [self._sentence(flags, other) for flags, other in self.broken(run)]
 
     def _sentence(self, flags: list[str], other: list[str]) -> str:
@@ -88,7 +103,11 @@ def _listed(words: list[str]) -> str:
 
 def holding(conditions: str, run: Run, typed: bool = False) -> list[list[str]]:
     """Return those of the conditions between ``or`` that hold: their flags with their values."""
-    found = ([_words(part, run, typed) for part in one.split(" and ")] for one in conditions.split(" or ") if one)
+    found = (
+        [_words(part, run, typed) for part in one.split(" and ")]
+        for one in conditions.split(" or ")
+        if one
+    )
     return [[word for word in words if word is not None] for words in found if None not in words]
 
 
@@ -112,7 +131,9 @@ def _words(part: str, run: Run, typed: bool) -> str | None:
         return _compared(words, value, sign, wanted.removeprefix(sign), run.args)
     if wanted:
         values = map(str, value if isinstance(value, list) else [value])
-        return words if (wanted.removeprefix("!=") in values) is not wanted.startswith("!=") else None
+        return (
+            words if (wanted.removeprefix("!=") in values) is not wanted.startswith("!=") else None
+        )
     # Of a derived value, 0 means off, as in --lora-rank 0.
     given = bool(value) or (isinstance(value, int | float) and (typed or not flag.derived))
     return words if given and value != flag.default else None
@@ -127,7 +148,9 @@ def _compared(words: str, value: object, sign: str, wanted: str, args: Args) -> 
 
 
 def look_up(option: str, args: Args) -> tuple[Any, Spelling]:
-    """Return the value of a flag that is named as it is typed, and what this spelling stands for."""
+    """Return the value of a flag that is named as it is typed, and what this spelling stands
+    for.
+    """
     known = spellings()[underscored(option)]
     return known.values(args).get(known.flag.name), known
 
@@ -138,7 +161,9 @@ def _read_rows() -> dict[str, list[Rule]]:
 
 
 def _filled(rule: Rule) -> Rule:
-    return rule._replace(because=_with_estimators(rule.because), instead=_with_estimators(rule.instead))
+    return rule._replace(
+        because=_with_estimators(rule.because), instead=_with_estimators(rule.instead)
+    )
 
 
 def _with_estimators(text: str) -> str:
@@ -161,8 +186,8 @@ def check_rules(run: Run) -> list[str]:
 
 
 def idle_flags(run: Run) -> list[tuple[str, str]]:
-    """Return each flag that the user gave and that has no effect, with its value, and the reason. Nothing if the
-    estimator cannot be loaded, which is a problem of its own."""
+    """Return each flag that the user gave and that has no effect, with its value, and the reason.
+    Nothing if the estimator cannot be loaded, which is a problem of its own."""
     told: dict[str, str] = {}
     for rule in () if loading_problem(run.args.advantage_estimator) else IDLE:
         for flags, _ in rule._replace(typed=True).broken(run):
@@ -179,7 +204,9 @@ class Run(NamedTuple):
 
     @property
     def algorithm(self) -> type[Algorithm]:
-        """The estimator's class; if it cannot be loaded, which is a problem of its own, the base class."""
+        """The estimator's class; if it cannot be loaded, which is a problem of its own, the base
+        class.
+        """
         name = self.args.advantage_estimator
         return Algorithm if loading_problem(name) else algorithm_class(name)
 
@@ -203,14 +230,17 @@ def _returns_groups(run: Run) -> object:
 
 def _evaluates(run: Run) -> object:
     args = run.args
-    own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)  # it may need no data
+    # it may need no data
+    own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)
     return own or args.eval_prompt_data or args.eval_config
 
 
 def _serves_on_cpu(run: Run) -> bool:
     args = run.args
     has_gpu = args.sglang.get("device") != "cpu" and (run.machine.cuda or run.machine.in_cluster)
-    return args.rollout_backend == "sglang" and not args.rollout_external_engine_addrs and not has_gpu
+    return (
+        args.rollout_backend == "sglang" and not args.rollout_external_engine_addrs and not has_gpu
+    )
 
 
 def _decay_changes(run: Run) -> bool:
@@ -236,7 +266,8 @@ FACTS: dict[str, Callable[[Run], object]] = {
     "rewards that are divided by the standard deviation": lambda run: (
         run.algorithm.group_baseline is Grpo.group_baseline and run.args.rewards_normalization
     ),
-    "an estimator of the user": lambda run: "row" not in vars(run.algorithm),  # only built-in classes have a row
+    # only built-in classes have a row
+    "an estimator of the user": lambda run: "row" not in vars(run.algorithm),
     "Dr. GRPO": lambda run: issubclass(run.algorithm, DrGrpo),
     "padded batches": lambda run: run.args.attn_implementation not in (None, "varlen"),
     "several training ranks": lambda run: run.ranks > 1,
@@ -252,7 +283,9 @@ FACTS: dict[str, Callable[[Run], object]] = {
     "a snapshot in --load": lambda run: run.args.load and not is_hf_folder(run.args.load),
     "a model with routed experts": lambda run: has_experts(run.config),
     "a model with latent attention": lambda run: run.config.get("kv_lora_rank"),
-    "a model with gated delta nets": lambda run: "linear_attention" in (run.config.get("layer_types") or ()),
+    "a model with gated delta nets": lambda run: (
+        "linear_attention" in (run.config.get("layer_types") or ())
+    ),
     "a model with fused projections": lambda run: run.config.get("model_type") == "phi3",
     "a model that soft-caps its logits": lambda run: run.config.get("final_logit_softcapping"),
     "a rate that the user chose": lambda run: "lr" in run.args.explicit,

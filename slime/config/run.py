@@ -23,14 +23,16 @@ class RunConfig:
     _title = "run"
 
     train_backend: str = flag(DERIVED, choices=("fsdp", "megatron"))
-    """Training backend. Default: megatron on CUDA where megatron-core is installed, otherwise fsdp"""
+    """Training backend. Default: megatron on CUDA where megatron-core is installed, otherwise
+    fsdp
+    """
     rollout_backend: str = flag(DERIVED, kind_of_part="engine")
-    """Inference backend; embedded is slime's own server. Default: sglang on CUDA where SGLang is installed,
-    otherwise embedded"""
+    """Inference backend; embedded is slime's own server. Default: sglang on CUDA where SGLang is
+    installed, otherwise embedded"""
     deterministic: bool = flag(DERIVED, kind="toggle")
-    """Make two runs with the same seed identical: bit for bit with FSDP and the embedded engine on the CPU, nearly
-    with SGLang or on GPUs. Default: on with the embedded engine on a CPU machine, unless --partial-rollout is
-    given"""
+    """Make two runs with the same seed identical: bit for bit with FSDP and the embedded engine on
+    the CPU, nearly with SGLang or on GPUs. Default: on with the embedded engine on a CPU machine,
+    unless --partial-rollout is given"""
     seed: int = 1234
     """Random seed of the trainer: weight initialisation, dropout and every other random choice"""
     output_dir: str = flag("outputs", kind="path")
@@ -38,18 +40,20 @@ class RunConfig:
     run_name: str = flag(DERIVED)
     """Name of the run's folder. Default: the resumed run's, otherwise model, estimator and time"""
     dry_run: bool = False
-    """Print what the run would do and end: settings, numbers of samples and steps, memory, the first prompt, and
-    the reward of its label's own answer"""
+    """Print what the run would do and end: settings, numbers of samples and steps, memory, the
+    first prompt, and the reward of its label's own answer"""
     override: str | None = path_flag()
-    """YAML file of flag names and values that is applied after all other settings, to scale a recipe to a machine;
-    the changes are printed"""
+    """YAML file of flag names and values that is applied after all other settings, to scale a
+    recipe to a machine; the changes are printed"""
     custom_config_path: str | None = path_flag()
-    """YAML file whose keys become attributes of args before the settings are checked, for the user's own hooks"""
+    """YAML file whose keys become attributes of args before the settings are checked, for the
+    user's own hooks
+    """
     start_timeout: float = flag(900.0, above=0)
     """Deadline in seconds for the start of an engine or of the trainer"""
     status_timeout: float = flag(120.0, low=0)
-    """Seconds without an answer after which the rollout manager, a training rank or a stopped driver counts as
-    lost; 0 disables this"""
+    """Seconds without an answer after which the rollout manager, a training rank or a stopped
+    driver counts as lost; 0 disables this"""
     phase_timeout: float = flag(3600.0, above=0)
     """Deadline in seconds for generating a rollout, training on it, or a weight sync"""
 
@@ -62,11 +66,21 @@ def derive_backends(args: Args, machine: Machine) -> None:
     )
 
 
-def derive_run_folder(args: Args, now: Callable[[], str] = lambda: time.strftime("%Y%m%d-%H%M%S")) -> None:
+def derive_run_folder(
+    args: Args, now: Callable[[], str] = lambda: time.strftime("%Y%m%d-%H%M%S")
+) -> None:
     if args.run_name is None:
-        resumed = None if args.load is None or args.finetune else _resumed_run(args.load, args.output_dir)
-        model = re.sub(r"[^\w.-]+", "-", Path(args.hf_checkpoint).name) if args.hf_checkpoint else "run"
-        kind = estimator_label(args.advantage_estimator) if args.loss_type == "policy_loss" else args.loss_type
+        resumed = (
+            None if args.load is None or args.finetune else _resumed_run(args.load, args.output_dir)
+        )
+        model = (
+            re.sub(r"[^\w.-]+", "-", Path(args.hf_checkpoint).name) if args.hf_checkpoint else "run"
+        )
+        kind = (
+            estimator_label(args.advantage_estimator)
+            if args.loss_type == "policy_loss"
+            else args.loss_type
+        )
         args.run_name = resumed or f"{model}-{kind}-{now()}"
     if args.save_interval and args.save is None:
         args.save = str(Path(args.output_dir) / args.run_name / "checkpoints")
@@ -74,10 +88,16 @@ def derive_run_folder(args: Args, now: Callable[[], str] = lambda: time.strftime
 
 
 def _resumed_run(load: str, output_dir: str) -> str | None:
-    """Return the name of the run whose ``outputs/<run>/checkpoints`` is loaded, so that it continues in its folder."""
+    """Return the name of the run whose ``outputs/<run>/checkpoints`` is loaded, so that it
+    continues in its folder.
+    """
     # Curves of a resumed run continue in the same folder, which the user need not name again.
     folder = Path(load).resolve()
-    inside = folder.name == "checkpoints" and folder.parent.parent == Path(output_dir).resolve() and folder.is_dir()
+    inside = (
+        folder.name == "checkpoints"
+        and folder.parent.parent == Path(output_dir).resolve()
+        and folder.is_dir()
+    )
     return folder.parent.name if inside else None
 
 
@@ -86,11 +106,11 @@ class CheckpointConfig:
     _title = "checkpoints"
 
     load: str | None = path_flag()
-    """Folder to start from: a --save folder, from which the run resumes, or a Hugging Face folder with initial
-    weights"""
+    """Folder to start from: a --save folder, from which the run resumes, or a Hugging Face folder
+    with initial weights"""
     save: str | None = path_flag()
-    """Folder for snapshots of the run. Default: outputs/<run>/checkpoints if --save-interval is given, otherwise no
-    snapshots"""
+    """Folder for snapshots of the run. Default: outputs/<run>/checkpoints if --save-interval is
+    given, otherwise no snapshots"""
     save_interval: int | None = flag(None, low=1)
     """Number of rollouts between snapshots; the end of the run adds one. Default: no snapshots"""
     save_keep_last: int | None = flag(None, low=1)
@@ -98,30 +118,36 @@ class CheckpointConfig:
     save_retain_interval: int | None = flag(None, low=1)
     """Keep one snapshot every N rollouts of those that --save-keep-last would delete"""
     save_hf: str | None = path_flag()
-    """Folder for an export of the weights in Hugging Face format with each snapshot; {rollout_id} in the path is
-    replaced by the rollout's number"""
+    """Folder for an export of the weights in Hugging Face format with each snapshot; {rollout_id}
+    in the path is replaced by the rollout's number"""
     save_hf_dtype: str | None = flag(None, choices=("float32", "bfloat16", "source"))
-    """Dtype of the weights in --save-hf. source: as in --hf-checkpoint, also quantized (FP8, INT4 or INT8 of
-    compressed-tensors, MXFP4). Default: the dtype in which they are trained"""
+    """Dtype of the weights in --save-hf. source: as in --hf-checkpoint, also quantized (FP8, INT4
+    or INT8 of compressed-tensors, MXFP4). Default: the dtype in which they are trained"""
     ref_load: str = flag(DERIVED, kind="path")
     """Reference model for the KL divergence. Default: --hf-checkpoint"""
     ref_ckpt_step: int | None = flag(None, low=0)
-    """Iteration to read from --ref-load, a folder of Megatron-LM. Default: that of its tracker file"""
+    """Iteration to read from --ref-load, a folder of Megatron-LM. Default: that of its tracker
+    file
+    """
     ckpt_step: int | None = flag(None, low=0)
     """Iteration of the snapshot to load from --load. Default: the latest"""
     no_save_optim: bool = False
     """Leave the optimizer state out of snapshots"""
     no_load_optim: bool = False
-    """Do not load the optimizer and learning-rate schedule from the snapshot; start both from the beginning"""
+    """Do not load the optimizer and learning-rate schedule from the snapshot; start both from the
+    beginning
+    """
     no_load_rng: bool = False
     """Do not load the states of the random number generators from the snapshot"""
     finetune: bool = False
     """Load only the weights from --load and start at rollout 0"""
     async_save: bool = False
-    """Write snapshots in the background. Each rank then keeps a copy of its training state in CPU memory"""
+    """Write snapshots in the background. Each rank then keeps a copy of its training state in CPU
+    memory
+    """
     ckpt_format: str = flag("torch_dist", choices=("torch", "torch_dist"))
-    """Snapshot format of the Megatron backend: torch_dist can be loaded with another parallel layout, torch (one
-    file per rank) only with the same one"""
+    """Snapshot format of the Megatron backend: torch_dist can be loaded with another parallel
+    layout, torch (one file per rank) only with the same one"""
 
 
 def derive_checkpoints(checkpoints: CheckpointConfig) -> None:
@@ -139,11 +165,14 @@ def check_folders(saved: CheckpointConfig) -> list[str]:
             saved.save_hf.format(rollout_id=0)
         except (LookupError, ValueError, AttributeError) as error:
             problems.append(
-                f"--save-hf {saved.save_hf}: only {{rollout_id}} is replaced; write other braces twice "
-                f"({type(error).__name__}: {error})"
+                f"--save-hf {saved.save_hf}: only {{rollout_id}} is replaced; write other braces "
+                f"twice ({type(error).__name__}: {error})"
             )
     if saved.load is None or saved.load == saved.save or Path(saved.load).expanduser().exists():
         return problems
     if not looks_like_hub_id(saved.load):
-        problems.append(f"--load {saved.load}: no such folder (it may be missing only if --save names the same folder)")
+        problems.append(
+            f"--load {saved.load}: no such folder (it may be missing only if --save names the "
+            "same folder)"
+        )
     return problems

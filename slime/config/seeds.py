@@ -1,5 +1,5 @@
-"""Seeds. Every random choice has its own seed, derived from its purpose, so there is no global generator whose state
-would depend on the order of calls."""
+"""Seeds. Every random choice has its own seed, derived from its purpose, so there is no global
+generator whose state would depend on the order of calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import hashlib
 
 
 def derive_seed(run_seed: int, purpose: str, *index: int) -> int:
-    """Derive a 31-bit seed for one random choice. It is the same on every machine and in every Python version.
+    """Derive a 31-bit seed for one random choice. It is the same on every machine and in every
+    Python version.
 
     >>> derive_seed(1, "shuffle", 0) == derive_seed(1, "shuffle", 0) != derive_seed(1, "shuffle", 1)
     True

@@ -1,7 +1,8 @@
 """YAML files that set flags, and the resolved settings as one mapping without secrets.
 
-``--custom-config-path`` is applied after the command line, ``--override`` after that, and ``--megatron-config-path``
-changes the arguments of one role (actor or critic). All of them are applied before the checks.
+``--custom-config-path`` is applied after the command line, ``--override`` after that, and
+``--megatron-config-path`` changes the arguments of one role (actor or critic). All of them are
+applied before the checks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _TOLD = re.compile(
     r"(?i)(\b(?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?:[a-z]+\s+)?|\bbearer\s+|\s-k\s+(?=[^\s-])|\s-u\s+\S+?:"
     r"|https?://[^\s/'\"]*\bhooks?\.[^\s/'\"]*/|https?://[^\s'\"]*/webhooks?/)[^\s'\",}]+"
 )
-"""Secrets that follow what tells of them: in headers, as ``curl`` and agents take them, and in paths of webhooks."""
+"""Secrets that follow what tells of them: in headers, as ``curl`` and agents take them, and in
+paths of webhooks.
+"""
 _KNOWN_FORM = re.compile(
     r"\b(?:sk-|sk_|hf_|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|AKIA|AIza|eyJ[\w-]+\.)[\w.-]{12,}"
 )
@@ -46,32 +49,44 @@ _OPTION = re.compile(
 )
 _ENVIRONMENT = "train_env_vars"
 _NO_SECRET = re.compile(r"(TORCH|NCCL)_")
-"""Variables whose values ``slime doctor`` needs. All others of the training processes may hold a secret."""
+"""Variables whose values ``slime doctor`` needs. All others of the training processes may hold a
+secret.
+"""
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value of a setting or variable with this name is a secret. ``wandb_key``, ``OPENAI_API_KEY`` and
-    ``ssl_keyfile_password`` are secrets; ``input_key`` (a column) and ``max_tokens`` are not."""
+    """Whether the value of a setting or variable with this name is a secret. ``wandb_key``,
+    ``OPENAI_API_KEY`` and ``ssl_keyfile_password`` are secrets; ``input_key`` (a column) and
+    ``max_tokens`` are not."""
     plain = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     return bool(_SECRET.search(plain)) and not _OF_DATA.search(plain) and not _PATH.search(plain)
 
 
 def redacted(name: str, value: object) -> object:
-    """Return ``value`` with secrets replaced by :data:`HIDDEN`, also inside mappings, lists, URLs and commands."""
+    """Return ``value`` with secrets replaced by :data:`HIDDEN`, also inside mappings, lists, URLs
+    and commands.
+    """
     if is_secret(name) and value not in (None, "", False, [], {}):
         return HIDDEN
     if isinstance(value, Mapping) and name == _ENVIRONMENT:
-        return {key: redacted(str(key), item) if _NO_SECRET.match(str(key)) else HIDDEN for key, item in value.items()}
+        return {
+            key: redacted(str(key), item) if _NO_SECRET.match(str(key)) else HIDDEN
+            for key, item in value.items()
+        }
     if isinstance(value, Mapping):
         return {key: redacted(str(key), item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(redacted("", item) for item in value) if type(value) in (list, tuple) else value
+        return (
+            type(value)(redacted("", item) for item in value)
+            if type(value) in (list, tuple)
+            else value
+        )
     return redacted_text(value) if isinstance(value, str) else value
 
 
 def redacted_text(text: str) -> str:
-    """Hide the user part of URLs, the values of options, headers and variables that are secrets, and keys of a known
-    form, in a text."""
+    """Hide the user part of URLs, the values of options, headers and variables that are secrets,
+    and keys of a known form, in a text."""
     # From what is certain to what is likely: a key of a known form is hidden wherever it stands.
     text = _USER_OF_URL.sub(f"{HIDDEN}@", text)
     text = _KNOWN_FORM.sub(HIDDEN, _TOLD.sub(rf"\g<1>{HIDDEN}", text))
@@ -79,7 +94,9 @@ def redacted_text(text: str) -> str:
     def hide(match: re.Match[str]) -> str:
         if field := match["field"]:
             # "key: 3" and "token: 3" are rather words of a message.
-            hidden = is_secret(field.rstrip(" :'\"")) and not re.match(r"(?i)(keys?|token|.*authorization)\b", field)
+            hidden = is_secret(field.rstrip(" :'\"")) and not re.match(
+                r"(?i)(keys?|token|.*authorization)\b", field
+            )
             return f"{field}{HIDDEN}" if hidden else match[0]
         if match["variable"]:
             return f"{match['variable']}={HIDDEN}" if is_secret(match["variable"]) else match[0]
@@ -89,7 +106,9 @@ def redacted_text(text: str) -> str:
 
 
 def redacted_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with the values of secret options hidden (``--wandb-key ***``)."""
+    """Return the words of a command line with the values of secret options hidden (``--wandb-key
+    ***``).
+    """
     shown: list[str] = []
     hide = False
     for word in words:
@@ -110,7 +129,16 @@ def _hides(option: str) -> bool:
 
 
 RESERVED = frozenset(
-    ("explicit", "notices", "sglang", "router", "megatron", "sglang_model_routers", "use_critic", "world_size")
+    (
+        "explicit",
+        "notices",
+        "sglang",
+        "router",
+        "megatron",
+        "sglang_model_routers",
+        "use_critic",
+        "world_size",
+    )
 )
 """Attributes of the arguments that are not flags."""
 
@@ -119,7 +147,8 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
     """Set every key of the file on ``args``.
 
     Args:
-        new_names: Whether a key that is not a flag becomes a new attribute. Otherwise it is a problem.
+        new_names: Whether a key that is not a flag becomes a new attribute. Otherwise it is a
+            problem.
 
     Returns:
         Problems, one line each.
@@ -135,13 +164,17 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
 
 
 def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
-    """Extract the settings from the config.yaml of a run. Derived values and hidden secrets are left out, and the
-    pass-through flags get their full names."""
+    """Extract the settings from the config.yaml of a run. Derived values and hidden secrets are
+    left out, and the pass-through flags get their full names."""
     left_out = {*RESERVED, "override"}
     # A hidden value would replace the real one by three stars.
-    settings = {key: value for key, value in content.items() if key not in left_out and value != HIDDEN}
+    settings = {
+        key: value for key, value in content.items() if key not in left_out and value != HIDDEN
+    }
     if isinstance(variables := settings.get(_ENVIRONMENT), dict):
-        settings[_ENVIRONMENT] = {name: value for name, value in variables.items() if value != HIDDEN}
+        settings[_ENVIRONMENT] = {
+            name: value for name, value in variables.items() if value != HIDDEN
+        }
     for family in FAMILIES:
         prefix = prefix_of(family)
         given = content[family] if isinstance(content[family], dict) else {}
@@ -150,7 +183,9 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_value(args: Args, key: str, value: object, new_names: bool = False) -> str | None:
-    """Set one flag by name, and return the problem, if any. The value None restores the default of the flag."""
+    """Set one flag by name, and return the problem, if any. The value None restores the default of
+    the flag.
+    """
     name = underscored(key)
     if name in RESERVED or name.startswith("__"):
         return f"{key}: slime sets this itself"
@@ -180,7 +215,8 @@ def store(args: Args, key: str, known: Spelling, value: object) -> str | None:
             return f"{key} {shown}: {error}"
         except ValueError as error:
             return f"{key}: {error}"
-        values[flag.name] = converted if known.sets else not converted  # disable_x: true sets x to False
+        # disable_x: true sets x to False
+        values[flag.name] = converted if known.sets else not converted
     elif known.family is None:
         values[flag.name] = flag.default
     else:
@@ -209,12 +245,18 @@ def check_roles(args: Args) -> list[str]:
     if not args.megatron_config_path:
         return []
     content, problems = read_yaml(args.megatron_config_path, _ROLES_OPTION)
-    problems += [f"{_ROLES_OPTION}: {name!r} is not {' or '.join(ROLES)}" for name in content if name not in ROLES]
+    problems += [
+        f"{_ROLES_OPTION}: {name!r} is not {' or '.join(ROLES)}"
+        for name in content
+        if name not in ROLES
+    ]
     for role in ROLES:
         changed, wrong = _changed(args, role)
         problems += [f"{_ROLES_OPTION}: {role}: {problem}" for problem in wrong]
         if not wrong and ParallelLayout.from_args(changed) != ParallelLayout.from_args(args):
-            problems.append(f"{_ROLES_OPTION}: {role} has another parallel layout, but both roles share one")
+            problems.append(
+                f"{_ROLES_OPTION}: {role} has another parallel layout, but both roles share one"
+            )
     return problems
 
 
@@ -226,15 +268,20 @@ def _changed(args: Args, role: str) -> tuple[Args, list[str]]:
         return args, [f"needs a mapping of flag names to values, not a {type(values).__name__}"]
     # The roles must not share dicts such as args.megatron.
     changed = copy.deepcopy(args)
-    told = (set_value(changed, str(name), value) for name, value in values.items() if name not in _IGNORED)
+    told = (
+        set_value(changed, str(name), value)
+        for name, value in values.items()
+        if name not in _IGNORED
+    )
     return changed, [problem for problem in told if problem]
 
 
 def to_dict(args: Args) -> dict[str, Any]:
-    """Return all flags with their resolved values, the pass-through flags that were given, and attributes of hooks.
+    """Return all flags with their resolved values, the pass-through flags that were given, and
+    attributes of hooks.
 
-    The mapping is also a valid ``--override`` file, except for derived values (``use_critic``, ``world_size``).
-    Secrets are None.
+    The mapping is also a valid ``--override`` file, except for derived values (``use_critic``,
+    ``world_size``). Secrets are None.
     """
     values = vars(args)
     known: dict[str, Any] = {name: values[name] for name in FLAGS}

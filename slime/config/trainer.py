@@ -32,11 +32,12 @@ class ModelConfig:
     _title = "model and trainer"
 
     hf_checkpoint: str = flag(DERIVED, kind="path")
-    """Hugging Face folder or hub id: tokenizer, the engines' weights and, with FSDP, the model to train. Default:
+    """Hugging Face folder or hub id: tokenizer, the engines' weights and, with FSDP, the model to
+    train. Default:
     --ref-load or --load if that is a Hugging Face folder"""
     model_name: str | None = None
-    """Megatron: model family that determines the names of weights, for a model_type that has no map of its own.
-    Default: the model_type of config.json"""
+    """Megatron: model family that determines the names of weights, for a model_type that has no map
+    of its own. Default: the model_type of config.json"""
     trust_remote_code: bool = False
     """Allow running Python code that is part of the checkpoint"""
     train_dtype: str = flag(DERIVED, choices=("float32", "bfloat16", "float16"))
@@ -46,10 +47,12 @@ class ModelConfig:
     fp16: bool = False
     """Megatron's spelling of --train-dtype float16, which scales the loss; FSDP only"""
     attn_implementation: str | None = None
-    """Attention implementation of the trainer, by its name in transformers; all but varlen train padded batches.
-    Default: varlen, with an equivalent for the CPU"""
+    """Attention implementation of the trainer, by its name in transformers; all but varlen train
+    padded batches. Default: varlen, with an equivalent for the CPU"""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory; --recompute-activations is a synonym"""
+    """Recompute activations in the backward pass to save memory; --recompute-activations is a
+    synonym
+    """
     compile_layers: bool = flag(DERIVED, kind="toggle")
     """Compile layers and logits with torch.compile. Default: on with CUDA and Triton"""
     log_probs_chunk_size: int = flag(-1, low=1, off=-1)
@@ -63,17 +66,19 @@ class ModelConfig:
     freeze_params_name_list: list[str] | None = None
     """Regular expressions of parameter names; matching parameters are not trained"""
     keep_old_actor: bool = False
-    """Compute the old log-probs with a copy of the weights that generated the samples. Refused in train_async.py if
-    samples can come from several weight versions"""
+    """Compute the old log-probs with a copy of the weights that generated the samples. Refused in
+    train_async.py if samples can come from several weight versions"""
     fsdp_shard_size: int | None = flag(None, low=1)
-    """FSDP: number of neighbouring ranks over which parameters, gradients and optimizer state are sharded; it must
-    divide the training ranks. Each such group holds a replica of the model. Default: all training ranks"""
+    """FSDP: number of neighbouring ranks over which parameters, gradients and optimizer state are
+    sharded; it must divide the training ranks. Each such group holds a replica of the model.
+    Default: all training ranks"""
     fsdp_reshard_after_forward: bool = flag(True, kind="toggle")
-    """FSDP: free a layer's gathered parameters after its forward pass. --no-fsdp-reshard-after-forward keeps them
-    for a whole optimizer step, for models that fit on every rank in --train-dtype"""
+    """FSDP: free a layer's gathered parameters after its forward pass.
+    --no-fsdp-reshard-after-forward keeps them for a whole optimizer step, for models that fit on
+    every rank in --train-dtype"""
     fsdp_accumulate_unsharded_gradients: bool = False
-    """FSDP: reduce gradients once per optimizer step instead of after every micro-batch, for 4 bytes of memory per
-    trained parameter"""
+    """FSDP: reduce gradients once per optimizer step instead of after every micro-batch, for 4
+    bytes of memory per trained parameter"""
     deterministic_mode: bool = False
     """Megatron's spelling of --deterministic"""
     megatron_config_path: str | None = path_flag()
@@ -86,10 +91,15 @@ def derive_model(args: Args, machine: Machine) -> None:
         folder = getattr(args, name)
         if args.hf_checkpoint is None and is_hf_folder(folder):
             args.hf_checkpoint = folder
-            args.notices.append(f"--hf-checkpoint is not given: --{name.replace('_', '-')} {folder} is used")
-    # On the CPU, determinism costs 2-3% of a decode step with 8 or more running requests (17% with only one). A
-    # partial rollout cannot be deterministic: which samples it continues depends on timing.
-    on_cpu = args.embedded_device == "cpu" and args.rollout_backend == "embedded" and not machine.cuda
+            args.notices.append(
+                f"--hf-checkpoint is not given: --{name.replace('_', '-')} {folder} is used"
+            )
+    # On the CPU, determinism costs 2-3% of a decode step with 8 or more running requests (17% with
+    # only one). A partial rollout cannot be deterministic: which samples it continues depends on
+    # timing.
+    on_cpu = (
+        args.embedded_device == "cpu" and args.rollout_backend == "embedded" and not machine.cuda
+    )
     asked = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     args.fill(
         ref_load=args.hf_checkpoint,
@@ -102,7 +112,9 @@ def derive_model(args: Args, machine: Machine) -> None:
     )
     # Engines that compute in another type than the trainer would add to the mismatch of log-probs.
     args.fill(rollout_dtype=args.train_dtype)
-    recomputes = args.megatron.get("recompute_activations") or args.megatron.get("recompute_granularity")
+    recomputes = args.megatron.get("recompute_activations") or args.megatron.get(
+        "recompute_granularity"
+    )
     if recomputes or args.offload_activations:
         args.gradient_checkpointing = True
     if not args.lr_warmup_fraction:  # which is that of both roles
@@ -112,8 +124,8 @@ def derive_model(args: Args, machine: Machine) -> None:
 def check_checkpoint(model: ModelConfig) -> list[str]:
     if model.hf_checkpoint is None:
         return [
-            "--hf-checkpoint is missing: pass a Hugging Face folder or hub id with the weights and the tokenizer "
-            "(MODEL_ARGS describe only the shape of the model)"
+            "--hf-checkpoint is missing: pass a Hugging Face folder or hub id with the weights "
+            "and the tokenizer (MODEL_ARGS describe only the shape of the model)"
         ]
     return _hf_problem("--hf-checkpoint", model.hf_checkpoint)
 
@@ -124,22 +136,28 @@ def _hf_problem(option: str, name: str) -> list[str]:
         return []
     if folder.is_dir() and is_foreign_megatron(folder):
         return [
-            f"{option} {name}: a checkpoint of Megatron-LM without a readable iteration: slime reads those of "
-            "--ckpt-format torch_dist (.metadata and *.distcp); pass the Hugging Face folder of the model"
+            f"{option} {name}: a checkpoint of Megatron-LM without a readable iteration: slime "
+            "reads those of --ckpt-format torch_dist (.metadata and *.distcp); pass the Hugging "
+            "Face folder of the model"
         ]
     if folder.is_dir():
         return [f"{option} {name}: the folder has no config.json; pass a Hugging Face folder"]
-    return [f"{option} {name}: no such folder, and the name does not have the form of a hub id (owner/model)"]
+    return [
+        f"{option} {name}: no such folder, and the name does not have the form of a hub id "
+        "(owner/model)"
+    ]
 
 
 def check_reference(args: Args) -> list[str]:
-    """Check ``--ref-load``. If nothing is trained with the reference model, a folder that cannot be read is replaced by
-    ``--hf-checkpoint``, of which a folder ``X_torch_dist`` is usually the conversion."""
+    """Check ``--ref-load``. If nothing is trained with the reference model, a folder that cannot be
+    read is replaced by ``--hf-checkpoint``, of which a folder ``X_torch_dist`` is usually the
+    conversion."""
     if megatron_lm_folder(args.ref_load, args.ref_ckpt_step):
         return []
     if args.ref_ckpt_step is not None:
         return [
-            f"--ref-ckpt-step {args.ref_ckpt_step}: --ref-load {args.ref_load} has no such iteration of Megatron-LM"
+            f"--ref-ckpt-step {args.ref_ckpt_step}: --ref-load {args.ref_load} has no such "
+            "iteration of Megatron-LM"
         ]
     if args.ref_load is None or args.ref_load == args.hf_checkpoint:
         return []
@@ -148,20 +166,28 @@ def check_reference(args: Args) -> list[str]:
     problems = _hf_problem("--ref-load", args.ref_load)
     if not problems:
         return []
-    # A launch script may name a conversion that only its own framework can read. It matters only if it is used.
+    # A launch script may name a conversion that only its own framework can read. It matters only if
+    # it is used.
     if args.kl_coef == 0 and (args.kl_loss_coef == 0 or not args.use_kl_loss):
         args.notices.append(
-            f"{problems[0]}. No KL term is trained with it, so it is ignored: initial weights and reference model are "
-            f"those of --hf-checkpoint {args.hf_checkpoint}"
+            f"{problems[0]}. No KL term is trained with it, so it is ignored: initial weights and "
+            f"reference model are those of --hf-checkpoint {args.hf_checkpoint}"
         )
         args.ref_load = args.hf_checkpoint
         return []
-    return [f"{problem}; the KL term needs it (without --ref-load, it uses --hf-checkpoint)" for problem in problems]
+    return [
+        f"{problem}; the KL term needs it (without --ref-load, it uses --hf-checkpoint)"
+        for problem in problems
+    ]
 
 
 def check_teacher(args: Args) -> list[str]:
     teacher = args.opd_teacher_load
-    if not teacher or megatron_lm_folder(teacher) or (args.train_backend == "megatron" and megatron_folder(teacher)):
+    if (
+        not teacher
+        or megatron_lm_folder(teacher)
+        or (args.train_backend == "megatron" and megatron_folder(teacher))
+    ):
         return []
     return _hf_problem("--opd-teacher-load", teacher)
 
@@ -182,24 +208,28 @@ def check_media(args: Args) -> list[str]:
     if any((folder / f"{name}_config.json").is_file() for name in ("preprocessor", "processor")):
         return []
     return [
-        f"--multimodal-keys: {args.hf_checkpoint} is a text model (no image token in its config.json, no "
-        "preprocessor_config.json); use a vision-language model, or leave the flag out"
+        f"--multimodal-keys: {args.hf_checkpoint} is a text model (no image token in its "
+        "config.json, no preprocessor_config.json); use a vision-language model, or leave the "
+        "flag out"
     ]
 
 
 def drop_other_model(args: Args, override: str) -> None:
-    """Remove MODEL_ARGS that describe another model than the checkpoint that the ``--override`` file names.
+    """Remove MODEL_ARGS that describe another model than the checkpoint that the ``--override``
+    file names.
 
-    Such a file scales a recipe to a smaller model, while the recipe's script still passes the shape of the larger one.
-    Its config.json is used instead.
+    Such a file scales a recipe to a smaller model, while the recipe's script still passes the shape
+    of the larger one. Its config.json is used instead.
     """
     names = {str(key).replace("-", "_") for key in read_yaml(override, "--override")[0]}
-    differences = _differences(args.megatron, args.hf_checkpoint) if "hf_checkpoint" in names else []
+    differences = (
+        _differences(args.megatron, args.hf_checkpoint) if "hf_checkpoint" in names else []
+    )
     if not differences:
         return
     args.notices.append(
-        f"MODEL_ARGS describe another model than hf_checkpoint of the --override file ({len(differences)} "
-        "differences): the config.json of this checkpoint is used instead"
+        "MODEL_ARGS describe another model than hf_checkpoint of the --override file "
+        f"({len(differences)} differences): the config.json of this checkpoint is used instead"
     )
     for name in (*SHAPE, *ARCHITECTURE, "untie_embeddings_and_output_weights"):
         args.megatron.pop(name, None)
@@ -214,7 +244,8 @@ def _differences(given: Mapping[str, Any], checkpoint: str | None) -> list[str]:
     if config.get("kv_lora_rank"):
         shape.pop("kv_channels", None)
     differences = [
-        f"--{name.replace('_', '-')} {value}, but config.json of {checkpoint} has {key} {config_value}"
+        f"--{name.replace('_', '-')} {value}, but config.json of {checkpoint} has {key} "
+        f"{config_value}"
         for name, value in shape.items()
         for key, config_value in [lookup_dimension(config, name)]
         if config_value is not None and not _same(value, config_value)
@@ -233,9 +264,14 @@ def _tied(given: Mapping[str, Any], checkpoint: str | None, config: Mapping[str,
     if tied is None or "num_layers" not in given:
         return []
     untied = bool(given.get("untie_embeddings_and_output_weights", False))
-    if untied != bool(tied):  # the flag says untied and the config says tied, so equal values are a contradiction
+    # the flag says untied and the config says tied, so equal values are a contradiction
+    if untied != bool(tied):
         return []
-    has = "contain --untie-embeddings-and-output-weights" if untied else "lack --untie-embeddings-and-output-weights"
+    has = (
+        "contain --untie-embeddings-and-output-weights"
+        if untied
+        else "lack --untie-embeddings-and-output-weights"
+    )
     return [f"MODEL_ARGS {has}, but config.json of {checkpoint} has tie_word_embeddings {tied}"]
 
 
@@ -247,7 +283,9 @@ class OptimizerConfig:
     """Peak learning rate"""
     min_lr: float = flag(0.0, low=0)
     """Learning rate at the end of the decay"""
-    lr_decay_style: str = flag("constant", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    lr_decay_style: str = flag(
+        "constant", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
     """Shape of the learning-rate decay"""
     lr_decay_iters: int | None = flag(None, low=1)
     """Number of optimizer steps of the learning-rate decay. Default: all steps of the run"""
@@ -259,7 +297,9 @@ class OptimizerConfig:
     """Learning rate at the start of the warm-up"""
     lr_wsd_decay_iters: int | None = flag(None, low=0)
     """Number of optimizer steps of the final decay with --lr-decay-style WSD, which needs it"""
-    lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    lr_wsd_decay_style: str = flag(
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
     """Shape of the final decay with --lr-decay-style WSD"""
     warmup_ratio: float | None = flag(None, low=0, high=1)
     """Former name of --lr-warmup-fraction"""
@@ -284,10 +324,13 @@ class OptimizerConfig:
 
 
 SGLANG_FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures of which SGLang quantizes exactly the projections that slime sends as 8-bit floats."""
+"""Architectures of which SGLang quantizes exactly the projections that slime sends as 8-bit
+floats.
+"""
 _NO_SCALES = ("LlamaForCausalLM", "MistralForCausalLM")
-"""Architectures of which SGLang (0.5.15 and 0.5.23) loads no scales of blocks: it renames them to those of tensors, and
-ignores names that it does not know. The scales would keep the values of uninitialized memory."""
+"""Architectures of which SGLang (0.5.15 and 0.5.23) loads no scales of blocks: it renames them to
+those of tensors, and ignores names that it does not know. The scales would keep the values of
+uninitialized memory."""
 
 
 @dataclass
@@ -295,16 +338,20 @@ class RolloutPrecisionConfig:
     _title = "precision of the engines"
 
     rollout_quantization: str | None = flag(None, choices=("fp8",))
-    """Quantize the weights of the engines. fp8: the projections of attention, MLP and experts are 8-bit floats
-    (E4M3). Turns on --use-tis"""
+    """Quantize the weights of the engines. fp8: the projections of attention, MLP and experts are
+    8-bit floats (E4M3). Turns on --use-tis"""
     rollout_quantization_scale: str = flag("block", choices=("block", "channel", "tensor"))
-    """What shares a scale with --rollout-quantization fp8: blocks of 128 x 128 weights, the weights of an output
-    channel, or the whole tensor. SGLang can update only block"""
+    """What shares a scale with --rollout-quantization fp8: blocks of 128 x 128 weights, the weights
+    of an output channel, or the whole tensor. SGLang can update only block"""
 
 
 def check_quantized_model(args: Args) -> list[str]:
     """Refuse models of which SGLang would not quantize the same layers as slime."""
-    if args.rollout_quantization is None or args.rollout_backend != "sglang" or not args.hf_checkpoint:
+    if (
+        args.rollout_quantization is None
+        or args.rollout_backend != "sglang"
+        or not args.hf_checkpoint
+    ):
         return []
     architectures = set(model_config(args.hf_checkpoint).get("architectures") or ())
     option = f"--rollout-quantization {args.rollout_quantization}"
@@ -313,7 +360,10 @@ def check_quantized_model(args: Args) -> list[str]:
         return [f"{option}: SGLang does not load the scales of blocks of {lost}; {other}"]
     if unknown := ", ".join(sorted(architectures - set(SGLANG_FAMILIES))):
         known = ", ".join(SGLANG_FAMILIES)
-        return [f"{option}: slime does not know which layers of {unknown} SGLang quantizes, but of {known}; {other}"]
+        return [
+            f"{option}: slime does not know which layers of {unknown} SGLang quantizes, but of "
+            f"{known}; {other}"
+        ]
     return []
 
 
@@ -328,17 +378,23 @@ class TrainingPrecisionConfig:
     min_loss_scale: float = flag(1.0, above=0)
     """Smallest scale of the loss in float16"""
     loss_scale_window: int = flag(1000, low=1)
-    """Optimizer steps without an overflow after which the scale of the loss in float16 is doubled"""
-    float8_training: str | None = flag(None, choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"))
-    """FSDP on CUDA: compute the linear layers of the decoder layers with 8-bit floats of torchao, with one scale
-    per tensor or row (rowwise_with_gw_hp: gradients of weights in bfloat16)"""
+    """Optimizer steps without an overflow after which the scale of the loss in float16 is
+    doubled
+    """
+    float8_training: str | None = flag(
+        None, choices=("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    )
+    """FSDP on CUDA: compute the linear layers of the decoder layers with 8-bit floats of torchao,
+    with one scale per tensor or row (rowwise_with_gw_hp: gradients of weights in bfloat16)"""
     optimizer_8bit: bool = False
     """FSDP: keep Adam's moments in 8 bits (torchao): 2 instead of 8 bytes per parameter"""
     bf16_master_weights: bool = False
-    """FSDP: keep master weights and gradients in bfloat16 and round updates stochastically (torchao): 4 instead of
-    8 bytes per parameter. Needs --train-dtype bfloat16"""
+    """FSDP: keep master weights and gradients in bfloat16 and round updates stochastically
+    (torchao): 4 instead of 8 bytes per parameter. Needs --train-dtype bfloat16"""
     offload_activations: bool = False
-    """FSDP: keep the inputs of layers in CPU memory until the backward pass recomputes their activations; implies
-    --gradient-checkpointing"""
+    """FSDP: keep the inputs of layers in CPU memory until the backward pass recomputes their
+    activations; implies --gradient-checkpointing"""
     fsdp_cpu_offload: bool = False
-    """FSDP on CUDA: keep master weights, gradients and optimizer in CPU memory, and run the optimizer there"""
+    """FSDP on CUDA: keep master weights, gradients and optimizer in CPU memory, and run the
+    optimizer there
+    """

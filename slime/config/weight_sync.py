@@ -18,21 +18,26 @@ class WeightSyncConfig:
 
     update_weights_interval: int = flag(1, low=1)
     """Number of rollouts between two weight syncs (train_async.py)"""
-    update_weight_pause_mode: str | None = flag(None, choices=("abort", "retract", "in_place", "drain"))
-    """Treatment of running requests during a weight sync. abort: end them, and continue from their tokens. retract:
-    free their KV cache and prefill it again. in_place: keep the old KV cache. drain: wait until they finish.
-    Default: retract if the engine can, otherwise abort"""
+    update_weight_pause_mode: str | None = flag(
+        None, choices=("abort", "retract", "in_place", "drain")
+    )
+    """Treatment of running requests during a weight sync. abort: end them, and continue from their
+    tokens. retract:
+    free their KV cache and prefill it again. in_place: keep the old KV cache. drain: wait until
+    they finish. Default: retract if the engine can, otherwise abort"""
     update_weight_mode: str = flag("full", choices=("full",), kind_of_part="weight mode")
     """What a weight sync sends: all weights (full), or only the bytes that changed (delta)"""
     update_weight_transport: str = flag("nccl", kind_of_part="transport")
-    """Transport of a weight sync. nccl: between processes (shared memory or CUDA IPC on one host, otherwise NCCL or
-    gloo). disk: through files in --update-weight-disk-dir"""
+    """Transport of a weight sync. nccl: between processes (shared memory or CUDA IPC on one host,
+    otherwise NCCL or gloo). disk: through files in --update-weight-disk-dir"""
     update_weight_buffer_size: int | None = flag(None, low=1)
     """Bytes per bucket of weights. Default: 1 GiB for broadcasts over NCCL, otherwise 512 MiB"""
     update_weight_senders: int | None = flag(None, low=1)
     """Training ranks that broadcast weights at the same time. Default: one per 16 engines"""
     update_weight_disk_dir: str | None = path_flag()
-    """Folder that the trainer and all engines share, for --update-weight-transport disk. Each run needs its own"""
+    """Folder that the trainer and all engines share, for --update-weight-transport disk. Each run
+    needs its own
+    """
     update_weight_disk_keep_files: bool = False
     """Keep the weight files of --update-weight-transport disk after the engines have loaded them"""
     update_weight_delta_encoding: str = flag("xor", choices=("xor", "overwrite"))
@@ -43,16 +48,16 @@ class WeightSyncConfig:
     )
     """Checksum of each tensor with --update-weight-mode delta"""
     custom_update_weight_post_write_path: str | None = hook_flag()
-    """Function fn(args, version_dir, engines) that is called on the sending rank after weight files are written and
-    before the engines read them"""
+    """Function fn(args, version_dir, engines) that is called on the sending rank after weight files
+    are written and before the engines read them"""
     audit_weights: bool = flag(True, kind="toggle")
     """Compare the weights of engines and trainer after every weight sync"""
     audit_threshold: float | None = flag(None, low=0)
     """Maximum log-prob difference that the audit of a weight sync accepts. Default: by data type"""
     check_weight_update_equal: bool = flag(DERIVED, kind="toggle")
-    """Let the engines overwrite their weights, send the same weights again, and compare, at the first weight sync
-    and then every --check-weight-update-interval. Default: on with SGLang and --update-weight-transport nccl, for
-    models of which all tensors are sent"""
+    """Let the engines overwrite their weights, send the same weights again, and compare, at the
+    first weight sync and then every --check-weight-update-interval. Default: on with SGLang and
+    --update-weight-transport nccl, for models of which all tensors are sent"""
     check_weight_update_interval: int = flag(100, low=0)
     """Weight syncs between two checks of --check-weight-update-equal; 0 checks only the first"""
 
@@ -60,12 +65,20 @@ class WeightSyncConfig:
 def checks_first_update(args: Args) -> bool:
     """Return the default of ``--check-weight-update-equal``.
 
-    The check sends all weights a second time, so it is off where that is expensive (through files). It compares all
-    tensors of an engine, so it is off where the trainer does not send some of them (a draft model, a vision tower), or
-    where the engine stores them quantized."""
-    if not args.audit_weights or args.rollout_backend != "sglang" or args.update_weight_transport != "nccl":
+    The check sends all weights a second time, so it is off where that is expensive (through files).
+    It compares all tensors of an engine, so it is off where the trainer does not send some of them
+    (a draft model, a vision tower), or where the engine stores them quantized."""
+    if (
+        not args.audit_weights
+        or args.rollout_backend != "sglang"
+        or args.update_weight_transport != "nccl"
+    ):
         return False
-    if args.rollout_external_engine_addrs or args.sglang.get("quantization") or args.rollout_quantization:
+    if (
+        args.rollout_external_engine_addrs
+        or args.sglang.get("quantization")
+        or args.rollout_quantization
+    ):
         return False
     config = model_config(args.hf_checkpoint)
     other = any(key in config for key in ("vision_config", "audio_config", "quantization_config"))

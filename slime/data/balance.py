@@ -1,4 +1,5 @@
-"""The cost of samples, an estimate of the FLOPs of a forward pass, and algorithms that split weighted items.
+"""The cost of samples, an estimate of the FLOPs of a forward pass, and algorithms that split
+weighted items.
 
 The algorithms are longest processing time first, and first-fit.
 """
@@ -15,7 +16,9 @@ _GENERIC_HIDDEN = 4096
 
 
 def first_fit(weights: Sequence[float], cap: float) -> list[list[int]]:
-    """Put each item, in order, into the first list whose sum stays within ``cap``; a larger item stays alone."""
+    """Put each item, in order, into the first list whose sum stays within ``cap``; a larger item
+    stays alone.
+    """
     bins: list[list[int]] = []
     sums: list[float] = []
     for i, weight in enumerate(weights):
@@ -49,8 +52,10 @@ class ModelShape:
     """The dimensions of a model from which its FLOPs are estimated.
 
     Attributes:
-        query_rank: Rank of the query projection in multi-latent attention; None if queries are projected in one step.
-        kv_rank: Rank of the key-value projection in multi-latent attention; None with grouped-query attention.
+        query_rank: Rank of the query projection in multi-latent attention; None if queries are
+            projected in one step.
+        kv_rank: Rank of the key-value projection in multi-latent attention; None with grouped-query
+            attention.
         key_width, value_width: Dimensions of one head.
         expert_width: Intermediate size of one expert.
         sparse_layers: Number of layers that have experts.
@@ -76,7 +81,8 @@ class ModelShape:
 
     @classmethod
     def from_megatron(cls, megatron: Mapping[str, object]) -> ModelShape | None:
-        """Read the shape from the model's flags (``MODEL_ARGS``); None if these flags were not given.
+        """Read the shape from the model's flags (``MODEL_ARGS``); None if these flags were not
+        given.
 
         Dimensions that were not given have Megatron's defaults.
         """
@@ -117,24 +123,34 @@ class ModelShape:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: str | None) -> ModelShape | None:
-        """Read the shape from config.json of a Hugging Face checkpoint; None if it is not on this machine."""
+        """Read the shape from config.json of a Hugging Face checkpoint; None if it is not on this
+        machine.
+        """
         config = read_config(checkpoint) if checkpoint else None
         return cls.from_config(config) if config is not None else None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape | None:
-        """Read the shape from the content of a config.json; None if it lacks the number of layers or the hidden size.
+        """Read the shape from the content of a config.json; None if it lacks the number of layers
+        or the hidden size.
 
-        A dimension that is not a positive integer counts as missing; of a list of sizes, the mean counts.
+        A dimension that is not a positive integer counts as missing; of a list of sizes, the mean
+        counts.
         """
         # config.json of each family has names of its own for these dimensions.
         given = {name: size for name in SHAPE if (size := _size(lookup_dimension(config, name)[1]))}
         width = given.get("moe_ffn_hidden_size", 0)
         dense = _size(config.get("first_k_dense_replace"))
-        # config.json does not say whether the MLP is gated. Models with a gated one name these activations, while older
-        # models, such as GPT-2 and Phi, name plain GELU.
-        swiglu = (config.get("hidden_act") or config.get("hidden_activation")) in ("silu", "gelu_pytorch_tanh")
-        shared = _size(config.get("shared_expert_intermediate_size")) or _size(config.get("n_shared_experts")) * width
+        # config.json does not say whether the MLP is gated. Models with a gated one name these
+        # activations, while older models, such as GPT-2 and Phi, name plain GELU.
+        swiglu = (config.get("hidden_act") or config.get("hidden_activation")) in (
+            "silu",
+            "gelu_pytorch_tanh",
+        )
+        shared = (
+            _size(config.get("shared_expert_intermediate_size"))
+            or _size(config.get("n_shared_experts")) * width
+        )
         other: dict[str, object] = {
             "swiglu": swiglu,
             "multi_latent_attention": "kv_lora_rank" in given,
@@ -152,29 +168,41 @@ def _size(value: object) -> int:
 
 
 def forward_flops(shape: ModelShape | None, length: int) -> float:
-    """FLOPs of a forward pass over one sample of ``length`` tokens: projections, causal attention, MLPs, LM head.
+    """FLOPs of a forward pass over one sample of ``length`` tokens: projections, causal attention,
+    MLPs, LM head.
 
-    Without a shape, the result is only proportional to the cost of a generic dense model. That suffices for balancing,
-    which compares costs.
+    Without a shape, the result is only proportional to the cost of a generic dense model. That
+    suffices for balancing, which compares costs.
     """
     if shape is None:
         return 24 * _GENERIC_HIDDEN**2 * length + 2 * _GENERIC_HIDDEN * length**2
     s = shape
     # Projections: multi-latent attention goes through its ranks, grouped-query attention does not.
     if s.kv_rank is not None:
-        q = s.query_rank * (s.hidden + s.heads * s.key_width) if s.query_rank else s.hidden * s.heads * s.key_width
-        # All heads share the part of the keys with rotary embeddings (RoPE), and it is not compressed.
+        q = (
+            s.query_rank * (s.hidden + s.heads * s.key_width)
+            if s.query_rank
+            else s.hidden * s.heads * s.key_width
+        )
+        # All heads share the part of the keys with rotary embeddings (RoPE), and it is not
+        # compressed.
         kv = s.hidden * (s.kv_rank + s.rope_width)
         kv += s.kv_rank * s.heads * (s.key_width - s.rope_width + s.value_width)
         projections = q + kv + s.heads * s.value_width * s.hidden
     else:
         projections = 2 * s.hidden * s.key_width * (s.heads + s.kv_heads)
-    # Attention has two matrix products (scores and values) with 2 FLOPs per multiply-add. The causal mask removes half
-    # of them, so that heads * width * length^2 FLOPs per layer remain of each.
-    attention = s.layers * (2 * projections * length + s.heads * (s.key_width + s.value_width) * length**2)
+    # Attention has two matrix products (scores and values) with 2 FLOPs per multiply-add. The
+    # causal mask removes half of them, so that heads * width * length^2 FLOPs per layer remain of
+    # each.
+    attention = s.layers * (
+        2 * projections * length + s.heads * (s.key_width + s.value_width) * length**2
+    )
     # MLPs: dense layers, and layers with experts, of which each token uses a few.
     matrices = 3 if s.gated else 2
     dense = matrices * s.hidden * s.ffn
-    sparse = matrices * s.hidden * (s.experts_per_token * s.expert_width + s.shared_expert_width) + s.hidden * s.experts
+    sparse = (
+        matrices * s.hidden * (s.experts_per_token * s.expert_width + s.shared_expert_width)
+        + s.hidden * s.experts
+    )
     mlp = 2 * length * ((s.layers - s.sparse_layers) * dense + s.sparse_layers * sparse)
     return float(attention + mlp + 2 * length * s.hidden * s.vocab)

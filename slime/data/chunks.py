@@ -1,7 +1,8 @@
 """The rows of a data set in the order of an epoch, converted into prompts chunk by chunk.
 
-The order is a pseudo-random permutation that is computed entry by entry, so that it needs no memory however long it is.
-Chunks are converted in this process, or ahead of time in worker processes, with the same result.
+The order is a pseudo-random permutation that is computed entry by entry, so that it needs no memory
+however long it is. Chunks are converted in this process, or ahead of time in worker processes, with
+the same result.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ _make: Make  # set in each worker process
 
 
 class Chunks:
-    """``chunks[i]`` is the result of ``make`` for the :data:`CHUNK` rows from position ``i * CHUNK`` on.
+    """``chunks[i]`` is the result of ``make`` for the :data:`CHUNK` rows from position ``i *
+    CHUNK`` on.
 
     Args:
         order: Returns the rows at a range of positions in the current order.
-        workers: Number of worker processes. They are started with the first chunk, and work on the following chunks
-            while one is used.
+        workers: Number of worker processes. They are started with the first chunk, and work on the
+            following chunks while one is used.
     """
 
-    def __init__(self, rows: RowFile, make: Make, order: Callable[[range], list[int]], workers: int) -> None:
+    def __init__(
+        self, rows: RowFile, make: Make, order: Callable[[range], list[int]], workers: int
+    ) -> None:
         self._rows = rows
         self._make = make
         self._order = order
@@ -51,17 +55,20 @@ class Chunks:
         for earlier in [known for known in self.held if known < chunk]:
             del self.held[earlier]
         last = -(-len(self._rows) // CHUNK) - 1
-        # Two chunks per worker are in progress ahead of the current one, so that workers need not wait for requests.
+        # Two chunks per worker are in progress ahead of the current one, so that workers need not
+        # wait for requests.
         for ahead in range(chunk, min(chunk + 2 * self._workers, last) + 1):
             if ahead not in self.held:
                 self.held[ahead] = self._start(ahead)
-        # A worker that hangs, in code of the tokenizer for example, must not hang the run without a word.
+        # A worker that hangs, in code of the tokenizer for example, must not hang the run without a
+        # word.
         found = self.held[chunk]
         if isinstance(found, Future):
             if not futures.wait([found], CHUNK_SECONDS).done:
                 raise TimeoutError(
-                    f"{self._rows.spec}: a worker of --num-data-workers did not convert {CHUNK} rows to prompts in "
-                    f"{CHUNK_SECONDS:g} s; run with --num-data-workers 0 to see where it hangs"
+                    f"{self._rows.spec}: a worker of --num-data-workers did not convert {CHUNK} "
+                    f"rows to prompts in {CHUNK_SECONDS:g} s; run with --num-data-workers 0 to "
+                    "see where it hangs"
                 )
             found = self.held[chunk] = found.result()
         return found
@@ -72,7 +79,8 @@ class Chunks:
         if not self._workers:
             return self._make(raws)
         if self._pool is None:
-            context = multiprocessing.get_context("spawn")  # A fork would copy locks that other threads hold.
+            # A fork would copy locks that other threads hold.
+            context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self._workers, context, _begin, (self._make,))
         return self._pool.submit(_work, raws)
 
@@ -115,9 +123,10 @@ _Words = np.ndarray  # uint64
 def shuffled(positions: Sequence[int] | range, count: int, seed: int) -> list[int]:
     """Return the entries at these positions of a random permutation of ``range(count)``.
 
-    The permutation is a Feistel network over the smallest power of four, 4^k >= count. A value outside of the range
-    goes through the network again until it falls inside. The network is a bijection, so no two positions meet in one
-    value. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", cycle-walking.
+    The permutation is a Feistel network over the smallest power of four, 4^k >= count. A value
+    outside of the range goes through the network again until it falls inside. The network is a
+    bijection, so no two positions meet in one value. Source: Black and Rogaway 2002, "Ciphers with
+    Arbitrary Finite Domains", cycle-walking.
 
     Args:
         seed: Seed of the permutation, which depends only on it and on ``count``.
@@ -144,7 +153,9 @@ def _network(values: _Words, half: np.uint64, mask: np.uint64, keys: list[np.uin
 
 
 def _mixed(words: _Words) -> _Words:
-    """splitmix64's finalizer; multiplication wraps. Source: Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195."""
+    """splitmix64's finalizer; multiplication wraps. Source: Steele, Lea and Flood 2014,
+    doi:10.1145/2660193.2660195.
+    """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

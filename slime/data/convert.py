@@ -1,4 +1,6 @@
-"""Converts samples into train data (lists with one entry per sample), and splits these over data-parallel ranks."""
+"""Converts samples into train data (lists with one entry per sample), and splits these over
+data-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime.config.hooks import load_function
-from slime.data.fields import BY_NAME, FIELDS, RankBatch, TrainData, Wire, from_hook_names, nearest, pack_part
+from slime.data.fields import (
+    BY_NAME,
+    FIELDS,
+    RankBatch,
+    TrainData,
+    Wire,
+    from_hook_names,
+    nearest,
+    pack_part,
+)
 from slime.data.packing import shared_beginnings
 from slime.data.rewards import post_process_rewards, shares_in_rollouts
 from slime.data.sample import Group, Sample, flatten
@@ -28,19 +39,23 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
     """Convert the samples of a rollout.
 
     Args:
-        groups: A list of samples for each prompt; a rollout that fanned out is a list of samples in place of one. A
-            flat list of samples is accepted as well if every sample has a ``group_index``.
+        groups: A list of samples for each prompt; a rollout that fanned out is a list of samples in
+            place of one. A flat list of samples is accepted as well if every sample has a
+            ``group_index``.
 
     Returns:
-        A dict of lists with one entry per sample, in the given order; an entry with one number per token is an array.
-        Always: ``tokens, response_lengths, rewards, raw_reward, truncated, sample_indices, group_indices, rollout_ids,
-        loss_masks, rollout_mask_sums``. Only if samples have them: ``rollout_log_probs, teacher_log_probs,
-        rollout_routed_experts, rollout_top_p_token_ids, rollout_top_p_token_offsets, round_number, source_names,
-        metadata, multimodal_train_inputs, weight_versions``. An optional entry exists for all samples or for none.
+        A dict of lists with one entry per sample, in the given order; an entry with one number per
+        token is an array.
+        Always: ``tokens, response_lengths, rewards, raw_reward, truncated, sample_indices,
+            group_indices, rollout_ids,
+        loss_masks, rollout_mask_sums``. Only if samples have them: ``rollout_log_probs,
+        teacher_log_probs, rollout_routed_experts, rollout_top_p_token_ids,
+        rollout_top_p_token_offsets, round_number, source_names, metadata, multimodal_train_inputs,
+        weight_versions``. An optional entry exists for all samples or for none.
 
     Raises:
-        ValueError: A sample cannot be trained on, or only some samples have a field that the loss needs; the message
-            names the sample.
+        ValueError: A sample cannot be trained on, or only some samples have a field that the loss
+            needs; the message names the sample.
     """
     # Keys and ids first, also for a custom converter, which may leave them out.
     samples = flatten(groups)
@@ -76,15 +91,17 @@ def parts_of_ranks(
 ) -> Iterator[Wire]:
     """Convert the samples of a rollout, and yield the part of each data-parallel rank.
 
-    A part copies the tokens of its samples. It is made when it is asked for, so that a caller that passes on one after
-    the other never holds a second copy of the whole rollout.
+    A part copies the tokens of its samples. It is made when it is asked for, so that a caller that
+    passes on one after the other never holds a second copy of the whole rollout.
 
     Raises:
         ValueError: As for :func:`samples_to_train_data`, before the first part.
     """
     train_data = samples_to_train_data(args, groups)
     add_staleness(train_data, flatten(groups), rollout_id)
-    for part in each_part(PackingSettings.from_args(args), train_data, layout.dp, layout.schedule()):
+    for part in each_part(
+        PackingSettings.from_args(args), train_data, layout.dp, layout.schedule()
+    ):
         yield {**part, "rollout_id": rollout_id}
 
 
@@ -105,7 +122,10 @@ def split_train_data(
 
 
 def each_part(
-    settings: PackingSettings, train_data: TrainData, dp_size: int, parallel: Mapping[str, int] | None = None
+    settings: PackingSettings,
+    train_data: TrainData,
+    dp_size: int,
+    parallel: Mapping[str, int] | None = None,
 ) -> Iterator[Wire]:
     """As :func:`split_train_data`, but a part is made when it is asked for."""
     lengths = [len(t) for t in train_data["tokens"]]
@@ -126,11 +146,15 @@ def each_part(
     shared = {
         "num_microbatches": num_microbatches,
         "global_batch_sizes": global_batch_sizes,
-        "global_token_counts": _token_counts(partitions, micro_batches, num_microbatches, tokens_of),
+        "global_token_counts": _token_counts(
+            partitions, micro_batches, num_microbatches, tokens_of
+        ),
     }
     data = {**train_data, "total_lengths": lengths}
     if "raw_reward" in train_data:
-        data["rollout_shares"] = shares_in_rollouts(train_data["rollout_ids"], train_data["raw_reward"])
+        data["rollout_shares"] = shares_in_rollouts(
+            train_data["rollout_ids"], train_data["raw_reward"]
+        )
     for partition, batches in zip(partitions, micro_batches, strict=True):
         yield pack_part(data, partition, {**shared, "micro_batch_indices": batches})
 
@@ -138,12 +162,14 @@ def each_part(
 def shared_prompts(
     settings: PackingSettings, data: TrainData | RankBatch, context_size: int
 ) -> list[tuple[Hashable, int]] | None:
-    """For each sample, the key and the length of what it shares with other samples of its group in a pack.
+    """For each sample, the key and the length of what it shares with other samples of its group in
+    a pack.
 
-    Of its shared beginnings, which packs store as a tree, this is the one that saves most per sample: the prompt of a
-    group, or the turns before the branches of an agent's session. A sample that shares nothing has the key None. The
-    result is None if nothing is shared at all, either because of the settings, or because the tokens of each sample are
-    split over ``context_size`` ranks.
+    Of its shared beginnings, which packs store as a tree, this is the one that saves most per
+    sample: the prompt of a group, or the turns before the branches of an agent's session. A sample
+    that shares nothing has the key None. The result is None if nothing is shared at all, either
+    because of the settings, or because the tokens of each sample are split over ``context_size``
+    ranks.
 
     Args:
         data: The train data of a whole rollout, or a rank batch.
@@ -161,13 +187,18 @@ def shared_prompts(
     ]
     chosen: list[tuple[Hashable, int]] = []
     for beginnings, length in zip(shared_beginnings(arrays, lengths, keys), lengths, strict=True):
-        best = max(beginnings, key=lambda one: one.length * (one.samples - 1) / one.samples, default=None)
+        best = max(
+            beginnings, key=lambda one: one.length * (one.samples - 1) / one.samples, default=None
+        )
         chosen.append((None, length) if best is None else (best.number, best.length))
     return chosen
 
 
 def _token_counts(
-    partitions: list[list[int]], micro_batches: list[list[list[int]]], counts: list[int], tokens_of: list[int]
+    partitions: list[list[int]],
+    micro_batches: list[list[list[int]]],
+    counts: list[int],
+    tokens_of: list[int],
 ) -> list[int]:
     """For each step, the sum of max(mask sum, 1) over the samples of all ranks."""
     totals = []
@@ -186,7 +217,9 @@ def _token_counts(
 
 
 def _group_keys(groups: Sequence[Group | Sample]) -> list[Hashable]:
-    """The group key of each sample: its ``group_index``, or if a hook made a sample without one, that of its list."""
+    """The group key of each sample: its ``group_index``, or if a hook made a sample without one,
+    that of its list.
+    """
     keys: list[Hashable] = []
     for position, group in enumerate(groups):
         samples = flatten(group)
@@ -197,16 +230,26 @@ def _group_keys(groups: Sequence[Group | Sample]) -> list[Hashable]:
                 "or let the data source set Sample.group_index"
             )
         if len(known) > 1 and any(s.group_index is None for s in samples):
-            raise ValueError(f"group {position} has samples of groups {sorted(known)} and some without a group_index")
+            raise ValueError(
+                f"group {position} has samples of groups {sorted(known)} and some without a "
+                "group_index"
+            )
         fallback: Hashable = known.pop() if len(known) == 1 else ("list", position)
         keys += [fallback if s.group_index is None else s.group_index for s in samples]
     return keys
 
 
 def _rollout_ids(groups: Sequence[Group | Sample], keys: list[Hashable]) -> list[int]:
-    """The rollout id of each sample. Fan-out siblings share one; a rollout without an id gets a new one."""
-    # An element of a group is one rollout: a sample, or the list of samples into which it fanned out.
-    rollouts = [flatten(rollout) for group in groups for rollout in ([group] if isinstance(group, Sample) else group)]
+    """The rollout id of each sample. Fan-out siblings share one; a rollout without an id gets a new
+    one.
+    """
+    # An element of a group is one rollout: a sample, or the list of samples into which it fanned
+    # out.
+    rollouts = [
+        flatten(rollout)
+        for group in groups
+        for rollout in ([group] if isinstance(group, Sample) else group)
+    ]
     given = [s.rollout_id for rollout in rollouts for s in rollout if s.rollout_id is not None]
     fresh = max(given, default=-1) + 1
     ids: list[int] = []
@@ -214,21 +257,23 @@ def _rollout_ids(groups: Sequence[Group | Sample], keys: list[Hashable]) -> list
         values = {s.rollout_id for s in rollout}
         if len(values) > 1:
             raise ValueError(
-                f"the {len(rollout)} samples that one rollout fanned out into (sample {rollout[0].index}) have "
-                f"rollout_ids {sorted(map(str, values))}: they must share one"
+                f"the {len(rollout)} samples that one rollout fanned out into (sample "
+                f"{rollout[0].index}) have rollout_ids {sorted(map(str, values))}: they must "
+                "share one"
             )
         if values == {None}:
             ids += [fresh] * len(rollout)
             fresh += 1
         else:
             ids += [s.rollout_id for s in rollout if s.rollout_id is not None]
-    # Samples of different groups with one id would be counted as one rollout, and normalized together.
+    # Samples of different groups with one id would be counted as one rollout, and normalized
+    # together.
     group_of: dict[int, Hashable] = {}
     for rollout_id, key in zip(ids, keys, strict=True):
         if group_of.setdefault(rollout_id, key) != key:
             raise ValueError(
-                f"rollout_id {rollout_id} is used in group {group_of[rollout_id]} and in group {key}: "
-                "it must be unique in the batch (Sample.index is), or None"
+                f"rollout_id {rollout_id} is used in group {group_of[rollout_id]} and in group "
+                f"{key}: it must be unique in the batch (Sample.index is), or None"
             )
     return ids
 
@@ -238,17 +283,22 @@ def _check_lengths(sample: Sample) -> None:
     response = sample.response_length
     if not 0 <= response < total:
         raise ValueError(
-            f"sample {sample.index} (group {sample.group_index}, {sample.status.value}) has {total} tokens and "
-            f"response_length {response}: tokens must hold at least one prompt token and the whole response"
+            f"sample {sample.index} (group {sample.group_index}, {sample.status.value}) has "
+            f"{total} tokens and response_length {response}: tokens must hold at least one prompt "
+            "token and the whole response"
         )
     for name in ("rollout_log_probs", "teacher_log_probs"):
         value = sample.array(name)
         if value is not None and len(value) != response:
-            raise ValueError(f"sample {sample.index}: {len(value)} {name} for {response} response tokens")
+            raise ValueError(
+                f"sample {sample.index}: {len(value)} {name} for {response} response tokens"
+            )
 
 
 def _loss_mask(sample: Sample) -> np.ndarray:
-    """The loss mask, int8 [response_length]; all 0 for a removed sample, or if the verifier timed out."""
+    """The loss mask, int8 [response_length]; all 0 for a removed sample, or if the verifier timed
+    out.
+    """
     if sample.remove_sample or sample.reward_timed_out:
         return np.zeros(sample.response_length, np.int8)
     mask = None if is_unset(vars(sample)["loss_mask"]) else sample.array("loss_mask")
@@ -257,13 +307,15 @@ def _loss_mask(sample: Sample) -> np.ndarray:
     if len(mask) != sample.response_length:
         empty = "" if len(mask) else " (None, not an empty mask, trains on all of them)"
         raise ValueError(
-            f"sample {sample.index}: loss_mask has {len(mask)} entries, the response {sample.response_length} "
-            f"tokens{empty}"
+            f"sample {sample.index}: loss_mask has {len(mask)} entries, the response "
+            f"{sample.response_length} tokens{empty}"
         )
     return mask
 
 
-def _mask_sums(masks: Sequence[Sequence[int] | np.ndarray], rollout_ids: Sequence[int]) -> list[float]:
+def _mask_sums(
+    masks: Sequence[Sequence[int] | np.ndarray], rollout_ids: Sequence[int]
+) -> list[float]:
     """For each sample, the sum of the masks of all samples of its rollout."""
     sums: dict[int, float] = {}
     for mask, rollout in zip(masks, rollout_ids, strict=True):
@@ -272,7 +324,8 @@ def _mask_sums(masks: Sequence[Sequence[int] | np.ndarray], rollout_ids: Sequenc
 
 
 def _bookkeeping(samples: list[Sample], keys: list[Hashable], rollout_ids: list[int]) -> TrainData:
-    # Groups without a group_index get numbers above all others, so that no two groups have the same.
+    # Groups without a group_index get numbers above all others, so that no two groups have the
+    # same.
     numbers: dict[Hashable, int] = {key: key for key in keys if isinstance(key, int)}
     unnumbered = max(numbers.values(), default=-1) + 1
     for key in keys:
@@ -290,18 +343,27 @@ def _bookkeeping(samples: list[Sample], keys: list[Hashable], rollout_ids: list[
 def _optional(args: Args, samples: list[Sample], masks: list[np.ndarray]) -> TrainData:
     """Entries that exist only if some sample has them."""
     data: TrainData = {}
-    # Off-policy correction that is on by default applies if log-probs exist; a flag on the command line requires them.
+    # Off-policy correction that is on by default applies if log-probs exist; a flag on the command
+    # line requires them.
     asked = ["use_tis"] if "use_tis" in args.explicit else []
     engine = _flags(args, *asked, "use_rollout_logprobs", "get_mismatch_metrics")
     teacher = ["--use-opd"] if args.use_opd and args.opd_type == "sglang" else []
     replay = _flags(args, "use_rollout_routing_replay")
 
-    shape = next((s.rollout_routed_experts.shape[1:] for s in samples if s.rollout_routed_experts is not None), None)
+    shape = next(
+        (
+            s.rollout_routed_experts.shape[1:]
+            for s in samples
+            if s.rollout_routed_experts is not None
+        ),
+        None,
+    )
 
     def zeros(sample: Sample) -> np.ndarray:
         return np.zeros(sample.response_length, np.float32)
 
-    def no_rows(sample: Sample) -> np.ndarray:  # For tokens without a row, the trainer's router chooses the experts.
+    # For tokens without a row, the trainer's router chooses the experts.
+    def no_rows(sample: Sample) -> np.ndarray:
         return np.zeros((0, *(shape or ())), np.uint8)
 
     _per_token(data, "rollout_log_probs", samples, masks, engine, zeros)
@@ -315,14 +377,18 @@ def _optional(args: Args, samples: list[Sample], masks: list[np.ndarray]) -> Tra
             np.zeros(s.response_length + 1, np.int32) if o is None else np.asarray(o, np.int32)
             for s, o in zip(samples, offsets, strict=True)
         ]
-        data["rollout_top_p_token_ids"] = [np.asarray([] if i is None else i, np.int32) for i in ids]
+        data["rollout_top_p_token_ids"] = [
+            np.asarray([] if i is None else i, np.int32) for i in ids
+        ]
     per_sample: dict[str, list[Any]] = {
         "metadata": [s.train_metadata for s in samples],
         "multimodal_train_inputs": [s.multimodal_train_inputs for s in samples],
         "round_number": [s.metadata.get("round_number") for s in samples],
         "source_names": [s.metadata.get("source_name") for s in samples],
     }
-    data.update({key: values for key, values in per_sample.items() if any(v is not None for v in values)})
+    data.update(
+        {key: values for key, values in per_sample.items() if any(v is not None for v in values)}
+    )
     if any(s.weight_versions for s in samples):
         data["weight_versions"] = [s.weight_versions for s in samples]
     return data
@@ -340,7 +406,8 @@ def _per_token(
     needed_by: list[str],
     fill: Callable[[Sample], np.ndarray],
 ) -> None:
-    """Add a field to ``data`` if every trained sample has it; otherwise leave it out for all samples, with a warning.
+    """Add a field to ``data`` if every trained sample has it; otherwise leave it out for all
+    samples, with a warning.
 
     Samples that are not trained may lack it; ``fill`` makes a substitute for them.
 
@@ -351,14 +418,27 @@ def _per_token(
     if all(value is None for value in values) and not needed_by:
         return
     # A sample whose mask is all zero may lack the field, since its values are multiplied by zero.
-    lacking = [s for s, value, mask in zip(samples, values, masks, strict=True) if value is None and mask.any()]
+    lacking = [
+        s
+        for s, value, mask in zip(samples, values, masks, strict=True)
+        if value is None and mask.any()
+    ]
     if not lacking:
-        data[name] = [fill(s) if value is None else value for s, value in zip(samples, values, strict=True)]
+        data[name] = [
+            fill(s) if value is None else value for s, value in zip(samples, values, strict=True)
+        ]
         return
-    said = f"{len(lacking)} of {len(samples)} samples (the first is {lacking[0].index}) have no {name}"
+    said = (
+        f"{len(lacking)} of {len(samples)} samples (the first is {lacking[0].index}) have no {name}"
+    )
     if needed_by:
-        raise ValueError(f"{said}, which {', '.join(needed_by)} needs: let the generate function set Sample.{name}")
-    logger.warning("%s: it is left out for all of them, and the trainer computes old log-probs", said)
+        raise ValueError(
+            f"{said}, which {', '.join(needed_by)} needs: let the generate function set "
+            f"Sample.{name}"
+        )
+    logger.warning(
+        "%s: it is left out for all of them, and the trainer computes old log-probs", said
+    )
 
 
 def _complete_custom(
@@ -370,13 +450,16 @@ def _complete_custom(
         raise ValueError(f"{flag} must return a dict, not {type(data).__name__}")
     missing = [key for key in ("tokens", "response_lengths", "rewards") if key not in data]
     if missing:
-        raise ValueError(f"{flag}: {', '.join(missing)} missing; it returned {', '.join(map(str, data))}")
+        raise ValueError(
+            f"{flag}: {', '.join(missing)} missing; it returned {', '.join(map(str, data))}"
+        )
     for name in data.keys() - BY_NAME.keys() - {field.public_name for field in FIELDS}:
-        if hint := nearest(name, BY_NAME):  # Only a warning: the entry may be meant for the user's own loss.
+        # Only a warning: the entry may be meant for the user's own loss.
+        if hint := nearest(name, BY_NAME):
             logger.warning("%s returned an entry %r that slime does not know%s", flag, name, hint)
     data = from_hook_names(data, flag)
-    # With the same number of entries, they belong to the samples. Otherwise the converter merged or split samples, and
-    # each entry counts as a rollout and a group of its own.
+    # With the same number of entries, they belong to the samples. Otherwise the converter merged or
+    # split samples, and each entry counts as a rollout and a group of its own.
     count = len(data["tokens"])
     if count == len(samples):
         for key, value in _bookkeeping(samples, keys, rollout_ids).items():
@@ -392,7 +475,10 @@ def _complete_custom(
     wrong = [
         f"{field.public_name} has {len(data[field.name])}"
         for field in FIELDS
-        if field.per != "batch" and field.wire is not None and field.name in data and len(data[field.name]) != count
+        if field.per != "batch"
+        and field.wire is not None
+        and field.name in data
+        and len(data[field.name]) != count
     ]
     if wrong:
         raise ValueError(f"{flag}: tokens has {count} entries, but {', '.join(wrong)}")

@@ -1,4 +1,6 @@
-"""The prompts of a data file: rows are read, checked, rendered, filtered by length and shuffled for each epoch."""
+"""The prompts of a data file: rows are read, checked, rendered, filtered by length and shuffled for
+each epoch.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROCESSED_ROWS = 500  # rows with media that the processor is tried on before the start; it takes some 20 ms for each
+# rows with media that the processor is tried on before the start; it takes some 20 ms for each
+PROCESSED_ROWS = 500
 
 
 class PromptDataset(Protocol):
-    """What a data source needs from a data set: a length, an order for each epoch, and prompts by position."""
+    """What a data source needs from a data set: a length, an order for each epoch, and prompts by
+    position.
+    """
 
     def __len__(self) -> int: ...
 
@@ -44,8 +49,9 @@ class PromptDataset(Protocol):
 class PromptMaker:
     """Converts rows to prompts. Each worker process gets a copy, so all fields must be picklable.
 
-    ``rendered_later`` says that the run itself renders prompts that stay messages, and ``mask_type`` that it trains
-    conversations with loss masks of this type. Both are tried in :meth:`problem` only.
+    ``rendered_later`` says that the run itself renders prompts that stay messages, and
+    ``mask_type`` that it trains conversations with loss masks of this type. Both are tried in
+    :meth:`problem` only.
     """
 
     keys: RowKeys
@@ -57,13 +63,17 @@ class PromptMaker:
     rendered_later: bool = False
     mask_type: str | None = None
     checks: bool = False
-    """Whether :meth:`problem` is asked about every row that is read, because nobody has asked before (streaming)."""
+    """Whether :meth:`problem` is asked about every row that is read, because nobody has asked
+    before (streaming).
+    """
 
     processed: int = field(default=0, init=False)
     masks: MultiTurnLossMaskGenerator | None = field(default=None, init=False)
 
     def __call__(self, raws: list[RawRow]) -> Made:
-        """Return a sample for each valid row, or None if it is too long, and the report on all rows."""
+        """Return a sample for each valid row, or None if it is too long, and the report on all
+        rows.
+        """
         rows, report = self.parse(raws)
         samples = [sample for row in rows if (sample := self._sample(row, report)) is not None]
         long = self._too_long(samples)
@@ -75,8 +85,11 @@ class PromptMaker:
         return parse_rows(raws, self.keys, self.apply_chat_template, json_messages=wants_messages)
 
     def problem(self, row: PromptRow) -> str | None:
-        """Explain why the run could not use a row: what the chat template, the loss masks or the processor refuse."""
-        # In the order in which the run would fail: no answer to train, no template for it, no processor.
+        """Explain why the run could not use a row: what the chat template, the loss masks or the
+        processor refuse.
+        """
+        # In the order in which the run would fail: no answer to train, no template for it, no
+        # processor.
         prompt = row.prompt
         try:
             if self.mask_type is not None and (unfit := untrained(prompt)):
@@ -113,18 +126,25 @@ class PromptMaker:
         except ValueError as error:
             report.add(row.where, error)
             return None
-        sample = Sample(prompt=prompt, label=row.label, metadata=row.metadata, multimodal_inputs=media)
+        sample = Sample(
+            prompt=prompt, label=row.label, metadata=row.metadata, multimodal_inputs=media
+        )
         sample.apply_chat_template_kwargs = dict(self.template_kwargs)
         return sample
 
     def _render(self, row: PromptRow, media: Mapping[str, object] | None) -> str:
         assert isinstance(row.prompt, list), "rows were parsed as messages"
-        return render_prompt(self._renderer(media), row.prompt, tools=row.tools, **self.template_kwargs)
+        return render_prompt(
+            self._renderer(media), row.prompt, tools=row.tools, **self.template_kwargs
+        )
 
     def _renderer(self, media: Mapping[str, object] | None) -> Any:
         processor = self._processor() if media else None
         if media and processor is None and self.rendered_later:
-            raise ValueError(f"it has {', '.join(media)}, but the model of --hf-checkpoint has no processor for media")
+            raise ValueError(
+                f"it has {', '.join(media)}, but the model of --hf-checkpoint has no processor "
+                "for media"
+            )
         return processor or self.tokenizer
 
     def _process(self, row: PromptRow, text: str, media: Mapping[str, Sequence[object]]) -> None:
@@ -134,32 +154,50 @@ class PromptMaker:
             ValueError: It fails, or the loss mask does not fit the ids that it makes.
         """
         # Only what can be tried quickly and without a network: the first rows stand for the others.
-        if self.processed >= PROCESSED_ROWS or media.keys() != {"images"} or any(map(is_remote, media["images"])):
+        if (
+            self.processed >= PROCESSED_ROWS
+            or media.keys() != {"images"}
+            or any(map(is_remote, media["images"]))
+        ):
             return
         self.processed += 1
         try:
             ids = self._processor()(text=[text], **processor_inputs(media))["input_ids"][0]
-        except Exception as error:  # A processor is a program of the checkpoint and can fail in any way.
+        # A processor is a program of the checkpoint and can fail in any way.
+        except Exception as error:
             reason = (str(error).splitlines() or [""])[0][:200]
-            raise ValueError(f"the processor refuses its images: {type(error).__name__}: {reason}") from error
+            raise ValueError(
+                f"the processor refuses its images: {type(error).__name__}: {reason}"
+            ) from error
         if self.masks is not None:
             assert isinstance(row.prompt, list), "it has images"
             self.masks.get_loss_mask_with_multimodal_alignment(row.prompt, ids, row.tools)
 
     def _too_long(self, samples: list[Sample]) -> set[int]:
-        """Indices of the text prompts, with or without media, that have more than ``max_length`` tokens."""
+        """Indices of the text prompts, with or without media, that have more than ``max_length``
+        tokens.
+        """
         limit = self.max_length
         if limit is None:
             return set()
-        # Prompts with media are measured one by one below: only the processor knows how many tokens an image takes.
-        texts = {i: s.prompt for i, s in enumerate(samples) if isinstance(s.prompt, str) and not s.multimodal_inputs}
+        # Prompts with media are measured one by one below: only the processor knows how many tokens
+        # an image takes.
+        texts = {
+            i: s.prompt
+            for i, s in enumerate(samples)
+            if isinstance(s.prompt, str) and not s.multimodal_inputs
+        }
         long = set()
         if texts:  # in one call, since a fast tokenizer encodes many texts in parallel
             assert self.tokenizer is not None, "a length limit needs a tokenizer"
             ids = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
             long = {i for i, tokens in zip(texts, ids, strict=True) if len(tokens) > limit}
         for i, sample in enumerate(samples):
-            if isinstance(sample.prompt, str) and sample.multimodal_inputs and (processor := self._processor()):
+            if (
+                isinstance(sample.prompt, str)
+                and sample.multimodal_inputs
+                and (processor := self._processor())
+            ):
                 made = processor(text=[sample.prompt], **processor_inputs(sample.multimodal_inputs))
                 if len(made["input_ids"][0]) > limit:
                     long.add(i)
@@ -175,19 +213,22 @@ class Dataset:
     Args:
         path: The file.
         tokenizer: Renders messages and counts tokens; only needed for these.
-        load_processor: Returns the processor of a model that takes media, which renders and counts tokens of rows with
-            media, or None for a text model. It is called when there is such a row: texts alone need no package for
-            images.
-        max_length: Longer prompts, in tokens, are left out; only checked for prompts that are texts.
-        prompt_key, multimodal_keys, label_key, tool_key, metadata_key: Columns, see :class:`RowKeys`.
+        load_processor: Returns the processor of a model that takes media, which renders and counts
+            tokens of rows with media, or None for a text model. It is called when there is such a
+            row: texts alone need no package for images.
+        max_length: Longer prompts, in tokens, are left out; only checked for prompts that are
+            texts.
+        prompt_key, multimodal_keys, label_key, tool_key, metadata_key: Columns, see
+            :class:`RowKeys`.
         seed: Seed of the order that :meth:`shuffle` makes.
         apply_chat_template: Render messages to text, with the generation header at the end.
         apply_chat_template_kwargs: Additional arguments of the template.
-        streaming: Read rows when they are needed, and hold only a few hundred of them. The order is the same. Only the
-            first rows are checked at the start; a later row that is wrong raises an error when it is reached. ``len``
-            counts all rows, including those that turn out to be too long.
-        workers: Number of processes that parse, render and count tokens; 0: this process does it. The result is the
-            same.
+        streaming: Read rows when they are needed, and hold only a few hundred of them. The order is
+            the same. Only the first rows are checked at the start; a later row that is wrong raises
+            an error when it is reached. ``len`` counts all rows, including those that turn out to
+            be too long.
+        workers: Number of processes that parse, render and count tokens; 0: this process does it.
+            The result is the same.
 
     Raises:
         DataError: Lists the problems of the file with their lines, at most about twenty.
@@ -217,7 +258,15 @@ class Dataset:
         self._open(path, make, seed, streaming, workers)
 
     @classmethod
-    def of(cls, path: str, make: PromptMaker, *, seed: int = 42, streaming: bool = False, workers: int = 0) -> Dataset:
+    def of(
+        cls,
+        path: str,
+        make: PromptMaker,
+        *,
+        seed: int = 42,
+        streaming: bool = False,
+        workers: int = 0,
+    ) -> Dataset:
         """The prompts that ``make`` makes of the rows of a file; see the class."""
         dataset = cls.__new__(cls)
         dataset._open(path, make, seed, streaming, workers)
@@ -231,13 +280,15 @@ class Dataset:
         self.max_length = max_length
         self._rows = RowFile(path)
         self._epoch: int | None = None  # None: the order of the file
-        self._kept: list[Sample | None] | None = None  # samples by row; None: rows are read when needed (streaming)
+        # samples by row; None: rows are read when needed (streaming)
+        self._kept: list[Sample | None] | None = None
         self._chunks = Chunks(self._rows, make, self._order, workers)
         # The first chunk stands for the file: a wrong flag shows in any row.
         if streaming:
             self._check(keys, [self._chunks[0][1]] if len(self._rows) else [])
             return
-        # All chunks are read now, and their reports are joined, so that every problem of the file is told at once.
+        # All chunks are read now, and their reports are joined, so that every problem of the file
+        # is told at once.
         reports = []
         kept = []
         for chunk in range(-(-len(self._rows) // CHUNK)):
@@ -249,10 +300,21 @@ class Dataset:
         self._kept = kept
         left_out = kept.count(None)
         if left_out:
-            logger.warning("%s: left out %d of %d prompts longer than %d tokens", path, left_out, len(kept), max_length)
+            logger.warning(
+                "%s: left out %d of %d prompts longer than %d tokens",
+                path,
+                left_out,
+                len(kept),
+                max_length,
+            )
         if left_out == len(kept):
-            own = "(of an evaluation set: --eval-max-prompt-len, or max_prompt_len in --eval-config)"
-            said = f"{path}: all {len(kept)} prompts are longer than --rollout-max-prompt-len {max_length}"
+            own = (
+                "(of an evaluation set: --eval-max-prompt-len, or max_prompt_len in --eval-config)"
+            )
+            said = (
+                f"{path}: all {len(kept)} prompts are longer than --rollout-max-prompt-len "
+                f"{max_length}"
+            )
             raise DataError([f"{said} {own}"])
         self.shuffle(None)
 
@@ -274,7 +336,9 @@ class Dataset:
             ValueError: With streaming, they are not in memory.
         """
         if self._kept is None:
-            raise ValueError("a data set that streams its rows does not hold them: leave out --streaming-data")
+            raise ValueError(
+                "a data set that streams its rows does not hold them: leave out --streaming-data"
+            )
         return [sample for sample in self._kept if sample is not None]
 
     def __len__(self) -> int:
@@ -289,10 +353,13 @@ class Dataset:
         return samples[position % CHUNK]
 
     def shuffle(self, epoch_id: int | None) -> None:
-        """Change to the order of an epoch, which does not depend on earlier ones. None: the order of the file."""
+        """Change to the order of an epoch, which does not depend on earlier ones. None: the order
+        of the file.
+        """
         self._epoch = epoch_id
         self._chunks.forget()
-        # All rows are permuted and the long ones dropped afterwards, so that the order is the same as with streaming.
+        # All rows are permuted and the long ones dropped afterwards, so that the order is the same
+        # as with streaming.
         if self._kept is not None:
             order = self._order(range(len(self._rows)))
             self.samples = [sample for row in order if (sample := self._kept[row]) is not None]

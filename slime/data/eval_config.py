@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BY_TYPE = ""
-"""Value of ``custom_rm_path`` for a data set with an ``rm_type`` of its own in a run with ``--custom-rm-path``."""
+"""Value of ``custom_rm_path`` for a data set with an ``rm_type`` of its own in a run with
+``--custom-rm-path``.
+"""
 
 
 @dataclass
 class EvalDatasetConfig:
-    """One data set of an evaluation. None stands for the value of ``args``, see :func:`resolve_eval_datasets`."""
+    """One data set of an evaluation. None stands for the value of ``args``, see
+    :func:`resolve_eval_datasets`.
+    """
 
     name: str
     path: str
@@ -87,11 +91,17 @@ class EvalDatasetConfig:
     def row_keys(self) -> RowKeys:
         """The columns of this data set, after :func:`resolve_eval_datasets`."""
         return RowKeys(
-            self.input_key or "prompt", self.label_key, self.metadata_key, self.tool_key, self.multimodal_keys or {}
+            self.input_key or "prompt",
+            self.label_key,
+            self.metadata_key,
+            self.tool_key,
+            self.multimodal_keys or {},
         )
 
     def prompt_maker(self) -> PromptMaker:
-        """What makes prompts of the rows of this data set, after :func:`resolve_eval_datasets`; without a tokenizer."""
+        """What makes prompts of the rows of this data set, after :func:`resolve_eval_datasets`;
+        without a tokenizer.
+        """
         return PromptMaker(
             self.row_keys(),
             max_length=self.max_prompt_len,
@@ -108,14 +118,15 @@ _NAMES = {f.name for f in fields(EvalDatasetConfig)}
 
 
 def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
-    """All data sets to evaluate. Each setting comes from the data set's entry, ``eval.defaults`` or ``args``.
+    """All data sets to evaluate. Each setting comes from the data set's entry, ``eval.defaults`` or
+    ``args``.
 
-    ``--eval-config`` replaces ``--eval-prompt-data`` (name path name path ...; a single value is a data set with the
-    name "aime").
+    ``--eval-config`` replaces ``--eval-prompt-data`` (name path name path ...; a single value is a
+    data set with the name "aime").
 
     Raises:
-        ValueError: A key of ``eval.defaults`` is unknown, the file or list is malformed, a number is out of range, or a
-            data set cannot be loaded by its name.
+        ValueError: A key of ``eval.defaults`` is unknown, the file or list is malformed, a number
+            is out of range, or a data set cannot be loaded by its name.
         TypeError: A key of a data set is unknown, or a value has the wrong type.
         FileNotFoundError: The file of ``--eval-config`` does not exist.
     """
@@ -131,7 +142,9 @@ def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
     names = [entry["name"] for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"evaluation data sets need different names; used more than once: {', '.join(twice)}")
+        raise ValueError(
+            f"evaluation data sets need different names; used more than once: {', '.join(twice)}"
+        )
     run = EvalDatasetConfig.from_args(args)
     return [_with_file(_resolve(run, defaults, entry)) for entry in entries]
 
@@ -154,13 +167,16 @@ def _with_file(config: EvalDatasetConfig) -> EvalDatasetConfig:
 def _resolve(run: EvalDatasetConfig, defaults: JsonObject, entry: JsonObject) -> EvalDatasetConfig:
     unknown = sorted(set(entry) - _NAMES)
     if unknown:
-        raise TypeError(f"evaluation data set {entry['name']!r} has unknown keys {', '.join(unknown)}")
+        raise TypeError(
+            f"evaluation data set {entry['name']!r} has unknown keys {', '.join(unknown)}"
+        )
     given: dict[str, Any] = {**defaults, **entry}
     for key, value in given.items():
         _check_value(entry["name"], key, value)
     config = EvalDatasetConfig(**given)
     own = entry if entry.get("rm_type") or entry.get("custom_rm_path") else defaults
-    # A reward type in the file is more specific than the reward function that the flags set for the whole run.
+    # A reward type in the file is more specific than the reward function that the flags set for the
+    # whole run.
     if own.get("rm_type") and not own.get("custom_rm_path"):
         config.custom_rm_path = BY_TYPE if run.custom_rm_path else None
     # The order of precedence is entry, defaults of the file, flags.
@@ -174,7 +190,8 @@ _HINTS = get_type_hints(EvalDatasetConfig)
 
 
 def _check_value(dataset: object, key: str, value: object) -> None:
-    """Check the type of a value, since YAML reads some words as numbers, dates or mappings, and its range.
+    """Check the type of a value, since YAML reads some words as numbers, dates or mappings, and its
+    range.
 
     Raises:
         TypeError: The value has another type than the setting.
@@ -182,13 +199,20 @@ def _check_value(dataset: object, key: str, value: object) -> None:
     """
     # The annotations of the dataclass are the only place that says which types are valid.
     hint = _HINTS[key]
-    kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+    kinds = [
+        get_origin(kind) or kind
+        for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
+    ]
     if value is None or object in kinds:
         return
     wanted = [kind for kind in kinds if kind is not type(None)]
     right = type(value) in wanted or (float in wanted and type(value) is int)
     finite = not isinstance(value, float) or math.isfinite(value)
-    plain = not isinstance(value, dict) or key != "multimodal_keys" or all(isinstance(v, str) for v in value.values())
+    plain = (
+        not isinstance(value, dict)
+        or key != "multimodal_keys"
+        or all(isinstance(v, str) for v in value.values())
+    )
     if not (right and finite and plain):
         words = " or ".join(kind.__name__ for kind in wanted)
         raise TypeError(f"evaluation data set {dataset!r}: {key} needs {words}, not {value!r}")
@@ -213,16 +237,24 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise ValueError(f"--eval-config {path}: eval.defaults must be a mapping, not {defaults!r}")
     unknown = sorted(set(defaults) - (_NAMES - {"name", "path"}))
     if unknown:
-        raise ValueError(f"--eval-config {path}: unknown keys in eval.defaults: {', '.join(unknown)}")
+        raise ValueError(
+            f"--eval-config {path}: unknown keys in eval.defaults: {', '.join(unknown)}"
+        )
     entries = section["datasets"]
-    # Both forms are in use: a list of entries with names, and a mapping from names to paths or entries.
+    # Both forms are in use: a list of entries with names, and a mapping from names to paths or
+    # entries.
     if isinstance(entries, dict):
         entries = [
-            {"name": name, **(entry if isinstance(entry, dict) else {"path": entry})} for name, entry in entries.items()
+            {"name": name, **(entry if isinstance(entry, dict) else {"path": entry})}
+            for name, entry in entries.items()
         ]
     if not isinstance(entries, list):
-        raise ValueError(f"--eval-config {path}: eval.datasets must be a list or a mapping, not {entries!r}")
+        raise ValueError(
+            f"--eval-config {path}: eval.datasets must be a list or a mapping, not {entries!r}"
+        )
     for entry in entries:
         if not isinstance(entry, dict) or not entry.get("name") or not entry.get("path"):
-            raise ValueError(f"--eval-config {path}: a data set needs name and path, this is {entry!r}")
+            raise ValueError(
+                f"--eval-config {path}: a data set needs name and path, this is {entry!r}"
+            )
     return defaults, entries

@@ -1,13 +1,15 @@
-"""Table of all entries of the batch that a training rank gets, and the format in which they are transferred.
+"""Table of all entries of the batch that a training rank gets, and the format in which they are
+transferred.
 
-Everything that depends on the list of entries is derived from :data:`FIELDS`: how they are transferred
-(:func:`pack_part`), what a converter may return (:mod:`slime.data.convert`), the fields of ``TokenBatch`` that the
-loss reads, the ``rollout/`` metrics of the trainer, and the page ``docs/en/reference/batch.md``
+Everything that depends on the list of entries is derived from :data:`FIELDS`: how they are
+transferred (:func:`pack_part`), what a converter may return (:mod:`slime.data.convert`), the fields
+of ``TokenBatch`` that the loss reads, the ``rollout/`` metrics of the trainer, and the page
+``docs/en/reference/batch.md``
 (``python tools/batch_page.py``).
 
-They are transferred as few large contiguous arrays instead of many small lists: an entry with one sequence per sample
-is a :class:`Ragged`, one array with all values, and offsets. Ray's object store keeps such arrays outside the pickle,
-so that a rank can read them without a copy.
+They are transferred as few large contiguous arrays instead of many small lists: an entry with one
+sequence per sample is a :class:`Ragged`, one array with all values, and offsets. Ray's object store
+keeps such arrays outside the pickle, so that a rank can read them without a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 TrainData = dict[str, Any]
-"""A batch before it is split over ranks: lists with one entry per sample of the rollout, by the names of FIELDS."""
+"""A batch before it is split over ranks: lists with one entry per sample of the rollout, by the
+names of FIELDS.
+"""
 Per = Literal["sample", "token", "response token", "other", "batch"]
 
 
@@ -34,17 +38,21 @@ class Field:
     """One entry of the batch.
 
     Attributes:
-        per: For what the entry has one value. ``sample``: a list with one value per sample. ``token`` and
-            ``response token``: a list with one tensor per sample, ``[total_length]`` or ``[response_length]``.
-            ``other``: a list with one tensor per sample, of the length that ``meaning`` tells. ``batch``: one value.
+        per: For what the entry has one value. ``sample``: a list with one value per sample.
+            ``token`` and ``response token``: a list with one tensor per sample, ``[total_length]``
+            or ``[response_length]``. ``other``: a list with one tensor per sample, of the length
+            that ``meaning`` tells. ``batch``: one value.
         meaning: The description in the documentation.
-        wire: numpy dtype in Ray's object store. ``""`` keeps the dtype of the values. None: the values are not
-            transferred as one array (Python objects, or entries that the trainer computes).
-        tensor: torch dtype on a training rank. ``""`` keeps the dtype of ``wire``. None for lists of Python values.
+        wire: numpy dtype in Ray's object store. ``""`` keeps the dtype of the values. None: the
+            values are not transferred as one array (Python objects, or entries that the trainer
+            computes).
+        tensor: torch dtype on a training rank. ``""`` keeps the dtype of ``wire``. None for lists
+            of Python values.
         always: Whether every batch has this entry.
         in_loss: Whether ``TokenBatch`` has a field of this name.
         metric: Whether the trainer reports its mean as ``rollout/<hook_name>``.
-        hook_name: The documented name in users' functions, metrics and dumps, if it differs from ``name``.
+        hook_name: The documented name in users' functions, metrics and dumps, if it differs from
+            ``name``.
     """
 
     name: str
@@ -71,7 +79,9 @@ def _number(name: str, dtype: str, meaning: str, metric: bool = False) -> Field:
     return Field(name, "sample", meaning, wire=dtype, always=True, metric=metric)
 
 
-def _scores(name: str, meaning: str, wire: str | None = "float32", hook_name: str = "", in_loss: bool = True) -> Field:
+def _scores(
+    name: str, meaning: str, wire: str | None = "float32", hook_name: str = "", in_loss: bool = True
+) -> Field:
     return Field(name, "response token", meaning, wire, "float32", False, in_loss, True, hook_name)
 
 
@@ -139,13 +149,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def from_hook_names(entries: Mapping[str, object], hook: str) -> TrainData:
-    """Rename entries that a user's function returned or changed from their documented to their internal names.
+    """Rename entries that a user's function returned or changed from their documented to their
+    internal names.
 
     Args:
         hook: The name of the function, for the message.
 
     Raises:
-        ValueError: It set an entry by its internal name, so that there could be two values for one entry.
+        ValueError: It set an entry by its internal name, so that there could be two values for one
+            entry.
     """
     for name, public in _HIDDEN.items():
         if name in entries:
@@ -156,12 +168,14 @@ def from_hook_names(entries: Mapping[str, object], hook: str) -> TrainData:
 class RankBatch(dict[str, Any]):
     """The batch that one data-parallel rank trains in one rollout: the entries of :data:`FIELDS`.
 
-    Per-sample entries are lists in the rank's own order of samples; tensors are on the CPU. A name that is neither in
-    the table nor was added by a user's function raises a ``KeyError`` when it is read or written, so that a mistyped
-    name is not taken for an absent entry.
+    Per-sample entries are lists in the rank's own order of samples; tensors are on the CPU. A name
+    that is neither in the table nor was added by a user's function raises a ``KeyError`` when it is
+    read or written, so that a mistyped name is not taken for an absent entry.
     """
 
-    def __init__(self, entries: Mapping[str, object] | None = None, added: Iterable[str] = ()) -> None:
+    def __init__(
+        self, entries: Mapping[str, object] | None = None, added: Iterable[str] = ()
+    ) -> None:
         """
         Args:
             entries: Values by internal name.
@@ -171,7 +185,8 @@ class RankBatch(dict[str, Any]):
         super().__init__()
         self.update(entries or {})
 
-    def __reduce__(self) -> tuple[Any, ...]:  # The default would set entries before ``added``, and refuse them.
+    # The default would set entries before ``added``, and refuse them.
+    def __reduce__(self) -> tuple[Any, ...]:
         return RankBatch, (dict(self), self.added)
 
     def _check(self, name: object) -> None:
@@ -182,7 +197,9 @@ class RankBatch(dict[str, Any]):
             hint = f"; the package calls it {_PACKAGE_NAMES[str(name)]!r}"
         else:
             hint = nearest(str(name), [*BY_NAME, *self.added])
-        raise KeyError(f"no entry of a rank batch is called {name!r}{hint} (slime/data/fields.py lists them)")
+        raise KeyError(
+            f"no entry of a rank batch is called {name!r}{hint} (slime/data/fields.py lists them)"
+        )
 
     def __missing__(self, name: str) -> Any:
         self._check(name)
@@ -210,16 +227,20 @@ class RankBatch(dict[str, Any]):
 
     def under_hook_names(self) -> dict[str, Any]:
         """A plain dict with the documented names, for users' functions, metrics and dumps."""
-        return {BY_NAME[name].public_name if name in BY_NAME else name: value for name, value in self.items()}
+        return {
+            BY_NAME[name].public_name if name in BY_NAME else name: value
+            for name, value in self.items()
+        }
 
     @contextmanager
     def lent_to(self, hook: str) -> Iterator[dict[str, Any]]:
-        """A plain dict for a user's function to read and change; afterwards, this batch has the same changes.
+        """A plain dict for a user's function to read and change; afterwards, this batch has the
+        same changes.
 
         From then on, the batch accepts the names of entries that the function added.
         """
-        # The function gets a plain dict and may also replace or delete entries, so all of them are taken over
-        # afterwards.
+        # The function gets a plain dict and may also replace or delete entries, so all of them are
+        # taken over afterwards.
         view = self.under_hook_names()
         yield view
         entries = from_hook_names(view, hook)
@@ -229,7 +250,9 @@ class RankBatch(dict[str, Any]):
 
 
 def on_hook_names(hook: Callable[..., object]) -> Callable[[Args, TrainData], None]:
-    """Wrap a user's ``hook(args, rollout_data)`` as a function of ``(args, batch)``, where ``batch`` is a RankBatch."""
+    """Wrap a user's ``hook(args, rollout_data)`` as a function of ``(args, batch)``, where
+    ``batch`` is a RankBatch.
+    """
 
     def call(args: Args, batch: TrainData) -> None:
         assert isinstance(batch, RankBatch)
@@ -242,7 +265,9 @@ def on_hook_names(hook: Callable[..., object]) -> Callable[[Args, TrainData], No
 # --- transfer ------------------------------------------------------------------------------
 
 Wire: TypeAlias = dict[str, Any]
-"""The part of one rank, by the names of ``FIELDS``: arrays, :class:`Ragged`, and lists of Python objects."""
+"""The part of one rank, by the names of ``FIELDS``: arrays, :class:`Ragged`, and lists of Python
+objects.
+"""
 
 
 class Ragged(NamedTuple):
@@ -255,15 +280,21 @@ class Ragged(NamedTuple):
     def of(cls, sequences: Sequence[ArrayLike], dtype: str) -> Ragged:
         arrays = [np.asarray(s, dtype=dtype or None) for s in sequences]
         offsets = np.concatenate([[0], np.cumsum([len(a) for a in arrays])]).astype(np.int64)
-        return cls(np.ascontiguousarray(np.concatenate(arrays)) if arrays else np.zeros(0, dtype or "int64"), offsets)
+        return cls(
+            np.ascontiguousarray(np.concatenate(arrays))
+            if arrays
+            else np.zeros(0, dtype or "int64"),
+            offsets,
+        )
 
 
 def pack_part(train_data: TrainData, partition: Sequence[int], extra: Mapping[str, object]) -> Wire:
     """Select and pack the part of one rank.
 
     Args:
-        train_data: Lists with one entry per sample of the whole rollout. Entries that a user's converter added are
-            split over the ranks if they are lists of that length; any others are passed to every rank unchanged.
+        train_data: Lists with one entry per sample of the whole rollout. Entries that a user's
+            converter added are split over the ranks if they are lists of that length; any others
+            are passed to every rank unchanged.
         partition: Positions of this rank's samples.
         extra: Entries of the schedule, added unchanged.
     """
@@ -287,14 +318,16 @@ def pack_part(train_data: TrainData, partition: Sequence[int], extra: Mapping[st
 
 
 def to_rank_batch(part: Wire) -> RankBatch:
-    """Unpack the batch of a training rank: a list per entry, with CPU tensors if there is one value per token.
+    """Unpack the batch of a training rank: a list per entry, with CPU tensors if there is one value
+    per token.
 
     ``train_metadata`` and ``metadata`` are the same list. The tensors own their memory.
     """
     import torch
 
     batch = RankBatch(added=part.keys() - BY_NAME.keys())
-    # One tensor for all samples, of which each gets a view: thousands of small tensors would take seconds to make.
+    # One tensor for all samples, of which each gets a view: thousands of small tensors would take
+    # seconds to make.
     for name, value in part.items():
         if isinstance(value, Ragged):
             dtype = getattr(torch, BY_NAME[name].tensor or str(value.values.dtype))

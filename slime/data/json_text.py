@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 MOST_NESTED = 100
-"""Maximum nesting of objects and lists. Chat templates, ``json`` and ``copy.deepcopy`` are recursive, and Python's
-stack is limited to about 1,000 frames."""
+"""Maximum nesting of objects and lists. Chat templates, ``json`` and ``copy.deepcopy`` are
+recursive, and Python's stack is limited to about 1,000 frames."""
 _SURROGATES = {code: "\ufffd" for code in range(0xD800, 0xE000)}
 
 
@@ -31,7 +31,9 @@ def too_deep(value: object) -> bool:
 
 
 def clean(value: T) -> T:
-    """Replace unpaired surrogates in a JSON value by U+FFFD: JSON text can hold them (``"\\ud83d"``), UTF-8 cannot."""
+    """Replace unpaired surrogates in a JSON value by U+FFFD: JSON text can hold them
+    (``"\\ud83d"``), UTF-8 cannot.
+    """
     if isinstance(value, str):
         return value.translate(_SURROGATES) if not value.isascii() else value  # type: ignore[return-value]
     if isinstance(value, list):
@@ -42,7 +44,8 @@ def clean(value: T) -> T:
 
 
 def parse_json(text: str) -> Any:
-    """Parse a JSON value such that it can be passed on: with bounded depth, finite numbers and whole characters.
+    """Parse a JSON value such that it can be passed on: with bounded depth, finite numbers and
+    whole characters.
 
     Raises:
         ValueError: The text is not JSON, is nested too deeply, or has a number that is not finite.
@@ -68,11 +71,14 @@ def _finite(number: str) -> float:
 
 
 DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
-"""Reads JSON with finite numbers only. The depth is not limited, so callers must catch :class:`RecursionError`."""
+"""Reads JSON with finite numbers only. The depth is not limited, so callers must catch
+:class:`RecursionError`.
+"""
 
 
 def metadata_of(value: object) -> dict[str, Any]:
-    """Convert None or the JSON text of an object, as users' functions and data sources assign it, to a dict.
+    """Convert None or the JSON text of an object, as users' functions and data sources assign it,
+    to a dict.
 
     Raises:
         ValueError: It is something else.
@@ -82,5 +88,7 @@ def metadata_of(value: object) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"Sample.metadata is a text that is not valid JSON: {error}") from error
     if given is not None and not isinstance(given, dict):
-        raise ValueError(f"Sample.metadata must be a dict, or the JSON text of an object, not {value!r:.100}")
+        raise ValueError(
+            f"Sample.metadata must be a dict, or the JSON text of an object, not {value!r:.100}"
+        )
     return {} if given is None else given

@@ -1,12 +1,13 @@
 """Packs samples into micro-batches for ranks that run their micro-batches in lock step.
 
-With FSDP and with expert parallelism, every rank waits for the slowest one in each micro-batch. So the cost of a step
-is the sum over ``i`` of the largest cost that any rank has in its ``i``-th micro-batch. Its lower bound is the total
-cost divided by the number of ranks. Balancing only the *total* cost of each rank does not reach the bound: two ranks
-with equal totals still wait for each other if their ``i``-th micro-batches differ.
+With FSDP and with expert parallelism, every rank waits for the slowest one in each micro-batch. So
+the cost of a step is the sum over ``i`` of the largest cost that any rank has in its ``i``-th
+micro-batch. Its lower bound is the total cost divided by the number of ranks. Balancing only the
+*total* cost of each rank does not reach the bound: two ranks with equal totals still wait for each
+other if their ``i``-th micro-batches differ.
 
-Terms: a *row* is the set of the ``i``-th micro-batches of all ranks, the *target* is what a micro-batch should cost,
-and the *excess* is its cost minus its target.
+Terms: a *row* is the set of the ``i``-th micro-batches of all ranks, the *target* is what a
+micro-batch should cost, and the *excess* is its cost minus its target.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import numpy as np
 class Items:
     """The samples of one optimizer step.
 
-    ``tokens`` and ``costs`` refer to whole samples. Samples with the same key in ``prompts`` can store their prompt
-    once per micro-batch, so each further one saves ``prompt_tokens`` and ``prompt_costs``. The key ``None`` means that
-    a sample shares its prompt with no other. Costs are positive numbers in any unit.
+    ``tokens`` and ``costs`` refer to whole samples. Samples with the same key in ``prompts`` can
+    store their prompt once per micro-batch, so each further one saves ``prompt_tokens`` and
+    ``prompt_costs``. The key ``None`` means that a sample shares its prompt with no other. Costs
+    are positive numbers in any unit.
     """
 
     tokens: Sequence[int]
@@ -54,7 +56,8 @@ class Items:
         prompts: dict[Hashable, int] = {}
         for tokens, key, prompt in zip(self.tokens, self.prompts, self.prompt_tokens, strict=True):
             if key is None or tokens > cap:
-                # A sample that is longer than the cap is alone, so it uses up exactly one micro-batch.
+                # A sample that is longer than the cap is alone, so it uses up exactly one
+                # micro-batch.
                 total += min(tokens, cap)
             else:
                 responses[key] = responses.get(key, 0) + tokens - prompt
@@ -69,12 +72,15 @@ class Items:
 def pack_in_lock_step(
     items: Items, ranks: int, cap: int, multiple: int = 1, at_least: int = 1
 ) -> list[list[list[int]]] | None:
-    """Pack samples into the same number of micro-batches per rank, such that the ``i``-th ones cost about the same.
+    """Pack samples into the same number of micro-batches per rank, such that the ``i``-th ones cost
+    about the same.
 
-    1. Start with the fewest micro-batches that could hold the tokens, and take more while the samples do not fit.
-    2. Place the samples, longest first: beside samples with the same prompt as long as this does not exceed the target,
-       otherwise into the micro-batch that is furthest below its target.
-    3. Exchange samples between the micro-batches with the largest and those with the smallest excess, once for each.
+    1. Start with the fewest micro-batches that could hold the tokens, and take more while the
+       samples do not fit.
+    2. Place the samples, longest first: beside samples with the same prompt as long as this does
+       not exceed the target, otherwise into the micro-batch that is furthest below its target.
+    3. Exchange samples between the micro-batches with the largest and those with the smallest
+       excess, once for each.
     4. Sort the micro-batches by cost, and distribute them over the ranks.
 
     Args:
@@ -84,8 +90,9 @@ def pack_in_lock_step(
         at_least: Minimum number of micro-batches per rank.
 
     Returns:
-        ``[rank][micro-batch]``: positions of samples in ascending order. None if no such schedule was found, because
-        there are fewer samples than micro-batches, or because long samples cannot be distributed evenly.
+        ``[rank][micro-batch]``: positions of samples in ascending order. None if no such schedule
+        was found, because there are fewer samples than micro-batches, or because long samples
+        cannot be distributed evenly.
     """
     fewest = max(math.ceil(items.least_tokens(cap) / (ranks * cap)), at_least, 1)
     count = math.ceil(fewest / multiple) * multiple
@@ -97,7 +104,8 @@ def pack_in_lock_step(
             return deal(packing.members, packing.load.tolist(), ranks)
         if count == most:
             break
-        # Steps grow with the number, so that a large batch needs few attempts; it has at most 3% too many.
+        # Steps grow with the number, so that a large batch needs few attempts; it has at most 3%
+        # too many.
         count = min(count + math.ceil(count / 32 / multiple) * multiple, most)
     return None
 
@@ -119,7 +127,9 @@ class _Packing:
 
     def _targets(self, total: float) -> np.ndarray:
         largest_first = np.sort(self.costs)[::-1]
-        return np.repeat(_targets(largest_first, total / self.ranks, self.ranks, self.rows), self.ranks)
+        return np.repeat(
+            _targets(largest_first, total / self.ranks, self.ranks, self.rows), self.ranks
+        )
 
     def place(self) -> bool:
         """Place all samples, longest first; returns False if the cap prevents it."""
@@ -129,13 +139,18 @@ class _Packing:
         empty = len(self.members)
         for position, sample in enumerate(order):
             key = self.items.prompts[sample]
-            # All ranks run the same number of micro-batches, so none may stay empty: if as many are empty as samples
-            # are left, each of these samples must open one.
+            # All ranks run the same number of micro-batches, so none may stay empty: if as many are
+            # empty as samples are left, each of these samples must open one.
             may_join = len(order) - position > empty
-            place = self._beside_its_prompt(sample, holders.get(key, [])) if may_join and key is not None else -1
+            place = (
+                self._beside_its_prompt(sample, holders.get(key, []))
+                if may_join and key is not None
+                else -1
+            )
             shares = place >= 0
             if not shares:
-                room = self.used == 0  # An empty micro-batch takes any sample, even one that is longer than the cap.
+                # An empty micro-batch takes any sample, even one that is longer than the cap.
+                room = self.used == 0
                 if may_join:
                     room |= self.used + self.tokens[sample] <= self.cap
                 place = int(np.argmin(np.where(room, self.load - self.target, np.inf)))
@@ -151,7 +166,9 @@ class _Packing:
         return True
 
     def _beside_its_prompt(self, sample: int, holders: Sequence[int]) -> int:
-        """Best fit: of the micro-batches with the sample's prompt, the fullest within target and cap; -1 if none."""
+        """Best fit: of the micro-batches with the sample's prompt, the fullest within target and
+        cap; -1 if none.
+        """
         tokens = self.items.tokens[sample] - self.items.prompt_tokens[sample]
         cost = self.items.costs[sample] - self.items.prompt_costs[sample]
         best = -1
@@ -164,20 +181,26 @@ class _Packing:
         return best
 
     def exchange(self) -> None:
-        """Let each micro-batch with a large excess exchange one sample with one that has a small excess."""
-        # The first targets counted every prompt as often as it has samples. Now the actual cost is known.
+        """Let each micro-batch with a large excess exchange one sample with one that has a small
+        excess.
+        """
+        # The first targets counted every prompt as often as it has samples. Now the actual cost is
+        # known.
         self.target = self._targets(float(self.load.sum()))
         order = np.argsort(self.load - self.target, kind="stable").tolist()
         for low, high in zip(order[: len(order) // 2], reversed(order), strict=False):
             self._exchange(high, low)
 
     def _exchange(self, high: int, low: int) -> None:
-        """Exchange two samples, or move one of ``high`` to ``low``, if this lowers the larger excess of the two."""
+        """Exchange two samples, or move one of ``high`` to ``low``, if this lowers the larger
+        excess of the two.
+        """
         excess = self.load - self.target
         given = np.asarray(self.members[high])
         taken = np.asarray([*self.members[low], -1])  # -1: nothing comes back
-        # What each pair would change, [samples of high, samples of low and none]. The sizes are those of whole samples:
-        # whether a prompt is shared is considered below, for the best pair only.
+        # What each pair would change, [samples of high, samples of low and none]. The sizes are
+        # those of whole samples: whether a prompt is shared is considered below, for the best pair
+        # only.
         costs = self.costs[given][:, None] - np.where(taken < 0, 0.0, self.costs[taken])
         tokens = self.tokens[given][:, None] - np.where(taken < 0, 0, self.tokens[taken])
         after = np.maximum(excess[high] - costs, excess[low] + costs)
@@ -193,7 +216,10 @@ class _Packing:
         tokens_high, cost_high = self.items.size(members_high)
         tokens_low, cost_low = self.items.size(members_low)
         larger = max(cost_high - self.target[high], cost_low - self.target[low])
-        if max(tokens_high, tokens_low) <= self.cap and larger < excess[high] - 1e-9 * self.target[high]:
+        if (
+            max(tokens_high, tokens_low) <= self.cap
+            and larger < excess[high] - 1e-9 * self.target[high]
+        ):
             for place, members in ((high, members_high), (low, members_low)):
                 self.members[place] = members
                 self.used[place], self.load[place] = self.items.size(members)
@@ -202,14 +228,16 @@ class _Packing:
 def _targets(costs: np.ndarray, ideal: float, ranks: int, rows: int) -> np.ndarray:
     """What a micro-batch of each of the ``rows`` rows should cost.
 
-    The targets add up to ``ideal``, the total cost divided by the number of ranks. They are equal, except that the
-    target of row ``i`` is at least the cost of the ``i * ranks``-th largest sample. So a few very long samples are
-    collected in one row, instead of raising the cost of several rows.
+    The targets add up to ``ideal``, the total cost divided by the number of ranks. They are equal,
+    except that the target of row ``i`` is at least the cost of the ``i * ranks``-th largest sample.
+    So a few very long samples are collected in one row, instead of raising the cost of several
+    rows.
 
     Args:
         costs: The costs of the samples, the largest first.
     """
-    # Find the smallest number of rows that need their floor: the rest is distributed equally over the other rows.
+    # Find the smallest number of rows that need their floor: the rest is distributed equally over
+    # the other rows.
     floors = costs[: rows * ranks : ranks]
     for high in range(rows):
         level = (ideal - float(floors[:high].sum())) / (rows - high)
@@ -219,10 +247,11 @@ def _targets(costs: np.ndarray, ideal: float, ranks: int, rows: int) -> np.ndarr
 
 
 def deal(batches: list[list[int]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:
-    """Distribute micro-batches as ``[rank][micro-batch]``, such that those in one row cost about the same.
+    """Distribute micro-batches as ``[rank][micro-batch]``, such that those in one row cost about
+    the same.
 
-    They are sorted by cost. The direction alternates from row to row, so that no rank gets the most expensive
-    micro-batch of every row. Rows are trained in the order of their first sample.
+    They are sorted by cost. The direction alternates from row to row, so that no rank gets the most
+    expensive micro-batch of every row. Rows are trained in the order of their first sample.
 
     Args:
         costs: The cost of each micro-batch, whose number is a multiple of ``ranks``.

@@ -1,12 +1,13 @@
 """The layout of a micro-batch whose samples are packed into one row, without padding between them.
 
-A pack is a sequence of *segments*. Without sharing, a segment is one whole sample. With sharing, the samples of a group
-are a tree: what several of them begin with, such as the prompt of a group or the turns before the branches of an
-agent's session, is stored once, as a segment of its own. The queries of a segment attend to the keys and values of the
-segments that come before it in its samples, and then to their own. In both cases, attention is causal and aligned at
-the bottom right: query ``i`` of ``q`` attends to the first ``k - q + i + 1`` of the segment's ``k`` keys. Varlen
-attention kernels compute exactly this from ``cu_seqlens_q`` and ``cu_seqlens_k`` after keys and values were gathered
-with ``kv_index``.
+A pack is a sequence of *segments*. Without sharing, a segment is one whole sample. With sharing,
+the samples of a group are a tree: what several of them begin with, such as the prompt of a group or
+the turns before the branches of an agent's session, is stored once, as a segment of its own. The
+queries of a segment attend to the keys and values of the segments that come before it in its
+samples, and then to their own. In both cases, attention is causal and aligned at the bottom right:
+query ``i`` of ``q`` attends to the first ``k - q + i + 1`` of the segment's ``k`` keys. Varlen
+attention kernels compute exactly this from ``cu_seqlens_q`` and ``cu_seqlens_k`` after keys and
+values were gathered with ``kv_index``.
 
 The layout is plain numpy, so it can be tested without a model.
 """
@@ -22,12 +23,16 @@ import numpy as np
 
 Range = tuple[int, int]
 MIN_SHARED_TOKENS = 32
-"""A common beginning that is no prompt is shared from this length on: each segment costs attention a little time."""
+"""A common beginning that is no prompt is shared from this length on: each segment costs attention
+a little time.
+"""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first ``length`` tokens of several samples, which a pack stores once; ``number`` identifies them."""
+    """The first ``length`` tokens of several samples, which a pack stores once; ``number``
+    identifies them.
+    """
 
     number: int
     length: int
@@ -84,7 +89,9 @@ class PackLayout:
     whole_samples: list[np.ndarray] | None = None
 
     def rows_of(self, sample: int) -> np.ndarray:
-        """The rows of the pack that hold the tokens of one sample, in order: int64 [total_length]."""
+        """The rows of the pack that hold the tokens of one sample, in order: int64
+        [total_length].
+        """
         return _indices(self.sample_ranges[sample])
 
 
@@ -101,12 +108,13 @@ def build_pack(
         tokens: Prompt + response ids of each sample, as lists, arrays or CPU tensors.
         response_lengths: Number of tokens at the end of each sample that are its response.
         group_keys: Only samples with equal keys may share tokens. None: all samples may.
-        share_prompts: Whether equal prompts (``tokens[:total - response]``) of a group, and other common beginnings
-            (see :func:`shared_beginnings`), are stored once.
+        share_prompts: Whether equal prompts (``tokens[:total - response]``) of a group, and other
+            common beginnings (see :func:`shared_beginnings`), are stored once.
         pad_to_multiple: The number of tokens is padded to a multiple of this.
 
     Raises:
-        ValueError: There are no samples, or one has no prompt token, from which its first response token is predicted.
+        ValueError: There are no samples, or one has no prompt token, from which its first response
+            token is predicted.
     """
     arrays = [np.asarray(t, dtype=np.int64) for t in tokens]
     _check(arrays, response_lengths, group_keys, pad_to_multiple)
@@ -114,7 +122,8 @@ def build_pack(
     prompt_lens = [len(t) - r for t, r in zip(arrays, response_lengths, strict=True)]
     shared: list[list[Beginning]] = [[] for _ in arrays]
     if share_prompts:
-        # Tokens that only one sample has stay in one segment. If nothing is shared, keys need no gathering.
+        # Tokens that only one sample has stay in one segment. If nothing is shared, keys need no
+        # gathering.
         shared = shared_beginnings(arrays, prompt_lens, group_keys)
     for array, prompt_len, beginnings in zip(arrays, prompt_lens, shared, strict=True):
         builder.add(array, prompt_len, beginnings)
@@ -122,13 +131,17 @@ def build_pack(
 
 
 def shared_beginnings(
-    arrays: Sequence[np.ndarray], prompt_lens: Sequence[int], group_keys: Sequence[Hashable] | None = None
+    arrays: Sequence[np.ndarray],
+    prompt_lens: Sequence[int],
+    group_keys: Sequence[Hashable] | None = None,
 ) -> list[list[Beginning]]:
-    """Find what samples of a group have in common at their beginning, the inner nodes of a tree of tokens.
+    """Find what samples of a group have in common at their beginning, the inner nodes of a tree of
+    tokens.
 
-    Equal prompts are shared whatever their length, and other beginnings if they save ``MIN_SHARED_TOKENS`` tokens per
-    sample beyond what is shared anyway: the turns that come before the branches of an agent's session, a long system
-    prompt of different prompts, and equal beginnings of responses.
+    Equal prompts are shared whatever their length, and other beginnings if they save
+    ``MIN_SHARED_TOKENS`` tokens per sample beyond what is shared anyway: the turns that come before
+    the branches of an agent's session, a long system prompt of different prompts, and equal
+    beginnings of responses.
 
     Args:
         arrays: The tokens of each sample, ``[total_length]``, all of one integer dtype.
@@ -136,7 +149,8 @@ def shared_beginnings(
         group_keys: As in :func:`build_pack`.
 
     Returns:
-        For each sample, its shared beginnings from the shortest to the longest; empty if it shares nothing.
+        For each sample, its shared beginnings from the shortest to the longest; empty if it shares
+        nothing.
     """
     found: list[list[Beginning]] = [[] for _ in arrays]
     groups: dict[Hashable, list[int]] = {}
@@ -154,12 +168,16 @@ def shared_beginnings(
 def _inner_nodes(
     arrays: Sequence[np.ndarray], prompt_lens: Sequence[int], group: list[int]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield the length of each shared beginning and its samples, shorter ones before those that go on from them."""
-    # Samples with a common beginning are neighbours in this order, so the first and the last one tell what all share.
+    """Yield the length of each shared beginning and its samples, shorter ones before those that go
+    on from them.
+    """
+    # Samples with a common beginning are neighbours in this order, so the first and the last one
+    # tell what all share.
     open_nodes = [(sorted(group, key=lambda i: arrays[i].tobytes()), 0)] if len(group) > 1 else []
     while open_nodes:
         members, depth = open_nodes.pop()
-        # Equal prompts are shared whatever their length; what goes beyond them only if it is long enough to pay.
+        # Equal prompts are shared whatever their length; what goes beyond them only if it is long
+        # enough to pay.
         common = _common_length(arrays[members[0]], arrays[members[-1]])
         prompts = Counter(length for i in members if depth < (length := prompt_lens[i]) <= common)
         prompt = max((length for length, uses in prompts.items() if uses > 1), default=depth)
@@ -197,13 +215,16 @@ class _Builder:
         start = 0
         for beginning in beginnings:
             if beginning.number not in self.shared:
-                self.shared[beginning.number] = self._segment(array[start : beginning.length], start, rows)
+                self.shared[beginning.number] = self._segment(
+                    array[start : beginning.length], start, rows
+                )
             rows.append(self.shared[beginning.number])
             start = beginning.length
         rows.append(self._segment(array[start:], start, rows))
         self.sample_ranges.append(rows)
-        # The logits of a row predict the next token, so each response token is scored by the row of the token before
-        # it. The last row of a shared prompt scores the first response token of all its samples.
+        # The logits of a row predict the next token, so each response token is scored by the row of
+        # the token before it. The last row of a shared prompt scores the first response token of
+        # all its samples.
         self.logit_index.append(_indices(rows)[prompt_len - 1 : -1])
         self.targets.append(array[prompt_len:])
 
@@ -232,7 +253,9 @@ class _Builder:
             kv_ranges=self.kv_ranges,
             cu_seqlens_q=_cumulative(ends - starts),
             cu_seqlens_k=_cumulative(k_lens),
-            kv_index=np.concatenate([_indices(ranges) for ranges in self.kv_ranges]) if self.shared else None,
+            kv_index=np.concatenate([_indices(ranges) for ranges in self.kv_ranges])
+            if self.shared
+            else None,
             max_q=int((ends - starts).max()),
             max_k=int(k_lens.max()),
             logit_index=np.concatenate(self.logit_index),
@@ -244,11 +267,12 @@ class _Builder:
 
 
 def distinct_scores(layout: PackLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Find the response tokens of a pack that several samples have in common, so that each is scored once.
+    """Find the response tokens of a pack that several samples have in common, so that each is
+    scored once.
 
     Returns:
-        The rows and targets to score, int64 ``[U]``, and for each response token its position among them, int64
-        ``[R]``; None if that saves fewer than ``MIN_SHARED_TOKENS`` tokens.
+        The rows and targets to score, int64 ``[U]``, and for each response token its position among
+        them, int64 ``[R]``; None if that saves fewer than ``MIN_SHARED_TOKENS`` tokens.
     """
     if layout.kv_index is None:
         return None
@@ -268,9 +292,13 @@ def _check(
 ) -> None:
     if not arrays:
         raise ValueError("a pack needs at least one sample")
-    if len(response_lengths) != len(arrays) or (group_keys is not None and len(group_keys) != len(arrays)):
+    if len(response_lengths) != len(arrays) or (
+        group_keys is not None and len(group_keys) != len(arrays)
+    ):
         keys = "" if group_keys is None else f", {len(group_keys)} group keys"
-        raise ValueError(f"{len(arrays)} samples, but {len(response_lengths)} response lengths{keys}")
+        raise ValueError(
+            f"{len(arrays)} samples, but {len(response_lengths)} response lengths{keys}"
+        )
     if pad_to_multiple < 1:
         raise ValueError(f"pad_to_multiple is {pad_to_multiple}, must be at least 1")
     for i, (array, response) in enumerate(zip(arrays, response_lengths, strict=True)):
@@ -299,22 +327,26 @@ def build_context_pack(
     rank: int,
     pad_to_multiple: int = 1,
 ) -> PackLayout:
-    """Lay out the part of rank ``rank`` in a pack of n samples that is split over ``size`` context-parallel ranks.
+    """Lay out the part of rank ``rank`` in a pack of n samples that is split over ``size``
+    context-parallel ranks.
 
-    Every sample is padded to a multiple of 2·size tokens and split into 2·size chunks; rank r holds chunks r and
-    2·size−1−r. With causal attention, a later chunk computes more scores, and these pairs have equal sums. A chunk
-    attends to the sample's tokens up to its own end, with keys and values gathered from all ranks. So it is causal and
-    aligned at the bottom right, like every segment.
+    Every sample is padded to a multiple of 2·size tokens and split into 2·size chunks; rank r holds
+    chunks r and 2·size−1−r. With causal attention, a later chunk computes more scores, and these
+    pairs have equal sums. A chunk attends to the sample's tokens up to its own end, with keys and
+    values gathered from all ranks. So it is causal and aligned at the bottom right, like every
+    segment.
 
-    Labels are shifted before the split: a response token belongs to the rank that holds the token before it, whose
-    logits score it. ``kv_index`` points into the concatenated rows of all ranks, ``[size · T]``. ``response_lengths``
-    counts the response tokens that this rank scores, and ``response_index`` says which ones of each sample they are.
+    Labels are shifted before the split: a response token belongs to the rank that holds the token
+    before it, whose logits score it. ``kv_index`` points into the concatenated rows of all ranks,
+    ``[size · T]``. ``response_lengths`` counts the response tokens that this rank scores, and
+    ``response_index`` says which ones of each sample they are.
 
     Args:
         pad_to_multiple: The number of tokens of each rank is padded to a multiple of this.
     """
     arrays = [np.asarray(t, dtype=np.int64) for t in tokens]
-    # Every rank holds two chunks of each sample, so the layout of the rows is the same on all ranks.
+    # Every rank holds two chunks of each sample, so the layout of the rows is the same on all
+    # ranks.
     halves = [-(-len(array) // (2 * size)) for array in arrays]
     count = 2 * sum(halves)
     num_padding = -count % pad_to_multiple
@@ -334,7 +366,8 @@ def build_context_pack(
         own = np.concatenate(mine)
         ids.append(padded[own])
         positions.append(own)
-        # Positions from the last prompt token to the last but one token score the response. The padding scores nothing.
+        # Positions from the last prompt token to the last but one token score the response. The
+        # padding scores nothing.
         first = len(array) - response - 1
         scored = np.flatnonzero((own >= first) & (own < len(array) - 1))
         logit_index.append(scored + start)

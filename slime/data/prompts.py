@@ -1,5 +1,5 @@
-"""Parses a row of a data set into prompt, label, metadata and tools. It needs no tokenizer and no model, so the checks
-before the start of a run use it as well."""
+"""Parses a row of a data set into prompt, label, metadata and tools. It needs no tokenizer and no
+model, so the checks before the start of a run use it as well."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _OPTIONAL_DEFAULTS = {"label": "label", "metadata": "metadata", "tools": "tools"
 
 @dataclass(frozen=True)
 class RowKeys:
-    """The columns of prompt, label and so on. A dotted key (``reward_model.ground_truth``) reaches into an object."""
+    """The columns of prompt, label and so on. A dotted key (``reward_model.ground_truth``) reaches
+    into an object.
+    """
 
     prompt: str = "prompt"
     label: str | None = "label"
@@ -50,14 +52,17 @@ class MissingColumn(RowError):
 
 
 class Report:
-    """The problems of a file's rows, collected part by part in the order of the rows, also by several processes."""
+    """The problems of a file's rows, collected part by part in the order of the rows, also by
+    several processes.
+    """
 
     def __init__(self, keys: RowKeys) -> None:
         self.keys = keys
         self.rows = 0
         self.names = ""  # columns of the first row
         self.absent = _asked(keys)  # the expected columns that no row has had so far
-        self.wrong: list[tuple[bool, str]] = []  # whether only a column is missing; position and problem
+        # whether only a column is missing; position and problem
+        self.wrong: list[tuple[bool, str]] = []
         self.counts = {False: 0, True: 0}  # number of problems, by whether only a column is missing
         self.json_prompts = 0  # number of prompts that were messages as JSON text
 
@@ -70,7 +75,11 @@ class Report:
     def saw(self, row: Row) -> None:
         self.names = self.names or _names(row.data)
         if self.absent:
-            self.absent = {column for column in self.absent if lookup(row.data, column[1], _MISSING) is _MISSING}
+            self.absent = {
+                column
+                for column in self.absent
+                if lookup(row.data, column[1], _MISSING) is _MISSING
+            }
 
     def merge(self, later: Report) -> None:
         """Add the report on the following rows to this one."""
@@ -81,18 +90,22 @@ class Report:
         for missing, problem in later.wrong:
             if sum(kind == missing for kind, _ in self.wrong) < SHOWN:
                 self.wrong.append((missing, problem))
-        self.counts = {missing: count + later.counts[missing] for missing, count in self.counts.items()}
+        self.counts = {
+            missing: count + later.counts[missing] for missing, count in self.counts.items()
+        }
 
     def tell(self, spec: str, problems: Problems) -> None:
         """Add the collected problems to ``problems``.
 
-        A column that no row has is reported once. It is a problem for prompt and label, but only a warning for others,
-        since an evaluation set need not have all columns of the training data.
+        A column that no row has is reported once. It is a problem for prompt and label, but only a
+        warning for others, since an evaluation set need not have all columns of the training data.
         """
         if not self.rows:
             problems.add(f"{spec}: no rows")
         if self.json_prompts:
-            problems.notices.append(f"{spec}: {self.json_prompts} prompts are JSON text, which is read as messages")
+            problems.notices.append(
+                f"{spec}: {self.json_prompts} prompts are JSON text, which is read as messages"
+            )
         # A column that is missing in every row is one mistake of a flag, not one for each row.
         absent = sorted(self.absent) if self.names else []
         for name, key in absent:
@@ -114,7 +127,8 @@ def parse_rows(
     """Parse rows; returns those that are valid, and a report on the others.
 
     Args:
-        as_messages: Convert a prompt that is a string to one user message (for the chat template, or for media).
+        as_messages: Convert a prompt that is a string to one user message (for the chat template,
+            or for media).
         json_messages: Read a prompt that is the JSON text of messages as these messages.
     """
     report = Report(keys)
@@ -174,9 +188,13 @@ def parse_row(
 
 
 def _asked(keys: RowKeys) -> set[tuple[str, str]]:
-    """The columns that some row should have, by name. Optional columns with their default names may be absent."""
+    """The columns that some row should have, by name. Optional columns with their default names may
+    be absent.
+    """
     optional = {name: getattr(keys, name) for name in _OPTIONAL_DEFAULTS}
-    named = {(name, key) for name, key in optional.items() if key not in (None, _OPTIONAL_DEFAULTS[name])}
+    named = {
+        (name, key) for name, key in optional.items() if key not in (None, _OPTIONAL_DEFAULTS[name])
+    }
     return {("prompt", keys.prompt), *keys.multimodal.items(), *named}
 
 
@@ -215,14 +233,23 @@ def check_messages(value: object, where: str) -> list[Message]:
         RowError: It is not a list, or a message has no role or no content.
     """
     if not isinstance(value, list) or not value:
-        raise RowError(f"the prompt {where} must be a text or a list of messages, not {_describe(value)}")
+        raise RowError(
+            f"the prompt {where} must be a text or a list of messages, not {_describe(value)}"
+        )
     messages = []
     for i, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RowError(f"message {i} of {where} must be an object with a role, not {_describe(message)}")
+            raise RowError(
+                f"message {i} of {where} must be an object with a role, not {_describe(message)}"
+            )
         content = message.get("content")
-        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-            raise RowError(f"message {i} of {where} has a content that is {_describe(content)}, not a text or parts")
+        if not isinstance(content, str | list) and not (
+            content is None and message.get("tool_calls")
+        ):
+            raise RowError(
+                f"message {i} of {where} has a content that is {_describe(content)}, not a text "
+                "or parts"
+            )
         if isinstance(content, list):
             content = [_present(part) if isinstance(part, Mapping) else part for part in content]
         messages.append(_present(message) | ({"content": content} if "content" in message else {}))
@@ -230,15 +257,23 @@ def check_messages(value: object, where: str) -> list[Message]:
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """In Parquet, every message and part of a message has every field; those that it does not use are None."""
+    """In Parquet, every message and part of a message has every field; those that it does not use
+    are None.
+    """
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _unfilled(value: object) -> Any:
-    """The same for all objects in a value: schemas and arguments of different tools have the fields of all of them."""
+    """The same for all objects in a value: schemas and arguments of different tools have the fields
+    of all of them.
+    """
     if isinstance(value, list):
         return [_unfilled(entry) for entry in value]
-    return {name: _unfilled(entry) for name, entry in _present(value).items()} if isinstance(value, dict) else value
+    return (
+        {name: _unfilled(entry) for name, entry in _present(value).items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _describe(value: object) -> str:
@@ -246,16 +281,19 @@ def _describe(value: object) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _insert_media(messages: list[Message], data: Mapping[str, object], columns: Mapping[str, str]) -> list[Message]:
-    """Put the items of the media columns where messages have placeholders: ``<image>`` in a text, or a part
-    ``{"type": "image"}`` without an image."""
+def _insert_media(
+    messages: list[Message], data: Mapping[str, object], columns: Mapping[str, str]
+) -> list[Message]:
+    """Put the items of the media columns where messages have placeholders: ``<image>`` in a text,
+    or a part ``{"type": "image"}`` without an image."""
     # The n-th placeholder of a kind gets the n-th item of its column, over all messages.
     kinds = {name: MultimodalTypes.get(name) for name in columns}
     items = {name: _media_items(data, column) for name, column in columns.items()}
     used = dict.fromkeys(columns, 0)
 
     def next_item(name: str) -> list[Message]:
-        used[name] += 1  # even without an item, so that the error below tells the number of placeholders
+        # even without an item, so that the error below tells the number of placeholders
+        used[name] += 1
         if used[name] > len(items[name]):
             return []
         item = items[name][used[name] - 1]
@@ -264,7 +302,9 @@ def _insert_media(messages: list[Message], data: Mapping[str, object], columns: 
 
     def split(text: str) -> list[Message]:
         parts: list[Message] = []
-        while found := [(at, n) for n, kind in kinds.items() if (at := text.find(kind.placeholder)) >= 0]:
+        while found := [
+            (at, n) for n, kind in kinds.items() if (at := text.find(kind.placeholder)) >= 0
+        ]:
             at, name = min(found)
             parts += [{"type": "text", "text": text[:at]}] if at else []
             parts += next_item(name)
@@ -325,7 +365,9 @@ def _label(value: object) -> JsonValue:
 
 
 def _decoded(value: object, column: str) -> Any:
-    """Parse a value that is a JSON text, None for an empty one; return any other value unchanged."""
+    """Parse a value that is a JSON text, None for an empty one; return any other value
+    unchanged.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -348,5 +390,7 @@ def _tools(value: object) -> list[dict[str, Any]] | None:
     if given is None:
         return None
     if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
-        raise RowError(f"tools must be a list of objects (or its JSON text), not {_describe(given)}")
+        raise RowError(
+            f"tools must be a list of objects (or its JSON text), not {_describe(given)}"
+        )
     return list(given) or None

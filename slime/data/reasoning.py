@@ -1,4 +1,5 @@
-"""What is known about reasoning: the tags of each model, whether a prompt has opened it, and the answer after it.
+"""What is known about reasoning: the tags of each model, whether a prompt has opened it, and the
+answer after it.
 
 Rewards, environments, loss masks and agents all read it here.
 """
@@ -21,7 +22,10 @@ class Tags(NamedTuple):
 
 THINK = Tags("<think>", "</think>")
 TAGS: dict[str, Tags] = {
-    **dict.fromkeys(("deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax", "qwen3", "qwen3-thinking"), THINK),
+    **dict.fromkeys(
+        ("deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax", "qwen3", "qwen3-thinking"),
+        THINK,
+    ),
     **dict.fromkeys(("step3", "step3p5", "interns1"), THINK),
     "kimi": Tags("◁think▷", "◁/think▷"),
     "mistral": Tags("[THINK]", "[/THINK]"),
@@ -32,7 +36,8 @@ _OPENING_TOKENS = 16  # more tokens than a start tag and the white space after i
 
 
 def reasoning_tags(name: str, tokenizer: Tokenizer) -> Tags | None:
-    """Return the tags for ``--agent-reasoning-parser``; with ``auto``, those in the chat template or the tokenizer.
+    """Return the tags for ``--agent-reasoning-parser``; with ``auto``, those in the chat template
+    or the tokenizer.
 
     Raises:
         ValueError: Neither slime nor the installed SGLang has a parser of this name.
@@ -57,27 +62,38 @@ def _knows(tokenizer: Tokenizer, template: str, tags: Tags) -> bool:
 
 
 def opened_by(prompt: str, among: Iterable[Tags] = ALL_TAGS) -> Tags | None:
-    """Return the tags whose start ends ``prompt``, as the generation prompt of some chat templates does, or None."""
+    """Return the tags whose start ends ``prompt``, as the generation prompt of some chat templates
+    does, or None.
+    """
     end = prompt.rstrip()
     return next((tags for tags in among if end.endswith(tags.start)), None)
 
 
-def opened_by_ids(tokenizer: Tokenizer, ids: Sequence[int], among: Iterable[Tags] = ALL_TAGS) -> Tags | None:
+def opened_by_ids(
+    tokenizer: Tokenizer, ids: Sequence[int], among: Iterable[Tags] = ALL_TAGS
+) -> Tags | None:
     """Return the tags that the tokens before a response have opened, as :func:`opened_by`."""
     return opened_by(tokenizer.decode(list(ids[-_OPENING_TOKENS:])), among)
 
 
 def after_thinking(text: str | None, opened: Tags | None = None) -> str:
-    """Return the answer in ``text``: what follows the last reasoning. It is empty while the model still reasons.
+    """Return the answer in ``text``: what follows the last reasoning. It is empty while the model
+    still reasons.
 
     Args:
-        opened: The tags that the prompt before ``text`` has opened, so that ``text`` begins within the reasoning.
+        opened: The tags that the prompt before ``text`` has opened, so that ``text`` begins within
+            the reasoning.
     """
     text = text or ""
-    # After the last end tag of any model, since a checkpoint may have been trained with another model's tags.
-    begin = max((at + len(tags.end) for tags in ALL_TAGS if (at := text.rfind(tags.end)) >= 0), default=0)
+    # After the last end tag of any model, since a checkpoint may have been trained with another
+    # model's tags.
+    begin = max(
+        (at + len(tags.end) for tags in ALL_TAGS if (at := text.rfind(tags.end)) >= 0), default=0
+    )
     answer = text[begin:]
-    reasons = any(tags.start in answer for tags in ALL_TAGS) or (opened is not None and opened.end not in text)
+    reasons = any(tags.start in answer for tags in ALL_TAGS) or (
+        opened is not None and opened.end not in text
+    )
     return "" if reasons else answer
 
 

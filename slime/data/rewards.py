@@ -19,8 +19,13 @@ PASS_ABOVE = 0.5  # a reward closer to 1 than to 0 is a pass; this also fits rew
 
 
 def keys_of_rollouts(samples: Iterable[Sample]) -> list[Hashable]:
-    """Return one key per sample. Only samples into which one rollout fanned out have the same key."""
-    return [("own", i) if s.rollout_id is None else (s.group_index, s.rollout_id) for i, s in enumerate(samples)]
+    """Return one key per sample. Only samples into which one rollout fanned out have the same
+    key.
+    """
+    return [
+        ("own", i) if s.rollout_id is None else (s.group_index, s.rollout_id)
+        for i, s in enumerate(samples)
+    ]
 
 
 def mean_reward(rewards: Sequence[float]) -> float:
@@ -28,14 +33,22 @@ def mean_reward(rewards: Sequence[float]) -> float:
     return fmean(rewards) if min(rewards) != max(rewards) else rewards[0]
 
 
-def shares_in_rollouts(rollout_ids: Sequence[Hashable], raw_rewards: Sequence[float]) -> list[float]:
-    """Return for each sample 1 / the number of samples of its rollout that have a reward, or 0 if it has none itself.
+def shares_in_rollouts(
+    rollout_ids: Sequence[Hashable], raw_rewards: Sequence[float]
+) -> list[float]:
+    """Return for each sample 1 / the number of samples of its rollout that have a reward, or 0 if
+    it has none itself.
 
     With these weights, a mean of rewards over samples counts each rollout once.
     """
     known = [not math.isnan(float(reward)) for reward in raw_rewards]
-    sizes = Counter(rollout for rollout, has_reward in zip(rollout_ids, known, strict=True) if has_reward)
-    return [1 / sizes[rollout] if has_reward else 0.0 for rollout, has_reward in zip(rollout_ids, known, strict=True)]
+    sizes = Counter(
+        rollout for rollout, has_reward in zip(rollout_ids, known, strict=True) if has_reward
+    )
+    return [
+        1 / sizes[rollout] if has_reward else 0.0
+        for rollout, has_reward in zip(rollout_ids, known, strict=True)
+    ]
 
 
 def post_process_rewards(
@@ -46,28 +59,37 @@ def post_process_rewards(
 ) -> tuple[list[float], list[float]]:
     """Return the raw and the trained reward of every sample.
 
-    The trained reward is the raw one plus the penalty of ``--overlong-buffer-len``, minus the group baseline of
-    ``--advantage-estimator``. With ``--disable-rewards-normalization``, no baseline is subtracted. Samples with the
-    same key form a group, regardless of their positions. ``--custom-reward-post-process-path`` replaces all of this.
+    The trained reward is the raw one plus the penalty of ``--overlong-buffer-len``, minus the group
+    baseline of ``--advantage-estimator``. With ``--disable-rewards-normalization``, no baseline is
+    subtracted. Samples with the same key form a group, regardless of their positions.
+    ``--custom-reward-post-process-path`` replaces all of this.
 
-    The baseline compares rollouts: the samples into which one rollout fanned out count once, with their mean reward.
+    The baseline compares rollouts: the samples into which one rollout fanned out count once, with
+    their mean reward.
 
     Args:
         rollout_keys: The rollout of each sample. Default: :func:`keys_of_rollouts`.
 
     Raises:
-        ValueError: A sample has no reward, or the user's function does not return one number per sample.
+        ValueError: A sample has no reward, or the user's function does not return one number per
+            sample.
     """
     if args.custom_reward_post_process_path:
         return _custom(args, samples)
     # Raw rewards stay as they are for metrics; everything below changes ``shaped`` only.
-    raw = [math.nan if s.reward_timed_out else _number(s, s.get_reward_value(args)) for s in samples]
+    raw = [
+        math.nan if s.reward_timed_out else _number(s, s.get_reward_value(args)) for s in samples
+    ]
     shaped = list(raw)
     if args.overlong_buffer_len:
         limits = args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty
-        shaped = [r + overlong_penalty(s.response_length, *limits) for r, s in zip(raw, samples, strict=True)]
-    # A sample whose verifier timed out says nothing about the others: it is left out of its group's statistics, and its
-    # trained reward is 0. Its raw reward is NaN, so that metrics can leave it out.
+        shaped = [
+            r + overlong_penalty(s.response_length, *limits)
+            for r, s in zip(raw, samples, strict=True)
+        ]
+    # A sample whose verifier timed out says nothing about the others: it is left out of its group's
+    # statistics, and its trained reward is 0. Its raw reward is NaN, so that metrics can leave it
+    # out.
     answered = [i for i, reward in enumerate(shaped) if not math.isnan(reward)]
     rewards = [0.0] * len(samples)
     if not args.rewards_normalization:
@@ -89,8 +111,8 @@ def post_process_rewards(
                 if shaped[i] == means[position]:
                     rewards[i] = reduced[position]
                     continue
-                # A sample whose reward is not that of its rollout (the overlong penalty depends on its length, say) is
-                # compared with the other rollouts.
+                # A sample whose reward is not that of its rollout (the overlong penalty depends on
+                # its length, say) is compared with the other rollouts.
                 own = [*means[:position], shaped[i], *means[position + 1 :]]
                 rewards[i] = subtract_baseline(algorithm, own)[position]
     return raw, rewards
@@ -98,11 +120,15 @@ def post_process_rewards(
 
 def _number(sample: Sample, value: SupportsFloat | dict[str, object] | None) -> float:
     if isinstance(value, dict):
-        raise ValueError(f"the reward of sample {sample.index} is {value}: name the entry to train with --reward-key")
+        raise ValueError(
+            f"the reward of sample {sample.index} is {value}: name the entry to train with "
+            "--reward-key"
+        )
     if value is None:
         raise ValueError(
-            f"sample {sample.index} (group {sample.group_index}, {sample.status.value}) has no reward: "
-            "set --rm-type or --custom-rm-path, or let the generate function set sample.reward"
+            f"sample {sample.index} (group {sample.group_index}, {sample.status.value}) has no "
+            "reward: set --rm-type or --custom-rm-path, or let the generate function set "
+            "sample.reward"
         )
     value = float(value)
     if not math.isfinite(value):
@@ -115,10 +141,13 @@ def _custom(args: Args, samples: Sequence[Sample]) -> tuple[list[float], list[fl
     assert path is not None
     result = load_function(path)(args, list(samples))
     if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError(f"--custom-reward-post-process-path {path} must return (raw_rewards, rewards)")
+        raise ValueError(
+            f"--custom-reward-post-process-path {path} must return (raw_rewards, rewards)"
+        )
     raw, rewards = ([float(x) for x in part] for part in result)
     if len(raw) != len(samples) or len(rewards) != len(samples):
         raise ValueError(
-            f"--custom-reward-post-process-path {path} gave {len(raw)} and {len(rewards)} for {len(samples)} samples"
+            f"--custom-reward-post-process-path {path} gave {len(raw)} and {len(rewards)} for "
+            f"{len(samples)} samples"
         )
     return raw, rewards

@@ -1,7 +1,8 @@
-"""Reads rows of a JSONL, Parquet or JSON file by number; each row knows its position in the file, for messages.
+"""Reads rows of a JSONL, Parquet or JSON file by number; each row knows its position in the file,
+for messages.
 
-A JSONL or Parquet file is never held in memory as a whole. :class:`RowFile` knows the number of rows and reads those
-that are requested.
+A JSONL or Parquet file is never held in memory as a whole. :class:`RowFile` knows the number of
+rows and reads those that are requested.
 """
 
 from __future__ import annotations
@@ -65,11 +66,14 @@ class Problems:
 class Row(NamedTuple):
     where: str  # "file:line" or "file, row n" (from 1)
     data: dict[str, Any]
-    filled: bool = False  # whether None stands for fields that an object does not have, as in Parquet
+    # whether None stands for fields that an object does not have, as in Parquet
+    filled: bool = False
 
 
 class RawRow(NamedTuple):
-    """A row as it is in the file: a line of JSON, or columns that the reader of the format has decoded."""
+    """A row as it is in the file: a line of JSON, or columns that the reader of the format has
+    decoded.
+    """
 
     where: str
     content: bytes | dict[str, Any]
@@ -95,8 +99,8 @@ class RawRow(NamedTuple):
 
 
 def check_values(data: object) -> None:
-    """Refuse values that JSON can hold but a run cannot: deep nesting, since code that copies, renders or writes a row
-    is recursive, and unpaired surrogates, which UTF-8 cannot encode.
+    """Refuse values that JSON can hold but a run cannot: deep nesting, since code that copies,
+    renders or writes a row is recursive, and unpaired surrogates, which UTF-8 cannot encode.
 
     Raises:
         ValueError: The value has one of them.
@@ -123,11 +127,17 @@ class RowFile:
             what = "is a folder, not a file" if path.is_dir() else "does not exist"
             shards = path.is_dir() and any(file.suffix in _READERS for file in path.rglob("*.*"))
             like_hub = re.fullmatch(r"[\w.-]+/[\w-]+", str(path)) and not path.parent.is_dir()
-            hint = "; data sets of a hub are not downloaded here: use hf download first" if like_hub else ""
+            hint = (
+                "; data sets of a hub are not downloaded here: use hf download first"
+                if like_hub
+                else ""
+            )
             hint = f"; {path}:default:train reads all of its data files" if shards else hint
             raise DataError([f"data file {path} {what} (looked for {path.absolute()}){hint}"])
         if path.suffix not in _READERS:
-            raise DataError([f"{path}: unknown type {path.suffix!r}; data files are .jsonl, .parquet or .json"])
+            raise DataError(
+                [f"{path}: unknown type {path.suffix!r}; data files are .jsonl, .parquet or .json"]
+            )
         self.spec = spec
         self.path = path
         self._stat = self._identity()
@@ -143,10 +153,14 @@ class RowFile:
         Raises:
             DataError: The file was changed after it was opened.
         """
-        # Row numbers refer to the file as it was opened: in a changed file, they would be other rows.
+        # Row numbers refer to the file as it was opened: in a changed file, they would be other
+        # rows.
         if self._identity() != self._stat:
-            raise DataError([f"{self.path} was changed while the run read it: start again, or restore the file"])
-        # Readers only go forward, so the rows are read in ascending order and then put into the requested order.
+            raise DataError(
+                [f"{self.path} was changed while the run read it: start again, or restore the file"]
+            )
+        # Readers only go forward, so the rows are read in ascending order and then put into the
+        # requested order.
         order = sorted(range(len(rows)), key=rows.__getitem__)
         found: list[Any] = [None] * len(rows)
         ascending = [self._numbers[rows[i]] for i in order]
@@ -186,7 +200,12 @@ def split_spec(spec: str) -> tuple[Path, slice]:
         if "-" not in (match["start"], match["stop"]):
             return Path(match["path"]).expanduser(), slice(*bounds)
     if "@[" in spec and not Path(spec).expanduser().exists():
-        raise DataError([f"{spec}: a slice is written path@[start:stop], with whole numbers or nothing at either side"])
+        raise DataError(
+            [
+                f"{spec}: a slice is written path@[start:stop], with whole numbers or nothing at "
+                "either side"
+            ]
+        )
     return Path(spec).expanduser(), slice(None)
 
 
@@ -196,11 +215,15 @@ class _Reader(Protocol):
     def __len__(self) -> int: ...
 
     def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
-        """Read the rows with these numbers, which must be in ascending order (repetitions are allowed)."""
+        """Read the rows with these numbers, which must be in ascending order (repetitions are
+        allowed).
+        """
 
 
 class _JsonLines:
-    """Finds a line by reading on from the nearest known offset before it: that of every :data:`STRIDE`-th row."""
+    """Finds a line by reading on from the nearest known offset before it: that of every
+    :data:`STRIDE`-th row.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -221,10 +244,12 @@ class _JsonLines:
         return self.count
 
     def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
-        row, number, line = -1, 0, b""  # row, line number and content of the line that was read last
+        # row, line number and content of the line that was read last
+        row, number, line = -1, 0, b""
         with self.path.open("rb") as file:
             for wanted in rows:
-                # Seek only if a known offset is nearer than the line read last; between ascending rows, read on.
+                # Seek only if a known offset is nearer than the line read last; between ascending
+                # rows, read on.
                 mark = wanted // STRIDE
                 if row < mark * STRIDE:
                     file.seek(self.offsets[mark])
@@ -234,14 +259,23 @@ class _JsonLines:
                     line = file.readline()
                     number = number + 1
                     if not line:
-                        raise DataError([f"{self.path} ends at line {number}: it was changed while the run read it"])
+                        raise DataError(
+                            [
+                                f"{self.path} ends at line {number}: it was changed while the run "
+                                "read it"
+                            ]
+                        )
                     row += not _blank(line, number)
                 text = line.rstrip(b"\n")
-                yield RawRow(f"{self.path}:{number}", text.removeprefix(_BOM) if number == 1 else text)
+                yield RawRow(
+                    f"{self.path}:{number}", text.removeprefix(_BOM) if number == 1 else text
+                )
 
 
 class _Parquet:
-    """Reads ascending rows batch by batch, and holds only the current batch of the current row group."""
+    """Reads ascending rows batch by batch, and holds only the current batch of the current row
+    group.
+    """
 
     def __init__(self, path: Path) -> None:
         import pyarrow
@@ -254,8 +288,10 @@ class _Parquet:
         self.path = path
         meta = self.file.metadata
         sizes = (meta.row_group(i).num_rows for i in range(meta.num_row_groups))
-        self.starts = list(accumulate(sizes, initial=0))  # first row of each row group, and the total
-        self.batches: Iterator[Any] = iter(())  # the remaining batches of the row group that ends before `stop`
+        # first row of each row group, and the total
+        self.starts = list(accumulate(sizes, initial=0))
+        # the remaining batches of the row group that ends before `stop`
+        self.batches: Iterator[Any] = iter(())
         self.batch: Any = ()
         self.first = self.stop = 0  # `first` is the row of self.batch[0]
 
@@ -271,7 +307,8 @@ class _Parquet:
             done = end
 
     def _take(self, rows: Sequence[int], begin: int) -> tuple[int, list[dict[str, Any]]]:
-        """Read the rows from ``rows[begin]`` on that are in the same batch; returns the position after them first.
+        """Read the rows from ``rows[begin]`` on that are in the same batch; returns the position
+        after them first.
 
         Raises:
             DataError: The file is damaged there.
@@ -284,7 +321,9 @@ class _Parquet:
             return end, self.batch.take([row - self.first for row in rows[begin:end]]).to_pylist()
         except (ArrowException, OSError, ValueError, StopIteration) as error:
             words = str(error) or "it has fewer rows than its metadata says"
-            raise DataError([f"{self.path}: damaged near row {rows[begin] + 1}: {words}"]) from error
+            raise DataError(
+                [f"{self.path}: damaged near row {rows[begin] + 1}: {words}"]
+            ) from error
 
     def _go_to(self, row: int) -> None:
         # Another row group: read it from its beginning, batch by batch.
@@ -306,9 +345,13 @@ class _JsonList:
         try:
             rows = json.loads(path.read_bytes(), parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            raise DataError([f"{path}: not valid JSON: {_explain(error)} (one object a line is .jsonl)"]) from error
+            raise DataError(
+                [f"{path}: not valid JSON: {_explain(error)} (one object a line is .jsonl)"]
+            ) from error
         if not isinstance(rows, list):
-            raise DataError([f"{path}: a .json file must be a list of objects, this is a {type(rows).__name__}"])
+            raise DataError(
+                [f"{path}: a .json file must be a list of objects, this is a {type(rows).__name__}"]
+            )
         self.path = path
         self.rows = rows
 
@@ -319,11 +362,16 @@ class _JsonList:
         for row in rows:
             content = self.rows[row]
             if not isinstance(content, dict) or too_deep(content) or clean(content) != content:
-                content = json.dumps(content).encode()  # RawRow.decode refuses it, with its position
+                # RawRow.decode refuses it, with its position
+                content = json.dumps(content).encode()
             yield RawRow(f"{self.path}, row {row + 1}", content)
 
 
-_READERS: dict[str, type[_Reader]] = {".jsonl": _JsonLines, ".parquet": _Parquet, ".json": _JsonList}
+_READERS: dict[str, type[_Reader]] = {
+    ".jsonl": _JsonLines,
+    ".parquet": _Parquet,
+    ".json": _JsonList,
+}
 
 
 def _blank(line: bytes, number: int) -> bool:

@@ -1,8 +1,9 @@
 """``Sample``: the record that moves from the prompts to the trainer.
 
-Everything here is plain Python and numpy, so that a sample can be created, changed, pickled and tested without torch.
-Users' hooks may set additional attributes; they survive :meth:`Sample.to_dict`. Whoever reads a per-token field gets a
-list; :mod:`slime.data.token_fields` describes how these fields are stored.
+Everything here is plain Python and numpy, so that a sample can be created, changed, pickled and
+tested without torch. Users' hooks may set additional attributes; they survive
+:meth:`Sample.to_dict`. Whoever reads a per-token field gets a list; :mod:`slime.data.token_fields`
+describes how these fields are stored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from slime.data import json_text, token_fields
-from slime.data.token_fields import TOKEN_FIELDS, Normalised, Packed, PrefixCacheInfo, SpecInfo, TokenField
+from slime.data.token_fields import (
+    TOKEN_FIELDS,
+    Normalised,
+    Packed,
+    PrefixCacheInfo,
+    SpecInfo,
+    TokenField,
+)
 from slime.types import JsonValue, MetaInfo
 
 if TYPE_CHECKING:
@@ -24,9 +32,13 @@ if TYPE_CHECKING:
 
 RolloutBatch = dict[str, Any]
 Message: TypeAlias = dict[str, Any]
-"""A chat message: ``role``, ``content`` (a text, or a list of parts) and other fields that its chat template reads."""
+"""A chat message: ``role``, ``content`` (a text, or a list of parts) and other fields that its chat
+template reads.
+"""
 Group: TypeAlias = list["Sample | list[Sample]"]
-"""The samples of one prompt. An element is a Sample, or a list of samples if one rollout fanned out."""
+"""The samples of one prompt. An element is a Sample, or a list of samples if one rollout fanned
+out.
+"""
 Nested: TypeAlias = "Sample | Iterable[Nested]"
 """A sample, or samples in lists of any depth."""
 Saved: TypeAlias = "Mapping[str, object] | list[Saved]"
@@ -37,9 +49,10 @@ Saved: TypeAlias = "Mapping[str, object] | list[Saved]"
 class Sample:
     """One prompt and, after generation, one response to it.
 
-    ``tokens`` are the ids of prompt and response; ``response_length`` counts everything after the first prompt,
-    including tool output. ``response`` is their text without the end token of the last turn, or what a function set.
-    ``loss_mask``, ``rollout_log_probs`` and the nucleus offsets are aligned with it. A sample may have more attributes.
+    ``tokens`` are the ids of prompt and response; ``response_length`` counts everything after the
+    first prompt, including tool output. ``response`` is their text without the end token of the
+    last turn, or what a function set. ``loss_mask``, ``rollout_log_probs`` and the nucleus offsets
+    are aligned with it. A sample may have more attributes.
     """
 
     class Status(Enum):
@@ -49,28 +62,37 @@ class Sample:
         ABORTED = "aborted"
         FAILED = "failed"
 
-    SpecInfo: ClassVar[type[token_fields.SpecInfo]] = token_fields.SpecInfo  # names of older releases
+    # names of older releases
+    SpecInfo: ClassVar[type[token_fields.SpecInfo]] = token_fields.SpecInfo
     PrefixCacheInfo: ClassVar[type[token_fields.PrefixCacheInfo]] = token_fields.PrefixCacheInfo
 
     group_index: int | None = None  # of the prompt; the data source sets it
     index: int | None = None  # of the sample, over the whole run; the data source sets it
-    rollout_id: int | None = None  # shared by fan-out siblings; None: it gets a new one at conversion
+    # shared by fan-out siblings; None: it gets a new one at conversion
+    rollout_id: int | None = None
     prompt: str | list[Message] = ""
     tokens: list[int] = field(default_factory=list)
-    multimodal_inputs: dict[str, Any] | None = None  # raw media: {"images": [...], "videos": [...], "audio": [...]}
-    multimodal_train_inputs: dict[str, Any] | None = None  # the processor's tensors, without input_ids
+    # raw media: {"images": [...], "videos": [...], "audio": [...]}
+    multimodal_inputs: dict[str, Any] | None = None
+    # the processor's tensors, without input_ids
+    multimodal_train_inputs: dict[str, Any] | None = None
     multimodal_train_input_id: int | None = None
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
-    label: JsonValue = None  # scalars of the data set are converted to str; lists and objects are kept
+    # scalars of the data set are converted to str; lists and objects are kept
+    label: JsonValue = None
     reward: float | dict[str, Any] | None = None
-    reward_timed_out: bool = False  # the verifier timed out: excluded from the group's statistics and from the loss
+    # the verifier timed out: excluded from the group's statistics and from the loss
+    reward_timed_out: bool = False
     loss_mask: list[int] | None = None  # [response_length]; None: all response tokens are trained
     weight_versions: list[str] = field(default_factory=list)  # of the engine, one per call
-    version_spans: list[tuple[str, int, int]] = field(default_factory=list)  # (version, start, end) in the response
-    rollout_log_probs: list[float] | None = None  # [response_length], 0.0 for tokens that no engine sampled
-    rollout_top_p_token_ids: np.ndarray | None = None  # int32 [offsets[-1]]: the nucleus of each token
+    # (version, start, end) in the response
+    version_spans: list[tuple[str, int, int]] = field(default_factory=list)
+    # [response_length], 0.0 for tokens that no engine sampled
+    rollout_log_probs: list[float] | None = None
+    # int32 [offsets[-1]]: the nucleus of each token
+    rollout_top_p_token_ids: np.ndarray | None = None
     rollout_top_p_token_offsets: np.ndarray | None = None  # int32 [response_length + 1]
     rollout_routed_experts: np.ndarray | None = None  # [len(tokens) - 1, layers, topk]
     remove_sample: bool = False  # excluded from the loss, but not from the group's statistics
@@ -83,11 +105,15 @@ class Sample:
     session_id: str | None = None
     non_generation_time: float = 0.0  # seconds in tools
     spec_info: token_fields.SpecInfo = field(default_factory=token_fields.SpecInfo)
-    prefix_cache_info: token_fields.PrefixCacheInfo = field(default_factory=token_fields.PrefixCacheInfo)
+    prefix_cache_info: token_fields.PrefixCacheInfo = field(
+        default_factory=token_fields.PrefixCacheInfo
+    )
 
     @property
     def truncated(self) -> bool:
-        """Whether the length limit cut the response off. Assigning it sets the status, as older hooks do."""
+        """Whether the length limit cut the response off. Assigning it sets the status, as older
+        hooks do.
+        """
         return self.status is Status.TRUNCATED
 
     @truncated.setter
@@ -113,8 +139,9 @@ class Sample:
     def array(self, name: str) -> np.ndarray | None:
         """A per-token field as an array that must not be written to, or None if the field is None.
 
-        ``tokens`` as int32, ``loss_mask`` as int8, log-probs as float32 (float64 if float32 would round them). Unlike
-        the attribute, this creates no Python object per token if the field is packed.
+        ``tokens`` as int32, ``loss_mask`` as int8, log-probs as float32 (float64 if float32 would
+        round them). Unlike the attribute, this creates no Python object per token if the field is
+        packed.
 
         Raises:
             ValueError: The field does not hold one number per token.
@@ -124,27 +151,32 @@ class Sample:
             return None if value is None else token_fields.as_array(name, value)
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(
-                f"sample {self.index} (group {self.group_index}): {name} is not a sequence of one number per token "
-                f"({error})"
+                f"sample {self.index} (group {self.group_index}): {name} is not a sequence of one "
+                f"number per token ({error})"
             ) from error
 
     def pack(self) -> None:
-        """Store the per-token fields as read-only arrays (9 bytes per token instead of about 80) until one is read.
+        """Store the per-token fields as read-only arrays (9 bytes per token instead of about 80)
+        until one is read.
 
-        The next access to an attribute creates a new list; other references to its former list are no longer updated.
+        The next access to an attribute creates a new list; other references to its former list are
+        no longer updated.
         """
         token_fields.pack(self)
 
     def __copy__(self) -> Sample:
-        """A shallow copy, except that lists and counters that grow while tokens are appended are copied as well. So
-        copies of one sample can be extended separately."""
+        """A shallow copy, except that lists and counters that grow while tokens are appended are
+        copied as well. So copies of one sample can be extended separately."""
         made = object.__new__(type(self))
         data = vars(made)
         data.update(vars(self))
         for name in (*TOKEN_FIELDS, "weight_versions", "version_spans"):
             if isinstance(data.get(name), list):
                 data[name] = copy.copy(data[name])
-        made.spec_info, made.prefix_cache_info = copy.copy(self.spec_info), copy.copy(self.prefix_cache_info)
+        made.spec_info, made.prefix_cache_info = (
+            copy.copy(self.spec_info),
+            copy.copy(self.prefix_cache_info),
+        )
         return made
 
     def get_reward_value(self, args: Args) -> Any:
@@ -153,9 +185,14 @@ class Sample:
         if not key:
             return self.reward
         if not isinstance(self.reward, Mapping):
-            raise TypeError(f"--reward-key {key!r} needs dict rewards, but sample {self.index} has {self.reward!r}")
+            raise TypeError(
+                f"--reward-key {key!r} needs dict rewards, but sample {self.index} has "
+                f"{self.reward!r}"
+            )
         if key not in self.reward:
-            raise KeyError(f"--reward-key {key!r}: the reward of sample {self.index} has {sorted(self.reward)}")
+            raise KeyError(
+                f"--reward-key {key!r}: the reward of sample {self.index} has {sorted(self.reward)}"
+            )
         return self.reward[key]
 
     def reset_response(self) -> None:
@@ -165,17 +202,26 @@ class Sample:
             setattr(self, name, getattr(fresh, name))
 
     def cut_response(self, length: int, text: str) -> None:
-        """Keep only the first ``length`` response tokens, whose text is ``text``; the sample counts as truncated."""
+        """Keep only the first ``length`` response tokens, whose text is ``text``; the sample counts
+        as truncated.
+        """
         token_fields.cut(self, "tokens", self.num_tokens - self.response_length + length)
         self.response, self.response_length, self.status = text, length, Status.TRUNCATED
         for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
             token_fields.cut(self, name, length)
-        if self.rollout_top_p_token_ids is not None and self.rollout_top_p_token_offsets is not None:
+        if (
+            self.rollout_top_p_token_ids is not None
+            and self.rollout_top_p_token_offsets is not None
+        ):
             self.rollout_top_p_token_offsets = self.rollout_top_p_token_offsets[: length + 1]
-            self.rollout_top_p_token_ids = self.rollout_top_p_token_ids[: self.rollout_top_p_token_offsets[-1]]
+            self.rollout_top_p_token_ids = self.rollout_top_p_token_ids[
+                : self.rollout_top_p_token_offsets[-1]
+            ]
         if self.rollout_routed_experts is not None:
             self.rollout_routed_experts = self.rollout_routed_experts[: self.num_tokens - 1]
-        self.version_spans = [(v, start, min(end, length)) for v, start, end in self.version_spans if start < length]
+        self.version_spans = [
+            (v, start, min(end, length)) for v, start, end in self.version_spans if start < length
+        ]
 
     def append_response_tokens(
         self,
@@ -190,22 +236,23 @@ class Sample:
     ) -> None:
         """Append tokens to the response, and keep mask, log-probs and nuclei aligned with it.
 
-        Lists are extended in place, so other references to ``sample.tokens``, ``sample.loss_mask`` or
-        ``sample.rollout_log_probs`` see the new entries.
+        Lists are extended in place, so other references to ``sample.tokens``, ``sample.loss_mask``
+        or ``sample.rollout_log_probs`` see the new entries.
 
         Args:
-            args: Of the run; only read together with ``meta_info``, and required if that holds routed experts.
+            args: Of the run; only read together with ``meta_info``, and required if that holds
+                routed experts.
             tokens: Ids to append; None appends none (``meta_info`` is still read).
             log_probs: One per token for sampled tokens; None for tokens that no engine sampled.
             trainable: False for tool output and the like (mask 0).
             meta_info: Of the engine's response. Routed experts and nuclei are decoded from it.
             text: Appended to ``response``.
-            update_terminal_info: False for a part of a response that continues: its ``meta_info`` does not set the
-                status, and does not count towards weight versions and counters.
+            update_terminal_info: False for a part of a response that continues: its ``meta_info``
+                does not set the status, and does not count towards weight versions and counters.
 
         Raises:
-            ValueError: Trainable tokens have no log-probs, other tokens have some, or the lengths differ. In this case,
-                nothing is appended.
+            ValueError: Trainable tokens have no log-probs, other tokens have some, or the lengths
+                differ. In this case, nothing is appended.
         """
         ids: Sequence[int] | np.ndarray = [] if tokens is None else tokens
         count = len(ids)
@@ -213,7 +260,8 @@ class Sample:
         nuclei = token_fields.extended_nuclei(self, count, meta_info or {})
         if nuclei is not None:
             self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = nuclei
-        # A hook may have set an earlier part of the response by hand, without a mask: that part is trained.
+        # A hook may have set an earlier part of the response by hand, without a mask: that part is
+        # trained.
         if self.response_length and token_fields.is_unset(vars(self)["loss_mask"]):
             self._extend_mask(self.response_length, True)
         self._extend_mask(count, trainable)
@@ -228,7 +276,9 @@ class Sample:
             return
         experts = meta_info.get("routed_experts")
         if experts is not None:
-            self.rollout_routed_experts = token_fields.merged_experts(self, experts, *token_fields.experts_shape(args))
+            self.rollout_routed_experts = token_fields.merged_experts(
+                self, experts, *token_fields.experts_shape(args)
+            )
         if update_terminal_info:
             self._take_terminal_info(args, meta_info, count)
 
@@ -236,17 +286,24 @@ class Sample:
     def _can_align_log_probs(self) -> bool:
         return vars(self)["rollout_log_probs"] is not None or not self.response_length
 
-    def _check_log_probs(self, count: int, log_probs: Sequence[float] | np.ndarray | None, trainable: bool) -> None:
+    def _check_log_probs(
+        self, count: int, log_probs: Sequence[float] | np.ndarray | None, trainable: bool
+    ) -> None:
         if trainable and count and log_probs is None:
-            raise ValueError(f"sample {self.index}: trainable tokens need log_probs (others: trainable=False)")
+            raise ValueError(
+                f"sample {self.index}: trainable tokens need log_probs (others: trainable=False)"
+            )
         if log_probs is not None and len(log_probs) != count:
             raise ValueError(f"sample {self.index}: {count} tokens but {len(log_probs)} log_probs")
         if not trainable and log_probs is not None and count:
-            raise ValueError(f"sample {self.index}: tokens that are not trainable have no log_probs; pass None")
+            raise ValueError(
+                f"sample {self.index}: tokens that are not trainable have no log_probs; pass None"
+            )
         if trainable and count and not self._can_align_log_probs:
             raise ValueError(
-                f"sample {self.index}: its first {self.response_length} response tokens have no log_probs, "
-                "so those of later ones cannot be aligned; append every part with append_response_tokens"
+                f"sample {self.index}: its first {self.response_length} response tokens have no "
+                "log_probs, so those of later ones cannot be aligned; append every part with "
+                "append_response_tokens"
             )
 
     def _extend_mask(self, count: int, trainable: bool) -> None:
@@ -255,13 +312,15 @@ class Sample:
     def _take_terminal_info(self, args: Args | None, meta_info: MetaInfo, count: int) -> None:
         finish = meta_info.get("finish_reason")
         kind = finish.get("type") if isinstance(finish, Mapping) else finish
-        self.status = _STATUS_OF_FINISH.get(str(kind), self.status)  # Other reasons do not change it.
+        # Other reasons do not change it.
+        self.status = _STATUS_OF_FINISH.get(str(kind), self.status)
         version = meta_info.get("weight_version")
         if version is not None:
             self.weight_versions = [*self.weight_versions, str(version)]
             self.version_spans = token_fields.extended_spans(self, meta_info, str(version), count)
-            # Only a request that continued through an update in place has keys and values of two versions in its KV
-            # cache. After any other pause, the engine computes the KV cache again.
+            # Only a request that continued through an update in place has keys and values of two
+            # versions in its KV cache. After any other pause, the engine computes the KV cache
+            # again.
             spans = meta_info.get("weight_versions") or ()
             if len(spans) > 1 and args is not None and args.update_weight_pause_mode == "in_place":
                 self.metadata["kv_of_older_weights"] = True
@@ -270,13 +329,18 @@ class Sample:
             self.spec_info.add(meta_info)
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes, including additional ones; the status as its string, per-token fields as lists. Values are
-        not copied."""
-        data = {key: value.values.tolist() if isinstance(value, Packed) else value for key, value in vars(self).items()}
+        """All attributes, including additional ones; the status as its string, per-token fields as
+        lists. Values are not copied."""
+        data = {
+            key: value.values.tolist() if isinstance(value, Packed) else value
+            for key, value in vars(self).items()
+        }
         return {**data, **self.infos()}
 
     def infos(self) -> dict[str, Any]:
-        """The attributes that :meth:`to_dict` converts: the status to its string, the counters to dicts."""
+        """The attributes that :meth:`to_dict` converts: the status to its string, the counters to
+        dicts.
+        """
         return {
             "status": self.status.value,
             "spec_info": self.spec_info.to_dict(),
@@ -312,10 +376,13 @@ def _status(value: object) -> Sample.Status:
         return Status(getattr(value, "value", value))
     except ValueError:
         known = ", ".join(repr(status.value) for status in Status)
-        raise ValueError(f"Sample.status cannot be {value!r}; it must be a Sample.Status or one of {known}") from None
+        raise ValueError(
+            f"Sample.status cannot be {value!r}; it must be a Sample.Status or one of {known}"
+        ) from None
 
 
-# The dataclass declares these fields with the types that readers see. Storage and normalization are added here.
+# The dataclass declares these fields with the types that readers see. Storage and normalization are
+# added here.
 for _name in TOKEN_FIELDS:
     setattr(Sample, _name, TokenField(_name))
 setattr(Sample, "status", Normalised("status", _status))  # noqa: B010  # a plain assignment would change its type
@@ -328,7 +395,9 @@ _SHARED = frozenset({"multimodal_inputs", "multimodal_train_inputs", "rollout_ro
     "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets",
 }
-"""Fields of a saved sample that are not copied: they are large, and are only ever replaced, not modified."""
+"""Fields of a saved sample that are not copied: they are large, and are only ever replaced, not
+modified.
+"""
 _GENERATED_FIELDS = (
     "tokens", "multimodal_train_inputs", "response", "response_length", "reward", "reward_timed_out",
     "loss_mask", "weight_versions", "version_spans", "rollout_log_probs", "rollout_top_p_token_ids",
@@ -345,9 +414,11 @@ def flatten(samples: Nested) -> list[Sample]:
 
 
 def groups_to_dicts(groups: Iterable[Nested]) -> list[Any]:
-    """Convert nested lists of samples to nested lists of dicts, which share nothing mutable with the samples.
+    """Convert nested lists of samples to nested lists of dicts, which share nothing mutable with
+    the samples.
 
-    Samples are packed, and their arrays, tensors and media are shared, so the cost does not depend on their lengths.
+    Samples are packed, and their arrays, tensors and media are shared, so the cost does not depend
+    on their lengths.
     """
     return [_saved(g) if isinstance(g, Sample) else groups_to_dicts(g) for g in groups]
 
@@ -364,18 +435,28 @@ def _saved(sample: Sample) -> dict[str, Any]:
         if key == "loss_mask" and token_fields.is_unset(value):
             data[key] = None
         elif key not in data:
-            data[key] = value.values if isinstance(value, Packed) else value if key in _SHARED else own_copy(value)
+            data[key] = (
+                value.values
+                if isinstance(value, Packed)
+                else value
+                if key in _SHARED
+                else own_copy(value)
+            )
     return data
 
 
 def _restored(data: Mapping[str, object]) -> Sample:
-    sample = Sample.from_dict({key: value if key in _SHARED else own_copy(value) for key, value in data.items()})
+    sample = Sample.from_dict(
+        {key: value if key in _SHARED else own_copy(value) for key, value in data.items()}
+    )
     sample.pack()
     return sample
 
 
 def own_copy(value: object) -> Any:
-    """A deep copy. For values that JSON could hold, it is several times faster than :func:`copy.deepcopy`."""
+    """A deep copy. For values that JSON could hold, it is several times faster than
+    :func:`copy.deepcopy`.
+    """
     if type(value) in _ATOMS:
         return value
     if type(value) is list:

@@ -23,15 +23,19 @@ class PackingSettings:
     """How samples are put into micro-batches.
 
     Attributes:
-        dynamic: Micro-batches hold up to ``max_tokens`` tokens per GPU, instead of ``micro_batch_size`` samples.
-        forward_max_tokens: The same limit for passes without a backward; None: these use the micro-batches of training.
+        dynamic: Micro-batches hold up to ``max_tokens`` tokens per GPU, instead of
+            ``micro_batch_size`` samples.
+        forward_max_tokens: The same limit for passes without a backward; None: these use the
+            micro-batches of training.
         balanced: Micro-batches of the same step should have equal costs.
-        pads: Samples are padded to the longest one of the micro-batch, instead of packed into one row.
+        pads: Samples are padded to the longest one of the micro-batch, instead of packed into one
+            row.
         shares_prompts: Samples with the same prompt store it once per pack.
         shape: The model's dimensions, for the costs; None if they are not known.
         global_batch_size: Rollouts of an optimizer step over all ranks.
-        steps: If above 0, a rollout has so many steps, whatever ``global_batch_size`` is: its samples are a part of a
-            dump, and the number of steps is the same as with the whole dump.
+        steps: If above 0, a rollout has so many steps, whatever ``global_batch_size`` is: its
+            samples are a part of a dump, and the number of steps is the same as with the whole
+            dump.
     """
 
     dynamic: bool = False
@@ -55,12 +59,17 @@ class PackingSettings:
             micro_batch_size=args.micro_batch_size or 1,
             balanced=bool(args.balance_data or args.balance_by_flops),
             pads=pads,
-            # The engine may have routed the same prompt to different experts for each sample, so replayed routing needs
-            # a copy of the prompt per sample.
-            shares_prompts=bool(args.share_prompt_in_pack and not pads and not args.use_rollout_routing_replay),
-            shape=ModelShape.from_megatron(args.megatron) or ModelShape.from_checkpoint(args.hf_checkpoint),
+            # The engine may have routed the same prompt to different experts for each sample, so
+            # replayed routing needs a copy of the prompt per sample.
+            shares_prompts=bool(
+                args.share_prompt_in_pack and not pads and not args.use_rollout_routing_replay
+            ),
+            shape=ModelShape.from_megatron(args.megatron)
+            or ModelShape.from_checkpoint(args.hf_checkpoint),
             global_batch_size=args.global_batch_size or 0,
-            steps=(args.num_steps_per_rollout or 1) if args.load_debug_rollout_data_subsample else 0,
+            steps=(args.num_steps_per_rollout or 1)
+            if args.load_debug_rollout_data_subsample
+            else 0,
         )
 
 
@@ -75,40 +84,46 @@ def build_dp_schedule(
 ) -> Schedule:
     """Split a rollout's samples into optimizer steps, micro-batches and ranks.
 
-    Samples with the same rollout id (fan-out siblings) stay in one step, and a step holds ``global_batch_size``
-    rollouts. In a step, every rank gets the same number of micro-batches.
+    Samples with the same rollout id (fan-out siblings) stay in one step, and a step holds
+    ``global_batch_size`` rollouts. In a step, every rank gets the same number of micro-batches.
 
-    With ``--use-dynamic-batch-size``, a micro-batch holds at most ``max_tokens_per_gpu * cp_size`` tokens; only a
-    single longer sample may exceed that. With ``--balance-data`` or ``--balance-by-flops``, micro-batches are packed by
-    estimated FLOPs for ranks that run in lock step (see :mod:`slime.data.lock_step`). Otherwise they are filled
-    first-fit in the order of the samples, the largest are halved until their number is a multiple of the number of
-    ranks, and they are assigned round-robin.
+    With ``--use-dynamic-batch-size``, a micro-batch holds at most ``max_tokens_per_gpu * cp_size``
+    tokens; only a single longer sample may exceed that. With ``--balance-data`` or
+    ``--balance-by-flops``, micro-batches are packed by estimated FLOPs for ranks that run in lock
+    step (see :mod:`slime.data.lock_step`). Otherwise they are filled first-fit in the order of the
+    samples, the largest are halved until their number is a multiple of the number of ranks, and
+    they are assigned round-robin.
 
-    Without ``--use-dynamic-batch-size``, a micro-batch is ``micro_batch_size`` consecutive samples. Micro-batches are
-    assigned round-robin or, with ``--balance-data``, such that ranks have about equal FLOPs in each of them.
+    Without ``--use-dynamic-batch-size``, a micro-batch is ``micro_batch_size`` consecutive samples.
+    Micro-batches are assigned round-robin or, with ``--balance-data``, such that ranks have about
+    equal FLOPs in each of them.
 
     Args:
-        train_parallel_config: ``dp_size``, and ``cp_size``, ``vpp_size`` and ``microbatch_group_size_per_vp_stage``
-            if they are not 1.
+        train_parallel_config: ``dp_size``, and ``cp_size``, ``vpp_size`` and
+            ``microbatch_group_size_per_vp_stage`` if they are not 1.
         total_lengths: Number of tokens of each sample.
         global_batch_size: Rollouts per optimizer step over all ranks.
         rollout_indices: Rollout id of each sample.
-        prompts: For each sample, the key of its prompt and the prompt's number of tokens. Samples with equal keys in a
-            micro-batch store the prompt once. None: nothing is shared. Only the lock-step packing uses it.
+        prompts: For each sample, the key of its prompt and the prompt's number of tokens. Samples
+            with equal keys in a micro-batch store the prompt once. None: nothing is shared. Only
+            the lock-step packing uses it.
 
     Returns:
-        ``partitions[rank]``: sample positions in training order; ``micro_batch_indices[rank]``: for each micro-batch,
-        positions within ``partitions[rank]``; ``num_microbatches[step]``: per rank; ``global_batch_sizes[step]``:
+        ``partitions[rank]``: sample positions in training order; ``micro_batch_indices[rank]``: for
+        each micro-batch, positions within ``partitions[rank]``; ``num_microbatches[step]``: per
+        rank; ``global_batch_sizes[step]``:
         number of rollouts. Rollouts that do not fill a whole step are left out, with a warning.
 
     Raises:
-        ValueError: There are too few rollouts for a step, or the micro-batches cannot be distributed evenly.
+        ValueError: There are too few rollouts for a step, or the micro-batches cannot be
+            distributed evenly.
     """
     steps = _steps(rollout_indices, len(total_lengths), global_batch_size)
     dp_size = train_parallel_config["dp_size"]
     vpp_size = train_parallel_config.get("vpp_size") or 1
     vpp_group = train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1
-    # Megatron's interleaved pipeline schedule runs the micro-batches of a rank in groups of this size.
+    # Megatron's interleaved pipeline schedule runs the micro-batches of a rank in groups of this
+    # size.
     multiple = dp_size * (vpp_group if vpp_size > 1 else 1)
     cp_size = train_parallel_config.get("cp_size") or 1
 
@@ -116,7 +131,9 @@ def build_dp_schedule(
     micro_batch_indices: list[list[list[int]]] = [[] for _ in range(dp_size)]
     num_microbatches = []
     for step, samples in enumerate(steps):
-        by_rank = _pack_step(settings, samples, total_lengths, prompts, (dp_size, multiple, cp_size), step)
+        by_rank = _pack_step(
+            settings, samples, total_lengths, prompts, (dp_size, multiple, cp_size), step
+        )
         num_microbatches.append(len(by_rank[0]))
         for rank, micro_batches in enumerate(by_rank):
             for micro_batch in micro_batches:
@@ -142,8 +159,9 @@ def pack_forward_only(
         at_least: Minimum number of packs, if there are enough samples; the cap may require more.
 
     Returns:
-        Packs with about equal estimated FLOPs, the largest first, so that ranks that run the same number of packs in
-        lock step wait little for each other. Every sample is in exactly one pack.
+        Packs with about equal estimated FLOPs, the largest first, so that ranks that run the same
+        number of packs in lock step wait little for each other. Every sample is in exactly one
+        pack.
     """
     if not len(total_lengths):
         return []
@@ -153,8 +171,12 @@ def pack_forward_only(
     return sorted(packs, key=lambda pack: (-items.size(pack)[1], pack))
 
 
-def _steps(rollout_indices: Sequence[int], num_samples: int, global_batch_size: int) -> list[list[int]]:
-    """The positions of the samples of each optimizer step; rollouts are in the order of their first sample."""
+def _steps(
+    rollout_indices: Sequence[int], num_samples: int, global_batch_size: int
+) -> list[list[int]]:
+    """The positions of the samples of each optimizer step; rollouts are in the order of their first
+    sample.
+    """
     if len(rollout_indices) != num_samples:
         raise ValueError(f"{num_samples} samples but {len(rollout_indices)} rollout ids")
     # A dict keeps the order in which rollouts first appear.
@@ -165,17 +187,28 @@ def _steps(rollout_indices: Sequence[int], num_samples: int, global_batch_size: 
     num_steps = count // global_batch_size
     if num_steps < 1:
         raise ValueError(
-            f"{count} rollouts are less than one optimizer step of --global-batch-size {global_batch_size}: "
-            "--rollout-batch-size x --n-samples-per-prompt must be at least that number"
+            f"{count} rollouts are less than one optimizer step of --global-batch-size "
+            f"{global_batch_size}: --rollout-batch-size x --n-samples-per-prompt must be at least "
+            "that number"
         )
     if count % global_batch_size:
         logger.warning(
             "%d rollouts = %d steps x %d + %d: the last %d are not trained on",
-            *(count, num_steps, global_batch_size, count % global_batch_size, count % global_batch_size),
+            *(
+                count,
+                num_steps,
+                global_batch_size,
+                count % global_batch_size,
+                count % global_batch_size,
+            ),
         )
     members = list(rollouts.values())
     return [
-        [position for rollout in members[s * global_batch_size : (s + 1) * global_batch_size] for position in rollout]
+        [
+            position
+            for rollout in members[s * global_batch_size : (s + 1) * global_batch_size]
+            for position in rollout
+        ]
         for s in range(num_steps)
     ]
 
@@ -191,8 +224,8 @@ def _pack_step(
     """Pack the samples of one optimizer step as ``[rank][micro-batch]``.
 
     Args:
-        sizes: The data-parallel size, the number of which the micro-batches over all ranks must be a multiple, and the
-            context-parallel size.
+        sizes: The data-parallel size, the number of which the micro-batches over all ranks must be
+            a multiple, and the context-parallel size.
     """
     dp_size, multiple, cp_size = sizes
     if settings.dynamic:
@@ -210,7 +243,10 @@ def _pack_step(
     else:
         micro_batches = _pack_static(settings, samples, multiple, step)
     if settings.balanced:
-        flops = [sum(forward_flops(settings.shape, total_lengths[i]) for i in batch) for batch in micro_batches]
+        flops = [
+            sum(forward_flops(settings.shape, total_lengths[i]) for i in batch)
+            for batch in micro_batches
+        ]
         return deal(micro_batches, flops, dp_size)
     return [micro_batches[rank::dp_size] for rank in range(dp_size)]
 
@@ -231,10 +267,14 @@ def _items(
     )
 
 
-def _align(micro_batches: list[list[int]], multiple: int, total_lengths: Sequence[int], step: int) -> None:
-    """Make the number of micro-batches a multiple of ``multiple``, by halving the largest ones of several samples.
+def _align(
+    micro_batches: list[list[int]], multiple: int, total_lengths: Sequence[int], step: int
+) -> None:
+    """Make the number of micro-batches a multiple of ``multiple``, by halving the largest ones of
+    several samples.
 
-    If only single samples are left (for example an odd number of long fan-out samples), the shortest are joined.
+    If only single samples are left (for example an odd number of long fan-out samples), the
+    shortest are joined.
     """
 
     def tokens_in(j: int) -> int:
@@ -253,26 +293,37 @@ def _align(micro_batches: list[list[int]], multiple: int, total_lengths: Sequenc
         return
     if len(micro_batches) < multiple:
         raise ValueError(
-            f"step {step} has {len(micro_batches)} samples for {multiple} data-parallel ranks x micro-batch group, too "
-            "few for one each: use a larger --global-batch-size or fewer ranks"
+            f"step {step} has {len(micro_batches)} samples for {multiple} data-parallel ranks x "
+            "micro-batch group, too few for one each: use a larger --global-batch-size or fewer "
+            "ranks"
         )
-    # This may exceed the token limit. The warning tells how large the largest micro-batch has become.
+    # This may exceed the token limit. The warning tells how large the largest micro-batch has
+    # become.
     for _ in range(surplus):
         a, b = sorted(sorted(range(len(micro_batches)), key=lambda j: (tokens_in(j), j))[:2])
         micro_batches[a] = sorted(micro_batches[a] + micro_batches.pop(b))
     logger.warning(
-        "step %d: %d single samples cannot be split evenly over %d: joined the shortest, the largest has %d tokens",
-        *(step, len(micro_batches) + surplus, multiple, max(map(tokens_in, range(len(micro_batches))))),
+        "step %d: %d single samples cannot be split evenly over %d: joined the shortest, the "
+        "largest has %d tokens",
+        *(
+            step,
+            len(micro_batches) + surplus,
+            multiple,
+            max(map(tokens_in, range(len(micro_batches)))),
+        ),
     )
 
 
-def _pack_static(settings: PackingSettings, samples: list[int], multiple: int, step: int) -> list[list[int]]:
+def _pack_static(
+    settings: PackingSettings, samples: list[int], multiple: int, step: int
+) -> list[list[int]]:
     size = settings.micro_batch_size
     micro_batches = [samples[i : i + size] for i in range(0, len(samples), size)]
     if len(micro_batches) % multiple:
         raise ValueError(
-            f"step {step}: {len(samples)} samples / micro-batch-size {size} = {len(micro_batches)} micro-batches, "
-            f"not a multiple of {multiple} (data-parallel ranks x micro-batch group): "
-            "use --use-dynamic-batch-size, or change one of these numbers"
+            f"step {step}: {len(samples)} samples / micro-batch-size {size} = "
+            f"{len(micro_batches)} micro-batches, not a multiple of {multiple} (data-parallel "
+            "ranks x micro-batch group): use --use-dynamic-batch-size, or change one of these "
+            "numbers"
         )
     return micro_batches

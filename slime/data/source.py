@@ -1,8 +1,9 @@
-"""Data sources: prompts from the data set, epoch by epoch, and a buffer of groups that were returned.
+"""Data sources: prompts from the data set, epoch by epoch, and a buffer of groups that were
+returned.
 
-The state of a source is a small value (:meth:`RolloutDataSource.state_dict`). A restored source continues with exactly
-the groups that the original would have returned: the order of an epoch depends only on the seed and the epoch, and
-groups that wait in the buffer are part of the state.
+The state of a source is a small value (:meth:`RolloutDataSource.state_dict`). A restored source
+continues with exactly the groups that the original would have returned: the order of an epoch
+depends only on the seed and the epoch, and groups that wait in the buffer are part of the state.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ SourceState: TypeAlias = dict[str, Any]
 class DataSource(Protocol):
     """The methods that the class of ``--data-source-path`` must have.
 
-    A snapshot holds its state if it also has the methods of :class:`StatefulDataSource` or of :class:`FileDataSource`.
+    A snapshot holds its state if it also has the methods of :class:`StatefulDataSource` or of
+    :class:`FileDataSource`.
     """
 
     def __len__(self) -> int: ...
@@ -47,7 +49,9 @@ class DataSource(Protocol):
 
 
 class StatefulDataSource(Protocol):
-    """A source whose state is a value, so that a snapshot may hold rollouts that were generated ahead of training."""
+    """A source whose state is a value, so that a snapshot may hold rollouts that were generated
+    ahead of training.
+    """
 
     def state_dict(self) -> SourceState: ...
 
@@ -55,7 +59,9 @@ class StatefulDataSource(Protocol):
 
 
 class FileDataSource(Protocol):
-    """A source that writes its state to files of its own, after each rollout after which a snapshot is written."""
+    """A source that writes its state to files of its own, after each rollout after which a snapshot
+    is written.
+    """
 
     def save(self, rollout_id: int) -> None: ...
 
@@ -63,7 +69,9 @@ class FileDataSource(Protocol):
 
 
 def is_stateful(source: object) -> TypeGuard[StatefulDataSource]:
-    """Whether the source has the methods of a state. ``isinstance`` does not see those that a wrapper passes on."""
+    """Whether the source has the methods of a state. ``isinstance`` does not see those that a
+    wrapper passes on.
+    """
     return all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -74,8 +82,8 @@ def has_files(source: object) -> TypeGuard[FileDataSource]:
 class RolloutDataSource:
     """Returns groups of ``--n-samples-per-prompt`` copies of each prompt.
 
-    With ``--disable-rollout-global-dataset``, there is no data set. Then groups consist of empty samples with their
-    indices, for generate functions that create their own prompts.
+    With ``--disable-rollout-global-dataset``, there is no data set. Then groups consist of empty
+    samples with their indices, for generate functions that create their own prompts.
 
     Args:
         args: The arguments of the run.
@@ -90,7 +98,9 @@ class RolloutDataSource:
     metadata: dict[str, Any]  # for subclasses and hooks; part of the state
 
     def __new__(cls, *args: object, **options: object) -> Self:
-        """Set what the methods below rely on, since users' subclasses may not call ``super().__init__()``."""
+        """Set what the methods below rely on, since users' subclasses may not call
+        ``super().__init__()``.
+        """
         source = super().__new__(cls)
         source.metadata = {}
         return source
@@ -114,10 +124,14 @@ class RolloutDataSource:
         return [self._next_group() for _ in range(num_samples)]
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Take groups back. This class drops them; :class:`RolloutDataSourceWithBuffer` keeps them."""
+        """Take groups back. This class drops them; :class:`RolloutDataSourceWithBuffer` keeps
+        them.
+        """
 
     def open_groups(self) -> list[Group]:
-        """Groups that were returned and are neither trained nor dropped, as far as the source knows them."""
+        """Groups that were returned and are neither trained nor dropped, as far as the source knows
+        them.
+        """
         return []
 
     def get_metadata(self) -> dict[str, Any]:
@@ -147,8 +161,9 @@ class RolloutDataSource:
     def _next_prompt(self) -> Sample:
         if self.dataset is None:
             return Sample()
-        # A prompt is None if it turned out to be too long. Whole epochs of such prompts would make this loop endless.
-        # The next epoch is read to its end, since its order may be another than that of the epoch in progress.
+        # A prompt is None if it turned out to be too long. Whole epochs of such prompts would make
+        # this loop endless. The next epoch is read to its end, since its order may be another than
+        # that of the epoch in progress.
         for _ in range(2 * len(self.dataset)):
             if self.sample_offset >= len(self.dataset):
                 self.epoch_id += 1
@@ -158,7 +173,12 @@ class RolloutDataSource:
             prompt = self.dataset[self.sample_offset - 1]
             if prompt is not None:
                 return prompt
-        raise DataError([f"all {len(self.dataset)} prompts of the data set are longer than --rollout-max-prompt-len"])
+        raise DataError(
+            [
+                f"all {len(self.dataset)} prompts of the data set are longer than "
+                "--rollout-max-prompt-len"
+            ]
+        )
 
     def _order_epoch(self) -> None:
         if self.dataset is not None and self.args.rollout_shuffle:
@@ -179,7 +199,8 @@ class RolloutDataSource:
 
     def load_state_dict(self, state: SourceState) -> None:
         """Continue where the source of ``state`` was."""
-        # The data file may have been edited between the two runs; the position in the epoch is then only about right.
+        # The data file may have been edited between the two runs; the position in the epoch is then
+        # only about right.
         length = state.get("dataset_length", len(self))
         if length != len(self):
             logger.warning(
@@ -196,13 +217,17 @@ class RolloutDataSource:
         self._order_epoch()
 
     def save(self, rollout_id: int) -> None:
-        """Write the state atomically to ``<--save>/rollout/global_dataset_state_dict_<rollout_id>.pt``."""
+        """Write the state atomically to
+        ``<--save>/rollout/global_dataset_state_dict_<rollout_id>.pt``.
+        """
         from slime.data.value_files import write_state
 
         write_state(_state_path(self.args.save, rollout_id), self.state_dict())
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Read what :meth:`save` wrote below ``--load``; without it, or before the first rollout, change nothing."""
+        """Read what :meth:`save` wrote below ``--load``; without it, or before the first rollout,
+        change nothing.
+        """
         if not self.args.load or rollout_id is None or rollout_id < 0:
             return
         path = _state_path(self.args.load, rollout_id)
@@ -215,17 +240,19 @@ class RolloutDataSource:
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """Returns groups from its buffer first, then from the data set.
 
-    :meth:`buffer_filter` decides which groups leave the buffer: override it, or name a function with
-    ``--buffer-filter-path``. By default, the oldest groups leave first. A subclass may also assign a function with the
-    signature of the flag's function, ``fn(args, rollout_id, buffer, num_samples)``, to ``self.buffer_filter``.
+    :meth:`buffer_filter` decides which groups leave the buffer: override it, or name a function
+    with ``--buffer-filter-path``. By default, the oldest groups leave first. A subclass may also
+    assign a function with the signature of the flag's function, ``fn(args, rollout_id, buffer,
+    num_samples)``, to ``self.buffer_filter``.
     """
 
     buffer: list[Group]
     on_dropped: Callable[[list[Group]], None]
     """Called with the groups that the buffer filter drops."""
     under_way: Callable[[], list[Group]]
-    """Returns the groups whose generation continues past the end of a rollout, as the source returned them. A rollout
-    function with such groups sets this. A resumed run gets these groups again, before any others."""
+    """Returns the groups whose generation continues past the end of a rollout, as the source
+    returned them. A rollout function with such groups sets this. A resumed run gets these groups
+    again, before any others."""
 
     def __new__(cls, *args: object, **options: object) -> Self:
         source = super().__new__(cls)
@@ -242,13 +269,15 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Keep groups (aborted, partial or stale ones) for a later :meth:`get_samples`.
 
         Raises:
-            ValueError: A group does not have ``--n-samples-per-prompt`` members; a list of fan-out siblings counts as
-                one member.
+            ValueError: A group does not have ``--n-samples-per-prompt`` members; a list of fan-out
+                siblings counts as one member.
         """
         for group in samples:
             if isinstance(group, Sample) or len(group) != self.args.n_samples_per_prompt:
                 size = "a bare sample" if isinstance(group, Sample) else f"a group of {len(group)}"
-                raise ValueError(f"{size} was returned, but groups have {self.args.n_samples_per_prompt} members")
+                raise ValueError(
+                    f"{size} was returned, but groups have {self.args.n_samples_per_prompt} members"
+                )
         self.buffer.extend(samples)
 
     def get_buffer_length(self) -> int:
@@ -261,7 +290,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def buffer_filter(self, args: Args, buffer: list[Group], num_samples: int) -> list[Group]:
         """Choose at most ``num_samples`` groups of ``buffer``.
 
-        It may remove these and other groups from the buffer. The chosen groups are removed in any case.
+        It may remove these and other groups from the buffer. The chosen groups are removed in any
+        case.
         """
         if args.buffer_filter_path:
             return load_function(args.buffer_filter_path)(args, None, buffer, num_samples)
@@ -270,8 +300,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples <= 0:
             return []
-        # Users' filters may or may not remove the chosen groups from the buffer, so this is made up for here. Samples
-        # are compared by identity, because a filter may return new lists of the same samples.
+        # Users' filters may or may not remove the chosen groups from the buffer, so this is made up
+        # for here. Samples are compared by identity, because a filter may return new lists of the
+        # same samples.
         before = list(self.buffer)
         assigned = vars(self).get("buffer_filter")
         if assigned is None:
@@ -280,10 +311,17 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             chosen = list(assigned(self.args, None, self.buffer, num_samples))
         taken = {id(sample) for sample in flatten(chosen)}
         if len(chosen) > num_samples or len(taken) != len(flatten(chosen)):
-            raise ValueError(f"the buffer filter returned {len(chosen)} of {num_samples} groups, or one group twice")
-        self.buffer[:] = [group for group in self.buffer if not any(id(s) in taken for s in flatten(group))]
+            raise ValueError(
+                f"the buffer filter returned {len(chosen)} of {num_samples} groups, or one group "
+                "twice"
+            )
+        self.buffer[:] = [
+            group for group in self.buffer if not any(id(s) in taken for s in flatten(group))
+        ]
         kept = taken | {id(sample) for sample in flatten(self.buffer)}
-        dropped = [group for group in before if not any(id(sample) in kept for sample in flatten(group))]
+        dropped = [
+            group for group in before if not any(id(sample) in kept for sample in flatten(group))
+        ]
         if dropped:
             logger.info("the buffer filter dropped %d groups", len(dropped))
             self.on_dropped(dropped)
@@ -294,7 +332,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def state_dict(self) -> SourceState:
         buffer = groups_to_dicts(self.open_groups())
-        return {**super().state_dict(), "buffer": buffer, "n_samples_per_prompt": self.args.n_samples_per_prompt}
+        return {
+            **super().state_dict(),
+            "buffer": buffer,
+            "n_samples_per_prompt": self.args.n_samples_per_prompt,
+        }
 
     def load_state_dict(self, state: SourceState) -> None:
         super().load_state_dict(state)
@@ -302,7 +344,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         then = state.get("n_samples_per_prompt")
         now = self.args.n_samples_per_prompt
         if then is not None and then != now and self.buffer:
-            what = "--n-samples-per-prompt: %d -> %d: the %d groups in the buffer begin again from their prompts"
+            what = (
+                "--n-samples-per-prompt: %d -> %d: the %d groups in the buffer begin again from "
+                "their prompts"
+            )
             logger.warning(what, then, now, len(self.buffer))
             self.buffer = [self._begun_again(group) for group in self.buffer]
 
@@ -310,11 +355,14 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         prompt = flatten(group)[0]
         prompt.reset_response()
         prompt.rollout_id = None  # of a fan-out
-        prompt.metadata.pop("start_rollout_id", None)  # the rollout loop sets it with the first tokens
+        # the rollout loop sets it with the first tokens
+        prompt.metadata.pop("start_rollout_id", None)
         return self._copies(prompt, prompt.group_index)
 
 
-def pop_first(args: Args, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+def pop_first(
+    args: Args, rollout_id: int | None, buffer: list[Group], num_samples: int
+) -> list[Group]:
     """The default buffer filter: the oldest groups leave first."""
     chosen = buffer[:num_samples]
     del buffer[:num_samples]
@@ -324,14 +372,23 @@ def pop_first(args: Args, rollout_id: int | None, buffer: list[Group], num_sampl
 def prompt_maker(args: Args) -> PromptMaker:
     """What makes prompts of the rows of ``--prompt-data``, without a tokenizer.
 
-    Messages that stay messages are rendered by slime's rollout functions, but maybe not by the user's own functions.
+    Messages that stay messages are rendered by slime's rollout functions, but maybe not by the
+    user's own functions.
     """
     sft = args.rollout_function_path == SFT_FUNCTION
-    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
+    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(
+        args
+    )
     own_source = args.data_source_path.rpartition(".")[0] not in BUILT_IN_SOURCES
     options = {"trust_remote_code": True} if args.trust_remote_code else {}
     return PromptMaker(
-        RowKeys(args.input_key, args.label_key, args.metadata_key, args.tool_key, args.multimodal_keys or {}),
+        RowKeys(
+            args.input_key,
+            args.label_key,
+            args.metadata_key,
+            args.tool_key,
+            args.multimodal_keys or {},
+        ),
         load_processor=functools.partial(load_processor, args.hf_checkpoint, **options),
         max_length=args.rollout_max_prompt_len,
         apply_chat_template=args.apply_chat_template,
@@ -343,11 +400,12 @@ def prompt_maker(args: Args) -> PromptMaker:
 
 
 def rollouts_of_epochs(prompts: int, epochs: int | None, batch: int) -> int:
-    """Return the number of rollouts of ``batch`` prompts: the fewest that use every prompt ``epochs`` times (default:
+    """Return the number of rollouts of ``batch`` prompts: the fewest that use every prompt
+    ``epochs`` times (default:
     1), at least 1.
 
-    A rollout that the end of an epoch does not fill takes the rest from the next epoch, so that only the last rollout
-    of a run may have prompts of an epoch more.
+    A rollout that the end of an epoch does not fill takes the rest from the next epoch, so that
+    only the last rollout of a run may have prompts of an epoch more.
     """
     return max(-(-prompts * (epochs or 1) // batch), 1)
 
@@ -360,13 +418,19 @@ def load_dataset(args: Args) -> Dataset:
         ValueError: ``--prompt-data`` is missing.
     """
     if not args.prompt_data:
-        raise ValueError("there are no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset")
+        raise ValueError(
+            "there are no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset"
+        )
     make = prompt_maker(args)
     if args.apply_chat_template or args.streaming_data or args.rollout_max_prompt_len is not None:
         options = {"trust_remote_code": True} if args.trust_remote_code else {}
         make.tokenizer = load_tokenizer(args.hf_checkpoint, **options)
     return Dataset.of(
-        args.prompt_data, make, seed=args.rollout_seed, streaming=args.streaming_data, workers=args.num_data_workers
+        args.prompt_data,
+        make,
+        seed=args.rollout_seed,
+        streaming=args.streaming_data,
+        workers=args.num_data_workers,
     )
 
 
@@ -377,7 +441,8 @@ def _state_path(directory: str | None, rollout_id: int) -> Path:
 
 
 def deep_copy(sample: Sample) -> Sample:
-    """A copy that shares nothing mutable with ``sample``, several times faster than :func:`copy.deepcopy`.
+    """A copy that shares nothing mutable with ``sample``, several times faster than
+    :func:`copy.deepcopy`.
 
     Its fields are copied one by one: an object that two fields share becomes two objects.
     """

@@ -1,7 +1,7 @@
 """Staleness: the age of the weights that sampled a token, in steps, when the token is trained.
 
-A weight version is named ``<attempt>.<steps trained>``. So step ``i`` trains the weights of version ``i``, and in that
-step a token of version ``v`` has the staleness ``i - v``.
+A weight version is named ``<attempt>.<steps trained>``. So step ``i`` trains the weights of version
+``i``, and in that step a token of version ``v`` has the staleness ``i - v``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ UNKNOWN = -1
 
 
 def step_of(version: str) -> int | None:
-    """The number of steps that had trained a version's weights; None for other names (of an engine never updated)."""
+    """The number of steps that had trained a version's weights; None for other names (of an engine
+    never updated).
+    """
     _, dot, step = version.partition(".")
     return int(step) if dot and step.isdigit() else None
 
@@ -36,7 +38,9 @@ def token_staleness(sample: Sample, step: int) -> np.ndarray:
 
 
 def sample_staleness(sample: Sample, step: int) -> int | None:
-    """The staleness of the oldest trained token; None if no token is trained, or none has a known version."""
+    """The staleness of the oldest trained token; None if no token is trained, or none has a known
+    version.
+    """
     if sample.remove_sample or sample.reward_timed_out:
         return None
     # Only trained tokens count: those of tools have no version anyway.
@@ -48,7 +52,9 @@ def sample_staleness(sample: Sample, step: int) -> int | None:
 
 
 def staleness_metrics(samples: Iterable[Sample], step: int) -> dict[str, float]:
-    """``rollout/staleness/{mean,max}`` over samples, and the fraction of responses with several weight versions."""
+    """``rollout/staleness/{mean,max}`` over samples, and the fraction of responses with several
+    weight versions.
+    """
     samples = list(samples)
     ages = [age for sample in samples if (age := sample_staleness(sample, step)) is not None]
     if not ages:
@@ -64,7 +70,9 @@ def staleness_metrics(samples: Iterable[Sample], step: int) -> dict[str, float]:
 
 
 def add_staleness(train_data: TrainData, samples: Sequence[Sample], step: int) -> None:
-    """If any token is stale, set ``train_data["staleness"]`` to one array per sample, for the log-prob gap by age."""
+    """If any token is stale, set ``train_data["staleness"]`` to one array per sample, for the
+    log-prob gap by age.
+    """
     if len(train_data["tokens"]) != len(samples):
         return  # A custom converter has merged or split samples.
     ages = [token_staleness(sample, step) for sample in samples]
@@ -73,7 +81,9 @@ def add_staleness(train_data: TrainData, samples: Sequence[Sample], step: int) -
 
 
 def mask_older_versions(sample: Sample) -> None:
-    """Train only the tokens that the newest weights sampled (``--mask-offpolicy-in-partial-rollout``)."""
+    """Train only the tokens that the newest weights sampled
+    (``--mask-offpolicy-in-partial-rollout``).
+    """
     if len({version for version, _, _ in sample.version_spans}) < 2:
         return
     # The last span is of the newest weights, since a response only grows.

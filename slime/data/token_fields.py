@@ -1,9 +1,10 @@
-"""Fields of a :class:`~slime.data.sample.Sample`: how per-token values are stored, and what an engine adds to them.
+"""Fields of a :class:`~slime.data.sample.Sample`: how per-token values are stored, and what an
+engine adds to them.
 
-A field is stored either as the value that was assigned to it (usually a list) or, once it has been packed, as a
-read-only numpy array. Reading the attribute of a packed field converts it to a list and stores that list, so that
-users' code always works on one real, mutable list. The framework itself reads arrays, which create no Python object per
-token.
+A field is stored either as the value that was assigned to it (usually a list) or, once it has been
+packed, as a read-only numpy array. Reading the attribute of a packed field converts it to a list
+and stores that list, so that users' code always works on one real, mutable list. The framework
+itself reads arrays, which create no Python object per token.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Packed:
 class UnsetMask(list[int]):
     """The empty loss mask that a generate function gets and may extend.
 
-    It keeps its type in copies. The type distinguishes a function that does not use masks, so that all tokens are
-    trained, from one that has emptied the mask itself.
+    It keeps its type in copies. The type distinguishes a function that does not use masks, so that
+    all tokens are trained, from one that has emptied the mask itself.
     """
 
 
@@ -84,14 +85,18 @@ class Normalised:
         try:
             return instance.__dict__[self.name]
         except KeyError:
-            raise AttributeError(f"{owner.__name__!r} object has no attribute {self.name!r}") from None
+            raise AttributeError(
+                f"{owner.__name__!r} object has no attribute {self.name!r}"
+            ) from None
 
     def __set__(self, instance: object, value: object) -> None:
         instance.__dict__[self.name] = self.function(value)
 
 
 class TokenField(Normalised):
-    """Descriptor of a per-token field; ``sample.__dict__`` holds a :class:`Packed` array or the assigned value."""
+    """Descriptor of a per-token field; ``sample.__dict__`` holds a :class:`Packed` array or the
+    assigned value.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name, lambda value: value)
@@ -104,7 +109,8 @@ class TokenField(Normalised):
 
 
 def as_array(name: str, values: object) -> np.ndarray:
-    """[n] in the dtype of the field; log-probabilities that float32 cannot represent exactly stay float64.
+    """[n] in the dtype of the field; log-probabilities that float32 cannot represent exactly stay
+    float64.
 
     Raises:
         ValueError, TypeError, OverflowError: ``values`` is not a flat sequence of such numbers.
@@ -128,7 +134,9 @@ def as_array(name: str, values: object) -> np.ndarray:
 
 
 def pack(instance: object) -> None:
-    """Store every per-token field as an array; a field that does not hold numbers is left unchanged."""
+    """Store every per-token field as an array; a field that does not hold numbers is left
+    unchanged.
+    """
     held = instance.__dict__
     for name in TOKEN_FIELDS:
         value = held.get(name)
@@ -138,7 +146,8 @@ def pack(instance: object) -> None:
             array = as_array(name, value)
         except (ValueError, TypeError, OverflowError):
             continue  # The conversion to train data reports it, with the name of the sample.
-        # Packed makes its array read-only, so it must not be one that somebody else holds or a view of one.
+        # Packed makes its array read-only, so it must not be one that somebody else holds or a view
+        # of one.
         held[name] = Packed(array.copy() if array is value or array.base is not None else array)
 
 
@@ -146,7 +155,8 @@ def take_arrays(instance: object) -> None:
     """Store the arrays and tensors that a hook assigned as packed fields.
 
     Raises:
-        ValueError: One does not hold one number per token; the message begins with the name of the field.
+        ValueError: One does not hold one number per token; the message begins with the name of the
+            field.
     """
     held = instance.__dict__
     for name in TOKEN_FIELDS:
@@ -158,7 +168,9 @@ def take_arrays(instance: object) -> None:
 
 
 def extend(instance: object, name: str, values: Sequence[float] | np.ndarray) -> None:
-    """Append to a field. A list is extended in place, so other references to it see the new entries."""
+    """Append to a field. A list is extended in place, so other references to it see the new
+    entries.
+    """
     held = instance.__dict__
     old = held[name]
     # A list may be held by users' code, so it stays the same object.
@@ -176,7 +188,9 @@ def cut(instance: object, name: str, length: int) -> None:
     """Keep the first ``length`` entries of a field that is set."""
     value = instance.__dict__[name]
     if value is not None:
-        instance.__dict__[name] = Packed(value.values[:length].copy()) if isinstance(value, Packed) else value[:length]
+        instance.__dict__[name] = (
+            Packed(value.values[:length].copy()) if isinstance(value, Packed) else value[:length]
+        )
 
 
 # --- what an engine's meta_info adds -------------------------------------------------------
@@ -209,7 +223,11 @@ class SpecInfo(_Counters):
     @property
     def accept_rate(self) -> float:
         """Fraction of draft tokens that were accepted; 0 before the first draft."""
-        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+        return (
+            self.spec_accept_token_num / self.spec_draft_token_num
+            if self.spec_draft_token_num
+            else 0.0
+        )
 
     @property
     def spec_accept_rate(self) -> float:
@@ -236,7 +254,9 @@ class SpecInfo(_Counters):
 
 @dataclass(slots=True)
 class PrefixCacheInfo(_Counters):
-    """How many prompt tokens the engine found in its prefix cache, summed over the engine calls of a sample."""
+    """How many prompt tokens the engine found in its prefix cache, summed over the engine calls of
+    a sample.
+    """
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
@@ -257,7 +277,8 @@ class PrefixCacheInfo(_Counters):
 
 
 def extended_nuclei(sample: Sample, count: int, meta_info: MetaInfo) -> Nuclei | None:
-    """Nucleus ids and offsets of the response, extended by ``count`` tokens; None if no engine has returned any yet.
+    """Nucleus ids and offsets of the response, extended by ``count`` tokens; None if no engine has
+    returned any yet.
 
     Tokens that were not sampled get empty nuclei.
 
@@ -279,23 +300,29 @@ def extended_nuclei(sample: Sample, count: int, meta_info: MetaInfo) -> Nuclei |
     else:
         found = decode_int32(meta_info["top_p_token_offsets"])
         if len(found) != count + 1:
-            raise ValueError(f"sample {sample.index}: {count} tokens but {len(found)} nucleus offsets")
+            raise ValueError(
+                f"sample {sample.index}: {count} tokens but {len(found)} nucleus offsets"
+            )
         added = end + found[1:] - found[0]
         ids = np.concatenate([ids, decode_int32(given)])
     return ids, np.concatenate([offsets, added])
 
 
-def extended_spans(sample: Sample, meta_info: MetaInfo, latest: str, count: int) -> list[tuple[str, int, int]]:
-    """The sample's version spans, extended by those of a response that ends with the last ``count`` tokens.
+def extended_spans(
+    sample: Sample, meta_info: MetaInfo, latest: str, count: int
+) -> list[tuple[str, int, int]]:
+    """The sample's version spans, extended by those of a response that ends with the last ``count``
+    tokens.
 
-    The spans in ``meta_info`` cover the whole response of the engine, of which earlier parts may have been appended
-    before. An engine that reports no spans ends its requests before it takes new weights, so its response is of one
-    version, ``latest``.
+    The spans in ``meta_info`` cover the whole response of the engine, of which earlier parts may
+    have been appended before. An engine that reports no spans ends its requests before it takes new
+    weights, so its response is of one version, ``latest``.
     """
     given = meta_info.get("weight_versions")
     if not given or given[-1]["end"] > sample.response_length:
         given = [{"version": latest, "start": 0, "end": count}]
-    # Earlier parts of the same response are replaced, and a span that continues the one before it is merged with it.
+    # Earlier parts of the same response are replaced, and a span that continues the one before it
+    # is merged with it.
     first = sample.response_length - given[-1]["end"]
     spans = [span for span in sample.version_spans if span[1] < first]
     for part in given:
@@ -310,25 +337,29 @@ def extended_spans(sample: Sample, meta_info: MetaInfo, latest: str, count: int)
 
 
 def merged_experts(sample: Sample, value: str | list[int], layers: int, topk: int) -> np.ndarray:
-    """The routed experts of all tokens that the engine has processed: ``[tokens - 1, layers, topk]``.
+    """The routed experts of all tokens that the engine has processed: ``[tokens - 1, layers,
+    topk]``.
 
-    The last row belongs to the last but one token of ``sample.tokens``, since the last token was sampled, but not
-    processed. So the number of rows determines the token at which they begin (SGLang's ``routed_experts_start_len``, 0
-    by default). If a request continues a response, the engine processes the prefix again, possibly with newer weights.
-    The rows that the sample already has are those with which its tokens were sampled, so these are kept.
+    The last row belongs to the last but one token of ``sample.tokens``, since the last token was
+    sampled, but not processed. So the number of rows determines the token at which they begin
+    (SGLang's ``routed_experts_start_len``, 0 by default). If a request continues a response, the
+    engine processes the prefix again, possibly with newer weights. The rows that the sample already
+    has are those with which its tokens were sampled, so these are kept.
 
     Args:
         value: int32 values in base64, or a list.
         layers, topk: The shape of a row; see :func:`experts_shape`.
 
     Raises:
-        ValueError: The size does not match the model, or there is a gap between the known rows and the new ones.
+        ValueError: The size does not match the model, or there is a gap between the known rows and
+            the new ones.
     """
     # Few experts fit one byte each, which quarters the largest field of a sample.
     flat = decode_int32(value)
     if flat.size % (layers * topk):
         raise ValueError(
-            f"sample {sample.index}: {flat.size} routed experts are not rows of {layers} layers with {topk} experts"
+            f"sample {sample.index}: {flat.size} routed experts are not rows of {layers} layers "
+            f"with {topk} experts"
         )
     new = flat.reshape(-1, layers, topk)
     new = new.astype(np.uint8 if new.max(initial=0) < 256 else np.int16)
@@ -338,12 +369,14 @@ def merged_experts(sample: Sample, value: str | list[int], layers: int, topk: in
     # The first part of a response must begin with the prompt; later parts must join what is known.
     if known is None or not len(known):
         if start:
-            raise ValueError(f"sample {sample.index}: routed experts for {len(new)} of {total} tokens")
+            raise ValueError(
+                f"sample {sample.index}: routed experts for {len(new)} of {total} tokens"
+            )
         return new[:total]
     if start > len(known):
         raise ValueError(
-            f"sample {sample.index}: the routed experts of the response begin at token {start}, but those of earlier "
-            f"tokens are only known up to token {len(known)}"
+            f"sample {sample.index}: the routed experts of the response begin at token {start}, "
+            f"but those of earlier tokens are only known up to token {len(known)}"
         )
     return np.concatenate([known, new[len(known) - start : total - start]])
 
@@ -361,8 +394,9 @@ def experts_shape(args: Args | None) -> tuple[int, int]:
         topk = topk or args.moe_router_topk or 0
     if not layers or not topk:
         raise ValueError(
-            "the shape of routed experts is not known: config.json of --hf-checkpoint has no num_hidden_layers and "
-            "num_experts_per_tok, and --num-layers and --moe-router-topk are not given"
+            "the shape of routed experts is not known: config.json of --hf-checkpoint has no "
+            "num_hidden_layers and num_experts_per_tok, and --num-layers and --moe-router-topk "
+            "are not given"
         )
     return layers, topk
 

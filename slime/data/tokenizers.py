@@ -1,4 +1,6 @@
-"""Tokenizer and processor of a checkpoint, loaded once per process, and what their chat templates make of messages."""
+"""Tokenizer and processor of a checkpoint, loaded once per process, and what their chat templates
+make of messages.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,16 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
 
-# AutoTokenizer imports the modeling code of transformers and torch with it: 2.3 CPU seconds and 280 MB that a process
-# of the rollout needs for nothing else. For these model types and classes in tokenizer_config.json, AutoTokenizer
-# chooses the class that is named there, so that class is used directly. Everything else goes to AutoTokenizer.
+# AutoTokenizer imports the modeling code of transformers and torch with it: 2.3 CPU seconds and 280
+# MB that a process of the rollout needs for nothing else. For these model types and classes in
+# tokenizer_config.json, AutoTokenizer chooses the class that is named there, so that class is used
+# directly. Everything else goes to AutoTokenizer.
 _GENERIC = {
     name: "transformers.tokenization_utils_tokenizers:TokenizersBackend"
     for name in ("TokenizersBackend", "PreTrainedTokenizer")
@@ -36,7 +43,9 @@ DIRECT_CLASSES: dict[str, dict[str, str]] = {
     "qwen3": _GENERIC | _QWEN2,
     "qwen3_moe": _GENERIC | _QWEN2,
 }
-"""Tokenizer class in ``tokenizer_config.json`` (without ``Fast``) -> ``module:class``, per model type."""
+"""Tokenizer class in ``tokenizer_config.json`` (without ``Fast``) -> ``module:class``, per model
+type.
+"""
 
 
 def load_tokenizer(name_or_path: str | Path, **kwargs: object) -> Tokenizer:
@@ -53,7 +62,9 @@ def load_tokenizer(name_or_path: str | Path, **kwargs: object) -> Tokenizer:
 
 
 def preload_tokenizer(name_or_path: str | Path, trust_remote_code: bool) -> None:
-    """Load a tokenizer for later. A failure is left to the first :func:`load_tokenizer`, which may never come."""
+    """Load a tokenizer for later. A failure is left to the first :func:`load_tokenizer`, which may
+    never come.
+    """
     with contextlib.suppress(Exception):
         load_tokenizer(name_or_path, **({"trust_remote_code": True} if trust_remote_code else {}))
 
@@ -80,29 +91,38 @@ class TemplateRefusal(ValueError):
 def render_prompt(
     renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping[str, Any]], **options: object
 ) -> str:
-    """Render messages as a prompt: up to the generation header, or, if the last message is an assistant's, up to the
-    end of its words, which the model continues.
+    """Render messages as a prompt: up to the generation header, or, if the last message is an
+    assistant's, up to the end of its words, which the model continues.
 
     Raises:
-        ValueError: The last message is an assistant's and has no words or calls tools, or the template changes it.
+        ValueError: The last message is an assistant's and has no words or calls tools, or the
+            template changes it.
     """
     last = messages[-1]
     if last["role"] != "assistant":
         return render_chat(renderer, messages, add_generation_prompt=True, **options)
     if last.get("tool_calls") or not (joined_text(last.get("content")) or "").strip():
-        raise ValueError("the prompt ends with an assistant's message that has no words which the model could continue")
+        raise ValueError(
+            "the prompt ends with an assistant's message that has no words which the model could "
+            "continue"
+        )
     try:
         return render_chat(renderer, messages, continue_final_message=True, **options)
     except TemplateRefusal as error:
         raise TemplateRefusal(
-            f"the prompt ends with an assistant's message, which the model would continue, but {error}"
+            "the prompt ends with an assistant's message, which the model would continue, but "
+            f"{error}"
         ) from error
 
 
 def check_shown(
-    renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping[str, Any]], text: str, **options: object
+    renderer: Tokenizer | ProcessorMixin,
+    messages: Sequence[Mapping[str, Any]],
+    text: str,
+    **options: object,
 ) -> None:
-    """Check that the chat template writes each message that is not an assistant's, and an assistant's tool calls.
+    """Check that the chat template writes each message that is not an assistant's, and an
+    assistant's tool calls.
 
     Args:
         text: The rendered messages.
@@ -110,39 +130,53 @@ def check_shown(
     Raises:
         TemplateRefusal: It leaves one out, or only writes the name of a role that it does not know.
     """
-    # Templates drop what they do not know without an error, so the rendered text is searched for each message.
+    # Templates drop what they do not know without an error, so the rendered text is searched for
+    # each message.
     template = str(getattr(renderer, "chat_template", None))
     for i, message in enumerate(messages):
         role = message["role"]
         content = joined_text(message.get("content"))
         if role not in _ROLES and role not in template:
             raise TemplateRefusal(
-                f"message {i} has the role {role!r}, which the chat template does not know; roles are "
-                f"{', '.join(_ROLES[:4])}"
+                f"message {i} has the role {role!r}, which the chat template does not know; roles "
+                f"are {', '.join(_ROLES[:4])}"
             )
         calls = message.get("tool_calls") or ()
-        names = [call.get("name", call.get("function", {}).get("name")) for call in calls if isinstance(call, Mapping)]
+        names = [
+            call.get("name", call.get("function", {}).get("name"))
+            for call in calls
+            if isinstance(call, Mapping)
+        ]
         if any(isinstance(name, str) and name not in text for name in names):
             raise TemplateRefusal(f"the chat template leaves out the tool calls of message {i}")
         if role == "assistant" or not content or content.strip() in text:
             continue
-        # The template may write a text in another way (trimmed, as JSON), so see whether it makes a difference.
-        texts = [[*messages[:i], {**message, "content": word}, *messages[i + 1 :]] for word in ("one", "two")]
+        # The template may write a text in another way (trimmed, as JSON), so see whether it makes a
+        # difference.
+        texts = [
+            [*messages[:i], {**message, "content": word}, *messages[i + 1 :]]
+            for word in ("one", "two")
+        ]
         one, two = (render_chat(renderer, probe, **options) for probe in texts)
         if one == two:
             raise TemplateRefusal(f"the chat template leaves out message {i} (role {role!r})")
 
 
-def render_chat(renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping[str, Any]], **options: object) -> str:
+def render_chat(
+    renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping[str, Any]], **options: object
+) -> str:
     """Render messages as text with the chat template of a tokenizer or processor.
 
-    Data sets write messages in ways that not every template takes; they are rendered in the way of the template:
+    Data sets write messages in ways that not every template takes; they are rendered in the way of
+    the template:
 
-    * Most templates write the arguments of tool calls as JSON or go through their names, so they need objects. In many
-      data sets arguments are JSON text, as in OpenAI's API, which such templates quote once more or refuse. Templates
-      that add arguments to a text need text.
-    * A content of text parts is joined to a text, unless the template takes only parts; then texts become parts.
-    * A message with tool calls may have no content. Where a template refuses that or writes "None", it is empty.
+    * Most templates write the arguments of tool calls as JSON or go through their names, so they
+      need objects. In many data sets arguments are JSON text, as in OpenAI's API, which such
+      templates quote once more or refuse. Templates that add arguments to a text need text.
+    * A content of text parts is joined to a text, unless the template takes only parts; then texts
+      become parts.
+    * A message with tool calls may have no content. Where a template refuses that or writes "None",
+      it is empty.
 
     Args:
         options: Arguments of ``apply_chat_template``.
@@ -167,7 +201,9 @@ def render_chat(renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping
 
 
 def _rendered(
-    renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping[str, Any]], options: Mapping[str, object]
+    renderer: Tokenizer | ProcessorMixin,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, object],
 ) -> str:
     apply: Callable[..., object] = renderer.apply_chat_template
     try:
@@ -179,21 +215,30 @@ def _rendered(
             return str(apply(_with_arguments(messages, _as_text), tokenize=False, **options))
     except Exception as error:  # A template is a program of the checkpoint and can fail in any way.
         reason = (str(error).splitlines() or [""])[0][:200]
-        raise TemplateRefusal(f"the chat template refuses these messages: {reason or type(error).__name__}") from error
+        raise TemplateRefusal(
+            f"the chat template refuses these messages: {reason or type(error).__name__}"
+        ) from error
 
 
 def joined_text(content: object) -> str | None:
-    """The text of a content: itself, or its parts joined if all of them are texts. Otherwise None."""
+    """The text of a content: itself, or its parts joined if all of them are texts. Otherwise
+    None.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         return None
-    parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in content]
+    parts = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        for part in content
+    ]
     texts = [part for part in parts if isinstance(part, str)]
     return "".join(texts) if len(texts) == len(parts) else None
 
 
-def _with_content(messages: Sequence[Mapping[str, Any]], takes_text: bool) -> list[Mapping[str, Any]]:
+def _with_content(
+    messages: Sequence[Mapping[str, Any]], takes_text: bool
+) -> list[Mapping[str, Any]]:
     """Copy messages; a content of texts gets the form that the template takes."""
     made = list[Mapping[str, Any]]()
     for message in messages:
@@ -208,7 +253,9 @@ def _with_content(messages: Sequence[Mapping[str, Any]], takes_text: bool) -> li
 
 
 def _takes_text(renderer: Tokenizer | ProcessorMixin) -> bool:
-    """Whether the template writes a content that is a text. Those of some models with images take only parts."""
+    """Whether the template writes a content that is a text. Those of some models with images take
+    only parts.
+    """
 
     def shows(content: object) -> bool:
         with contextlib.suppress(TemplateRefusal):
@@ -222,7 +269,9 @@ def _takes_text(renderer: Tokenizer | ProcessorMixin) -> bool:
     return _template_takes_text[template]
 
 
-def _with_arguments(messages: Sequence[Mapping[str, Any]], convert: Callable[[object], object]) -> list[dict[str, Any]]:
+def _with_arguments(
+    messages: Sequence[Mapping[str, Any]], convert: Callable[[object], object]
+) -> list[dict[str, Any]]:
     """Copy messages; the arguments of their tool calls are converted."""
 
     def converted(call: object) -> object:
@@ -251,10 +300,14 @@ def _as_text(arguments: object) -> object:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def end_ids(tokenizer: Tokenizer, checkpoint: str | None, named: Sequence[int] | None = None) -> frozenset[int]:
-    """Return the tokens that end what a model says: those of its checkpoint and its tokenizer, and special ones of
-    ``named`` (``--rollout-stop-token-ids``)."""
-    special = {token for token in named or () if not tokenizer.decode([token], skip_special_tokens=True)}
+def end_ids(
+    tokenizer: Tokenizer, checkpoint: str | None, named: Sequence[int] | None = None
+) -> frozenset[int]:
+    """Return the tokens that end what a model says: those of its checkpoint and its tokenizer, and
+    special ones of ``named`` (``--rollout-stop-token-ids``)."""
+    special = {
+        token for token in named or () if not tokenizer.decode([token], skip_special_tokens=True)
+    }
     return end_token_ids(checkpoint or "", tokenizer.eos_token_id) | special
 
 
@@ -262,8 +315,14 @@ def end_ids(tokenizer: Tokenizer, checkpoint: str | None, named: Sequence[int] |
 def load_cached(name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ...]) -> Tokenizer:
     """Load the tokenizer of a folder or a name, once per process for the same options."""
     if is_folder and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
-        raise FileNotFoundError(f"{name} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
-    direct = _direct_class(Path(name)) if is_folder and dict(kwargs).keys() <= {"trust_remote_code"} else None
+        raise FileNotFoundError(
+            f"{name} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})"
+        )
+    direct = (
+        _direct_class(Path(name))
+        if is_folder and dict(kwargs).keys() <= {"trust_remote_code"}
+        else None
+    )
     if direct is not None:
         tokenizer: Any = direct.from_pretrained(name)
         return tokenizer
@@ -274,12 +333,18 @@ def load_cached(name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ..
 
 
 def _direct_class(folder: Path) -> Any | None:
-    """The class that ``AutoTokenizer`` would choose for a folder, or None if only ``AutoTokenizer`` knows it."""
+    """The class that ``AutoTokenizer`` would choose for a folder, or None if only ``AutoTokenizer``
+    knows it.
+    """
     try:
         # The same two files from which AutoTokenizer decides.
         model = json.loads((folder / "config.json").read_bytes())
         tokenizer = json.loads((folder / "tokenizer_config.json").read_bytes())
-        if not (folder / "tokenizer.json").is_file() or "auto_map" in tokenizer or "auto_map" in model:
+        if (
+            not (folder / "tokenizer.json").is_file()
+            or "auto_map" in tokenizer
+            or "auto_map" in model
+        ):
             return None  # auto_map names code in the folder, which --trust-remote-code allows
         known = DIRECT_CLASSES.get(model["model_type"], {})
         path = known.get(tokenizer["tokenizer_class"].removesuffix("Fast"))
@@ -290,24 +355,32 @@ def _direct_class(folder: Path) -> Any | None:
 
 
 @functools.cache
-def _load_processor(name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ...]) -> Any | None:
+def _load_processor(
+    name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ...]
+) -> Any | None:
     if is_folder and not any((Path(name) / file).is_file() for file in _PROCESSOR_FILES):
         return None
     from transformers import AutoProcessor, ProcessorMixin
 
     processor = AutoProcessor.from_pretrained(name, **dict(kwargs))
-    return processor if isinstance(processor, ProcessorMixin) else None  # For a text model, it is the tokenizer.
+    # For a text model, it is the tokenizer.
+    return processor if isinstance(processor, ProcessorMixin) else None
 
 
 def _resolve(name_or_path: str | Path) -> tuple[str, bool]:
     """(folder or hub id, whether it is a folder)"""
     if name_or_path is None or str(name_or_path) == "":
-        raise FileNotFoundError("no checkpoint is given to load a tokenizer from: set --hf-checkpoint")
+        raise FileNotFoundError(
+            "no checkpoint is given to load a tokenizer from: set --hf-checkpoint"
+        )
     # A folder first: a hub id may also be the name of a folder here.
     name = str(name_or_path)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder), True
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # A hub id is "name" or "owner/name".
-        raise FileNotFoundError(f"checkpoint folder {name} does not exist (looked for {folder.absolute()})")
+    # A hub id is "name" or "owner/name".
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(
+            f"checkpoint folder {name} does not exist (looked for {folder.absolute()})"
+        )
     return name, False

@@ -1,4 +1,6 @@
-"""Checks of the data before any process starts. A tokenizer is loaded where rows are rendered with its template."""
+"""Checks of the data before any process starts. A tokenizer is loaded where rows are rendered with
+its template.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from slime.config.flag import shown
 from slime.config.hf_config import read_chat_template
 from slime.config.hooks import hook_problem
 from slime.config.named_data import data_name
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, OWN_FUNCTIONS, SFT_FUNCTION, is_fully_async
+from slime.config.rollout import (
+    DEFAULT_ROLLOUT_FUNCTION,
+    OWN_FUNCTIONS,
+    SFT_FUNCTION,
+    is_fully_async,
+)
 from slime.data.dataset import PromptMaker
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
 from slime.data.media import absent_file, collect_media
@@ -32,10 +39,12 @@ STREAMING_ROWS = 10_000  # rows that are checked at the start with --streaming-d
 
 
 def check_data(args: Args, check_label: LabelCheck) -> list[str]:
-    """Read all prompts (with ``--streaming-data`` only the first ones) and evaluation sets, and check rows and labels.
+    """Read all prompts (with ``--streaming-data`` only the first ones) and evaluation sets, and
+    check rows and labels.
 
     Args:
-        check_label: ``(rm_type, label, metadata) -> problem or None``, like :func:`slime.rollout.rm_hub.check_label`.
+        check_label: ``(rm_type, label, metadata) -> problem or None``, like
+            :func:`slime.rollout.rm_hub.check_label`.
 
     Returns:
         One line for each problem, with file and line number; at most about twenty per file.
@@ -52,19 +61,30 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     tokenizer = functools.cache(lambda: _tokenizer(args.hf_checkpoint, trust))
     found: list[str] = []
     run = EvalDatasetConfig.from_args(args)
-    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
+    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(
+        args
+    )
     # First the prompts of the training, then each evaluation set with settings of its own.
     if _reads_prompts(args):
-        if args.prompt_data and data_name(args.prompt_data) is None:  # else the name could not be loaded and is told
+        # else the name could not be loaded and is told
+        if args.prompt_data and data_name(args.prompt_data) is None:
             make = prompt_maker(args)
             limit = STREAMING_ROWS if args.streaming_data else None
             rm_type = _reward_type(run, args.loss_type, own_rollout)
             sft = make.mask_type is not None
-            found += _check_file(args.prompt_data, make, tokenizer, args.notices, rm_type, check_row, True, limit)
+            found += _check_file(
+                args.prompt_data, make, tokenizer, args.notices, rm_type, check_row, True, limit
+            )
             if sft and args.apply_chat_template:
-                found.append(f"--apply-chat-template makes texts of messages, which {SFT_FUNCTION} needs: leave it out")
+                found.append(
+                    f"--apply-chat-template makes texts of messages, which {SFT_FUNCTION} needs: "
+                    "leave it out"
+                )
         elif not args.prompt_data:
-            found.append("no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset with your functions")
+            found.append(
+                "no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset with "
+                "your functions"
+            )
     try:
         datasets = resolve_eval_datasets(args)
     except (ValueError, TypeError, FileNotFoundError) as error:
@@ -77,7 +97,9 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
         make.load_processor = functools.partial(load_processor, args.hf_checkpoint, **trust)
         own_evaluation = args.eval_function_path not in OWN_FUNCTIONS
         make.rendered_later = not (own_evaluation or config.custom_generate_function_path)
-        problems = _check_file(config.path, make, tokenizer, args.notices, rm_type, check_row, more=more)
+        problems = _check_file(
+            config.path, make, tokenizer, args.notices, rm_type, check_row, more=more
+        )
         found += [f"evaluation set {config.name}: {problem}" for problem in problems]
     return found
 
@@ -88,13 +110,16 @@ def _tokenizer(checkpoint: str | None, options: Mapping[str, bool]) -> Tokenizer
         return None
     if not Path(checkpoint).expanduser().is_dir():
         options = {**options, "local_files_only": True}
-    with contextlib.suppress(Exception):  # The rollout manager fails on it in the same way, and says so.
+    # The rollout manager fails on it in the same way, and says so.
+    with contextlib.suppress(Exception):
         return load_tokenizer(checkpoint, **options)
     return None
 
 
 def _unusable(config: EvalDatasetConfig, run: EvalDatasetConfig, rm_url: str | None) -> list[str]:
-    """The problems of the reward type and the functions of an evaluation set, if they are not those of the run."""
+    """The problems of the reward type and the functions of an evaluation set, if they are not those
+    of the run.
+    """
     # What the set has in common with the run is checked with the run.
     label = f"evaluation set {config.name}:"
     problems = []
@@ -103,22 +128,33 @@ def _unusable(config: EvalDatasetConfig, run: EvalDatasetConfig, rm_url: str | N
         problems += [f"{label} rm_type {config.rm_type}: {problem}"] if problem else []
     for name in ("custom_rm_path", "custom_generate_function_path"):
         path = getattr(config, name)
-        if path and path != getattr(run, name) and (problem := hook_problem(f"{label} {name}", name, path)):
+        if (
+            path
+            and path != getattr(run, name)
+            and (problem := hook_problem(f"{label} {name}", name, path))
+        ):
             problems.append(problem)
     return problems
 
 
 def _reads_prompts(args: Args) -> bool:
-    """Whether the data source is a built-in one that will read ``--prompt-data``, or the user named a file anyway."""
+    """Whether the data source is a built-in one that will read ``--prompt-data``, or the user named
+    a file anyway.
+    """
     if args.load_debug_rollout_data:
         return False
-    built_in = args.data_source_path.rpartition(".")[0] in BUILT_IN_SOURCES and args.rollout_global_dataset
-    needs_file = built_in and not args.debug_train_only  # Rollouts without engines, such as SFT, may need no file.
+    built_in = (
+        args.data_source_path.rpartition(".")[0] in BUILT_IN_SOURCES and args.rollout_global_dataset
+    )
+    # Rollouts without engines, such as SFT, may need no file.
+    needs_file = built_in and not args.debug_train_only
     return needs_file or bool(args.prompt_data)
 
 
 def _reward_type(settings: EvalDatasetConfig, loss_type: str, own_rollout: bool) -> str | None:
-    """The reward type for which labels are checked; "" if one is needed but not configured; None if none is needed."""
+    """The reward type for which labels are checked; "" if one is needed but not configured; None if
+    none is needed.
+    """
     if loss_type == "sft_loss" or settings.custom_rm_path:
         return None
     if settings.rm_type:
@@ -142,9 +178,11 @@ def _check_file(
 
     Args:
         make: Parses the rows and tries what the run will do with them.
-        tokenizer: Returns the tokenizer of the run, or None without one; only called if rows are rendered.
+        tokenizer: Returns the tokenizer of the run, or None without one; only called if rows are
+            rendered.
         notices: Gets a line if the rows are read in a way that is not plain.
-        strict: Whether a column that was named but that no row has is always a problem, even if it is optional.
+        strict: Whether a column that was named but that no row has is always a problem, even if it
+            is optional.
         limit: Maximum number of rows to check.
         more: Entries that every row's metadata get (``metadata_overrides``).
     """
@@ -167,10 +205,13 @@ def _check_file(
                 first = first or row
                 labelled = labelled or row.label is not None
                 problem = check_label(rm_type or "math", row.label, row.metadata)
-                # Without any label, the rows' problems are reported as one. But if the problem would be the same with a
-                # label, the cause is in the row's metadata, so it is reported for the row.
+                # Without any label, the rows' problems are reported as one. But if the problem
+                # would be the same with a label, the cause is in the row's metadata, so it is
+                # reported for the row.
                 if problem:
-                    labelled = labelled or check_label(rm_type or "math", "0", row.metadata) == problem
+                    labelled = (
+                        labelled or check_label(rm_type or "math", "0", row.metadata) == problem
+                    )
                     labels.add(f"{row.where}: {problem}")
     except DataError as error:
         return error.problems
@@ -191,7 +232,9 @@ def _check_file(
 
 def _row_problems(make: PromptMaker, row: PromptRow) -> list[str]:
     """Why a row cannot be used, apart from its label."""
-    media = collect_media(row.prompt) if make.rendered_later and isinstance(row.prompt, list) else None
+    media = (
+        collect_media(row.prompt) if make.rendered_later and isinstance(row.prompt, list) else None
+    )
     absent = [path for image in (media or {}).get("images", []) if (path := absent_file(image))]
     if absent:
         return [f"there is no image {shown(path)}" for path in absent]

@@ -2,10 +2,11 @@
 
 They are written under a temporary name, synced to the disk, then renamed.
 
-A pickle can call any function, so a file from an unknown source must not be unpickled. ``torch.load`` with
-``weights_only=True`` refuses all but a few names; this module also allows numpy's arrays and scalars and some plain
-types of the standard library. A program whose files hold objects of its own classes allows these with
-``torch.serialization.add_safe_globals([TheClass])``, for example in the file of its data source.
+A pickle can call any function, so a file from an unknown source must not be unpickled.
+``torch.load`` with ``weights_only=True`` refuses all but a few names; this module also allows
+numpy's arrays and scalars and some plain types of the standard library. A program whose files hold
+objects of its own classes allows these with ``torch.serialization.add_safe_globals([TheClass])``,
+for example in the file of its data source.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ ALLOWED = frozenset({
     "builtins.bytes",  # used for empty bytes
     "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone",
     "decimal.Decimal", "fractions.Fraction", "uuid.UUID", "pathlib.PosixPath", "pathlib.PurePosixPath",
-    *(f"{kind.__module__}.{kind.__name__}" for kind in (PosixPath, PurePosixPath)),  # Python 3.13: pathlib._local
+    # Python 3.13: pathlib._local
+    *(f"{kind.__module__}.{kind.__name__}" for kind in (PosixPath, PurePosixPath)),
     "PIL.Image.Image",
 })  # fmt: skip
 """Names of classes and functions that only create values. Each is imported when a file uses it."""
@@ -35,32 +37,40 @@ ALLOWED = frozenset({
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _SCALARS: dict[type, Any] = {str: str.__str__, int: int.__index__, float: float.__float__}
-"""For each base class, the function that converts an instance of a subclass to exactly this class."""
+"""For each base class, the function that converts an instance of a subclass to exactly this
+class.
+"""
 
 
 class UnsafeFileError(ValueError):
-    """A file holds other things than plain values; the message names them and says how to allow them."""
+    """A file holds other things than plain values; the message names them and says how to allow
+    them.
+    """
 
 
 def load_plain(path: Path) -> Any:
-    """Load what ``torch.save`` wrote to ``path``: numbers, strings, containers, tensors and numpy arrays, on the CPU.
+    """Load what ``torch.save`` wrote to ``path``: numbers, strings, containers, tensors and numpy
+    arrays, on the CPU.
 
     Raises:
-        UnsafeFileError: The file uses another class or function, or has another format. No code of it was run.
+        UnsafeFileError: The file uses another class or function, or has another format. No code of
+            it was run.
     """
     import torch
     from numpy import dtypes
 
     try:
         asked = set(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-    except Exception:  # Older format, or damaged bytes, of which torch raises anything: torch.load below reports it.
+    # Older format, or damaged bytes, of which torch raises anything: torch.load below reports it.
+    except Exception:
         asked = set()
     # Refused here, with names and advice, before torch refuses the first one with words of its own.
     foreign = sorted(asked - ALLOWED)
     if foreign:
         raise UnsafeFileError(
-            f"{path} holds objects of {', '.join(foreign)}. Reading them could run code, so it was refused. If the "
-            "file is your own, keep plain values instead (metadata of samples, state of a data source), or call "
+            f"{path} holds objects of {', '.join(foreign)}. Reading them could run code, so it "
+            "was refused. If the file is your own, keep plain values instead (metadata of "
+            "samples, state of a data source), or call "
             "torch.serialization.add_safe_globals([...]) with these classes in your own module"
         )
     numpy_types = [value for name, value in vars(dtypes).items() if name.endswith("DType")]
@@ -69,16 +79,19 @@ def load_plain(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception as error:  # pickle.UnpicklingError, RuntimeError, and for damaged bytes almost any other
-            raise UnsafeFileError(f"{path} cannot be read as plain values: {_reason(error)}") from error
+        # pickle.UnpicklingError, RuntimeError, and for damaged bytes almost any other
+        except Exception as error:
+            raise UnsafeFileError(
+                f"{path} cannot be read as plain values: {_reason(error)}"
+            ) from error
 
 
 def plain(value: object) -> Any:
     """Convert a value to the plain types that :func:`load_plain` can read.
 
-    Instances of subclasses of dict (``defaultdict``), list, tuple (named tuples), str, int and float (enumerations)
-    become instances of these classes, and ``deque`` becomes a list. If a list begins with a number or a string, its
-    entries are not converted.
+    Instances of subclasses of dict (``defaultdict``), list, tuple (named tuples), str, int and
+    float (enumerations) become instances of these classes, and ``deque`` becomes a list. If a list
+    begins with a number or a string, its entries are not converted.
     """
     kind = type(value)
     if kind in _PLAIN or kind.__module__ == "numpy":
@@ -103,7 +116,9 @@ def _reason(error: Exception) -> str:
 
 
 def _find(name: str) -> Any:
-    """The allowed class or function of this name, together with the name, as ``safe_globals`` needs it."""
+    """The allowed class or function of this name, together with the name, as ``safe_globals`` needs
+    it.
+    """
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute), name
 
@@ -124,8 +139,8 @@ class Output(Protocol):
 def save_value(value: object, file: IO[bytes] | Output) -> None:
     """Write a value to an open file with ``torch.save``. A full disk raises its :class:`OSError`.
 
-    torch itself raises a RuntimeError that does not name the cause: the error of the file is only its context, and
-    there is none if torch has opened the file.
+    torch itself raises a RuntimeError that does not name the cause: the error of the file is only
+    its context, and there is none if torch has opened the file.
     """
     import torch
 
@@ -147,7 +162,9 @@ def sync_path(path: Path) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a temporary file, then rename it to ``path``. A reader sees either the old or the new file."""
+    """Let ``write`` fill a temporary file, then rename it to ``path``. A reader sees either the old
+    or the new file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, since a rename is atomic within one file system only.
     aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -175,6 +192,12 @@ def read_state(path: Path) -> Any:
         UnsafeFileError: The file contains something else than plain values.
     """
     if not path.is_file():
-        present = ", ".join(sorted(p.name for p in path.parent.iterdir())) if path.parent.is_dir() else "no such folder"
-        raise FileNotFoundError(f"state file {path} is missing (the folder contains: {present or 'nothing'})")
+        present = (
+            ", ".join(sorted(p.name for p in path.parent.iterdir()))
+            if path.parent.is_dir()
+            else "no such folder"
+        )
+        raise FileNotFoundError(
+            f"state file {path} is missing (the folder contains: {present or 'nothing'})"
+        )
     return load_plain(path)

@@ -1,4 +1,6 @@
-"""Event loops that run on background threads, for the asynchronous parts of a synchronous program."""
+"""Event loops that run on background threads, for the asynchronous parts of a synchronous
+program.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def background_loop(name: str = "slime-loop") -> asyncio.AbstractEventLoop:
 
     :func:`run` uses the loop with the default name.
     """
-    key = name, os.getpid()  # a forked child inherits the loop object but not its thread, so it needs its own loop
+    # a forked child inherits the loop object but not its thread, so it needs its own loop
+    key = name, os.getpid()
     with _lock:
         if key not in _loops:
             _loops[key] = asyncio.new_event_loop()
@@ -30,17 +33,22 @@ def background_loop(name: str = "slime-loop") -> asyncio.AbstractEventLoop:
 
 
 def run(coroutine: Coroutine[object, None, T]) -> T:
-    """Run a coroutine on the background loop and return its result. An exception of the coroutine propagates.
+    """Run a coroutine on the background loop and return its result. An exception of the coroutine
+    propagates.
 
     If the waiting thread is interrupted (Ctrl-C), the coroutine is cancelled.
 
     Raises:
-        RuntimeError: It was called on the background loop itself, where it would wait for itself forever.
+        RuntimeError: It was called on the background loop itself, where it would wait for itself
+            forever.
     """
     loop = background_loop()
     if _running_loop() is loop:
         coroutine.close()
-        raise RuntimeError("async_utils.run() was called from a coroutine of the same event loop: use await instead")
+        raise RuntimeError(
+            "async_utils.run() was called from a coroutine of the same event loop: use await "
+            "instead"
+        )
     thread = threading.get_ident()
 
     async def known() -> T:
@@ -61,7 +69,8 @@ def run(coroutine: Coroutine[object, None, T]) -> T:
 
 
 def cancel_waits(threads: Collection[int]) -> None:
-    """Cancel what these threads wait for in :func:`run`, which then raises ``CancelledError`` there.
+    """Cancel what these threads wait for in :func:`run`, which then raises ``CancelledError``
+    there.
 
     It raises when the coroutine has ended, with all that it does in its ``finally`` blocks.
     """

@@ -1,13 +1,15 @@
-"""``python -m slime.engines.guard --parent PID -- command …``: run a program that must not outlive PID.
+"""``python -m slime.engines.guard --parent PID -- command …``: run a program that must not outlive
+PID.
 
-The guard is for programs that cannot watch their parent themselves, such as sglang-router, which never releases
-Python's global interpreter lock. The guard terminates the program when process PID is gone or when the guard receives
-SIGTERM, and exits when the program does. If the guard itself is killed, the kernel kills the program. (Linux sends the
-parent-death signal when the thread that started the child ends. The guard has only one thread, so that is when the
-guard ends.)
+The guard is for programs that cannot watch their parent themselves, such as sglang-router, which
+never releases Python's global interpreter lock. The guard terminates the program when process PID
+is gone or when the guard receives SIGTERM, and exits when the program does. If the guard itself is
+killed, the kernel kills the program. (Linux sends the parent-death signal when the thread that
+started the child ends. The guard has only one thread, so that is when the guard ends.)
 
-With ``--reap``, nothing that the program started outlives it, even in another session or process group: the guard
-becomes the parent of orphaned descendants (Linux's child subreaper) and kills them by their ids.
+With ``--reap``, nothing that the program started outlives it, even in another session or process
+group: the guard becomes the parent of orphaned descendants (Linux's child subreaper) and kills them
+by their ids.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, frame: asked_to_stop.append(got))
     while child.poll() is None:
-        # A process whose parent has died gets another parent, so a changed parent id means that PID is gone.
+        # A process whose parent has died gets another parent, so a changed parent id means that PID
+        # is gone.
         if asked_to_stop or os.getppid() != options.parent:
             if options.reap:
                 kill_descendants()
@@ -55,12 +58,16 @@ def main() -> int:
 
 def _die_with_guard() -> None:
     kill_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the guard, which then terminates the program
+    # Ctrl-C also reaches the guard, which then terminates the program
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def kill_descendants() -> None:
-    """Kill all descendants of this process, including those that start meanwhile, until none is alive."""
-    # One pass is not enough: a descendant may start another process after the list was read and before it is killed.
+    """Kill all descendants of this process, including those that start meanwhile, until none is
+    alive.
+    """
+    # One pass is not enough: a descendant may start another process after the list was read and
+    # before it is killed.
     deadline = time.monotonic() + GRACE_SECONDS
     while (living := _living(_descendants(os.getpid()))) and time.monotonic() < deadline:
         for pid in living:
@@ -86,7 +93,8 @@ def _living(pids: list[int]) -> list[int]:
     living = []
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):
-            # The state follows the program's name, which stands in parentheses and may itself contain parentheses.
+            # The state follows the program's name, which stands in parentheses and may itself
+            # contain parentheses.
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 living.append(pid)
     return living

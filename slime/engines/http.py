@@ -33,14 +33,17 @@ CONNECT_SECONDS = 30.0
 ASKS_FOR_RETRY = (408, 429)  # the statuses of a router whose queue is full
 LONGEST_RETRY_AFTER_SECONDS = 60.0
 RETRIES = 60  # about five minutes
-PATIENT_RETRIES = 360  # with --use-fault-tolerance, about as long as the restart of an engine may take
+# with --use-fault-tolerance, about as long as the restart of an engine may take
+PATIENT_RETRIES = 360
 BAD_ANSWERS = 5  # that a request may get; another engine may answer the next attempt
 _request_seconds = float(EngineConfig.sglang_router_request_timeout_secs)
 _retries = RETRIES
 _on_fault: Callable[[], None] | None = None
 _retried = 0  # retries since the last take_retries()
 _jitter = random.Random()  # not the global generator, which users may seed
-_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
+_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class HttpError(RuntimeError):
@@ -48,13 +51,18 @@ class HttpError(RuntimeError):
 
     Attributes:
         status: The HTTP status; None if there was no response.
-        retry_after: Seconds after which the server asks for a retry, from its ``Retry-After`` header.
-        disconnected: Whether the server closed the connection before the first byte of a response, as it does with an
-            idle connection of the pool.
+        retry_after: Seconds after which the server asks for a retry, from its ``Retry-After``
+            header.
+        disconnected: Whether the server closed the connection before the first byte of a response,
+            as it does with an idle connection of the pool.
     """
 
     def __init__(
-        self, message: str, status: int | None = None, retry_after: float | None = None, disconnected: bool = False
+        self,
+        message: str,
+        status: int | None = None,
+        retry_after: float | None = None,
+        disconnected: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -63,7 +71,9 @@ class HttpError(RuntimeError):
 
     @property
     def retryable(self) -> bool:
-        """Whether a retry may help: after connection loss, 5xx, 408 and 429. Any other 4xx is the caller's mistake."""
+        """Whether a retry may help: after connection loss, 5xx, 408 and 429. Any other 4xx is the
+        caller's mistake.
+        """
         return self.status is None or self.status >= 500 or self.status in ASKS_FOR_RETRY
 
     @property
@@ -73,14 +83,16 @@ class HttpError(RuntimeError):
 
 
 class BadAnswer(HttpError):
-    """A server answered with status 200, but with something that cannot be an answer. The message says what is wrong.
+    """A server answered with status 200, but with something that cannot be an answer. The message
+    says what is wrong.
 
     The request has failed and is retried, but only until it has had :data:`BAD_ANSWERS`.
     """
 
 
 def watch_faults(callback: Callable[[], None]) -> None:
-    """Call ``callback`` for each connection loss or 5xx status of a request of this process that uses retries.
+    """Call ``callback`` for each connection loss or 5xx status of a request of this process that
+    uses retries.
 
     The callback runs on the event loop of the request, so it must not block.
     """
@@ -89,7 +101,9 @@ def watch_faults(callback: Callable[[], None]) -> None:
 
 
 def init_http_client(args: Args) -> None:
-    """Set the deadline and the number of retries of requests. A run calls this once, before its first request."""
+    """Set the deadline and the number of retries of requests. A run calls this once, before its
+    first request.
+    """
     global _request_seconds, _retries, _retried
     _retried = 0  # those of an earlier run in this process are not this run's
     _retries = PATIENT_RETRIES if args.use_fault_tolerance else RETRIES
@@ -97,12 +111,16 @@ def init_http_client(args: Args) -> None:
 
 
 def request_seconds() -> float:
-    """Return the time limit of a request of this process (``--sglang-router-request-timeout-secs``)."""
+    """Return the time limit of a request of this process
+    (``--sglang-router-request-timeout-secs``).
+    """
     return _request_seconds
 
 
 def session() -> aiohttp.ClientSession:
-    """Return the pool of the running event loop. It has no limit on connections: callers limit their concurrency."""
+    """Return the pool of the running event loop. It has no limit on connections: callers limit
+    their concurrency.
+    """
     import aiohttp
 
     from slime.engines.sources import SpreadConnector
@@ -111,16 +129,22 @@ def session() -> aiohttp.ClientSession:
     pool = _sessions.get(loop)
     if pool is None or pool.closed:
         connector = SpreadConnector(keepalive_seconds=60.0)
-        # request() sets the time limit of a request as a whole; aiohttp's own total would be 5 minutes for all.
+        # request() sets the time limit of a request as a whole; aiohttp's own total would be 5
+        # minutes for all.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-        pool = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
-        if threading.current_thread().daemon:  # such a loop runs until the process ends, and nobody closes its pool
+        pool = _sessions[loop] = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, trust_env=False
+        )
+        # such a loop runs until the process ends, and nobody closes its pool
+        if threading.current_thread().daemon:
             atexit.register(_close_at_exit, loop)
     return pool
 
 
 def _close_at_exit(loop: asyncio.AbstractEventLoop) -> None:
-    """Close the pool of a background loop; its daemon thread still runs when atexit hooks are called."""
+    """Close the pool of a background loop; its daemon thread still runs when atexit hooks are
+    called.
+    """
     if not loop.is_running():
         return
 
@@ -165,21 +189,26 @@ async def post(
     headers: dict[str, str] | None = None,
     form: type | None = None,
 ) -> Any:
-    """POST JSON and return the decoded response: JSON if possible, otherwise text. With ``form``, another type fails.
+    """POST JSON and return the decoded response: JSON if possible, otherwise text. With ``form``,
+    another type fails.
 
-    After connection loss, 5xx, 408 and 429 the request is sent again, up to ``max_retries`` times (default:
-    :data:`RETRIES`, with ``--use-fault-tolerance`` :data:`PATIENT_RETRIES`). The delays are 0.1 s, 0.2 s, … up to 5 s,
-    or longer if the server asks for it (``Retry-After``). They have jitter, so that many clients do not retry at the
-    same moment. Any other 4xx is the caller's mistake and raises immediately.
+    After connection loss, 5xx, 408 and 429 the request is sent again, up to ``max_retries`` times
+    (default:
+    :data:`RETRIES`, with ``--use-fault-tolerance`` :data:`PATIENT_RETRIES`). The delays are 0.1 s,
+    0.2 s, … up to 5 s, or longer if the server asks for it (``Retry-After``). They have jitter, so
+    that many clients do not retry at the same moment. Any other 4xx is the caller's mistake and
+    raises immediately.
 
     Raises:
-        HttpError: The last error, with the message of the server; or all attempts together took longer than
-            ``--sglang-router-request-timeout-secs``.
+        HttpError: The last error, with the message of the server; or all attempts together took
+            longer than ``--sglang-router-request-timeout-secs``.
     """
     return await _within_limit("POST", url, payload, max_retries, headers, form)
 
 
-async def get(url: str, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
+async def get(
+    url: str, max_retries: int | None = None, headers: dict[str, str] | None = None
+) -> Any:
     """GET and return the decoded response, with the same retries as :func:`post`."""
     return await _within_limit("GET", url, None, max_retries, headers)
 
@@ -202,7 +231,9 @@ async def _within_limit(
 
 
 async def retrying(
-    call: Callable[[], Awaitable[T]], max_retries: int | None = None, give_up: Callable[[], bool] = lambda: False
+    call: Callable[[], Awaitable[T]],
+    max_retries: int | None = None,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> T:
     """Await ``call``, and retry it after an :class:`HttpError` that is retryable; see :func:`post`.
 
@@ -222,8 +253,12 @@ async def retrying(
             if not error.retryable or attempt == limit or bad == BAD_ANSWERS or give_up():
                 raise
             delay = min(FIRST_DELAY_SECONDS * 2 ** min(attempt, 10), LONGEST_DELAY_SECONDS)
-            delay = max(delay * _jitter.uniform(0.75, 1.25), (error.retry_after or 0.0) * _jitter.uniform(1.0, 1.25))
-            # Warn at attempts 4, 8, 16, … only, so that a long outage is reported without flooding the log.
+            delay = max(
+                delay * _jitter.uniform(0.75, 1.25),
+                (error.retry_after or 0.0) * _jitter.uniform(1.0, 1.25),
+            )
+            # Warn at attempts 4, 8, 16, … only, so that a long outage is reported without flooding
+            # the log.
             log = logger.warning if attempt >= 3 and attempt & (attempt + 1) == 0 else logger.debug
             log("retry %d of %d in %.1f s after: %s", attempt + 1, limit, delay, error)
             _retried += 1
@@ -243,10 +278,12 @@ async def request(
 
     Args:
         payload: Sent as JSON. Bytes are sent as they are, so they must be JSON.
-        form: The type that the decoded response must have, ``dict`` or ``list``; None: any, also text.
+        form: The type that the decoded response must have, ``dict`` or ``list``; None: any, also
+            text.
 
     Raises:
-        HttpError: The status was 400 or above, the connection was lost, or no response came within ``timeout`` seconds.
+        HttpError: The status was 400 or above, the connection was lost, or no response came within
+            ``timeout`` seconds.
         BadAnswer: The response has another form, such as the HTML page of a proxy.
     """
     import aiohttp
@@ -260,7 +297,10 @@ async def request(
         **(headers or {}),
     }
     try:
-        async with asyncio.timeout(timeout), session().request(method, url, data=body, headers=sent) as answer:
+        async with (
+            asyncio.timeout(timeout),
+            session().request(method, url, data=body, headers=sent) as answer,
+        ):
             raw = await answer.read()
             status = answer.status
             retry_after = answer.headers.get("Retry-After")
@@ -273,17 +313,24 @@ async def request(
         gone = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError)
         raise HttpError(f"{method} {url}: {reason}", disconnected=gone) from error
     if status >= 400:
-        raise HttpError(f"{method} {url} answered {status}: {_error_text(raw)}", status, _seconds(retry_after))
+        raise HttpError(
+            f"{method} {url} answered {status}: {_error_text(raw)}", status, _seconds(retry_after)
+        )
     # A proxy may answer 200 with a page of its own, which must not reach the caller as an answer.
     content = decoded(raw)
     if form is not None and not isinstance(content, form):
         wanted = "a JSON object" if form is dict else "a JSON array"
-        raise BadAnswer(f"{method} {url} answered {status}, but not with {wanted}: {str(content)[:200]!r}")
+        raise BadAnswer(
+            f"{method} {url} answered {status}, but not with {wanted}: {str(content)[:200]!r}"
+        )
     return content
 
 
-def request_blocking(method: str, url: str, body: object = None, timeout: float = 10.0) -> tuple[int, bytes]:
-    """Send one HTTP request without retries, from synchronous code. Proxies of the environment are not used.
+def request_blocking(
+    method: str, url: str, body: object = None, timeout: float = 10.0
+) -> tuple[int, bytes]:
+    """Send one HTTP request without retries, from synchronous code. Proxies of the environment are
+    not used.
 
     Args:
         body: Sent as JSON.
@@ -314,7 +361,9 @@ def request_blocking(method: str, url: str, body: object = None, timeout: float 
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Return a ``Retry-After`` header in seconds, limited; None if there is no header or if it is a date."""
+    """Return a ``Retry-After`` header in seconds, limited; None if there is no header or if it is a
+    date.
+    """
     try:
         seconds = float(retry_after or "")
     except ValueError:
@@ -333,7 +382,9 @@ def decoded(raw: bytes) -> Any:
 
 
 def _error_text(raw: bytes) -> str:
-    """Return the message of an error response, in any of the forms that SGLang, its router and slime use."""
+    """Return the message of an error response, in any of the forms that SGLang, its router and
+    slime use.
+    """
     content = decoded(raw)
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and content.get(key):

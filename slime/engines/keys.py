@@ -1,8 +1,9 @@
 """The keys without which the servers of a run answer no request.
 
-The driver draws one random key for each run. It reaches the other processes of the run as an argument of their Ray
-actors, and the servers by an environment variable, which only the same user can read. It is never part of a command
-line, which all users of a machine can read, and never part of ``args``, which users' functions may write somewhere.
+The driver draws one random key for each run. It reaches the other processes of the run as an
+argument of their Ray actors, and the servers by an environment variable, which only the same user
+can read. It is never part of a command line, which all users of a machine can read, and never part
+of ``args``, which users' functions may write somewhere.
 
 A process sends a key only to the addresses for which :func:`send_key` was called in it.
 """
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 API_VARIABLE = "SLIME_SERVER_API_KEY"
 ADMIN_VARIABLE = "SLIME_SERVER_ADMIN_KEY"
-"""The environment variables by which a server gets its keys. It removes them, so that its children do not get them."""
+"""The environment variables by which a server gets its keys. It removes them, so that its children
+do not get them.
+"""
 
 CONTROL_VARIABLE = "SLIME_ROUTER_CONTROL_KEYS"
 """The entries of ``--router-control-plane-api-keys``, one per line."""
@@ -37,11 +40,13 @@ CONTROL_PATHS = frozenset(
         "weights_checker", "workers",
     )
 )  # fmt: skip
-"""The first parts of the paths that need the admin key of a server that has one: calls that change an engine, as in
-SGLang, and the registration of workers at a router."""
+"""The first parts of the paths that need the admin key of a server that has one: calls that change
+an engine, as in SGLang, and the registration of workers at a router."""
 
 OPEN_PATHS = frozenset(("health",))
-"""The router asks an engine for ``/health`` without a key, so everyone may. The answer says only that it is up."""
+"""The router asks an engine for ``/health`` without a key, so everyone may. The answer says only
+that it is up.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class ServerKeys:
 
     Attributes:
         api: The key for all requests; None if the server has no key.
-        admin: The key for :data:`CONTROL_PATHS` instead of ``api``; None if ``api`` is for all requests.
+        admin: The key for :data:`CONTROL_PATHS` instead of ``api``; None if ``api`` is for all
+            requests.
     """
 
     api: str | None = field(default=None, repr=False)
@@ -68,7 +74,9 @@ class ServerKeys:
         needed = self.for_path(path)
         scheme, _, key = authorization.partition(" ")
         as_bytes = key.strip().encode(errors="surrogateescape")
-        return needed is None or (scheme.lower() == "bearer" and hmac.compare_digest(as_bytes, needed.encode()))
+        return needed is None or (
+            scheme.lower() == "bearer" and hmac.compare_digest(as_bytes, needed.encode())
+        )
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that hand the keys to a server process."""
@@ -76,8 +84,12 @@ class ServerKeys:
 
     @classmethod
     def take_from_environment(cls) -> ServerKeys:
-        """Return the keys of :meth:`environment`, and remove them from the environment of this process."""
-        return cls(os.environ.pop(API_VARIABLE, "") or None, os.environ.pop(ADMIN_VARIABLE, "") or None)
+        """Return the keys of :meth:`environment`, and remove them from the environment of this
+        process.
+        """
+        return cls(
+            os.environ.pop(API_VARIABLE, "") or None, os.environ.pop(ADMIN_VARIABLE, "") or None
+        )
 
 
 NO_KEYS = ServerKeys()
@@ -99,10 +111,12 @@ class RunKeys:
 
     @classmethod
     def from_args(cls, args: Args) -> RunKeys:
-        """Return the user's keys (``--sglang-api-key`` and others), and a new random key where there is none.
+        """Return the user's keys (``--sglang-api-key`` and others), and a new random key where
+        there is none.
 
-        A server that the run does not start gets only a key that the user has given. A router forwards the key of its
-        client to a pair of prefill and decode servers, so routers and engines share a key unless there are two.
+        A server that the run does not start gets only a key that the user has given. A router
+        forwards the key of its client to a pair of prefill and decode servers, so routers and
+        engines share a key unless there are two.
         """
         engine = _text(args.sglang.get("api_key"))
         router = _text(args.router.get("api_key"))
@@ -121,9 +135,15 @@ def _text(value: object) -> str | None:
 
 
 def control_key(router: Mapping[str, object]) -> str | None:
-    """Return the first key with the role ``admin`` in ``--router-control-plane-api-keys`` (``id:name:role:key`` …)."""
+    """Return the first key with the role ``admin`` in ``--router-control-plane-api-keys``
+    (``id:name:role:key`` …).
+    """
     entries = router.get("control_plane_api_keys") or ()
-    parts = [str(entry).split(":", 3) for entry in entries] if isinstance(entries, (list, tuple)) else []
+    parts = (
+        [str(entry).split(":", 3) for entry in entries]
+        if isinstance(entries, (list, tuple))
+        else []
+    )
     return next((part[3] for part in parts if len(part) == 4 and part[2].lower() == "admin"), None)
 
 
@@ -131,12 +151,16 @@ keys_by_address: dict[str, ServerKeys] = {}
 
 
 def send_key(url: str, keys: ServerKeys) -> None:
-    """Send ``keys`` with all further requests of this process to the server at ``url`` (``http://host:port``)."""
+    """Send ``keys`` with all further requests of this process to the server at ``url``
+    (``http://host:port``).
+    """
     keys_by_address[_address(url)] = keys
 
 
 def known_keys() -> dict[str, ServerKeys]:
-    """Return the keys that this process sends, by address (``host:port``), for :func:`send_keys` in another one."""
+    """Return the keys that this process sends, by address (``host:port``), for :func:`send_keys` in
+    another one.
+    """
     return dict(keys_by_address)
 
 
@@ -146,19 +170,26 @@ def send_keys(known: Mapping[str, ServerKeys]) -> None:
 
 
 def auth_headers(url: str) -> dict[str, str]:
-    """Return the ``Authorization`` header for a request to ``url``; empty if ``url`` is not a server of this run.
+    """Return the ``Authorization`` header for a request to ``url``; empty if ``url`` is not a
+    server of this run.
 
     The HTTP client of slime sends it by itself. Use this function for requests of another client.
     """
     keys = keys_by_address.get(_address(url))
-    key = keys.for_path(url.split("/", 3)[3].partition("?")[0] if url.count("/") > 2 else "") if keys else None
+    key = (
+        keys.for_path(url.split("/", 3)[3].partition("?")[0] if url.count("/") > 2 else "")
+        if keys
+        else None
+    )
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def worker_key(url: str) -> str | None:
-    """Return the key that a router needs for the engine at ``url``; None if it is not a server of this run.
+    """Return the key that a router needs for the engine at ``url``; None if it is not a server of
+    this run.
 
-    For an engine without a key it is an empty text. Otherwise the router would forward the key of its clients.
+    For an engine without a key it is an empty text. Otherwise the router would forward the key of
+    its clients.
     """
     keys = keys_by_address.get(_address(url))
     return None if keys is None else keys.api or ""

@@ -1,4 +1,6 @@
-"""The engines and routers of a run: their settings from the flags, the servers to start, and the start of one."""
+"""The engines and routers of a run: their settings from the flags, the servers to start, and the
+start of one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from slime.config.cluster import inline_engine
-from slime.config.engine import DEFAULT_MODEL, EngineConfig, WorkerType, read_server_groups, simple_groups
+from slime.config.engine import (
+    DEFAULT_MODEL,
+    EngineConfig,
+    WorkerType,
+    read_server_groups,
+    simple_groups,
+)
 from slime.config.hf_config import read_config
 from slime.config.lora import engine_adapter, sglang_targets
 from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
@@ -30,21 +38,24 @@ class EngineSettings:
         model: ``--hf-checkpoint``, a folder or a hub id.
         backend: ``embedded`` or ``sglang``.
         dtype: The dtype of the weights, for example ``bfloat16``.
-        device, max_running_requests, max_total_tokens: For the embedded engine only; SGLang has its own flags for them.
+        device, max_running_requests, max_total_tokens: For the embedded engine only; SGLang has its
+            own flags for them.
         threads: The number of CPU threads of a server process.
-        seed: SGLang engine ``i`` is started with the seed ``seed + i``, for requests that have no seed.
+        seed: SGLang engine ``i`` is started with the seed ``seed + i``, for requests that have no
+            seed.
         offload: Whether the engine releases its GPU memory while the trainer works.
         colocated: Whether the trainer uses the engine's GPUs.
         return_routed_experts: Whether responses contain the experts to which each token was routed.
-        updates_by_delta: Whether weight updates are published deltas, for which SGLang needs a custom loader.
+        updates_by_delta: Whether weight updates are published deltas, for which SGLang needs a
+            custom loader.
         fp8: How the weights are quantized (``--rollout-quantization fp8``); None if they are not.
         sglang: The given ``--sglang-…`` options, by attribute name, without keys.
         keys: The keys that the engine asks for; see :mod:`slime.engines.keys`.
         whole_vocabulary: Whether no flag asks for top-p or top-k sampling.
         adapter_rank: The rank of the adapters that an SGLang engine shall load by name; 0 for none.
         adapter_targets: The projections that these adapters may change.
-        inline: Whether the embedded engine runs on threads of this process: ``port`` with a port as well, ``None`` in a
-            process of its own.
+        inline: Whether the embedded engine runs on threads of this process: ``port`` with a port as
+            well, ``None`` in a process of its own.
     """
 
     model: str
@@ -92,13 +103,17 @@ class EngineSettings:
             keys=keys,
             whole_vocabulary=samples_whole_vocabulary(args),
             adapter_rank=args.lora_rank if named is not None else 0,
-            adapter_targets=tuple(sglang_targets(args.lora_target_modules)) if named is not None else (),
+            adapter_targets=tuple(sglang_targets(args.lora_target_modules))
+            if named is not None
+            else (),
             inline=inline_engine(args),
         )
 
 
 def fp8_format(args: Args) -> Fp8Format | None:
-    """Return how the weights of engines are quantized (``--rollout-quantization``); None if they are not."""
+    """Return how the weights of engines are quantized (``--rollout-quantization``); None if they
+    are not.
+    """
     if args.rollout_quantization is None:
         return None
     granularity = cast("Granularity", args.rollout_quantization_scale)
@@ -116,7 +131,8 @@ class RouterSettings:
     Attributes:
         request_seconds: The time limit of the router for a request.
         options: The given ``--router-…`` options, by attribute name, without keys.
-        address: Host and port of a running router for the first model. With None, slime starts that router too.
+        address: Host and port of a running router for the first model. With None, slime starts that
+            router too.
         keys: The keys that the router asks for.
         address_keys: The keys that the router at ``address`` asks for.
         control_keys: The entries of ``--router-control-plane-api-keys``.
@@ -146,7 +162,8 @@ class RouterSettings:
         return cls(seconds, options, address, keys.router, keys.external_router, control)
 
 
-# The servers that a run starts, each as an :class:`EngineSpec`, from ``--rollout-num-gpus`` or ``--sglang-config``.
+# The servers that a run starts, each as an :class:`EngineSpec`, from ``--rollout-num-gpus`` or
+# ``--sglang-config``.
 
 
 @dataclass(frozen=True)
@@ -154,9 +171,11 @@ class EngineSpec:
     """One server. It holds everything that a restart of the server needs.
 
     Attributes:
-        index: The number of the server among all servers of the run. The names of its actor and log contain it.
+        index: The number of the server among all servers of the run. The names of its actor and log
+            contain it.
         model: The name of the served model; ``default`` without ``--sglang-config``.
-        slot: The first accelerator of the server among ``--rollout-num-gpus`` (without GPUs, its first process slot).
+        slot: The first accelerator of the server among ``--rollout-num-gpus`` (without GPUs, its
+            first process slot).
         num_gpus: The number of accelerators of the server on all its nodes.
         updates: Whether the server receives the trainer's weights.
         options: The SGLang options of its group, by attribute name.
@@ -175,9 +194,9 @@ class EngineSpec:
 def plan_engines(args: Args) -> list[EngineSpec]:
     """Return the servers of a run in the order of model, group and slot.
 
-    The models are those of ``--sglang-config``, or without it one model, served by engines of one size. The list is
-    empty with ``--rollout-external-engine-addrs``. The trainer has one set of weights, which goes to the first model
-    with ``update_weights``; no other model is updated.
+    The models are those of ``--sglang-config``, or without it one model, served by engines of one
+    size. The list is empty with ``--rollout-external-engine-addrs``. The trainer has one set of
+    weights, which goes to the first model with ``update_weights``; no other model is updated.
     """
     if args.rollout_external_engine_addrs:
         return []
@@ -189,12 +208,18 @@ def plan_engines(args: Args) -> list[EngineSpec]:
     if args.sglang_config:
         models = read_server_groups(args.sglang_config, checkpoint, per_engine)
     else:
-        models = simple_groups(checkpoint, int(args.rollout_num_gpus or 0), per_engine, args.prefill_num_servers or 0)
+        models = simple_groups(
+            checkpoint, int(args.rollout_num_gpus or 0), per_engine, args.prefill_num_servers or 0
+        )
     # The trainer has one set of weights, so at most one model is updated.
     updated = next((model.name for model in models if model.update_weights), None)
     for model in models:
         for group in model.groups:
-            count = group.num_gpus // group.num_gpus_per_engine if group.worker_type != "placeholder" else 0
+            count = (
+                group.num_gpus // group.num_gpus_per_engine
+                if group.worker_type != "placeholder"
+                else 0
+            )
             # Servers of a group stand side by side, each on its own accelerators.
             for i in range(count):
                 specs.append(
@@ -209,12 +234,15 @@ def plan_engines(args: Args) -> list[EngineSpec]:
                         options=dict(group.overrides),
                     )
                 )
-            slot += group.num_gpus  # also for a placeholder group, which reserves its GPUs and starts no server
+            # also for a placeholder group, which reserves its GPUs and starts no server
+            slot += group.num_gpus
     return specs
 
 
 def engine_count(args: Args) -> int:
-    """Return the number of engines behind the first router that decode. Prefill-only engines are not counted."""
+    """Return the number of engines behind the first router that decode. Prefill-only engines are
+    not counted.
+    """
     if args.rollout_external_engine_addrs:
         return len(args.rollout_external_engine_addrs)
     if args.sglang_config:
@@ -228,11 +256,14 @@ def engine_count(args: Args) -> int:
 
 
 Node = tuple[int, int, str | None]
-"""For a server on several nodes: the rank of this node, the number of nodes, and the rendezvous (host:port)."""
+"""For a server on several nodes: the rank of this node, the number of nodes, and the rendezvous
+(host:port).
+"""
 
 
 class RunningEngine(Protocol):
-    """What a registered engine's ``start`` returns, at once; :class:`~slime.engines.process.EngineProcess` is one.
+    """What a registered engine's ``start`` returns, at once;
+    :class:`~slime.engines.process.EngineProcess` is one.
 
     Attributes:
         url: Where the engine answers SGLang's native HTTP requests.
@@ -247,7 +278,9 @@ class RunningEngine(Protocol):
     bootstrap_port: int | None
 
     def wait_ready(self, deadline: float) -> None:
-        """Wait until it answers; raises :class:`~slime.engines.process.ServerFailed` if it does not in this time."""
+        """Wait until it answers; raises :class:`~slime.engines.process.ServerFailed` if it does not
+        in this time.
+        """
 
     def alive(self) -> bool: ...
 
@@ -273,21 +306,25 @@ def start_engine(
 
     The function returns immediately; :meth:`RunningEngine.wait_ready` waits until the server is up.
 
-    The server ends when the calling process ends, even if the caller is killed. For SGLang this is the task of a guard
-    process (:mod:`slime.engines.guard`), so the ``pid`` of the result is that of the guard. SGLang's own child
-    processes end with their parent.
+    The server ends when the calling process ends, even if the caller is killed. For SGLang this is
+    the task of a guard process (:mod:`slime.engines.guard`), so the ``pid`` of the result is that
+    of the guard. SGLang's own child processes end with their parent.
 
     Args:
-        gpu_ids: The GPUs that the server may see. With None, ``CUDA_VISIBLE_DEVICES`` is not changed.
+        gpu_ids: The GPUs that the server may see. With None, ``CUDA_VISIBLE_DEVICES`` is not
+            changed.
     """
     if settings.fp8 is not None and spec.updates:
         settings, spec = _quantized(settings, spec)
-    engine: RunningEngine = find("engine", settings.backend)(settings, spec, host, log_path, gpu_ids, node)
+    engine: RunningEngine = find("engine", settings.backend)(
+        settings, spec, host, log_path, gpu_ids, node
+    )
     return engine
 
 
 def _quantized(settings: EngineSettings, spec: EngineSpec) -> tuple[EngineSettings, EngineSpec]:
-    """Let a server load a quantized copy of its checkpoint, which is written on this node at the first start.
+    """Let a server load a quantized copy of its checkpoint, which is written on this node at the
+    first start.
 
     The parameters of the server then have the layout of the quantized weights that updates send.
     """

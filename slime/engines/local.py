@@ -1,7 +1,8 @@
 """Servers in this process: clients reach them through a pair of sockets instead of a port.
 
-An inline run (:mod:`slime.cluster.inline_actors`) has its engine in the process of its clients. The engine speaks HTTP
-as everywhere else, so that nothing else differs, but it listens nowhere. Tensors are handed over as they are.
+An inline run (:mod:`slime.cluster.inline_actors`) has its engine in the process of its clients. The
+engine speaks HTTP as everywhere else, so that nothing else differs, but it listens nowhere. Tensors
+are handed over as they are.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _servers: dict[tuple[str, int], _Server] = {}
 _tensors: dict[str, torch.Tensor] = {}
 
 
-def serve(url: str, loop: asyncio.AbstractEventLoop, protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+def serve(
+    url: str, loop: asyncio.AbstractEventLoop, protocol: Callable[[], asyncio.BaseProtocol]
+) -> None:
     """Let clients of this process reach the server at ``url`` without a port.
 
     Args:

@@ -1,4 +1,6 @@
-"""Buckets of named tensors, their layout in one flat buffer of bytes, and the requests that send them to engines."""
+"""Buckets of named tensors, their layout in one flat buffer of bytes, and the requests that send
+them to engines.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ class Bucket:
     Attributes:
         index: The number of the bucket in its update.
         last: Whether this is the last bucket of the update.
-        flat: The uint8 buffer into which all tensors are views, so that it can be sent as a whole. None if the
-            tensors do not share a buffer.
-        adapter: Whether these are all factors of an adapter (LoRA) for engines that load adapters by name, and no
-            weights of the model.
+        flat: The uint8 buffer into which all tensors are views, so that it can be sent as a whole.
+            None if the tensors do not share a buffer.
+        adapter: Whether these are all factors of an adapter (LoRA) for engines that load adapters
+            by name, and no weights of the model.
     """
 
     index: int
@@ -67,7 +69,9 @@ class Entry:
         return dtype
 
     def size_of_values(self) -> int:
-        """Return the size in bytes that follows from shape and dtype; ``nbytes`` may come from another process."""
+        """Return the size in bytes that follows from shape and dtype; ``nbytes`` may come from
+        another process.
+        """
         return math.prod(self.shape) * self.torch_dtype().itemsize
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
@@ -79,15 +83,17 @@ def layout(tensors: Sequence[NamedTensor], alignment: int = ALIGNMENT) -> tuple[
     """Compute the place of each tensor in a flat buffer, and the size of the buffer in bytes.
 
     Args:
-        alignment: Each tensor starts at a multiple of this number of bytes. With 1 there are no gaps between tensors.
-            The tensors must then be sorted by :func:`by_element_size`, because a view needs a start that is a multiple
-            of its element size.
+        alignment: Each tensor starts at a multiple of this number of bytes. With 1 there are no
+            gaps between tensors. The tensors must then be sorted by :func:`by_element_size`,
+            because a view needs a start that is a multiple of its element size.
     """
     entries = []
     end = 0
     for name, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
-        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, nbytes))
+        entries.append(
+            Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, nbytes)
+        )
         end += -(-nbytes // alignment) * alignment
     return entries, end
 
@@ -101,12 +107,21 @@ def by_element_size(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
 
 
 def flatten(
-    tensors: Sequence[NamedTensor], entries: Sequence[Entry], size: int, out: torch.Tensor | None = None
+    tensors: Sequence[NamedTensor],
+    entries: Sequence[Entry],
+    size: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Copy tensors into one flat uint8 buffer on their device: into ``out``, or into a new buffer with zeroed gaps."""
+    """Copy tensors into one flat uint8 buffer on their device: into ``out``, or into a new buffer
+    with zeroed gaps.
+    """
     import torch
 
-    flat = torch.zeros(size, dtype=torch.uint8, device=tensors[0][1].device) if out is None else out[:size]
+    flat = (
+        torch.zeros(size, dtype=torch.uint8, device=tensors[0][1].device)
+        if out is None
+        else out[:size]
+    )
     views = [entry.view(flat) for entry in entries]
     torch._foreach_copy_(views, [tensor.detach() for _, tensor in tensors])
     return flat
@@ -114,18 +129,21 @@ def flatten(
 
 # Encode a bucket of tensors as the body of ``/update_weights_from_tensor``.
 #
-# The body contains handles, not values: shared memory on the CPU, CUDA IPC on the GPU. The sender must keep the bucket
-# alive until the engine has answered. The body describes one buffer and the place of each tensor in it.
-# payload() encodes it for SGLang, as a pickle. handles() encodes it for the embedded engine, as plain JSON.
+# The body contains handles, not values: shared memory on the CPU, CUDA IPC on the GPU. The sender
+# must keep the bucket alive until the engine has answered. The body describes one buffer and the
+# place of each tensor in it. payload() encodes it for SGLang, as a pickle. handles() encodes it for
+# the embedded engine, as plain JSON.
 
 
-_DEVICE_INDEX = 6  # the position of the device in the values that torch's reduce_tensor returns for a CUDA tensor
+# the position of the device in the values that torch's reduce_tensor returns for a CUDA tensor
+_DEVICE_INDEX = 6
 HANDLES = "handles"
 """The ``load_format`` of the embedded engine."""
 
 
 def handles(bucket: Bucket, same_process: bool = False) -> dict[str, Any]:
-    """Return ``load_format``, ``buffer`` and ``tensors`` for one embedded engine, which opens the buffer once.
+    """Return ``load_format``, ``buffer`` and ``tensors`` for one embedded engine, which opens the
+    buffer once.
 
     Args:
         same_process: Whether the engine is in this process; it then gets the buffer itself.
@@ -154,10 +172,17 @@ def handles(bucket: Bucket, same_process: bool = False) -> dict[str, Any]:
 
 
 def _shared_memory_handle(buffer: torch.Tensor) -> dict[str, Any]:
-    """Describe a CPU buffer. This moves its storage into shared memory if it is not there already."""
+    """Describe a CPU buffer. This moves its storage into shared memory if it is not there
+    already.
+    """
     storage = buffer.untyped_storage()
     manager, name, size = storage._share_filename_cpu_()
-    return {"kind": "shared_memory", "manager": manager.decode(), "name": name.decode(), "storage_nbytes": size}
+    return {
+        "kind": "shared_memory",
+        "manager": manager.decode(),
+        "name": name.decode(),
+        "storage_nbytes": size,
+    }
 
 
 def _cuda_handle(buffer: torch.Tensor) -> dict[str, Any]:
@@ -183,35 +208,42 @@ def _base64(value: bytes) -> str:
 
 
 def _device_uuid(device: int | str) -> str:
-    """Return the UUID of a device, because its index may be different in the process that opens the handle."""
+    """Return the UUID of a device, because its index may be different in the process that opens the
+    handle.
+    """
     import torch
 
     return device if isinstance(device, str) else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def payload(bucket: Bucket, ranks: int = 1, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Return ``serialized_named_tensors`` and ``load_format`` for one engine with ``ranks`` tensor-parallel ranks.
+    """Return ``serialized_named_tensors`` and ``load_format`` for one engine with ``ranks``
+    tensor-parallel ranks.
 
-    Every rank gets its own pickle, because each process that opens a CUDA handle also decreases its reference count.
+    Every rank gets its own pickle, because each process that opens a CUDA handle also decreases its
+    reference count.
 
     Args:
-        others: The entries (see :func:`entry`) that other training ranks made from their copies of this bucket, for
-            the second and later ranks of the engine. Without them, all ranks of the engine read this copy.
+        others: The entries (see :func:`entry`) that other training ranks made from their copies of
+            this bucket, for the second and later ranks of the engine. Without them, all ranks of
+            the engine read this copy.
 
     Raises:
-        ValueError: The number of ``others`` is neither 0 nor the number of the engine's other ranks.
+        ValueError: The number of ``others`` is neither 0 nor the number of the engine's other
+            ranks.
     """
     if others and len(others) != ranks - 1:
         raise ValueError(
-            f"{1 + len(others)} training ranks offer weights to an engine of {ranks} tensor-parallel ranks"
+            f"{1 + len(others)} training ranks offer weights to an engine of {ranks} "
+            "tensor-parallel ranks"
         )
     entries = [entry(bucket), *others] if others else [entry(bucket) for _ in range(ranks)]
     return {"serialized_named_tensors": entries, "load_format": "flattened_bucket"}
 
 
 def entry(bucket: Bucket) -> str:
-    """Return the entry for one tensor-parallel rank: the handle and the layout of the buffer. Only one process may
-    open it."""
+    """Return the entry for one tensor-parallel rank: the handle and the layout of the buffer. Only
+    one process may open it."""
     buffer, tensors = _in_one_buffer(bucket)
     metadata = []
     for name, tensor in tensors:
@@ -220,17 +252,23 @@ def entry(bucket: Bucket) -> str:
         # SGLang accepts any object with these fields, and its unpickler allows this type.
         metadata.append(
             SimpleNamespace(
-                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=start + size, numel=size
+                name=name,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                start_idx=start,
+                end_idx=start + size,
+                numel=size,
             )
         )
     return pickled({"flattened_tensor": buffer, "metadata": metadata})
 
 
 def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
-    """Return the buffer of the bucket and the views into it, after a copy into a new buffer if there is none.
+    """Return the buffer of the bucket and the views into it, after a copy into a new buffer if
+    there is none.
 
-    The copy is necessary because making a handle moves the storage of a CPU tensor into shared memory, which must not
-    happen to the parameters of the trainer.
+    The copy is necessary because making a handle moves the storage of a CPU tensor into shared
+    memory, which must not happen to the parameters of the trainer.
     """
     import torch
 
@@ -244,7 +282,8 @@ def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.
 
 
 class _Pickler(ForkingPickler):
-    """A pickler whose CUDA handles contain the UUID of the device instead of its index; see :func:`_device_uuid`.
+    """A pickler whose CUDA handles contain the UUID of the device instead of its index; see
+    :func:`_device_uuid`.
 
     SGLang replaces ``rebuild_cuda_tensor`` in its processes by a function that accepts UUIDs.
     """
@@ -264,7 +303,8 @@ def pickled(value: object) -> str:
     """Pickle ``value`` with handles in place of its tensors, and return the pickle in base64."""
     import torch.multiprocessing
 
-    # The handle must be the name of a file: the other strategy passes file descriptors, and SGLang fails on them.
+    # The handle must be the name of a file: the other strategy passes file descriptors, and SGLang
+    # fails on them.
     torch.multiprocessing.set_sharing_strategy("file_system")
     stream = io.BytesIO()
     _Pickler(stream).dump(value)
@@ -278,15 +318,15 @@ def pickled(value: object) -> str:
 class AdapterPayload:
     """The factors of one version of an adapter.
 
-    The tensors are on the CPU, because SGLang keeps loaded adapters in host memory and copies them to its device when
-    a batch needs them.
+    The tensors are on the CPU, because SGLang keeps loaded adapters in host memory and copies them
+    to its device when a batch needs them.
 
     Attributes:
         bucket: The factors by their names in PEFT's files.
-        digests: The SHA-256 of each factor, which SGLang from 0.5.23 on compares before it loads them; None to
-            compare nothing.
-        shared: Whether the engines are on this host and open the factors in shared memory. Otherwise the body
-            contains the values.
+        digests: The SHA-256 of each factor, which SGLang from 0.5.23 on compares before it loads
+            them; None to compare nothing.
+        shared: Whether the engines are on this host and open the factors in shared memory.
+            Otherwise the body contains the values.
     """
 
     bucket: Bucket
@@ -297,9 +337,10 @@ class AdapterPayload:
         """Return the fields of the body that describe the tensors.
 
         Args:
-            ranks: The number of tensor-parallel ranks of the engine, each of which cuts its part out of the factors.
-            newest: Whether the server is SGLang 0.5.23 or later. It takes one copy for each rank, and digests;
-                0.5.15 takes one copy for all ranks.
+            ranks: The number of tensor-parallel ranks of the engine, each of which cuts its part
+                out of the factors.
+            newest: Whether the server is SGLang 0.5.23 or later. It takes one copy for each rank,
+                and digests; 0.5.15 takes one copy for all ranks.
         """
         if not newest:
             return {"serialized_tensors": self._copy(), "load_format": self._format}
@@ -329,21 +370,25 @@ class AdapterRequest:
 
 
 def sglang_config(config: Mapping[str, object]) -> dict[str, object]:
-    """Return PEFT's configuration with the last parts of the names of the layers, which are all that SGLang compares.
+    """Return PEFT's configuration with the last parts of the names of the layers, which are all
+    that SGLang compares.
 
-    SGLang reads all names again for each factor. With the 252 whole names of an 8B model, this takes half of the time
-    in which it loads an adapter.
+    SGLang reads all names again for each factor. With the 252 whole names of an 8B model, this
+    takes half of the time in which it loads an adapter.
     """
     names = cast("Sequence[str]", config["target_modules"])
     return {**config, "target_modules": sorted({name.rpartition(".")[2] for name in names})}
 
 
-def adapter_payload(bucket: Bucket, digests: bool, memory: Callable[[int], torch.Tensor] | None) -> AdapterPayload:
+def adapter_payload(
+    bucket: Bucket, digests: bool, memory: Callable[[int], torch.Tensor] | None
+) -> AdapterPayload:
     """Copy the factors to host memory, and compute their digests if these are wanted.
 
     Args:
         memory: Returns shared memory of a number of bytes, into which the factors are copied (see
-            :func:`shared_memory`). None to copy them into memory of their own, because the engines are on other hosts.
+            :func:`shared_memory`). None to copy them into memory of their own, because the engines
+            are on other hosts.
     """
     import torch
 
@@ -373,4 +418,6 @@ def shared_memory(size: int) -> torch.Tensor:
 def _sha256(tensor: torch.Tensor) -> str:
     import torch
 
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(
+        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    ).hexdigest()

@@ -1,4 +1,6 @@
-"""Server processes: start them on a free port, watch them, and stop them with all their children."""
+"""Server processes: start them on a free port, watch them, and stop them with all their
+children.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,19 @@ TAIL_BYTES = 4000
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
 FROZEN_SECONDS = 60.0
-"""A server of which a process is stopped (SIGSTOP) for so long is killed, in any phase: its start and an update of its
-weights may take far longer, and meanwhile nothing else distinguishes a frozen server from a busy one."""
+"""A server of which a process is stopped (SIGSTOP) for so long is killed, in any phase: its start
+and an update of its weights may take far longer, and meanwhile nothing else distinguishes a frozen
+server from a busy one."""
 LOOK_SECONDS = 10.0  # between two looks at the states of the processes
 PROXY_VARIABLES = tuple(
-    name for scheme in ("http", "https", "all") for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())
+    name
+    for scheme in ("http", "https", "all")
+    for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())
 )
-_PORTS = range(20_000, 32_768)  # above the ports of Ray's workers, below the ports of outgoing connections
-_marks: dict[tuple[str, int], socket.socket] = {}  # the sockets that mark ports of free_port() as taken
+# above the ports of Ray's workers, below the ports of outgoing connections
+_PORTS = range(20_000, 32_768)
+# the sockets that mark ports of free_port() as taken
+_marks: dict[tuple[str, int], socket.socket] = {}
 
 
 class ServerFailed(RuntimeError):
@@ -48,11 +55,13 @@ class ServerProcess:
         url: The address at which the server will listen.
         log_path: The file for stdout and stderr; None discards them.
         env: Variables that are set in addition to the environment of this process.
-        ports: Further ports of :func:`free_port`, which are released when the server is stopped or killed.
+        ports: Further ports of :func:`free_port`, which are released when the server is stopped or
+            killed.
 
     Attributes:
         pid: The process id of the child.
-        fate: Why the server was killed by its own watch; empty if it was not. It continues a sentence.
+        fate: Why the server was killed by its own watch; empty if it was not. It continues a
+            sentence.
     """
 
     def __init__(
@@ -88,40 +97,54 @@ class ServerProcess:
             deadline: The time limit in seconds from now.
 
         Raises:
-            ServerFailed: The process ended, or the deadline passed. In the second case the process is stopped.
+            ServerFailed: The process ended, or the deadline passed. In the second case the process
+                is stopped.
         """
         start = time.monotonic()
         while not _healthy(self.url):
             waited = time.monotonic() - start
             if not self.alive():
                 raise ServerFailed(
-                    f"{self.what} (pid {self.pid}) ended with status {self.child.returncode}{self.fate}:\n"
+                    f"{self.what} (pid {self.pid}) ended with status "
+                    f"{self.child.returncode}{self.fate}:\n"
                     f"{self.log_tail()}"
                 )
             if waited > deadline:
                 self.stop()
                 tail = self.log_tail()
-                raise ServerFailed(f"{self.what} (pid {self.pid}) was not healthy after {waited:.0f} s:\n{tail}")
+                raise ServerFailed(
+                    f"{self.what} (pid {self.pid}) was not healthy after {waited:.0f} s:\n{tail}"
+                )
             time.sleep(POLL_SECONDS)
 
     def _end_if_frozen(self) -> None:
-        """Kill the server when it or a descendant has been stopped by a signal for :data:`FROZEN_SECONDS`."""
+        """Kill the server when it or a descendant has been stopped by a signal for
+        :data:`FROZEN_SECONDS`.
+        """
         moving = time.monotonic()
         while self.alive():
             time.sleep(LOOK_SECONDS)
             if not self._frozen():
                 moving = time.monotonic()
             elif time.monotonic() - moving > FROZEN_SECONDS and self.alive():
-                self.fate = f": a signal (SIGSTOP) had stopped it for {FROZEN_SECONDS:.0f} s, so it was killed"
+                self.fate = (
+                    f": a signal (SIGSTOP) had stopped it for {FROZEN_SECONDS:.0f} s, so it was "
+                    "killed"
+                )
                 self.kill()
 
     def _frozen(self) -> bool:
-        """Whether a signal holds the process or one of its descendants. One in a debugger is left alone."""
+        """Whether a signal holds the process or one of its descendants. One in a debugger is left
+        alone.
+        """
         import psutil
 
         with contextlib.suppress(psutil.Error):
             top = psutil.Process(self.pid)
-            return any(one.status() == psutil.STATUS_STOPPED for one in (top, *top.children(recursive=True)))
+            return any(
+                one.status() == psutil.STATUS_STOPPED
+                for one in (top, *top.children(recursive=True))
+            )
         return False
 
     def stop(self) -> None:
@@ -137,7 +160,8 @@ class ServerProcess:
     def kill(self) -> None:
         """Send SIGKILL to the process and its descendants, and wait until they are gone.
 
-        The wait is limited to :data:`STOP_SECONDS`, because a device driver may hold a killed process in the kernel.
+        The wait is limited to :data:`STOP_SECONDS`, because a device driver may hold a killed
+        process in the kernel.
         """
         import psutil
 
@@ -160,7 +184,9 @@ class ServerProcess:
             release_port(host, port)
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time that the process and its descendants have used; 0 after the process has ended."""
+        """Return the CPU time that the process and its descendants have used; 0 after the process
+        has ended.
+        """
         import psutil
 
         used = 0.0
@@ -189,30 +215,36 @@ class EngineProcess(ServerProcess):
 
 
 def without_proxy(model: str | None = None, host: str = "") -> dict[str, str]:
-    """Return environment variables with which a server reaches the other servers of the run without a proxy.
+    """Return environment variables with which a server reaches the other servers of the run without
+    a proxy.
 
     Args:
-        model: What the server loads. If it is not a local folder, the server may need the proxy to reach the model hub.
-            In this case only ``host`` and the loopback addresses are exempt.
+        model: What the server loads. If it is not a local folder, the server may need the proxy to
+            reach the model hub. In this case only ``host`` and the loopback addresses are exempt.
     """
-    # The HTTP client of the router does not support NO_PROXY=*, so the proxy variables are emptied as well.
+    # The HTTP client of the router does not support NO_PROXY=*, so the proxy variables are emptied
+    # as well.
     if model is None or os.path.isdir(model):
         return {**dict.fromkeys(PROXY_VARIABLES, ""), "NO_PROXY": "*", "no_proxy": "*"}
     return exempt_from_proxy(host)
 
 
 def exempt_from_proxy(host: str) -> dict[str, str]:
-    """Return environment variables with which only ``host`` and this machine are reached without a proxy."""
+    """Return environment variables with which only ``host`` and this machine are reached without a
+    proxy.
+    """
     exempt_before = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
-    exempt = ",".join(dict.fromkeys(filter(None, (*exempt_before, "localhost", "127.0.0.1", "::1", host))))
+    exempt = ",".join(
+        dict.fromkeys(filter(None, (*exempt_before, "localhost", "127.0.0.1", "::1", host)))
+    )
     return {"NO_PROXY": exempt, "no_proxy": exempt}
 
 
 def wait_gone(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Wait at most ``seconds`` until the processes have ended, and return those that still run.
 
-    ``psutil.wait_procs`` is not used: on new kernels it raises an error if a process ends during the call
-    (``pidfd_open``: ENOENT).
+    ``psutil.wait_procs`` is not used: on new kernels it raises an error if a process ends during
+    the call (``pidfd_open``: ENOENT).
     """
     import psutil
 
@@ -223,19 +255,24 @@ def wait_gone(processes: Sequence[psutil.Process], seconds: float) -> list[psuti
             return False
 
     until = time.monotonic() + seconds
-    while (left := [process for process in processes if lives(process)]) and time.monotonic() < until:
+    while (
+        left := [process for process in processes if lives(process)]
+    ) and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
     return left
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port on which nobody listens, and reserve it until :func:`release_port` or the end of this process.
+    """Return a port on which nobody listens, and reserve it until :func:`release_port` or the end
+    of this process.
 
-    A server may take half a minute until it listens, and nobody else must get its port meanwhile. Two things prevent
-    it: the port is outside the range from which the kernel chooses ports for outgoing connections, and the UDP port of
-    the same number is kept bound, which marks the port as taken for all calls of this function on the same host.
+    A server may take half a minute until it listens, and nobody else must get its port meanwhile.
+    Two things prevent it: the port is outside the range from which the kernel chooses ports for
+    outgoing connections, and the UDP port of the same number is kept bound, which marks the port as
+    taken for all calls of this function on the same host.
     """
-    first = random.SystemRandom().randrange(len(_PORTS))  # does not advance the seeded generator of the run
+    # does not advance the seeded generator of the run
+    first = random.SystemRandom().randrange(len(_PORTS))
     for port in (*_PORTS[first:], *_PORTS[:first]):
         mark = socket.socket(type=socket.SOCK_DGRAM)
         try:
@@ -268,15 +305,18 @@ def _healthy(url: str) -> bool:
 def address_towards(urls: Sequence[str]) -> str:
     """Return an address of this host that all engines can reach.
 
-    It is the loopback address if all engines are on loopback, otherwise the source address of a connection to the
-    first engine that is not.
+    It is the loopback address if all engines are on loopback, otherwise the source address of a
+    connection to the first engine that is not.
     """
     hosts = {urlsplit(url).hostname or "127.0.0.1" for url in urls}
-    addresses = {host: socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0] for host in sorted(hosts)}
+    addresses = {
+        host: socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0] for host in sorted(hosts)
+    }
     far = [info for info in addresses.values() if not ipaddress.ip_address(info[4][0]).is_loopback]
     if not far:
         return "127.0.0.1"
     family, _, _, _, target = far[0]
     with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-        probe.connect((target[0], 9))  # connecting a UDP socket sends nothing; it only selects the source address
+        # connecting a UDP socket sends nothing; it only selects the source address
+        probe.connect((target[0], 9))
         return str(probe.getsockname()[0])

@@ -1,7 +1,8 @@
 """A check that all HTTP servers of slime apply to a request before they read its body.
 
-The servers have no users other than the programs of a run, none of which is a web browser. A page in a browser on
-the same machine can nevertheless send requests to a loopback port, either across origins or by DNS rebinding.
+The servers have no users other than the programs of a run, none of which is a web browser. A page
+in a browser on the same machine can nevertheless send requests to a loopback port, either across
+origins or by DNS rebinding.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _SESSION = re.compile(r"(?<=/s/)[^/\s'\"]+")
 
 
 def _without_keys(record: logging.LogRecord) -> bool:
-    """Hide keys in what aiohttp logs of a malformed request: it quotes the request line and the headers."""
+    """Hide keys in what aiohttp logs of a malformed request: it quotes the request line and the
+    headers.
+    """
     text = record.getMessage()
     if record.exc_info and record.exc_info[0] is not None:
         text += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
@@ -35,19 +38,22 @@ def _without_keys(record: logging.LogRecord) -> bool:
 
 
 server_logger.addFilter(_without_keys)
-_FROM_A_PAGE = ("cross-site", "same-site", "same-origin")  # values of Sec-Fetch-Site in requests of a web page
+# values of Sec-Fetch-Site in requests of a web page
+_FROM_A_PAGE = ("cross-site", "same-site", "same-origin")
 
 
 def request_guard(*names: str, keys: ServerKeys = NO_KEYS) -> Middleware:
     """Return a middleware that refuses a request, before its body is read, if the request
 
-    - comes from a web page (403): it has an ``Origin`` header, or a ``Sec-Fetch-Site`` header of a page's request;
-    - was sent to another host name (403): ``Host`` is neither an IP address, nor ``localhost``, nor this machine's
-      name, nor one of ``names``. DNS rebinding always uses a host name, so IP addresses are safe;
+    - comes from a web page (403): it has an ``Origin`` header, or a ``Sec-Fetch-Site`` header of a
+      page's request;
+    - was sent to another host name (403): ``Host`` is neither an IP address, nor ``localhost``, nor
+      this machine's name, nor one of ``names``. DNS rebinding always uses a host name, so IP
+      addresses are safe;
     - lacks the key of the server in its ``Authorization`` header (401);
     - has a compressed body (415), which can be a thousand times larger after decompression;
-    - has a body that is not declared as ``application/json`` (415). A web page can send such a body without a
-      preflight request.
+    - has a body that is not declared as ``application/json`` (415). A web page can send such a body
+      without a preflight request.
 
     Servers should also be started with ``auto_decompress=False``.
     """
@@ -61,7 +67,8 @@ def request_guard(*names: str, keys: ServerKeys = NO_KEYS) -> Middleware:
         status, message = refusal
         body = {"error": {"message": message}, "success": False, "message": message}
         answer = web.Response(text=json.dumps(body), status=status, content_type="application/json")
-        answer.force_close()  # otherwise the server would have to read the rest of the body, which may be long
+        # otherwise the server would have to read the rest of the body, which may be long
+        answer.force_close()
         return answer
 
     return guard
@@ -70,21 +77,32 @@ def request_guard(*names: str, keys: ServerKeys = NO_KEYS) -> Middleware:
 def _refusal(request: web.Request, own: set[str], keys: ServerKeys) -> tuple[int, str] | None:
     headers = request.headers
     if "Origin" in headers or headers.get("Sec-Fetch-Site") in _FROM_A_PAGE:
-        return 403, "requests from web pages are refused (the request has an Origin or Sec-Fetch-Site header)"
+        return 403, (
+            "requests from web pages are refused (the request has an Origin or Sec-Fetch-Site "
+            "header)"
+        )
     host = headers.get("Host", "")
     if not names_this_server(host, own):
-        return 403, f"the Host header names {host!r}, which is not this server; use its IP address or localhost"
+        return 403, (
+            f"the Host header names {host!r}, which is not this server; use its IP address or "
+            "localhost"
+        )
     if not keys.admits(request.path, headers.get("Authorization", "")):
         return 401, "the request needs the key of this run in its header 'Authorization: Bearer …'"
     if headers.get("Content-Encoding", "identity").strip().lower() != "identity":
         return 415, "compressed bodies (Content-Encoding) are refused; send the body as it is"
     if request.body_exists and request.content_type != "application/json":
-        return 415, f"the body must be sent with Content-Type: application/json, not {request.content_type!r}"
+        return 415, (
+            "the body must be sent with Content-Type: application/json, not "
+            f"{request.content_type!r}"
+        )
     return None
 
 
 def names_this_server(host: str, own: set[str]) -> bool:
-    """Return whether a Host header (``name``, ``name:port`` or ``[IPv6]:port``) names this server."""
+    """Return whether a Host header (``name``, ``name:port`` or ``[IPv6]:port``) names this
+    server.
+    """
     parts = re.fullmatch(r"(?:\[([^\]]*)\]|([^\[\]]*?))(?::[0-9]+)?", host)
     if parts is None:
         return False

@@ -1,4 +1,5 @@
-"""``python -m slime.engines.router_server <options>`` runs sglang-router with the keys of the environment.
+"""``python -m slime.engines.router_server <options>`` runs sglang-router with the keys of the
+environment.
 
 The options are those of ``sglang_router.launch_router``, which takes keys only on its command line.
 """
@@ -16,7 +17,9 @@ def main(words: list[str]) -> None:
     from sglang_router.launch_router import launch_router, parse_router_args
 
     control = os.environ.pop(CONTROL_VARIABLE, "").splitlines()
-    options = parse_router_args([*words, "--control-plane-api-keys", *control] if control else words)
+    options = parse_router_args(
+        [*words, "--control-plane-api-keys", *control] if control else words
+    )
     options.api_key = keys.api
     launch_router(options)
 

@@ -1,7 +1,8 @@
-"""Types for SGLang's native HTTP interface: the capabilities of engines, their description, and the API versions.
+"""Types for SGLang's native HTTP interface: the capabilities of engines, their description, and the
+API versions.
 
-An engine is an HTTP server with this interface. The embedded engine serves its newest version. Callers check
-:class:`Capabilities` and do not depend on the kind of the engine.
+An engine is an HTTP server with this interface. The embedded engine serves its newest version.
+Callers check :class:`Capabilities` and do not depend on the kind of the engine.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from functools import cached_property
 from typing import Any, Literal
 
 PauseMode = Literal["abort", "retract", "in_place"]
-"""What a pause does to running requests. ``abort``: they end with the tokens generated so far. ``retract``: they wait,
-and their KV cache is computed again with the new weights. ``in_place``: they wait, and continue with the KV cache of
-the old weights."""
+"""What a pause does to running requests. ``abort``: they end with the tokens generated so far.
+``retract``: they wait, and their KV cache is computed again with the new weights. ``in_place``:
+they wait, and continue with the KV cache of the old weights."""
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 DELTA_LOADER = "slime.plugins.delta.loader.load"
-"""The ``load_format`` of a tensor update that is a request to load a published delta. It is the import path of the
-loader, because SGLang's server process imports it (``--custom-weight-loader``)."""
+"""The ``load_format`` of a tensor update that is a request to load a published delta. It is the
+import path of the loader, because SGLang's server process imports it
+(``--custom-weight-loader``)."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine supports in addition to plain generation. The markers of the contract tests use these names."""
+    """What an engine supports in addition to plain generation. The markers of the contract tests
+    use these names.
+    """
 
     seeded_sampling: bool = False  # the same sampling_seed gives the same tokens
     deterministic: bool = False  # a request's result does not depend on the rest of the batch
@@ -39,12 +43,16 @@ class Capabilities:
     flat_broadcast: bool = False  # all tensors of a bucket can be sent in one broadcast
     adapters: bool = False  # an update can consist of the factors of an adapter (LoRA) only
     named_adapters: bool = False  # adapters are loaded by a name, which requests give as lora_path
-    adapter_digests: bool = False  # an adapter is compared with the sender's digests before it is loaded
-    adapter_cache_keys: bool = False  # each load of an adapter gets a new id, which is part of the keys of the KV cache
+    # an adapter is compared with the sender's digests before it is loaded
+    adapter_digests: bool = False
+    # each load of an adapter gets a new id, which is part of the keys of the KV cache
+    adapter_cache_keys: bool = False
 
 
 class EngineError(RuntimeError):
-    """An engine answered with an error or not at all. The message names the engine, the call and the response."""
+    """An engine answered with an error or not at all. The message names the engine, the call and
+    the response.
+    """
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,8 @@ class Broadcast:
 
     Attributes:
         dtypes: The dtypes without the prefix ``torch.``, for example ``"bfloat16"``.
-        flat: Whether there is one broadcast with the bytes of all tensors, without gaps. Otherwise there is one
-            broadcast per tensor.
+        flat: Whether there is one broadcast with the bytes of all tensors, without gaps. Otherwise
+            there is one broadcast per tensor.
     """
 
     names: Sequence[str]
@@ -79,7 +87,9 @@ class Broadcast:
 
     @cached_property
     def body(self) -> bytes:
-        """The JSON body for ``/update_weights_from_distributed``. It is encoded once and sent to all engines."""
+        """The JSON body for ``/update_weights_from_distributed``. It is encoded once and sent to
+        all engines.
+        """
         import orjson
 
         body: dict[str, object] = {
@@ -134,18 +144,21 @@ SGLANG_0_5_23 = ApiVersion(
         adapter_cache_keys=True,
     ),
 )
-SGLANG_0_5_15 = ApiVersion(kind="sglang", capabilities=Capabilities(weight_comparison=True, adapter_cache_keys=True))
-"""This version has no calls to begin and end an update. Its scheduler supports ``retract``, but an assertion in it
-fails if weights or cache change before retracted requests have run again. So ``retract`` is never used: an update in
-flight aborts the requests, and the client continues them with the tokens generated so far. A response names only one
-weight version, so the version of each token is derived from the requests that were sent again."""
+SGLANG_0_5_15 = ApiVersion(
+    kind="sglang", capabilities=Capabilities(weight_comparison=True, adapter_cache_keys=True)
+)
+"""This version has no calls to begin and end an update. Its scheduler supports ``retract``, but an
+assertion in it fails if weights or cache change before retracted requests have run again. So
+``retract`` is never used: an update in flight aborts the requests, and the client continues them
+with the tokens generated so far. A response names only one weight version, so the version of each
+token is derived from the requests that were sent again."""
 
 _API_VERSIONS: tuple[tuple[tuple[int, ...], ApiVersion], ...] = (
     ((0, 5, 23), SGLANG_0_5_23),
     ((0, 5, 15), SGLANG_0_5_15),
 )
-"""The oldest release of each API version, newest first. Only 0.5.15.post1 and 0.5.23 were examined. A release between
-them is treated like the older one."""
+"""The oldest release of each API version, newest first. Only 0.5.15.post1 and 0.5.23 were examined.
+A release between them is treated like the older one."""
 
 
 def choose_api_version(server_info: Mapping[str, object], url: str) -> ApiVersion:
@@ -157,14 +170,21 @@ def choose_api_version(server_info: Mapping[str, object], url: str) -> ApiVersio
     version = str(server_info.get("version", ""))
     deterministic = bool(server_info.get("enable_deterministic_inference"))
     if server_info.get("engine") == "embedded":
-        return replace(EMBEDDED, capabilities=replace(EMBEDDED.capabilities, deterministic=deterministic))
+        return replace(
+            EMBEDDED, capabilities=replace(EMBEDDED.capabilities, deterministic=deterministic)
+        )
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     for oldest, api in _API_VERSIONS:
         if numbers >= oldest:
             compares = server_info.get("device") != "cpu"  # SGLang's comparison calls torch.cuda
             named = bool(server_info.get("enable_lora"))
             return replace(
-                api, capabilities=replace(api.capabilities, weight_comparison=compares, named_adapters=named)
+                api,
+                capabilities=replace(
+                    api.capabilities, weight_comparison=compares, named_adapters=named
+                ),
             )
     known = ".".join(map(str, _API_VERSIONS[-1][0]))
-    raise EngineError(f"{url} is SGLang {version or 'of unknown version'}; this slime supports {known} and later")
+    raise EngineError(
+        f"{url} is SGLang {version or 'of unknown version'}; this slime supports {known} and later"
+    )

@@ -1,4 +1,6 @@
-"""Connections from several loopback addresses, so that free ports do not limit the connections to one server."""
+"""Connections from several loopback addresses, so that free ports do not limit the connections to
+one server.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,26 @@ if TYPE_CHECKING:
     from aiohttp.connector import Connection
     from aiohttp.tracing import Trace
 
-_IP_BIND_ADDRESS_NO_PORT = 24  # Linux: the port is chosen at connect(), so sockets to other servers may share it
+# Linux: the port is chosen at connect(), so sockets to other servers may share it
+_IP_BIND_ADDRESS_NO_PORT = 24
 
 
 class SpreadConnector(aiohttp.TCPConnector):
     """A connector that changes to the next loopback address when the current one has no free port.
 
-    A connection is identified by the addresses and ports of both ends. So each source address provides a whole range
-    of ports (``ip_local_port_range``) for connections to one server on this machine. Most runs need one range only,
-    and their sockets are not bound to an address.
+    A connection is identified by the addresses and ports of both ends. So each source address
+    provides a whole range of ports (``ip_local_port_range``) for connections to one server on this
+    machine. Most runs need one range only, and their sockets are not bound to an address.
     """
 
     def __init__(self, keepalive_seconds: float) -> None:
         super().__init__(socket_factory=self._socket, limit=0, keepalive_timeout=keepalive_seconds)
-        self._source: dict[str, int] = {}  # the number of the current loopback address, by server address
+        # the number of the current loopback address, by server address
+        self._source: dict[str, int] = {}
 
-    async def connect(self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout) -> Connection:
+    async def connect(
+        self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout
+    ) -> Connection:
         host = req.url.host or ""
         tries = source_addresses(host)
         while True:
@@ -45,14 +51,17 @@ class SpreadConnector(aiohttp.TCPConnector):
             except aiohttp.ClientConnectorError as error:
                 if error.errno != errno.EADDRNOTAVAIL or tries <= 0:
                     raise
-                # Many requests fail at the same time when ports run out. Only the first of them changes the address.
+                # Many requests fail at the same time when ports run out. Only the first of them
+                # changes the address.
                 if self._source.get(host, 0) == source:
                     self._source[host] = (source + 1) % source_addresses(host)
 
     async def _create_connection(
         self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout
     ) -> ResponseHandler:
-        """Return a connection to a server of this process, which listens nowhere, or else what aiohttp makes."""
+        """Return a connection to a server of this process, which listens nowhere, or else what
+        aiohttp makes.
+        """
         opened = local.connection(req.url.host or "", req.url.port or 80)
         if opened is None:
             return await super()._create_connection(req, traces, timeout)

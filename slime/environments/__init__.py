@@ -1,1 +1,3 @@
-"""Documented import paths of the environments; the code is in :mod:`slime.plugins.agents.environments`."""
+"""Documented import paths of the environments; the code is in
+:mod:`slime.plugins.agents.environments`.
+"""

@@ -10,4 +10,12 @@ from slime.plugins.agents.environments.base import (
     Task,
 )
 
-__all__ = ["Environment", "EnvironmentProblem", "Episode", "Step", "StepFailed", "StepLimits", "Task"]
+__all__ = [
+    "Environment",
+    "EnvironmentProblem",
+    "Episode",
+    "Step",
+    "StepFailed",
+    "StepLimits",
+    "Task",
+]

@@ -9,8 +9,8 @@ from torch.autograd.function import FunctionCtx
 
 
 class Context(FunctionCtx):
-    """The type of ``ctx``, for annotations only. It declares attributes that torch adds at run time, and ``settings``,
-    which forward sets for backward."""
+    """The type of ``ctx``, for annotations only. It declares attributes that torch adds at run
+    time, and ``settings``, which forward sets for backward."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 

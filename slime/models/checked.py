@@ -1,9 +1,10 @@
 """Checkpoints that have been compared with their model before.
 
-The comparison of :func:`slime.models.loading.check_checkpoint` builds the model of transformers without memory. The
-imports for this take seconds, at the start of every run. The result depends only on config.json,
-generation_config.json, the headers of the tensors, whether the output layer is the embedding, the releases of
-transformers and torch, and the code of this folder. It is therefore stored in the user's
+The comparison of :func:`slime.models.loading.check_checkpoint` builds the model of transformers
+without memory. The imports for this take seconds, at the start of every run. The result depends
+only on config.json, generation_config.json, the headers of the tensors, whether the output layer is
+the embedding, the releases of transformers and torch, and the code of this folder. It is therefore
+stored in the user's
 cache folder under a digest of these. A checkpoint that does not fit is compared again each time.
 """
 
@@ -17,11 +18,19 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from slime.models.shards import UNTIES, ModelError, TensorHeader, local_folder, own_head, read_headers
+from slime.models.shards import (
+    UNTIES,
+    ModelError,
+    TensorHeader,
+    local_folder,
+    own_head,
+    read_headers,
+)
 
 
 def check_checkpoint_once(path: str, trust_remote_code: bool, by_transformers: bool) -> list[str]:
-    """Do what :func:`slime.models.loading.check_checkpoint` does, unless such a checkpoint is known to fit its model.
+    """Do what :func:`slime.models.loading.check_checkpoint` does, unless such a checkpoint is known
+    to fit its model.
 
     With ``trust_remote_code`` the model may be code of the checkpoint, so that nothing is stored.
 
@@ -35,20 +44,26 @@ def check_checkpoint_once(path: str, trust_remote_code: bool, by_transformers: b
     headers = read_headers(folder) if folder is not None else {}
     if folder is None or not headers or trust_remote_code or not (folder / "config.json").is_file():
         return compare_checkpoint(path, trust_remote_code, by_transformers)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "fitting-checkpoints"
+    cache = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "slime"
+        / "fitting-checkpoints"
+    )
     file = cache / f"{_digest(folder, headers, by_transformers)}.json"
     with contextlib.suppress(OSError, ValueError):  # not there, or not written completely
         return [str(notice) for notice in json.loads(file.read_bytes())]
     notices = compare_checkpoint(path, trust_remote_code, by_transformers)
     if not any(str(folder) in notice for notice in notices):  # an equal checkpoint may be elsewhere
-        with contextlib.suppress(OSError):  # a home folder that cannot be written: compared again each time
+        # a home folder that cannot be written: compared again each time
+        with contextlib.suppress(OSError):
             cache.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(notices), encoding="utf-8")
     return notices
 
 
 def require_tied(notices: Iterable[str], who: str) -> None:
-    """Refuse a checkpoint whose config.json wrongly ties its embeddings, for a program that believes it.
+    """Refuse a checkpoint whose config.json wrongly ties its embeddings, for a program that
+    believes it.
 
     Args:
         notices: Those about the checkpoint.

@@ -1,5 +1,5 @@
-"""Memory of processes that compute: reuse of memory that a step on the CPU frees, small kernel caches, and imports that
-the garbage collector leaves alone."""
+"""Memory of processes that compute: reuse of memory that a step on the CPU frees, small kernel
+caches, and imports that the garbage collector leaves alone."""
 
 from __future__ import annotations
 
@@ -15,25 +15,32 @@ LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024
 LARGEST_INT = 2**31 - 1
 HUGE_PAGES = ("THP_MEM_ALLOC_ENABLE", "1")  # torch reads this variable at its first allocation
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""The variables for the number of kernels that oneDNN keeps, and ideep, which is the layer between torch and oneDNN."""
+"""The variables for the number of kernels that oneDNN keeps, and ideep, which is the layer between
+torch and oneDNN.
+"""
 KERNELS_KEPT = "64"
 COMPUTE_VARIABLES = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # Threads that spin while they wait would take the cores from those that compute.
+    # Threads that spin while they wait would take the cores from those that compute.
+    "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "2000",  # Without a short spin, small operations are a third slower.
     "TOKENIZERS_PARALLELISM": "false",
-    # MKL gives the same bits for every alignment of buffers, at no measurable cost. Without it, the embedded engine in
-    # deterministic mode computes attention row by row.
+    # MKL gives the same bits for every alignment of buffers, at no measurable cost. Without it, the
+    # embedded engine in deterministic mode computes attention row by row.
     "MKL_CBWR": "AUTO",
 }
-"""The variables of every process that computes, in a run with Ray and in one that is inline: equal, for equal bits."""
+"""The variables of every process that computes, in a run with Ray and in one that is inline: equal,
+for equal bits.
+"""
 
 
 @contextlib.contextmanager
 def large_imports() -> Iterator[None]:
-    """Import large libraries without the garbage collector, which then never visits what they have created.
+    """Import large libraries without the garbage collector, which then never visits what they have
+    created.
 
-    torch and transformers create half a million objects, which live as long as the process. The collections that they
-    cause take a sixth of the time of these imports, and every later full collection would visit them again.
+    torch and transformers create half a million objects, which live as long as the process. The
+    collections that they cause take a sixth of the time of these imports, and every later full
+    collection would visit them again.
     """
     enabled = gc.isenabled()
     before = len(sys.modules)
@@ -41,7 +48,8 @@ def large_imports() -> Iterator[None]:
     try:
         yield
     finally:
-        if len(sys.modules) - before > 100:  # Otherwise all was imported before, and other objects would be frozen.
+        # Otherwise all was imported before, and other objects would be frozen.
+        if len(sys.modules) - before > 100:
             gc.freeze()
         if enabled:
             gc.enable()
@@ -51,8 +59,8 @@ def large_imports() -> Iterator[None]:
 def no_collections() -> Iterator[None]:
     """Keep the garbage collector from running, for a short time in which others wait.
 
-    In a trainer with compiled layers, a full collection takes 0.1 to 0.2 s. That is longer than engines pause for the
-    factors of an adapter.
+    In a trainer with compiled layers, a full collection takes 0.1 to 0.2 s. That is longer than
+    engines pause for the factors of an adapter.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -64,11 +72,13 @@ def no_collections() -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to allocate activations from its heap and not to return freed memory to the system.
+    """Tell glibc to allocate activations from its heap and not to return freed memory to the
+    system.
 
-    Otherwise each activation is mapped, cleared page by page and unmapped again in every step, which takes 10% of a
-    step of SmolLM2 on a virtual machine. Allocations that are too large for the heap use huge pages, which take a sixth
-    of the time of small pages. This must be called before torch's first allocation.
+    Otherwise each activation is mapped, cleared page by page and unmapped again in every step,
+    which takes 10% of a step of SmolLM2 on a virtual machine. Allocations that are too large for
+    the heap use huge pages, which take a sixth of the time of small pages. This must be called
+    before torch's first allocation.
 
     Returns:
         Whether the C library supports it.
@@ -79,7 +89,9 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and mallopt(M_TRIM_THRESHOLD, LARGEST_INT))
+    return bool(
+        mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and mallopt(M_TRIM_THRESHOLD, LARGEST_INT)
+    )
 
 
 def set_compute_variables() -> None:
@@ -94,13 +106,15 @@ def set_compute_variables() -> None:
 
 
 def bound_kernel_caches() -> None:
-    """Limit the number of compiled matrix products that torch keeps on the CPU, unless the user has set it.
+    """Limit the number of compiled matrix products that torch keeps on the CPU, unless the user has
+    set it.
 
-    oneDNN compiles a kernel of about 0.3 MB for each shape and keeps 1024 of them by default; ideep keeps 1024 more.
-    Almost every pack of tokens has a new length, so these kernels are rarely used again, and a process grows by about
-    600 MB until the caches are full. A model needs about 20 shapes for the forward and backward passes of one
-    micro-batch, for any number of layers. Compiling a kernel again takes 0.1 ms and gives the same kernel. This must be
-    called before torch's first matrix product, which reads the variables.
+    oneDNN compiles a kernel of about 0.3 MB for each shape and keeps 1024 of them by default; ideep
+    keeps 1024 more. Almost every pack of tokens has a new length, so these kernels are rarely used
+    again, and a process grows by about 600 MB until the caches are full. A model needs about 20
+    shapes for the forward and backward passes of one micro-batch, for any number of layers.
+    Compiling a kernel again takes 0.1 ms and gives the same kernel. This must be called before
+    torch's first matrix product, which reads the variables.
     """
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, KERNELS_KEPT)

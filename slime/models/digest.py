@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the XXH3-128 (hex) of the raw little-endian bytes of a tensor, in row-major order.
 
-    The tensor may have any dtype, shape and device. A contiguous CPU tensor is not copied. Shape and dtype are not part
-    of the digest, so compare tensors with the same name after a cast to the same dtype.
+    The tensor may have any dtype, shape and device. A contiguous CPU tensor is not copied. Shape
+    and dtype are not part of the digest, so compare tensors with the same name after a cast to the
+    same dtype.
     """
     import torch
 

@@ -1,4 +1,6 @@
-"""What a model expects of its checkpoint, compared with what the files hold, before any value is read."""
+"""What a model expects of its checkpoint, compared with what the files hold, before any value is
+read.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,17 @@ class Differences:
 def compare(model: PreTrainedModel, stored: NamedWeights) -> Differences:
     """Compare the names and shapes of a checkpoint with those of a model.
 
-    The names are compared with those that ``save_pretrained`` would write. If they differ, transformers loads tensors
-    without memory, which shows whether it knows the names (of older releases, or with another prefix).
+    The names are compared with those that ``save_pretrained`` would write. If they differ,
+    transformers loads tensors without memory, which shows whether it knows the names (of older
+    releases, or with another prefix).
 
     Args:
         model: The model of the checkpoint's config, on the ``meta`` device.
     """
     expected = expected_on_disk(model)
-    differences = _compare(model, stored, *expected) if expected is not None else Differences(missing=["?"])
+    differences = (
+        _compare(model, stored, *expected) if expected is not None else Differences(missing=["?"])
+    )
     if differences.missing or differences.mismatched:
         loaded = _dry_load(model, stored)
         if loaded is not None and (loaded.fits or expected is None):
@@ -72,29 +77,39 @@ def compare(model: PreTrainedModel, stored: NamedWeights) -> Differences:
 
 
 def expected_on_disk(model: PreTrainedModel) -> tuple[dict[str, Shape], set[str], set[str]] | None:
-    """Return the tensors that a checkpoint of the model has; None if transformers cannot convert the names.
+    """Return the tensors that a checkpoint of the model has; None if transformers cannot convert
+    the names.
 
     Returns:
-        ``{name: shape}``, the names of buffers, and the names of float tensors. Tied tensors have only the first of
-        their names.
+        ``{name: shape}``, the names of buffers, and the names of float tensors. Tied tensors have
+        only the first of their names.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    tensors = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items() if name not in tied}
+    tensors = {
+        name: torch.empty_like(t, device="meta")
+        for name, t in model.state_dict().items()
+        if name not in tied
+    }
     buffers = {name for name, _ in model.named_buffers()}
     try:
         on_disk = revert_weight_conversion(model, dict(tensors))
         own = {name: t for name, t in tensors.items() if name in buffers}
         buffers = set(revert_weight_conversion(model, own)) if own else set()
-    except Exception:  # some conversions of transformers cannot be reverted, or not for tensors without values
+    # some conversions of transformers cannot be reverted, or not for tensors without values
+    except Exception:
         return None
     floats = {name for name, t in on_disk.items() if t.is_floating_point()}
     return {name: tuple(t.shape) for name, t in on_disk.items()}, buffers, floats
 
 
 def _compare(
-    model: PreTrainedModel, stored: NamedWeights, expected: Mapping[str, Shape], buffers: set[str], floats: set[str]
+    model: PreTrainedModel,
+    stored: NamedWeights,
+    expected: Mapping[str, Shape],
+    buffers: set[str],
+    floats: set[str],
 ) -> Differences:
     shapes = stored.shapes()
     absent = [name for name in expected if name not in shapes]
@@ -102,18 +117,25 @@ def _compare(
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     known = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or []
-    # Some models have tensors that their own code ignores in a checkpoint, or makes itself if they are missing.
+    # Some models have tensors that their own code ignores in a checkpoint, or makes itself if they
+    # are missing.
     beyond = [
         name
         for name in shapes
-        if name not in expected and name not in tied and not any(re.search(pattern, name) for pattern in known)
+        if name not in expected
+        and name not in tied
+        and not any(re.search(pattern, name) for pattern in known)
     ]
-    # More layers than config.json counts are an error and no leftover: the model would be cut off without a word.
+    # More layers than config.json counts are an error and no leftover: the model would be cut off
+    # without a word.
     surplus = _surplus_layers(model, expected, beyond)
     return Differences(
-        missing=[n for n in absent if n not in buffers and not any(re.search(p, n) for p in optional)],
+        missing=[
+            n for n in absent if n not in buffers and not any(re.search(p, n) for p in optional)
+        ],
         mismatched=[
-            f"{name} has shape {list(shapes[name])} in {stored.where(name)}, but {list(expected[name])} in the model"
+            f"{name} has shape {list(shapes[name])} in {stored.where(name)}, but "
+            f"{list(expected[name])} in the model"
             for name in both
             if shapes[name] != expected[name]
         ],
@@ -128,7 +150,9 @@ def _compare(
     )
 
 
-def _surplus_layers(model: PreTrainedModel, expected: Mapping[str, Shape], beyond: list[str]) -> list[str]:
+def _surplus_layers(
+    model: PreTrainedModel, expected: Mapping[str, Shape], beyond: list[str]
+) -> list[str]:
     """Return the names in ``beyond`` of decoder layers after the last one.
 
     Layers for multi-token prediction have such numbers as well, and are not returned.
@@ -141,13 +165,18 @@ def _surplus_layers(model: PreTrainedModel, expected: Mapping[str, Shape], beyon
     return [
         name
         for name in beyond
-        if (match := _LAYER.match(name)) and match[1] in counts and int(match[2]) >= counts[match[1]] + extra
+        if (match := _LAYER.match(name))
+        and match[1] in counts
+        and int(match[2]) >= counts[match[1]] + extra
     ]
 
 
 def _dry_load(model: PreTrainedModel, stored: NamedWeights) -> Differences | None:
-    """Let transformers load tensors without memory, and return the differences it finds; None if it fails."""
-    architecture: Any = type(model)  # with output_loading_info it returns a pair, which its annotation leaves out
+    """Let transformers load tensors without memory, and return the differences it finds; None if it
+    fails.
+    """
+    # with output_loading_info it returns a pair, which its annotation leaves out
+    architecture: Any = type(model)
     with _quiet():
         try:
             _, info = architecture.from_pretrained(
@@ -165,7 +194,9 @@ def _dry_load(model: PreTrainedModel, stored: NamedWeights) -> Differences | Non
 
 
 def from_loading_info(model: PreTrainedModel, info: LoadingInfo) -> Differences:
-    """Convert the ``output_loading_info`` of transformers. The names are those of the model, not of the files."""
+    """Convert the ``output_loading_info`` of transformers. The names are those of the model, not of
+    the files.
+    """
     buffers = {name for name, _ in model.named_buffers()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     return Differences(
@@ -181,8 +212,13 @@ def from_loading_info(model: PreTrainedModel, info: LoadingInfo) -> Differences:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the table of differences that transformers prints, because slime reports them in one message."""
-    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "core_model_loading")]
+    """Suppress the table of differences that transformers prints, because slime reports them in one
+    message.
+    """
+    loggers = [
+        logging.getLogger(f"transformers.{name}")
+        for name in ("modeling_utils", "core_model_loading")
+    ]
     levels = [logger.level for logger in loggers]
     from transformers.utils import logging as theirs
 
@@ -203,7 +239,8 @@ def require_fit(where: str, model: PreTrainedModel, differences: Differences) ->
     """Raise an error if a checkpoint does not fit the model.
 
     Raises:
-        ModelError: The checkpoint lacks tensors of the model, or they do not fit. The message names them.
+        ModelError: The checkpoint lacks tensors of the model, or they do not fit. The message names
+            them.
     """
     if differences.fits:
         return
@@ -214,26 +251,32 @@ def require_fit(where: str, model: PreTrainedModel, differences: Differences) ->
         instead = f" (it has {renamed[0]}, which the model does not have)" if renamed else ""
         problems.append(f"it lacks {len(d.missing)} tensors: {shorten(d.missing)}{instead}")
     if d.mismatched:
-        problems.append(f"{len(d.mismatched)} tensors have another shape: {shorten(d.mismatched, 3)}")
+        problems.append(
+            f"{len(d.mismatched)} tensors have another shape: {shorten(d.mismatched, 3)}"
+        )
     if d.integers:
         problems.append(
-            f"{len(d.integers)} tensors do not have a float dtype, and config.json has no quantization_config for "
-            f"them: {shorten(d.integers, 3)}"
+            f"{len(d.integers)} tensors do not have a float dtype, and config.json has no "
+            f"quantization_config for them: {shorten(d.integers, 3)}"
         )
     if d.surplus_layers:
         problems.append(f"it has layers beyond num_hidden_layers: {shorten(d.surplus_layers, 3)}")
     raise ModelError(
         f"checkpoint {where} does not fit {type(model).__name__} as its config.json describes it: "
-        f"{'; '.join(problems)}. slime does not initialize such tensors at random: restore the files or correct "
-        "config.json"
+        f"{'; '.join(problems)}. slime does not initialize such tensors at random: restore the "
+        "files or correct config.json"
     )
 
 
 def notices(differences: Differences) -> list[str]:
-    """Return notices about a checkpoint that fits the model, without their subject, which is the checkpoint."""
+    """Return notices about a checkpoint that fits the model, without their subject, which is the
+    checkpoint.
+    """
     said = []
     if unused := differences.unexpected:
         said.append(f"has {len(unused)} tensors that the model does not use: {shorten(unused, 3)}")
     if missing := differences.missing_buffers:
-        said.append(f"lacks {len(missing)} buffers, which keep their defaults: {shorten(missing, 3)}")
+        said.append(
+            f"lacks {len(missing)} buffers, which keep their defaults: {shorten(missing, 3)}"
+        )
     return said

@@ -1,10 +1,11 @@
 """The formats of quantized weights: how values are computed from what is stored, and stored again.
 
-A function that reads a format stands before its inverse. In the inverse, each scale is the one of two with the smaller
-squared error over its block: the scale that the checkpoint stores there, or a new one for the largest value of the
-block. So a weight that has not changed gets the bytes of the checkpoint back, and one that has changed little stays on
-its grid. The stored scale may clip a value that a new scale would hold, if the other values of the block lose less with
-it. Trainers may have rounded the weight to bfloat16: an error that this explains does not count against the stored
+A function that reads a format stands before its inverse. In the inverse, each scale is the one of
+two with the smaller squared error over its block: the scale that the checkpoint stores there, or a
+new one for the largest value of the block. So a weight that has not changed gets the bytes of the
+checkpoint back, and one that has changed little stays on its grid. The stored scale may clip a
+value that a new scale would hold, if the other values of the block lose less with it. Trainers may
+have rounded the weight to bfloat16: an error that this explains does not count against the stored
 scale.
 """
 
@@ -64,21 +65,27 @@ def to_scaled(
     errors = [((q.float() * f.unsqueeze(-1)) - blocks).square().sum(-1) for q, f in choices]
     keep = _usable(old) & _keeps(blocks, errors[0], errors[1])
     values = torch.where(keep.unsqueeze(-1), choices[0][0].float(), choices[1][0].float()).to(dtype)
-    scales = torch.where(keep.reshape(stored.shape), _bits(stored), _bits(new.reshape(stored.shape)))
+    scales = torch.where(
+        keep.reshape(stored.shape), _bits(stored), _bits(new.reshape(stored.shape))
+    )
     return _unblocked(values, weight.shape, sizes), scales.view(stored.dtype)
 
 
 def unpacked(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """Unpack signed integers of ``bits`` bits: int32 ``[R, ceil(columns * bits / 32)]`` -> int8 ``[R, columns]``."""
+    """Unpack signed integers of ``bits`` bits: int32 ``[R, ceil(columns * bits / 32)]`` -> int8
+    ``[R, columns]``.
+    """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return (values.flatten(1)[:, :columns] - 2 ** (bits - 1)).to(torch.int8)
 
 
 def to_packed(weight: Tensor, stored: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return packed integers, int32 ``[R, ceil(C * bits / 32)]``, and scales ``[R, groups]`` (compressed-tensors).
+    """Return packed integers, int32 ``[R, ceil(C * bits / 32)]``, and scales ``[R, groups]``
+    (compressed-tensors).
 
-    A new scale is the largest value over half the range of the integers, as compressed-tensors 0.18 computes it.
+    A new scale is the largest value over half the range of the integers, as compressed-tensors 0.18
+    computes it.
     """
     groups = weight.float().unflatten(1, (stored.shape[1], -1))
     half = 2 ** (bits - 1)
@@ -97,16 +104,20 @@ def to_packed(weight: Tensor, stored: Tensor, bits: int) -> tuple[Tensor, Tensor
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantize one expert exactly: uint8 ``[R, G, 16]``, exponents uint8 ``[R, G]`` -> bfloat16 ``[G * 32, R]``."""
+    """Dequantize one expert exactly: uint8 ``[R, G, 16]``, exponents uint8 ``[R, G]`` -> bfloat16
+    ``[G * 32, R]``.
+    """
     table = torch.tensor(E2M1, dtype=torch.bfloat16)
     values = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1).flatten(2)
     return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).flatten(1).t().contiguous()
 
 
 def to_mxfp4(weight: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two 4-bit floats a byte, uint8 ``[R, G, 16]``, and exponents, uint8 ``[R, G]``, of one expert.
+    """Return two 4-bit floats a byte, uint8 ``[R, G, 16]``, and exponents, uint8 ``[R, G]``, of one
+    expert.
 
-    A new exponent is that of OCP Microscaling Formats 1.0: of the largest value, less the largest exponent of E2M1.
+    A new exponent is that of OCP Microscaling Formats 1.0: of the largest value, less the largest
+    exponent of E2M1.
 
     Args:
         weight: ``[G * 32, R]``.
@@ -129,11 +140,17 @@ def to_mxfp4(weight: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest_e2m1(values: Tensor) -> Tensor:
-    """Return the codes of the nearest 4-bit floats, of two equally near ones the even one; too large ones saturate."""
+    """Return the codes of the nearest 4-bit floats, of two equally near ones the even one; too
+    large ones saturate.
+    """
     bounds = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1[:8])])
     size = values.abs().contiguous()
     codes = torch.bucketize(size, bounds)  # a value on a bound belongs to the smaller one ...
-    on_bound = (codes < len(bounds)) & (codes % 2 == 1) & (size == bounds[codes.clamp(max=len(bounds) - 1)])
+    on_bound = (
+        (codes < len(bounds))
+        & (codes % 2 == 1)
+        & (size == bounds[codes.clamp(max=len(bounds) - 1)])
+    )
     codes = codes + on_bound.to(codes.dtype)  # ... unless its code is odd
     return (codes + 8 * torch.signbit(values)).to(torch.uint8)
 
@@ -151,7 +168,9 @@ def _round(blocks: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _keeps(blocks: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """Return whether blocks ``[..., elements]`` keep the stored scale, given the squared errors of it and a new one."""
+    """Return whether blocks ``[..., elements]`` keep the stored scale, given the squared errors of
+    it and a new one.
+    """
     return old <= torch.maximum(new, blocks.square().sum(-1) * _BFLOAT16)
 
 
@@ -169,7 +188,9 @@ def _factors(scales: Tensor) -> Tensor:
 
 
 def _as_stored(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scales in the checkpoint's dtype. Exponents are rounded up, so that no value is too large."""
+    """Return the scales in the checkpoint's dtype. Exponents are rounded up, so that no value is
+    too large.
+    """
     if dtype not in _EXPONENTS:
         return factors.to(dtype)
     mantissa, exponent = torch.frexp(factors)
@@ -183,8 +204,14 @@ def _bits(scales: Tensor) -> Tensor:
 
 
 def _blocks(weight: Tensor, sizes: Sequence[int]) -> Tensor:
-    """``[d0, d1, ...]`` -> ``[n0, n1, ..., elements]``, with zeros where the last block of an axis is shorter."""
-    padding = [p for size, length in zip(sizes[::-1], weight.shape[::-1], strict=True) for p in (0, -length % size)]
+    """``[d0, d1, ...]`` -> ``[n0, n1, ..., elements]``, with zeros where the last block of an axis
+    is shorter.
+    """
+    padding = [
+        p
+        for size, length in zip(sizes[::-1], weight.shape[::-1], strict=True)
+        for p in (0, -length % size)
+    ]
     padded = F.pad(weight, padding)
     counts = [length // size for size, length in zip(sizes, padded.shape, strict=True)]
     parts = padded.reshape([n for pair in zip(counts, sizes, strict=True) for n in pair])

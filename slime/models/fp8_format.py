@@ -1,9 +1,10 @@
-"""Which weights of a checkpoint are stored as 8-bit floats for the engines, and what their config.json says of it.
+"""Which weights of a checkpoint are stored as 8-bit floats for the engines, and what their
+config.json says of it.
 
-The weights are those of the projections in attention, MLP and experts, as in published FP8 checkpoints; embeddings,
-``lm_head``, norms, biases and routers keep their dtype. For SGLang with one scale per block, a projection whose shape
-does not fit the blocks on every tensor-parallel rank keeps its dtype as well, together with those that SGLang fuses
-with it.
+The weights are those of the projections in attention, MLP and experts, as in published FP8
+checkpoints; embeddings, ``lm_head``, norms, biases and routers keep their dtype. For SGLang with
+one scale per block, a projection whose shape does not fit the blocks on every tensor-parallel rank
+keeps its dtype as well, together with those that SGLang fuses with it.
 Imports no torch.
 """
 
@@ -34,10 +35,12 @@ class Fp8Format:
     """How weights are quantized.
 
     Attributes:
-        granularity: What shares a scale: blocks of 128 × 128 values, the rows (output channels), or the whole tensor.
-        ranks: The number of tensor-parallel ranks of an SGLang server, whose layers and checksums need shapes that the
-            blocks divide on every rank. None for engines that take any shape.
-        key_value_heads: If there are fewer key-value heads than ranks, several ranks have the same head.
+        granularity: What shares a scale: blocks of 128 × 128 values, the rows (output channels), or
+            the whole tensor.
+        ranks: The number of tensor-parallel ranks of an SGLang server, whose layers and checksums
+            need shapes that the blocks divide on every rank. None for engines that take any shape.
+        key_value_heads: If there are fewer key-value heads than ranks, several ranks have the same
+            head.
     """
 
     granularity: Granularity = "block"
@@ -64,11 +67,25 @@ class Fp8Layout:
     kept: tuple[str, ...]
 
     def quantization_config(self) -> dict[str, object]:
-        """Return the ``quantization_config`` of a checkpoint with these weights, as SGLang and transformers read it."""
+        """Return the ``quantization_config`` of a checkpoint with these weights, as SGLang and
+        transformers read it.
+        """
         kept = ["lm_head", *self.kept]
         if self.format.granularity == "channel":
-            weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
-            inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+            weights = {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "channel",
+                "dynamic": False,
+            }
+            inputs = {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            }
             group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
             return {
                 "quant_method": "compressed-tensors",
@@ -82,7 +99,9 @@ class Fp8Layout:
             "activation_scheme": "dynamic",
             "modules_to_not_convert": kept,
         }
-        return config | ({"weight_block_size": [BLOCK, BLOCK]} if self.format.granularity == "block" else {})
+        return config | (
+            {"weight_block_size": [BLOCK, BLOCK]} if self.format.granularity == "block" else {}
+        )
 
 
 def fp8_layout(shapes: Mapping[str, Sequence[int]], how: Fp8Format) -> Fp8Layout:
@@ -106,8 +125,8 @@ def fp8_layout(shapes: Mapping[str, Sequence[int]], how: Fp8Format) -> Fp8Layout
 
 
 def _group(name: str) -> str:
-    """Return a key that is equal for projections that SGLang keeps in one tensor: all experts of a layer, or the parts
-    of a fused projection."""
+    """Return a key that is equal for projections that SGLang keeps in one tensor: all experts of a
+    layer, or the parts of a fused projection."""
     module = name.removesuffix(".weight")
     parent, _, own = module.rpartition(".")
     if ".experts." in name:
@@ -116,7 +135,9 @@ def _group(name: str) -> str:
 
 
 def _fits(name: str, shape: Sequence[int], how: Fp8Format, fused: bool) -> bool:
-    """Return whether blocks of 128 × 128 divide the part of every rank as SGLang's layers and checksums need it."""
+    """Return whether blocks of 128 × 128 divide the part of every rank as SGLang's layers and
+    checksums need it.
+    """
     if how.granularity != "block" or how.ranks is None:
         return True
     own = name.removesuffix(".weight").rpartition(".")[2]

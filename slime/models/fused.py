@@ -1,12 +1,14 @@
-"""Functions of a few elementwise passes that are compiled to one kernel on a GPU, and the two that models get.
+"""Functions of a few elementwise passes that are compiled to one kernel on a GPU, and the two that
+models get.
 
-transformers computes the RMSNorm with a gate of the gated delta nets of Qwen3-Next and Qwen3.5 in some ten passes from
-release 5.15 on, by estimate a tenth of a log-prob pass of Qwen3.5-4B's shape on an H200 (benchmarks/README.md); older
-releases take a kernel of flash-linear-attention.
+transformers computes the RMSNorm with a gate of the gated delta nets of Qwen3-Next and Qwen3.5 in
+some ten passes from release 5.15 on, by estimate a tenth of a log-prob pass of Qwen3.5-4B's shape
+on an H200 (benchmarks/README.md); older releases take a kernel of flash-linear-attention.
 
-PyTorch's own kernels for causal depthwise convolutions of a few taps (gated delta nets, Mamba-2, LFM2) take a seventh
-of a step of Qwen3.5-4B's shape on an H200, with the copies into their layout and back. Here, without causal-conv1d, the
-convolution is a sum of shifted rows, which the compiler makes one kernel.
+PyTorch's own kernels for causal depthwise convolutions of a few taps (gated delta nets, Mamba-2,
+LFM2) take a seventh of a step of Qwen3.5-4B's shape on an H200, with the copies into their layout
+and back. Here, without causal-conv1d, the convolution is a sum of shifted rows, which the compiler
+makes one kernel.
 """
 
 from __future__ import annotations
@@ -25,24 +27,29 @@ from transformers.activations import ACT2FN
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-COMPILED_VARIANTS = 64  # per compiled function, one for each combination of trailing sizes; torch's default limit is 8
+# per compiled function, one for each combination of trailing sizes; torch's default limit is 8
+COMPILED_VARIANTS = 64
 
 _fused = True
 
 
 def fuse(on: bool) -> None:
-    """Set whether this process compiles functions with :func:`fused_on_cuda` (not with ``--no-compile-layers``)."""
+    """Set whether this process compiles functions with :func:`fused_on_cuda` (not with
+    ``--no-compile-layers``).
+    """
     global _fused
     _fused = on
 
 
 def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Compile ``fn`` for tensors on a GPU. The first size of each tensor is dynamic. The function is compiled again for
-    other trailing sizes, because kernels in which all sizes are dynamic are several times slower."""
+    """Compile ``fn`` for tensors on a GPU. The first size of each tensor is dynamic. The function
+    is compiled again for other trailing sizes, because kernels in which all sizes are dynamic are
+    several times slower."""
 
     @functools.cache
     def compiled() -> Callable[_Arguments, _Result]:
-        # At the first call, not where ``fn`` is defined: torch imports the compiler here, which takes seconds.
+        # At the first call, not where ``fn`` is defined: torch imports the compiler here, which
+        # takes seconds.
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
         return torch.compile(fn)
@@ -65,7 +72,9 @@ _CLASSES = ("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGa
 
 
 def use_compiled_norms(modules: Iterable[nn.Module]) -> int:
-    """Let the norms with a gate among these modules compute :func:`norm_and_gate`, and return their number."""
+    """Let the norms with a gate among these modules compute :func:`norm_and_gate`, and return their
+    number.
+    """
     found = [module for module in modules if type(module).__name__ in _CLASSES]
     for module in found:
         module.forward = types.MethodType(_forward, module)
@@ -103,13 +112,18 @@ _NAME = "causal_conv1d_fn"
 
 
 def use_compiled_convolutions(mixers: Iterable[nn.Module]) -> bool:
-    """Let the modeling code of these modules call :func:`convolve`, unless causal-conv1d is installed.
+    """Let the modeling code of these modules call :func:`convolve`, unless causal-conv1d is
+    installed.
 
     Returns:
         Whether any code was changed.
     """
     code = [sys.modules[type(mixer).__module__] for mixer in mixers]
-    found = [module for module in code if hasattr(module, _NAME)] if find_spec("causal_conv1d") is None else []
+    found = (
+        [module for module in code if hasattr(module, _NAME)]
+        if find_spec("causal_conv1d") is None
+        else []
+    )
     for module in found:
         setattr(module, _NAME, convolve)
     return bool(found)
@@ -133,7 +147,11 @@ def convolve(
     """
     rows = hidden_states.transpose(1, 2)
     positions = torch.arange(rows.shape[1], device=rows.device).repeat(rows.shape[0])
-    return _shifted_sum(rows.flatten(0, 1), positions, weight, bias, activation).view(rows.shape).transpose(1, 2)
+    return (
+        _shifted_sum(rows.flatten(0, 1), positions, weight, bias, activation)
+        .view(rows.shape)
+        .transpose(1, 2)
+    )
 
 
 @fused_on_cuda

@@ -1,14 +1,16 @@
-"""Routed experts: the order of tokens by expert, products with the weights of all experts of a layer, and both as
-the experts of transformers on a GPU.
+"""Routed experts: the order of tokens by expert, products with the weights of all experts of a
+layer, and both as the experts of transformers on a GPU.
 
-megatron-core without Transformer Engine finds this order with ``masked_select``, for which the host waits for the GPU,
-and adds rows to their tokens with ``scatter_add_`` in the dtype of the activations, in an order that differs between
-runs. transformers computes its experts with grouped products, too. But the gradients of its gathers are scattered
-additions: those of the tokens, whose rows are added in bfloat16, and those of the biases of gpt-oss, where thousands of
-rows are added to one bias one after the other.
+megatron-core without Transformer Engine finds this order with ``masked_select``, for which the host
+waits for the GPU, and adds rows to their tokens with ``scatter_add_`` in the dtype of the
+activations, in an order that differs between runs. transformers computes its experts with grouped
+products, too. But the gradients of its gathers are scattered additions: those of the tokens, whose
+rows are added in bfloat16, and those of the biases of gpt-oss, where thousands of rows are added to
+one bias one after the other.
 
-Here both directions of the permutation are gathers: no size is read back, the sum of a token's rows is made in float32,
-and its order is that of the experts. The two directions are adjoint, so that each is the backward pass of the other.
+Here both directions of the permutation are gathers: no size is read back, the sum of a token's rows
+is made in float32, and its order is that of the experts. The two directions are adjoint, so that
+each is the backward pass of the other.
 """
 
 from __future__ import annotations
@@ -51,17 +53,20 @@ def order_by_expert(routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Orde
         probs: ``[T, E]``, the weights of the experts, 0 for the others.
 
     Returns:
-        The order, the weight ``[N]`` of each row, and the number of rows of each expert, int64 ``[E]``.
+        The order, the weight ``[N]`` of each row, and the number of rows of each expert, int64
+        ``[E]``.
 
-    The number of pairs before a place comes from one scan over the whole map, and the place of the n-th pair from a
-    search in it. A scan along the tokens of a ``[T, E]`` map takes a hundred times as long on a GPU, and a list of the
-    pairs would be of a size that the host has to wait for.
+    The number of pairs before a place comes from one scan over the whole map, and the place of the
+    n-th pair from a search in it. A scan along the tokens of a ``[T, E]`` map takes a hundred times
+    as long on a GPU, and a list of the pairs would be of a size that the host has to wait for.
     """
     tokens, experts = routing_map.shape
-    by_expert = routing_map.t().reshape(-1).cumsum(0)  # how many of the pairs are at or before this place
+    # how many of the pairs are at or before this place
+    by_expert = routing_map.t().reshape(-1).cumsum(0)
     wanted = torch.arange(1, tokens * topk + 1, device=routing_map.device)
     pairs = torch.searchsorted(by_expert, wanted)  # expert · T + token, ascending
-    of_tokens = torch.searchsorted(routing_map.reshape(-1).cumsum(0), wanted)  # token · E + expert, ascending
+    # token · E + expert, ascending
+    of_tokens = torch.searchsorted(routing_map.reshape(-1).cumsum(0), wanted)
     slots = by_expert.index_select(0, of_tokens % experts * tokens + of_tokens // experts) - 1
     weights = probs.t().reshape(-1).index_select(0, pairs)
     return Order(pairs % max(tokens, 1), slots.view(tokens, topk)), weights, routing_map.sum(0)
@@ -117,8 +122,9 @@ class _Combine(torch.autograd.Function):
 
 @fused_on_cuda
 def _summed(x: Tensor, slots: Tensor) -> Tensor:
-    # Written out for each of the k rows: the compiler makes one kernel that reads them and writes their sum, where
-    # a sum over a gathered [T, k, H] would be a reduction with much less work per thread.
+    # Written out for each of the k rows: the compiler makes one kernel that reads them and writes
+    # their sum, where a sum over a gathered [T, k, H] would be a reduction with much less work per
+    # thread.
     dtype = torch.promote_types(x.dtype, torch.float32)
     total = x[slots[:, 0]].to(dtype)
     for choice in range(1, slots.shape[1]):
@@ -132,8 +138,9 @@ _COLUMNS = 16  # of the ones
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply each group of rows of ``x``, ``[N, in]``, by its own ``weight``, ``[n, out, in]``, and add its ``bias``,
-    ``[n, out]``; returns ``[N, out]``. ``counts``, ``[n]``, are the numbers of rows in the groups."""
+    """Multiply each group of rows of ``x``, ``[N, in]``, by its own ``weight``, ``[n, out, in]``,
+    and add its ``bias``, ``[n, out]``; returns ``[N, out]``. ``counts``, ``[n]``, are the numbers
+    of rows in the groups."""
     if bias is not None:
         return grouped_linear(x, weight, counts) + spread_bias(bias, counts, x)
     if not len(x):  # no rows belong to these groups; the product gives them a gradient of 0
@@ -146,10 +153,11 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
 
 
 def spread_bias(bias: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
-    """Return the bias of each row's group, ``[N, out]``: ``counts``, ``[n]``, rows have the same of ``bias``.
+    """Return the bias of each row's group, ``[N, out]``: ``counts``, ``[n]``, rows have the same of
+    ``bias``.
 
-    The gradient of a bias is a sum over all rows of its group. It is a grouped product with ones, because scattered
-    additions of thousands of rows to one would wait for each other.
+    The gradient of a bias is a sum over all rows of its group. It is a grouped product with ones,
+    because scattered additions of thousands of rows to one would wait for each other.
     """
     places = torch.arange(len(rows), device=rows.device)
     return _SpreadBias.apply(bias, torch.searchsorted(counts.cumsum(0), places, right=True), counts)
@@ -178,7 +186,8 @@ class _SpreadBias(torch.autograd.Function):
         return grad.new_zeros(len(counts), grad.shape[1]).index_add_(0, groups, grad), None, None
 
 
-# An operator that the compiler leaves as it is. It would give the ones another layout, which the kernel refuses.
+# An operator that the compiler leaves as it is. It would give the ones another layout, which the
+# kernel refuses.
 @torch.library.custom_op("slime::sum_groups", mutates_args=())
 def _sum_groups(rows: Tensor, counts: Tensor) -> Tensor:
     """Return the sum of each group of rows of ``rows``, ``[N, out]``, as ``[n, out]``."""
@@ -195,7 +204,8 @@ NAME = "slime_grouped"
 
 
 def use_grouped_experts(model: PreTrainedModel) -> bool:
-    """Let the experts of a model in bfloat16 on a GPU compute as above, if transformers would use grouped products.
+    """Let the experts of a model in bfloat16 on a GPU compute as above, if transformers would use
+    grouped products.
 
     Returns:
         Whether the model was changed.
@@ -210,7 +220,8 @@ def use_grouped_experts(model: PreTrainedModel) -> bool:
 
 
 def grouped_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts, ``[T, H]``. transformers calls it as the forward of its module.
+    """Return the weighted sum of each token's experts, ``[T, H]``. transformers calls it as the
+    forward of its module.
 
     Args:
         self: The module with the fused weights of all experts.
@@ -219,10 +230,15 @@ def grouped_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) 
         weights: ``[T, k]``, the factors of their outputs.
     """
     experts, pairs = torch.sort(chosen.reshape(-1), stable=True)  # [N = T · k]
-    slots = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+    slots = torch.empty_like(pairs).scatter_(
+        0, pairs, torch.arange(len(pairs), device=pairs.device)
+    )
     order = Order(pairs // chosen.shape[1], slots.view(chosen.shape))
-    # The number of rows up to each expert's last one. To search the sorted rows waits for nothing on the GPU.
-    ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=experts.device), right=True)
+    # The number of rows up to each expert's last one. To search the sorted rows waits for nothing
+    # on the GPU.
+    ends = torch.searchsorted(
+        experts, torch.arange(self.num_experts, device=experts.device), right=True
+    )
     counts = ends.diff(prepend=ends.new_zeros(1))
     up = "gate_up_proj" if self.has_gate else "up_proj"
     activate: Callable[[Tensor], Tensor] = self._apply_gate if self.has_gate else self.act_fn
@@ -233,7 +249,9 @@ def grouped_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) 
 
 
 def _project(self: nn.Module, name: str, x: Tensor, counts: Tensor) -> Tensor:
-    """Multiply the sorted rows of ``x``, ``[N, in]``, by the weights of their experts, and add their biases."""
+    """Multiply the sorted rows of ``x``, ``[N, in]``, by the weights of their experts, and add
+    their biases.
+    """
     weight = getattr(self, name)
     bias = getattr(self, f"{name}_bias") if self.has_bias else None
     return grouped_linear(x, weight.transpose(1, 2) if self.is_transposed else weight, counts, bias)

@@ -1,4 +1,6 @@
-"""Convert samples of a rank batch to the inputs of a Hugging Face model: one pack, or a padded batch."""
+"""Convert samples of a rank batch to the inputs of a Hugging Face model: one pack, or a padded
+batch.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,14 @@ from slime.models.segments import PackSegments, to_device
 from slime.models.token_log_probs import Nuclei
 
 Multimodal = Mapping[str, object] | None
-"""The tensors that the processor made for one sample, by the parameter names of the model's forward."""
+"""The tensors that the processor made for one sample, by the parameter names of the model's
+forward.
+"""
 
 
 class Distinct(NamedTuple):
-    """The response tokens of a pack without those that an earlier sample of the pack has scored already.
+    """The response tokens of a pack without those that an earlier sample of the pack has scored
+    already.
 
     Attributes:
         logit_index, targets: int64 ``[U]``, as in :class:`ModelInputs`.
@@ -41,13 +46,17 @@ class ModelInputs:
     """One micro-batch.
 
     Attributes:
-        kwargs: Arguments of the backbone's forward; ``input_ids`` is ``[1, T]`` (packed) or ``[n, L]`` (padded).
-        logit_index: int64 ``[R]``, the row of the flattened ``[B * L]`` outputs that scores each response token.
+        kwargs: Arguments of the backbone's forward; ``input_ids`` is ``[1, T]`` (packed) or ``[n,
+            L]`` (padded).
+        logit_index: int64 ``[R]``, the row of the flattened ``[B * L]`` outputs that scores each
+            response token.
         targets: int64 ``[R]``, the response tokens of all samples, in the order of the samples.
         response_lengths: The response length of each sample; their sum is R.
         nuclei: The tokens from which each response token was sampled, if the engine reported them.
-        response_index: With context parallelism, the response tokens of each sample that this rank has; else None.
-        distinct: What to score where many samples have response tokens in common; None: all response tokens.
+        response_index: With context parallelism, the response tokens of each sample that this rank
+            has; else None.
+        distinct: What to score where many samples have response tokens in common; None: all
+            response tokens.
     """
 
     kwargs: dict[str, object]
@@ -65,15 +74,19 @@ class InputBuilder:
 
     Attributes:
         backbone: The model. It computes multimodal rotary positions if it has ``get_rope_index``.
-        packed: Whether to put all samples into one row without padding between them (this needs packed attention).
-            Otherwise the batch is padded.
-        share_prompts: Whether samples of a group store their prompt and other common beginnings once. Only if packed.
-        pad_to_multiple: Pad the length of a pack to a multiple of this, so that kernels see fewer shapes.
+        packed: Whether to put all samples into one row without padding between them (this needs
+            packed attention). Otherwise the batch is padded.
+        share_prompts: Whether samples of a group store their prompt and other common beginnings
+            once. Only if packed.
+        pad_to_multiple: Pad the length of a pack to a multiple of this, so that kernels see fewer
+            shapes.
         float_dtype: The dtype of floating-point multimodal inputs.
-        context_group: The ranks that divide the tokens of each sample; None without context parallelism. Only if
-            packed.
-        stateful: Whether layers of the model have a state, so that packs list their sequences. Only if packed.
-        longest: The maximum length of a sample, if a longer one would change the rotary frequencies of others.
+        context_group: The ranks that divide the tokens of each sample; None without context
+            parallelism. Only if packed.
+        stateful: Whether layers of the model have a state, so that packs list their sequences. Only
+            if packed.
+        longest: The maximum length of a sample, if a longer one would change the rotary frequencies
+            of others.
     """
 
     backbone: nn.Module
@@ -103,13 +116,16 @@ class InputBuilder:
         if batch.get("rollout_top_p_token_offsets") is None:
             return None
         if self.context_group is not None:
-            raise ModelError("--rollout-top-p below 1 cannot be used with --context-parallel-size: use one of them")
+            raise ModelError(
+                "--rollout-top-p below 1 cannot be used with --context-parallel-size: use one of "
+                "them"
+            )
         ids = torch.cat([torch.as_tensor(batch["rollout_top_p_token_ids"][i]) for i in indices])
         offsets = [0]
         for i in indices:
             own = torch.as_tensor(batch["rollout_top_p_token_offsets"][i]).tolist()
-            # Each sample counts its offsets from its own beginning; in a pack they continue where the sample before
-            # ended.
+            # Each sample counts its offsets from its own beginning; in a pack they continue where
+            # the sample before ended.
             offsets += [offsets[-1] - own[0] + end for end in own[1:]]
         return Nuclei(ids.long().to(self.device, non_blocking=True), offsets)
 
@@ -120,12 +136,15 @@ class InputBuilder:
         groups: Sequence[int],
         multimodal: Sequence[Multimodal],
     ) -> ModelInputs:
-        """Build one micro-batch of n samples. ``tokens`` are int64 ``[total_length]`` on the CPU."""
+        """Build one micro-batch of n samples. ``tokens`` are int64 ``[total_length]`` on the
+        CPU.
+        """
         if self.longest is not None and max(map(len, tokens)) > self.longest:
             raise ModelError(
-                f"a sample has {max(map(len, tokens))} tokens. Above {self.longest}, the rotary frequencies of this "
-                "model (longrope or dynamic in config.json) would change for all samples that are computed with it: "
-                f"use --rollout-max-context-len {self.longest}, or leave longer rows out of SFT data"
+                f"a sample has {max(map(len, tokens))} tokens. Above {self.longest}, the rotary "
+                "frequencies of this model (longrope or dynamic in config.json) would change for "
+                "all samples that are computed with it: use --rollout-max-context-len "
+                f"{self.longest}, or leave longer rows out of SFT data"
             )
         if self.packed:
             inputs = self._packed(tokens, response_lengths, groups, multimodal)
@@ -141,23 +160,31 @@ class InputBuilder:
         groups: Sequence[int],
         multimodal: Sequence[Multimodal],
     ) -> ModelInputs:
-        # Media belong to the placeholder tokens of one sample, so a sample with media shares its prompt with none.
+        # Media belong to the placeholder tokens of one sample, so a sample with media shares its
+        # prompt with none.
         keys = [
-            ("own", i) if media else ("group", g) for i, (g, media) in enumerate(zip(groups, multimodal, strict=True))
+            ("own", i) if media else ("group", g)
+            for i, (g, media) in enumerate(zip(groups, multimodal, strict=True))
         ]
         arrays = [t.numpy() for t in tokens]
         if self.context_group is not None:
             if any(multimodal):
-                raise ModelError("--context-parallel-size above 1 does not support images or other media: use 1")
+                raise ModelError(
+                    "--context-parallel-size above 1 does not support images or other media: use 1"
+                )
             return self._context_packed(arrays, response_lengths, self.context_group)
-        layout = build_pack(arrays, response_lengths, keys, self.share_prompts, self.pad_to_multiple)
+        layout = build_pack(
+            arrays, response_lengths, keys, self.share_prompts, self.pad_to_multiple
+        )
         kwargs: dict[str, Any] = {
             "input_ids": self._move(layout.tokens)[None],
             "position_ids": self._move(layout.positions)[None],
-            "slime_pack": PackSegments.from_layout(layout, self.device, with_sequences=self.stateful),
+            "slime_pack": PackSegments.from_layout(
+                layout, self.device, with_sequences=self.stateful
+            ),
         }
-        # Rotary positions of media have three axes and begin anew in each sample, so they are computed for each sample
-        # alone and put into its rows of the pack.
+        # Rotary positions of media have three axes and begin anew in each sample, so they are
+        # computed for each sample alone and put into its rows of the pack.
         if any(multimodal):
             types = kwargs["mm_token_type_ids"] = self._token_types(kwargs["input_ids"])
             if images_see_ahead(self.backbone):
@@ -183,7 +210,9 @@ class InputBuilder:
     def _context_packed(
         self, arrays: list[np.ndarray], response_lengths: Sequence[int], group: ProcessGroup
     ) -> ModelInputs:
-        layout = build_context_pack(arrays, response_lengths, group.size(), group.rank(), self.pad_to_multiple)
+        layout = build_context_pack(
+            arrays, response_lengths, group.size(), group.rank(), self.pad_to_multiple
+        )
         kwargs: dict[str, Any] = {
             "input_ids": self._move(layout.tokens)[None],
             "position_ids": self._move(layout.positions)[None],
@@ -197,7 +226,10 @@ class InputBuilder:
         return ModelInputs(kwargs, rows, targets, layout.response_lengths, response_index=index)
 
     def _padded(
-        self, tokens: Sequence[Tensor], response_lengths: Sequence[int], multimodal: Sequence[Multimodal]
+        self,
+        tokens: Sequence[Tensor],
+        response_lengths: Sequence[int],
+        multimodal: Sequence[Multimodal],
     ) -> ModelInputs:
         lengths = [len(t) for t in tokens]
         width = max(lengths)
@@ -205,7 +237,8 @@ class InputBuilder:
         mask = torch.zeros_like(ids)
         index = []
         targets = []
-        # Samples are padded at the right, so positions need no shift, and the row before a token scores it.
+        # Samples are padded at the right, so positions need no shift, and the row before a token
+        # scores it.
         for row, (sample, response) in enumerate(zip(tokens, response_lengths, strict=True)):
             total = len(sample)
             ids[row, :total] = sample
@@ -213,7 +246,10 @@ class InputBuilder:
             index.append(np.arange(total - response - 1, total - 1) + row * width)
             targets.append(sample[total - response :].numpy())
         positions = torch.arange(width).expand(len(tokens), -1).contiguous()
-        kwargs: dict[str, Any] = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
+        kwargs: dict[str, Any] = {
+            "input_ids": ids.to(self.device),
+            "attention_mask": mask.to(self.device),
+        }
         kwargs["position_ids"] = positions.to(self.device)
         if any(multimodal):
             ahead = images_see_ahead(self.backbone)
@@ -227,22 +263,37 @@ class InputBuilder:
                         rotary[:, row, : lengths[row]] = own
                 kwargs["position_ids"] = rotary
         responses = list(map(int, response_lengths))
-        return ModelInputs(kwargs, self._move(np.concatenate(index)), self._move(np.concatenate(targets)), responses)
+        return ModelInputs(
+            kwargs,
+            self._move(np.concatenate(index)),
+            self._move(np.concatenate(targets)),
+            responses,
+        )
 
     def _media(self, multimodal: Sequence[Multimodal]) -> dict[str, Tensor]:
         """Concatenate the media tensors (pixel values, grids and so on) of all samples."""
         merged: dict[str, list[Tensor]] = {}
         for media in multimodal:
             for key, value in (media or {}).items():
-                if key not in ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids", "token_type_ids"):
+                if key not in (
+                    "input_ids",
+                    "attention_mask",
+                    "position_ids",
+                    "mm_token_type_ids",
+                    "token_type_ids",
+                ):
                     merged.setdefault(key, []).append(torch.as_tensor(value))
         return {key: self._device(torch.cat(values)) for key, values in merged.items()}
 
     def _device(self, x: Tensor) -> Tensor:
-        return x.to(self.device, self.float_dtype if x.is_floating_point() else x.dtype, non_blocking=True)
+        return x.to(
+            self.device, self.float_dtype if x.is_floating_point() else x.dtype, non_blocking=True
+        )
 
     def _token_types(self, ids: Tensor) -> Tensor:
-        """Return the type of each token, as the processors of transformers do: 0 text, 1 image, 2 video."""
+        """Return the type of each token, as the processors of transformers do: 0 text, 1 image, 2
+        video.
+        """
         config: Any = self.backbone.config
         types = torch.zeros_like(ids)
         for kind, name in ((1, "image_token_id"), (2, "video_token_id")):
@@ -265,7 +316,11 @@ class InputBuilder:
         ids = tokens[None].to(self.device)
         known = inspect.signature(function).parameters
         given = {"input_ids": ids, "mm_token_type_ids": self._token_types(ids)}
-        given |= {k: torch.as_tensor(v).to(self.device) for k, v in media.items() if k in known and k not in given}
+        given |= {
+            k: torch.as_tensor(v).to(self.device)
+            for k, v in media.items()
+            if k in known and k not in given
+        }
         given.pop("attention_mask", None)
         return function(**{k: v for k, v in given.items() if k in known})[0][:, 0]
 

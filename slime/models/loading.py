@@ -11,7 +11,12 @@ from zipfile import is_zipfile
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from slime.models.cpu_kernels import use_onednn_linears
 from slime.models.expected import compare, from_loading_info, notices, require_fit
@@ -43,21 +48,32 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of the language model: the longest list of layers outside a vision tower."""
+    """Return the layers of the language model: the longest list of layers outside a vision
+    tower.
+    """
     names = set(model._no_split_modules or [])
     vision = {
-        id(m) for name, tower in model.named_modules() if name.split(".")[-1] in VISION_TOWERS for m in tower.modules()
+        id(m)
+        for name, tower in model.named_modules()
+        if name.split(".")[-1] in VISION_TOWERS
+        for m in tower.modules()
     }
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) not in vision]
+    lists = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.ModuleList) and len(m) and id(m) not in vision
+    ]
     named = [m for m in lists if type(m[0]).__name__ in names]
     return max((list(m) for m in named or lists), key=len)
 
 
 @contextmanager
 def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model have only its first decoder layers within the context: as few as contain each kind of layer.
+    """Let a model have only its first decoder layers within the context: as few as contain each
+    kind of layer.
 
-    What is checked on them holds for all layers, and neither the memory nor the time of a large model is needed.
+    What is checked on them holds for all layers, and neither the memory nor the time of a large
+    model is needed.
     """
     layers = decoder_layers(model)
     first: dict[str, int] = {}
@@ -79,32 +95,47 @@ def one_layer_of_each_kind(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _kind(layer: nn.Module) -> str:
-    """Return a value that is equal for layers with the same modules and settings, whatever their weights."""
+    """Return a value that is equal for layers with the same modules and settings, whatever their
+    weights.
+    """
     found: list[object] = []
     for module in layer.modules():
-        found += [type(module).__name__, sorted(item for item in vars(module).items() if _is_setting(*item))]
+        found += [
+            type(module).__name__,
+            sorted(item for item in vars(module).items() if _is_setting(*item)),
+        ]
     return repr(found)
 
 
 def _is_setting(name: str, value: object) -> bool:
     is_place = "idx" in name or "index" in name or name in ("layer_id", "layer_number")
-    return isinstance(value, bool | int | float | str | None) and not name.startswith("_") and not is_place
+    return (
+        isinstance(value, bool | int | float | str | None)
+        and not name.startswith("_")
+        and not is_place
+    )
 
 
 def load_hf_config(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Load the config of a model from a local folder or a hub id.
 
     Raises:
-        ModelError: The path looks like a local folder, but has no ``config.json``; or the hub does not give the model.
+        ModelError: The path looks like a local folder, but has no ``config.json``; or the hub does
+            not give the model.
     """
     folder = Path(path).expanduser()
     local = folder.exists() or str(path).startswith((".", "/", "~"))
     if local and not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "does not exist"
-        raise ModelError(f"model folder {str(path)!r} {what}; --hf-checkpoint takes a Hugging Face folder or a hub id")
+        raise ModelError(
+            f"model folder {str(path)!r} {what}; --hf-checkpoint takes a Hugging Face folder or a "
+            "hub id"
+        )
     if not local:
         require_hub(str(path))
-    return AutoConfig.from_pretrained(str(folder) if local else str(path), trust_remote_code=trust_remote_code)
+    return AutoConfig.from_pretrained(
+        str(folder) if local else str(path), trust_remote_code=trust_remote_code
+    )
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
@@ -115,7 +146,8 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 def plain_attention(config: PretrainedConfig) -> str:
     """Return the attention of transformers that computes a model exactly: SDPA, or eager.
 
-    Some models do not have SDPA, and with soft-capped scores (Gemma 2) it would leave out the cap without an error.
+    Some models do not have SDPA, and with soft-capped scores (Gemma 2) it would leave out the cap
+    without an error.
     """
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return "eager"
@@ -125,7 +157,9 @@ def plain_attention(config: PretrainedConfig) -> str:
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Remove ``quantization_config`` from a config, because the weights are dequantized when they are read."""
+    """Remove ``quantization_config`` from a config, because the weights are dequantized when they
+    are read.
+    """
     for part in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             if hasattr(part, name):
@@ -134,10 +168,12 @@ def plain_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def empty_model(config: PretrainedConfig, **more: object) -> PreTrainedModel:
-    """Build a causal language model (image-text-to-text if the config has ``vision_config``) on ``meta``.
+    """Build a causal language model (image-text-to-text if the config has ``vision_config``) on
+    ``meta``.
 
     Raises:
-        ModelError: This release of transformers would compute other positions than config.json asks for.
+        ModelError: This release of transformers would compute other positions than config.json asks
+            for.
     """
     auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
     with torch.device("meta"):
@@ -147,10 +183,12 @@ def empty_model(config: PretrainedConfig, **more: object) -> PreTrainedModel:
 
 
 def _require_rotary(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Refuse a model with one rotary embedding for all layers if config.json asks for one per kind of layer.
+    """Refuse a model with one rotary embedding for all layers if config.json asks for one per kind
+    of layer.
 
-    Releases of transformers before 5.13 build OLMo-3 so, with a warning about unknown keys or none. Its published
-    config.json has one set of parameters, of which YaRN is only for the layers with full attention.
+    Releases of transformers before 5.13 build OLMo-3 so, with a warning about unknown keys or none.
+    Its published config.json has one set of parameters, of which YaRN is only for the layers with
+    full attention.
     """
     asked = getattr(config, "rope_parameters", None) or {}
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -159,21 +197,24 @@ def _require_rotary(model: PreTrainedModel, config: PretrainedConfig) -> None:
     computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     if (per_kind or scaled_in_part) and not any(f"{kind}_inv_freq" in computed for kind in kinds):
         raise ModelError(
-            f"config.json has different rotary embeddings for {' and '.join(sorted(kinds))} layers, but transformers "
-            f"{transformers.__version__} computes one for all layers of {config.model_type}; "
-            "a newer release may compute both (5.13 does for OLMo-3)"
+            f"config.json has different rotary embeddings for {' and '.join(sorted(kinds))} "
+            f"layers, but transformers {transformers.__version__} computes one for all layers of "
+            f"{config.model_type}; a newer release may compute both (5.13 does for OLMo-3)"
         )
 
 
-def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_transformers: bool = False) -> list[str]:
-    """Compare a checkpoint's files with the model that its config.json describes. Only headers are read.
+def check_checkpoint(
+    path: str | Path, trust_remote_code: bool = False, by_transformers: bool = False
+) -> list[str]:
+    """Compare a checkpoint's files with the model that its config.json describes. Only headers are
+    read.
 
-    A hub id that is not downloaded yet is not checked here but when it is loaded; so are the shapes of tensors in
-    PyTorch's older file format.
+    A hub id that is not downloaded yet is not checked here but when it is loaded; so are the shapes
+    of tensors in PyTorch's older file format.
 
     Args:
-        by_transformers: The run uses the model of transformers, so it is an error if transformers cannot build it.
-            Otherwise that is only a notice.
+        by_transformers: The run uses the model of transformers, so it is an error if transformers
+            cannot build it. Otherwise that is only a notice.
 
     Returns:
         Notices, without their subject, which is the checkpoint.
@@ -192,21 +233,28 @@ def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_trans
     stored = StoredWeights(folder)
     try:
         config = plain_config(load_hf_config(folder, trust_remote_code))
-    except Exception as error:  # a wrong file can raise anything in transformers or in the model's own code
+    # a wrong file can raise anything in transformers or in the model's own code
+    except Exception as error:
         what = f"transformers cannot read {folder / 'config.json'}"
         raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > len(headers):
-        # Also without memory for their weights, billions of layers would be built until the machine has none left.
+        # Also without memory for their weights, billions of layers would be built until the machine
+        # has none left.
         file = folder / "config.json"
         many = f"{len(headers)} tensors"
-        raise ModelError(f"{file} says num_hidden_layers {layers}, but the checkpoint has only {many}")
+        raise ModelError(
+            f"{file} says num_hidden_layers {layers}, but the checkpoint has only {many}"
+        )
     try:
         model = empty_model(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
-    except Exception as error:  # as above; an engine or Megatron may know the architecture all the same
+    # as above; an engine or Megatron may know the architecture all the same
+    except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if by_transformers:
-            raise ModelError(f"transformers cannot build the model of {folder / 'config.json'}: {reason}") from error
+            raise ModelError(
+                f"transformers cannot build the model of {folder / 'config.json'}: {reason}"
+            ) from error
         return [f"was not compared with the model, which transformers cannot build ({reason})"]
     differences = compare(model, stored)
     require_fit(str(folder), model, differences)
@@ -223,25 +271,28 @@ def load_hf_model(
     trust_remote_code: bool = False,
     weights: NamedWeights | None = None,
 ) -> PreTrainedModel:
-    """Load a causal language model, or an image-text-to-text model if the config has ``vision_config``.
+    """Load a causal language model, or an image-text-to-text model if the config has
+    ``vision_config``.
 
-    The weights of quantized checkpoints (:mod:`slime.models.quantized`) are dequantized, and the config of the model
-    then has no ``quantization_config``. No parameter is initialized at random.
+    The weights of quantized checkpoints (:mod:`slime.models.quantized`) are dequantized, and the
+    config of the model then has no ``quantization_config``. No parameter is initialized at random.
 
     Args:
         path: A Hugging Face folder, or a hub id.
-        dtype: The dtype of all parameters, whatever that of the checkpoint is. In float32 on the CPU, linear layers
-            use oneDNN if that is faster (``cpu_kernels.py``).
+        dtype: The dtype of all parameters, whatever that of the checkpoint is. In float32 on the
+            CPU, linear layers use oneDNN if that is faster (``cpu_kernels.py``).
         device: The device of the parameters. With ``meta``, only the config is read.
-        attn_implementation: A name that transformers' AttentionInterface knows, or one for each sub-config.
-        weights: The weights to load; None for those of ``path``, which otherwise only describes the model.
+        attn_implementation: A name that transformers' AttentionInterface knows, or one for each
+            sub-config.
+        weights: The weights to load; None for those of ``path``, which otherwise only describes the
+            model.
 
     Returns:
         The model in eval mode. The caller decides whether to use a KV cache.
 
     Raises:
-        ModelError: The folder does not exist, a file is damaged, a tensor of the model is missing or has another shape,
-            or values are not finite. The message names files and tensors.
+        ModelError: The folder does not exist, a file is damaged, a tensor of the model is missing
+            or has another shape, or values are not finite. The message names files and tensors.
     """
     config = plain_config(load_hf_config(path, trust_remote_code))
     common: dict[str, object] = dict(dtype=dtype, attn_implementation=attn_implementation)
@@ -268,19 +319,25 @@ def _with_weights(
     from transformers import GenerationConfig
 
     folder = resolve_folder(path)
-    common = {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True, **common}
+    common = {
+        "config": config,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+        **common,
+    }
     if weights is None and not read_headers(folder):
         # PyTorch's older format: transformers reads it, without running code.
         auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
-        source = str(folder) if folder == Path(path).expanduser() else str(path)  # of the hub, nothing is here yet
+        # of the hub, nothing is here yet
+        source = str(folder) if folder == Path(path).expanduser() else str(path)
         if source == str(folder) and not any(folder.glob("*.bin*")):
             raise ModelError(f"checkpoint {folder} has no weights (*.safetensors)")
         _check_pickles(folder)
         model, info = auto.from_pretrained(source, trust_remote_code=trust_remote_code, **common)
         require_fit(source, model, from_loading_info(model, info))
         return _finite(model, source)
-    # The names are compared before any value is read. What transformers reports after it has loaded the values is
-    # checked as well, because it initializes at random what it does not find.
+    # The names are compared before any value is read. What transformers reports after it has loaded
+    # the values is checked as well, because it initializes at random what it does not find.
     stored = weights or StoredWeights(folder)
     require_fit(str(stored.folder), empty, compare(empty, stored))
     generation = _generation_config(folder) or GenerationConfig.from_model_config(config)
@@ -289,7 +346,8 @@ def _with_weights(
     try:
         model, info = architecture.from_pretrained(None, **common)
     except Exception as error:
-        if stored.fault is not None:  # transformers raises its own error instead of that of a reading thread
+        # transformers raises its own error instead of that of a reading thread
+        if stored.fault is not None:
             raise stored.fault from error
         raise
     model.config.name_or_path = str(folder)
@@ -301,7 +359,8 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
     """Return what generation_config.json says; None if there is no such file.
 
     Raises:
-        ModelError: transformers refuses to load the file. It loads some files that it would refuse to save.
+        ModelError: transformers refuses to load the file. It loads some files that it would refuse
+            to save.
     """
     from transformers import GenerationConfig
 
@@ -312,11 +371,14 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # a wrong value can raise anything
         what = " ".join(str(error).split())[:300]
-        raise ModelError(f"transformers cannot read {file}: {what}. Correct or remove the file") from error
+        raise ModelError(
+            f"transformers cannot read {file}: {what}. Correct or remove the file"
+        ) from error
 
 
 def _check_pickles(folder: Path) -> None:
-    """Refuse weights in PyTorch's older format that cannot be read without running code. No tensor is read.
+    """Refuse weights in PyTorch's older format that cannot be read without running code. No tensor
+    is read.
 
     Raises:
         ModelError: There is such a file.
@@ -327,7 +389,9 @@ def _check_pickles(folder: Path) -> None:
         except Exception as error:  # of a damaged file, anything
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
             advice = "Download it again, or use the model's safetensors files"
-            raise ModelError(f"{file} does not hold plain tensors and is not loaded ({what}). {advice}") from error
+            raise ModelError(
+                f"{file} does not hold plain tensors and is not loaded ({what}). {advice}"
+            ) from error
 
 
 def _finite(model: PreTrainedModel, where: str) -> PreTrainedModel:
@@ -340,9 +404,10 @@ def _finite(model: PreTrainedModel, where: str) -> PreTrainedModel:
 def _train_whole_embeddings(model: PreTrainedModel) -> None:
     """Give the padding token's row a gradient, too.
 
-    transformers marks it as ``padding_idx``, which leaves it out of the gradient. In many models that token is also
-    the end-of-sequence token, which samples contain. What pads a batch here has no gradient anyway: no token attends to
-    it, and no loss looks at it. Megatron's embedding has no such exception.
+    transformers marks it as ``padding_idx``, which leaves it out of the gradient. In many models
+    that token is also the end-of-sequence token, which samples contain. What pads a batch here has
+    no gradient anyway: no token attends to it, and no loss looks at it. Megatron's embedding has no
+    such exception.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):

@@ -1,8 +1,10 @@
-"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) on the linear layers of a Hugging Face model.
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) on the linear layers of a Hugging Face
+model.
 
-A linear layer with an adapter computes ``W x + s B A x``. ``A [rank, in]`` and ``B [out, rank]`` are trained, ``W`` is
-frozen, and ``s`` is ``alpha / rank``, or ``alpha / sqrt(rank)`` with rsLoRA (https://arxiv.org/abs/2312.03732).
-``A`` and ``B`` are parameters of the layer itself, so the names of all other parameters do not change.
+A linear layer with an adapter computes ``W x + s B A x``. ``A [rank, in]`` and ``B [out, rank]``
+are trained, ``W`` is frozen, and ``s`` is ``alpha / rank``, or ``alpha / sqrt(rank)`` with rsLoRA
+(https://arxiv.org/abs/2312.03732). ``A`` and ``B`` are parameters of the layer itself, so the names
+of all other parameters do not change.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ from slime.models.shards import ModelError
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
-"""The name in ``--lora-target-modules`` that selects all routed experts; see :mod:`slime.models.lora_experts`."""
+"""The name in ``--lora-target-modules`` that selects all routed experts; see
+:mod:`slime.models.lora_experts`.
+"""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Linear layers that choose experts. ``all-linear`` does not contain them: engines have no adapters for them."""
+"""Linear layers that choose experts. ``all-linear`` does not contain them: engines have no adapters
+for them.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,14 @@ class LoraSettings:
     """The shape of an adapter, and the layers that have one.
 
     Attributes:
-        dropout: The probability with which inputs of the adapter are zeroed in forward passes that have a gradient.
-        init: The initialization of ``A``: ``kaiming`` (uniform, as in nn.Linear) or ``gaussian`` (N(0, 1/rank²), as in
-            PEFT). ``B`` is always zero, so that training starts with the model itself.
-        targets, exclude: Names of modules, see :func:`selects`. ``all-linear`` stands for all linear layers in decoder
-            layers, except those that choose experts, and ``experts`` for the routed experts, which are no linear
-            layers.
+        dropout: The probability with which inputs of the adapter are zeroed in forward passes that
+            have a gradient.
+        init: The initialization of ``A``: ``kaiming`` (uniform, as in nn.Linear) or ``gaussian``
+            (N(0, 1/rank²), as in PEFT). ``B`` is always zero, so that training starts with the
+            model itself.
+        targets, exclude: Names of modules, see :func:`selects`. ``all-linear`` stands for all
+            linear layers in decoder layers, except those that choose experts, and ``experts`` for
+            the routed experts, which are no linear layers.
     """
 
     rank: int
@@ -61,8 +69,10 @@ class LoraLinear(nn.Linear):
     Attributes:
         lora_A, lora_B: The trained factors, float32 ``[rank, in]`` and ``[out, rank]``.
         lora_scale: The factor ``s``.
-        lora_on: Whether ``forward`` adds the adapter. If not, it computes exactly what it would without one.
-        lora_rows: The rows ``[n, 1]`` of the input ``[..., n, in]`` to which the adapter is applied; None for all.
+        lora_on: Whether ``forward`` adds the adapter. If not, it computes exactly what it would
+            without one.
+        lora_rows: The rows ``[n, 1]`` of the input ``[..., n, in]`` to which the adapter is
+            applied; None for all.
     """
 
     lora_A: nn.Parameter
@@ -91,16 +101,22 @@ class LoraLinear(nn.Linear):
 
 
 def selects(pattern: str, name: str) -> bool:
-    """Return whether ``--lora-target-modules`` or ``--lora-exclude-modules`` with ``pattern`` selects a module.
+    """Return whether ``--lora-target-modules`` or ``--lora-exclude-modules`` with ``pattern``
+    selects a module.
 
-    A pattern is the last part of the module's name (``q_proj``, ``self_attn.q_proj``), or a regular expression for the
-    whole name (``model.layers.[0-3].mlp.*``).
+    A pattern is the last part of the module's name (``q_proj``, ``self_attn.q_proj``), or a regular
+    expression for the whole name (``model.layers.[0-3].mlp.*``).
     """
-    return name == pattern or name.endswith(f".{pattern}") or re.fullmatch(pattern, name) is not None
+    return (
+        name == pattern or name.endswith(f".{pattern}") or re.fullmatch(pattern, name) is not None
+    )
 
 
 def add_lora(
-    model: nn.Module, layers: Sequence[nn.Module], settings: LoraSettings, seed_of: Callable[[str], int]
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    settings: LoraSettings,
+    seed_of: Callable[[str], int],
 ) -> dict[str, LoraLinear]:
     """Freeze the model, and add adapters to the selected linear layers.
 
@@ -137,14 +153,20 @@ def choose_layers(linears: Sequence[str], settings: LoraSettings, model: str) ->
     Raises:
         ModelError: A pattern selects no layer, or no layer is left.
     """
-    for flag, patterns in (("--lora-target-modules", settings.targets), ("--lora-exclude-modules", settings.exclude)):
+    for flag, patterns in (
+        ("--lora-target-modules", settings.targets),
+        ("--lora-exclude-modules", settings.exclude),
+    ):
         for pattern in patterns:
-            if pattern not in (ALL_LINEAR, EXPERTS) and not any(selects(pattern, name) for name in linears):
+            if pattern not in (ALL_LINEAR, EXPERTS) and not any(
+                selects(pattern, name) for name in linears
+            ):
                 last = sorted({name.rpartition(".")[2] for name in linears})
                 raise ModelError(
-                    f"{flag} {pattern!r} selects no linear layer of the decoder layers of {model}, "
-                    f"which has {', '.join(last)}. Embeddings and the head cannot have adapters. Fused experts can "
-                    f"have them only all together, with the name {EXPERTS}"
+                    f"{flag} {pattern!r} selects no linear layer of the decoder layers of "
+                    f"{model}, which has {', '.join(last)}. Embeddings and the head cannot have "
+                    "adapters. Fused experts can have them only all together, with the name "
+                    f"{EXPERTS}"
                 )
     chosen = [name for name in linears if _is_chosen(name, settings)]
     if not chosen and EXPERTS not in settings.targets:
@@ -156,7 +178,11 @@ def _is_chosen(name: str, settings: LoraSettings) -> bool:
     if any(selects(pattern, name) for pattern in settings.exclude):
         return False
     every = ALL_LINEAR in settings.targets and name.rpartition(".")[2] not in _ROUTERS
-    return every or any(selects(pattern, name) for pattern in settings.targets if pattern not in (ALL_LINEAR, EXPERTS))
+    return every or any(
+        selects(pattern, name)
+        for pattern in settings.targets
+        if pattern not in (ALL_LINEAR, EXPERTS)
+    )
 
 
 def _add(module: nn.Linear, settings: LoraSettings, seed: int) -> None:
@@ -167,8 +193,11 @@ def _add(module: nn.Linear, settings: LoraSettings, seed: int) -> None:
     attach(module, factor, torch.zeros(module.out_features, settings.rank, device=device), settings)
 
 
-def initial_factor(settings: LoraSettings, inputs: int, seed: int, rows: int | None = None) -> Tensor:
-    """Return the initial values of ``A``, float32 ``[rank, inputs]`` on the CPU, so that every device has the same.
+def initial_factor(
+    settings: LoraSettings, inputs: int, seed: int, rows: int | None = None
+) -> Tensor:
+    """Return the initial values of ``A``, float32 ``[rank, inputs]`` on the CPU, so that every
+    device has the same.
 
     Args:
         rows: The number of rows, if it is not the rank.
@@ -194,7 +223,9 @@ def attach(module: nn.Linear, a: Tensor, b: Tensor, settings: LoraSettings) -> N
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
     """Return the layers with adapters by name, in the order of the model."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)
+    }
 
 
 class Switched(Protocol):
@@ -217,7 +248,8 @@ def adapters_off(layers: Iterable[Switched]) -> Iterator[None]:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return ``weight + scale * b @ a``, computed and returned in float32, or in float64 if ``weight`` is float64.
+    """Return ``weight + scale * b @ a``, computed and returned in float32, or in float64 if
+    ``weight`` is float64.
 
     Args:
         weight: ``[out, in]``, or some of its rows.
@@ -229,10 +261,11 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def shortest_targets(chosen: Sequence[str], linears: Sequence[str]) -> list[str]:
-    """Return names for ``target_modules`` of an adapter's file that select exactly the layers ``chosen``.
+    """Return names for ``target_modules`` of an adapter's file that select exactly the layers
+    ``chosen``.
 
-    These are the last parts of the names (``q_proj``) if they select no other of the model's ``linears``, because
-    engines expect them. Otherwise they are whole names.
+    These are the last parts of the names (``q_proj``) if they select no other of the model's
+    ``linears``, because engines expect them. Otherwise they are whole names.
     """
     last = {name.rpartition(".")[2] for name in chosen}
     same = {name for name in linears if name.rpartition(".")[2] in last}

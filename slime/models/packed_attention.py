@@ -1,13 +1,14 @@
 """Attention over a pack, as an implementation of transformers' AttentionInterface.
 
-A model loaded with ``attn_implementation="slime_packed"`` gets its batch as one row ``[1, T]``. The keyword arguments
-of its forward include ``position_ids`` and ``slime_pack=PackSegments``, which transformers passes on to the attention
-of each layer. transformers makes no attention mask, because this name is not one of its mask functions.
+A model loaded with ``attn_implementation="slime_packed"`` gets its batch as one row ``[1, T]``. The
+keyword arguments of its forward include ``position_ids`` and ``slime_pack=PackSegments``, which
+transformers passes on to the attention of each layer. transformers makes no attention mask, because
+this name is not one of its mask functions.
 
-On CUDA in bf16/fp16, torch's varlen attention is used; on the CPU, ``cpu_kernels.py``. Both have attention sinks.
-What neither supports (sliding windows on the CPU, float32 on CUDA, value heads of another size on the CPU, soft caps)
-is computed with one mask for all segments of equal size. Kinds of attention that would be silently wrong here are
-refused."""
+On CUDA in bf16/fp16, torch's varlen attention is used; on the CPU, ``cpu_kernels.py``. Both have
+attention sinks. What neither supports (sliding windows on the CPU, float32 on CUDA, value heads of
+another size on the CPU, soft caps) is computed with one mask for all segments of equal size. Kinds
+of attention that would be silently wrong here are refused."""
 
 from __future__ import annotations
 
@@ -29,10 +30,16 @@ from slime.models.masked_attention import UNCHANGED, ScoreChanges, masked_attent
 from slime.models.segments import PackSegments, gather_rows
 
 NAME = "slime_packed"
-_NAMES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 has no such parameter
+# torch 2.11 has no such parameter
+_NAMES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 QUERIES_AT_ONCE = 512
-"""The most queries of a segment whose scores are held at a time, where windows, sinks or soft caps need a mask."""
-UNSUPPORTED = {"sinks": "attention sinks that it passes as 'sinks'", "position_bias": "position biases"}
+"""The most queries of a segment whose scores are held at a time, where windows, sinks or soft caps
+need a mask.
+"""
+UNSUPPORTED = {
+    "sinks": "attention sinks that it passes as 'sinks'",
+    "position_bias": "position biases",
+}
 
 
 def packed_attention(
@@ -49,7 +56,8 @@ def packed_attention(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The AttentionInterface function: query ``[1, H, T, d]``, key/value ``[1, H_kv, T, d]`` -> ``[1, T, H, d]``.
+    """The AttentionInterface function: query ``[1, H, T, d]``, key/value ``[1, H_kv, T, d]`` ->
+    ``[1, T, H, d]``.
 
     Raises:
         ModelError: The model needs a kind of attention that is not supported.
@@ -76,7 +84,8 @@ def attend(
     """Compute exact attention over a pack with the fastest kernel that supports it.
 
     Args:
-        q: ``[T, H, d]``; k: ``[T, H_kv, d]``; v: ``[T, H_kv, d_v]``. With context parallelism, the rows of this rank.
+        q: ``[T, H, d]``; k: ``[T, H_kv, d]``; v: ``[T, H_kv, d_v]``. With context parallelism, the
+            rows of this rank.
         window: Maximum number of keys before a query that it attends to; -1: all.
         changes: Attention sinks and the soft cap of the scores.
 
@@ -88,15 +97,23 @@ def attend(
     if pack.image_blocks is not None:
         return padded_attention(q, k, v, pack, scale, window, changes)
     if pack.group is not None:
-        # Queries stay where they are: with grouped-query attention keys and values are several times smaller.
+        # Queries stay where they are: with grouped-query attention keys and values are several
+        # times smaller.
         k = gather_rows(k, pack.group)
         v = gather_rows(v, pack.group)
     size = v.shape[-1]
     if has_varlen_kernel(q) and size <= k.shape[-1] and not changes.softcap:
         if size < k.shape[-1]:
-            v = F.pad(v, (0, k.shape[-1] - size))  # the kernel needs one head size for all three (MLA has 192 and 128)
+            # the kernel needs one head size for all three (MLA has 192 and 128)
+            v = F.pad(v, (0, k.shape[-1] - size))
         return _varlen(q, k, v, pack, scale, window, changes.sinks)[..., :size]
-    if q.device.type == "cpu" and window < 0 and k.shape[-1] == size and pack.group is None and not changes.softcap:
+    if (
+        q.device.type == "cpu"
+        and window < 0
+        and k.shape[-1] == size
+        and pack.group is None
+        and not changes.softcap
+    ):
         return packed_attention_cpu(q, k, v, pack, scale, changes.sinks)
     return padded_attention(q, k, v, pack, scale, window, changes)
 
@@ -112,27 +129,44 @@ def _check(
     name = type(module).__name__
     for key, what in UNSUPPORTED.items():
         if kwargs.get(key) is not None:
-            raise ModelError(f"{name} uses {what}, which packed attention lacks: use --attn-implementation eager")
+            raise ModelError(
+                f"{name} uses {what}, which packed attention lacks: use --attn-implementation eager"
+            )
     if pack is None:
-        raise ModelError(f"{name} does not pass the pack to its attention: use --attn-implementation sdpa")
+        raise ModelError(
+            f"{name} does not pass the pack to its attention: use --attn-implementation sdpa"
+        )
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
         raise ModelError(f"{name} is not causal: use --attn-implementation sdpa")
     if attention_mask is not None:
         raise ModelError(f"{name} makes its own attention mask: use --attn-implementation sdpa")
     if dropout:
-        raise ModelError(f"{name} has attention dropout {dropout}: set attention_dropout to 0 in config.json")
+        raise ModelError(
+            f"{name} has attention dropout {dropout}: set attention_dropout to 0 in config.json"
+        )
     if query.shape[0] != 1 or query.shape[2] != pack.num_tokens:
         shape = (query.shape[0], query.shape[2])
-        raise ModelError(f"{name} got queries for (batch, tokens) = {shape}, but the pack is (1, {pack.num_tokens})")
+        raise ModelError(
+            f"{name} got queries for (batch, tokens) = {shape}, but the pack is (1, "
+            f"{pack.num_tokens})"
+        )
 
 
 def has_varlen_kernel(q: Tensor) -> bool:
-    """Return whether torch's attention over packed rows has a kernel for the device and the dtype of ``q``."""
+    """Return whether torch's attention over packed rows has a kernel for the device and the dtype
+    of ``q``.
+    """
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pack: PackSegments,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     if pack.kv_index is not None:
         k = k.index_select(0, pack.kv_index)
@@ -186,8 +220,12 @@ def padded_attention(
         buckets.setdefault(sizes, []).append(i)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     for segments in buckets.values():
-        rows = torch.cat([torch.arange(q_starts[i], q_starts[i + 1], device=q.device) for i in segments])
-        keys = torch.cat([torch.arange(k_starts[i], k_starts[i + 1], device=q.device) for i in segments])
+        rows = torch.cat(
+            [torch.arange(q_starts[i], q_starts[i + 1], device=q.device) for i in segments]
+        )
+        keys = torch.cat(
+            [torch.arange(k_starts[i], k_starts[i + 1], device=q.device) for i in segments]
+        )
         queries, *keys_values = (
             x.index_select(0, index).unflatten(0, (len(segments), -1)).transpose(1, 2)
             for x, index in ((q, rows), (k, keys), (v, keys))
@@ -202,18 +240,25 @@ def padded_attention(
             mask = (mask & _window_mask(*shape, window, q.device)).unsqueeze(1)
             part = masked_attention(queries, keys_values[0], keys_values[1], mask, scale, changes)
         else:
-            part = _masked_attention(queries, keys_values[0], keys_values[1], scale, window, changes)
+            part = _masked_attention(
+                queries, keys_values[0], keys_values[1], scale, window, changes
+            )
         out = out.index_copy(0, rows, part.transpose(1, 2).flatten(0, 1))
     return out
 
 
-def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, changes: ScoreChanges) -> Tensor:
-    """Attend over equal segments: q ``[n, H, L_q, d]``, k ``[n, H_kv, L_k, d]`` -> ``[n, H, L_q, d_v]``."""
+def _masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, changes: ScoreChanges
+) -> Tensor:
+    """Attend over equal segments: q ``[n, H, L_q, d]``, k ``[n, H_kv, L_k, d]`` -> ``[n, H, L_q,
+    d_v]``.
+    """
     (q_len, k_len), parts = (q.shape[2], k.shape[2]), []
     step = q_len if changes.none and window < 0 else QUERIES_AT_ONCE
     for start in range(0, q_len, step):
         end = min(start + step, q_len)
-        seen = k_len - q_len + end  # the queries are the last tokens, so no key after these is attended to
+        # the queries are the last tokens, so no key after these is attended to
+        seen = k_len - q_len + end
         first = max(0, seen - (end - start) - window) if window >= 0 else 0
         mask = _causal_mask(end - start, seen - first, window, q.device)
         arguments = q[:, :, start:end], k[:, :, first:seen], v[:, :, first:seen], mask, scale
@@ -222,7 +267,9 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
 
 
 def _causal_mask(q_len: int, k_len: int, window: int, device: torch.device) -> Tensor:
-    """Return a bool mask ``[q_len, k_len]``. It is aligned at the bottom right: the queries are the last tokens."""
+    """Return a bool mask ``[q_len, k_len]``. It is aligned at the bottom right: the queries are the
+    last tokens.
+    """
     query, key = _positions(q_len, k_len, device)
     mask = key <= query
     return mask & _window_mask(q_len, k_len, window, device) if window >= 0 else mask
@@ -230,11 +277,15 @@ def _causal_mask(q_len: int, k_len: int, window: int, device: torch.device) -> T
 
 def _positions(q_len: int, k_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the positions of the queries, ``[q_len, 1]``, and of the keys, ``[1, k_len]``."""
-    return torch.arange(k_len - q_len, k_len, device=device)[:, None], torch.arange(k_len, device=device)[None, :]
+    return torch.arange(k_len - q_len, k_len, device=device)[:, None], torch.arange(
+        k_len, device=device
+    )[None, :]
 
 
 def _window_mask(q_len: int, k_len: int, window: int, device: torch.device) -> Tensor:
-    """Return which keys are not too far before a query, bool ``[q_len, k_len]``. Keys after it are not too far."""
+    """Return which keys are not too far before a query, bool ``[q_len, k_len]``. Keys after it are
+    not too far.
+    """
     query, key = _positions(q_len, k_len, device)
     return key >= query - (window if window >= 0 else k_len)
 
@@ -245,7 +296,14 @@ AttentionInterface.register(NAME, packed_attention)
 class _VarlenSinks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, pack: PackSegments, scale: float, window: int
+        ctx: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        pack: PackSegments,
+        scale: float,
+        window: int,
     ) -> Tensor:
         sizes = pack.cu_seqlens_q, pack.cu_seqlens_k, pack.max_q, pack.max_k
         bounds = {"scale": scale, "window_size_left": window, "window_size_right": 0}
@@ -273,7 +331,8 @@ class _VarlenSinks(torch.autograd.Function):
 def varlen_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, pack: PackSegments, scale: float, window: int
 ) -> Tensor:
-    """Attend over a pack in bfloat16 or float16: q ``[T, H, d]``, k and v ``[K, H_kv, d]``, sinks ``[H]``.
+    """Attend over a pack in bfloat16 or float16: q ``[T, H, d]``, k and v ``[K, H_kv, d]``, sinks
+    ``[H]``.
 
     Args:
         window: Maximum number of keys before a query that it attends to; -1: all.
@@ -281,4 +340,6 @@ def varlen_with_sinks(
     Returns:
         ``[T, H, d]``.
     """
-    return _VarlenSinks.apply(q.contiguous(), k.contiguous(), v.contiguous(), sinks, pack, scale, window)
+    return _VarlenSinks.apply(
+        q.contiguous(), k.contiguous(), v.contiguous(), sinks, pack, scale, window
+    )

@@ -1,18 +1,21 @@
-"""Prepare a model for packs: refuse layers that would be wrong, and give some modules whole sequences.
+"""Prepare a model for packs: refuse layers that would be wrong, and give some modules whole
+sequences.
 
-A layer with a state (a gated delta net, a short convolution, Mamba-2) passes it from token to token of its row, and a
-pack is one row with many samples. So such a module is run on a batch of whole sequences instead, which are gathered
-from the pack and padded at their ends. It starts without a state at each of them, and no token sees the padding after
-it. This is exact for every causal module, with the kernels that it has. Sequences of similar length form a batch, so at
-most :data:`slime.models.segments.MAX_PADDING_SHARE` of it is padding.
+A layer with a state (a gated delta net, a short convolution, Mamba-2) passes it from token to token
+of its row, and a pack is one row with many samples. So such a module is run on a batch of whole
+sequences instead, which are gathered from the pack and padded at their ends. It starts without a
+state at each of them, and no token sees the padding after it. This is exact for every causal
+module, with the kernels that it has. Sequences of similar length form a batch, so at most
+:data:`slime.models.segments.MAX_PADDING_SHARE` of it is padding.
 
-The attention of DeepSeek V3.2 and GLM-5 selects tokens with a mask over the row, and that of Llama 4 counts chunks and
-scales queries by the index of a row. In a pack this would mix samples. So such a module is run on batches of whole
-sequences in the same way, with the SDPA of transformers, the rotary embeddings and a mask of these sequences. Memory
-and time grow with the square of a sequence's length.
+The attention of DeepSeek V3.2 and GLM-5 selects tokens with a mask over the row, and that of Llama
+4 counts chunks and scales queries by the index of a row. In a pack this would mix samples. So such
+a module is run on batches of whole sequences in the same way, with the SDPA of transformers, the
+rotary embeddings and a mask of these sequences. Memory and time grow with the square of a
+sequence's length.
 
-With context parallelism, each rank gathers the rows of all ranks, computes the sequences that are dealt to it, and
-gives the outputs back to the ranks of the rows.
+With context parallelism, each rank gathers the rows of all ranks, computes the sequences that are
+dealt to it, and gives the outputs back to the ranks of the rows.
 """
 
 from __future__ import annotations
@@ -30,7 +33,14 @@ from slime.models.layer_kinds import Sees, layers_of
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments, SequenceBlock
 
-_KNOWN = ("position_embeddings", "position_ids", "attention_mask", "past_key_values", "use_cache", "slime_pack")
+_KNOWN = (
+    "position_embeddings",
+    "position_ids",
+    "attention_mask",
+    "past_key_values",
+    "use_cache",
+    "slime_pack",
+)
 
 
 Rotary = Tensor | tuple[Tensor, ...]
@@ -39,8 +49,8 @@ Attention = Callable[..., Outputs]
 
 
 class PerBlock(list[Tensor]):
-    """Further outputs of a module, one per block of sequences: the tokens that an indexer has selected (GLM-5). The
-    model passes them to the next layer without looking into them."""
+    """Further outputs of a module, one per block of sequences: the tokens that an indexer has
+    selected (GLM-5). The model passes them to the next layer without looking into them."""
 
 
 def run_attention(
@@ -56,21 +66,25 @@ def run_attention(
     Args:
         plain: The forward of the module.
         sees: What bounds the keys of a query besides causality.
-        rows: ``[T, H]``, the hidden states of the pack; with context parallelism, those of this rank.
+        rows: ``[T, H]``, the hidden states of the pack; with context parallelism, those of this
+            rank.
         kwargs: The arguments that the decoder layer passes.
 
     Returns:
-        The outputs of the module: ``[1, T, H]``, None for its weights, and further ones as :class:`PerBlock`.
+        The outputs of the module: ``[1, T, H]``, None for its weights, and further ones as
+            :class:`PerBlock`.
 
     Raises:
         ModelError: The layer passes a tensor whose meaning for a sequence is not known.
     """
     per_block = {name: value for name, value in kwargs.items() if isinstance(value, PerBlock)}
     for name, value in kwargs.items():
-        if (name not in _KNOWN and isinstance(value, Tensor)) or (name == "attention_mask" and value is not None):
+        if (name not in _KNOWN and isinstance(value, Tensor)) or (
+            name == "attention_mask" and value is not None
+        ):
             raise ModelError(
-                f"{type(module).__name__} gets {name!r}, which slime cannot divide among the sequences of a pack: "
-                "use --attn-implementation sdpa"
+                f"{type(module).__name__} gets {name!r}, which slime cannot divide among the "
+                "sequences of a pack: use --attn-implementation sdpa"
             )
     rotary = _rotary_of_all(cast(Rotary, kwargs["position_embeddings"]), pack)
     rows = pack.rows_of_all(rows)
@@ -108,17 +122,23 @@ def _rotary_of_all(rotary: Rotary, pack: PackSegments) -> Rotary:
 
 
 def _of_block(rotary: Rotary, block: SequenceBlock) -> object:
-    """Return the rotary embeddings ``[1, T, d]`` of a pack for the positions of a block, ``[n, length, d]``.
+    """Return the rotary embeddings ``[1, T, d]`` of a pack for the positions of a block, ``[n,
+    length, d]``.
 
-    All sequences begin at position 0, so those of the longest one, which is the first, are right for all.
+    All sequences begin at position 0, so those of the longest one, which is the first, are right
+    for all.
     """
     if isinstance(rotary, tuple):
         return tuple(_of_block(part, block) for part in rotary)
     return rotary[0].index_select(0, block.rows[: block.length]).expand(block.n, -1, -1)
 
 
-def _mask(module: nn.Module, sees: Sequence[Sees], block: SequenceBlock, device: torch.device) -> Tensor:
-    """Return a bool mask ``[n, 1, length, length]``, True where a query (third axis) attends to a key."""
+def _mask(
+    module: nn.Module, sees: Sequence[Sees], block: SequenceBlock, device: torch.device
+) -> Tensor:
+    """Return a bool mask ``[n, 1, length, length]``, True where a query (third axis) attends to a
+    key.
+    """
     positions = torch.arange(block.length, device=device)
     query = positions[:, None]
     key = positions[None, :]
@@ -139,7 +159,8 @@ def prepare_packing(model: PreTrainedModel) -> bool:
         Whether the packs of this model must list their sequences.
 
     Raises:
-        ModelError: The model has layers that cannot be packed. The message names them and the flag to set.
+        ModelError: The model has layers that cannot be packed. The message names them and the flag
+            to set.
     """
     layers = layers_of(model, PADDED)
     mixers = list(layers.mixers())
@@ -152,7 +173,9 @@ def prepare_packing(model: PreTrainedModel) -> bool:
     for _, layer, mixer in mixers:
         layer.register_forward_pre_hook(_remember_pack(mixer), with_kwargs=True)
         # Not torch.compile, which would compile it again for each number of batches.
-        mixer.forward = torch.compiler.disable(types.MethodType(_per_sequence(mixer.forward), mixer))
+        mixer.forward = torch.compiler.disable(
+            types.MethodType(_per_sequence(mixer.forward), mixer)
+        )
     for sees, layer, attention in whole:
         use_sdpa(attention)
         layer.register_forward_pre_hook(_remember_pack(attention), with_kwargs=True)
@@ -163,8 +186,8 @@ def prepare_packing(model: PreTrainedModel) -> bool:
 
 
 def _remember_pack(mixer: nn.Module) -> Callable[..., None]:
-    """Return a hook of the decoder layer. Not all layers pass the pack on to their mixer. When backward recomputes a
-    layer, its hooks run again with the arguments of that time."""
+    """Return a hook of the decoder layer. Not all layers pass the pack on to their mixer. When
+    backward recomputes a layer, its hooks run again with the arguments of that time."""
 
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mixer.__dict__[_PACK] = kwargs.get(_PACK)
@@ -178,7 +201,9 @@ def _per_sequence(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if pack is None:
             return plain(hidden_states, *args, **kwargs)
         rows = pack.rows_of_all(hidden_states[0])
-        return pack.own_rows(run_sequences(lambda batch: plain(hidden_states=batch), rows, pack)).unsqueeze(0)
+        return pack.own_rows(
+            run_sequences(lambda batch: plain(hidden_states=batch), rows, pack)
+        ).unsqueeze(0)
 
     return forward
 

@@ -1,7 +1,8 @@
-"""Read and write adapters in the format of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Read and write adapters in the format of PEFT: ``adapter_config.json`` and
+``adapter_model.safetensors``.
 
-See https://huggingface.co/docs/peft/developer_guides/checkpoint. The name of a factor is that of its module in memory
-between ``base_model.model.`` and ``.lora_A.weight`` or ``.lora_B.weight``.
+See https://huggingface.co/docs/peft/developer_guides/checkpoint. The name of a factor is that of
+its module in memory between ``base_model.model.`` and ``.lora_A.weight`` or ``.lora_B.weight``.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ def write_factors(folder: Path, config: Mapping[str, Any], factors: Mapping[str,
 
 
 def _regular(folder: str | Path, name: str) -> Path:
-    """Return a file of an adapter, unless it is a pipe or a device, which would be read for ever."""
+    """Return a file of an adapter, unless it is a pipe or a device, which would be read for
+    ever.
+    """
     path = Path(folder).expanduser() / name
     if path.exists() and not path.is_file():
         raise ModelError(f"{path} cannot be read: it is not a regular file")
@@ -135,27 +138,56 @@ def read_config(folder: str | Path) -> tuple[LoraSettings, dict[str, Any]]:
         )
         names = (*settings.targets, *settings.exclude)
         sound = (
-            0 < settings.alpha <= _MOST_ALPHA and 0 <= settings.dropout < 1 and all(isinstance(n, str) for n in names)
+            0 < settings.alpha <= _MOST_ALPHA
+            and 0 <= settings.dropout < 1
+            and all(isinstance(n, str) for n in names)
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {type(error).__name__}: {error}"[:2000]) from error
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise ModelError(
+            f"{path} cannot be read: {type(error).__name__}: {error}"[:2000]
+        ) from error
     if not sound:
-        raise ModelError(f"{path} has values that cannot be right: see lora_alpha, lora_dropout and target_modules")
+        raise ModelError(
+            f"{path} has values that cannot be right: see lora_alpha, lora_dropout and "
+            "target_modules"
+        )
     other = other_forms(config)
     if other or not 1 <= settings.rank <= _MOST_RANK:
         what = ", ".join(other) or f"rank {settings.rank}"
-        raise ModelError(f"{path} has {what}, which slime does not support: use plain LoRA with one rank")
+        raise ModelError(
+            f"{path} has {what}, which slime does not support: use plain LoRA with one rank"
+        )
     return settings, config
 
 
 def other_forms(config: Mapping[str, object]) -> list[str]:
-    """Return what ``adapter_config.json`` has besides plain LoRA with one rank, which slime does not support."""
-    other = [name for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora") if config.get(name)]
+    """Return what ``adapter_config.json`` has besides plain LoRA with one rank, which slime does
+    not support.
+    """
+    other = [
+        name
+        for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora")
+        if config.get(name)
+    ]
     plain = {"bias": "none", "peft_type": "LORA"}
-    other += [f"{name} {config[name]!r}" for name, value in plain.items() if config.get(name, value) != value]
+    other += [
+        f"{name} {config[name]!r}"
+        for name, value in plain.items()
+        if config.get(name, value) != value
+    ]
     init = config.get("init_lora_weights")
     # With these, PEFT changes the base weights before it loads the factors.
-    return other + ([f"init_lora_weights {init!r}"] if str(init).lower().startswith(_CHANGE_THE_BASE) else [])
+    return other + (
+        [f"init_lora_weights {init!r}"] if str(init).lower().startswith(_CHANGE_THE_BASE) else []
+    )
 
 
 def read_factors(folder: str | Path, rank: int) -> dict[str, Factors]:
@@ -165,8 +197,8 @@ def read_factors(folder: str | Path, rank: int) -> dict[str, Factors]:
         rank: The rank in ``adapter_config.json``.
 
     Raises:
-        ModelError: The file is missing or damaged, or has other tensors than the factors of linear layers, of another
-            rank, or with values that are not finite.
+        ModelError: The file is missing or damaged, or has other tensors than the factors of linear
+            layers, of another rank, or with values that are not finite.
     """
     path = _regular(folder, WEIGHTS)
     try:
@@ -185,8 +217,8 @@ def factors_of(tensors: Mapping[str, Tensor], rank: int, where: str) -> dict[str
         where: Where they come from, for error messages.
 
     Raises:
-        ModelError: There are other tensors than the factors of linear layers, of another rank, or with values that are
-            not finite.
+        ModelError: There are other tensors than the factors of linear layers, of another rank, or
+            with values that are not finite.
     """
     modules: dict[str, list[Tensor | None]] = {}
     unknown = []
@@ -197,14 +229,24 @@ def factors_of(tensors: Mapping[str, Tensor], rank: int, where: str) -> dict[str
             unknown.append(name)
         else:
             modules.setdefault(module, [None, None])[index] = tensor
-    found = {name: Factors(a, b) for name, (a, b) in modules.items() if a is not None and b is not None}
+    found = {
+        name: Factors(a, b) for name, (a, b) in modules.items() if a is not None and b is not None
+    }
     unknown += [name for name in modules if name not in found]
     if unknown or not found:
-        raise ModelError(f"{where} has tensors that are not pairs of factors of linear layers: {shorten(unknown)}")
+        raise ModelError(
+            f"{where} has tensors that are not pairs of factors of linear layers: "
+            f"{shorten(unknown)}"
+        )
     for name, (a, b) in found.items():
         if a.shape[0] != rank or b.shape[1] != rank or not (a.numel() and b.numel()):
             shapes = f"{list(a.shape)} and {list(b.shape)}"
-            raise ModelError(f"{where}: the factors of {name} have shapes {shapes}, but its settings have rank {rank}")
+            raise ModelError(
+                f"{where}: the factors of {name} have shapes {shapes}, but its settings have rank "
+                f"{rank}"
+            )
         if not all(x.dtype in _DTYPES and x.isfinite().all() for x in (a, b)):
-            raise ModelError(f"{where}: the factors of {name} must be finite numbers of 16, 32 or 64 bits")
+            raise ModelError(
+                f"{where}: the factors of {name} must be finite numbers of 16, 32 or 64 bits"
+            )
     return found

@@ -1,11 +1,13 @@
 """Dequantize checkpoints: which stored tensors form one weight, and how its values are computed.
 
-These formats are supported, with the names on disk for a weight ``W`` (``...proj.weight``, or a fused
-``...experts.down_proj``):
+These formats are supported, with the names on disk for a weight ``W`` (``...proj.weight``, or a
+fused ``...experts.down_proj``):
 
-=============================== ===================== ==============================================================
+=============================== =====================
+==============================================================
 ``quant_method``                stored                value
-=============================== ===================== ==============================================================
+=============================== =====================
+==============================================================
 ``fp8``, ``fbgemm_fp8``,        ``W`` 8-bit float,    ``W * scale``; one scale per block (``weight_block_size``), row
 ``modelopt`` (``FP8``)          ``W_scale_inv`` or    or tensor
                                 ``W_scale``
@@ -18,10 +20,12 @@ These formats are supported, with the names on disk for a weight ``W`` (``...pro
                                 ``[E, R, G, 16]``,    ``2**(scale - 127)``; transposed to ``[E, G*32, R]``
                                 ``W_scales`` uint8
                                 ``[E, R, G]``
-=============================== ===================== ==============================================================
+=============================== =====================
+==============================================================
 
-Sources: DeepSeek-V3's ``weights_dequant``; compressed-tensors 0.18 ``pack_quantized``; OCP Microscaling Formats 1.0.
-Scales of activations and of the KV cache are ignored, because the dequantized weights do not need them.
+Sources: DeepSeek-V3's ``weights_dequant``; compressed-tensors 0.18 ``pack_quantized``; OCP
+Microscaling Formats 1.0. Scales of activations and of the KV cache are ignored, because the
+dequantized weights do not need them.
 """
 
 from __future__ import annotations
@@ -37,11 +41,20 @@ from slime.models.formats import from_mxfp4, scaled, to_mxfp4, to_packed, to_sca
 from slime.models.shards import ModelError, TensorHeader, shorten
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
-_ACTIVATIONS = ("input_scale", "activation_scale", "input_zero_point", "k_scale", "v_scale", "q_scale", "output_scale")
+_ACTIVATIONS = (
+    "input_scale",
+    "activation_scale",
+    "input_zero_point",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "output_scale",
+)
 _SCALED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "dense")
 _EXPLAINS = (
-    "slime reads fp8 (block, row and tensor scales), compressed-tensors (pack-quantized, float-quantized and "
-    "int-quantized, symmetric) and mxfp4; use the bfloat16 version of the model, or convert it"
+    "slime reads fp8 (block, row and tensor scales), compressed-tensors (pack-quantized, "
+    "float-quantized and int-quantized, symmetric) and mxfp4; use the bfloat16 version of the "
+    "model, or convert it"
 )
 Read = Callable[[str], Tensor]
 Stored = dict[str, Tensor]
@@ -56,7 +69,9 @@ class Weight(NamedTuple):
     compute: Callable[[Read], Tensor]
     """Computes the weight, in float32 or bfloat16, with a function that reads stored tensors."""
     store: Callable[[Tensor, Read], Stored]
-    """Returns the tensors that a checkpoint stores for other values of the weight, by name: the inverse."""
+    """Returns the tensors that a checkpoint stores for other values of the weight, by name: the
+    inverse.
+    """
 
 
 class Plan(NamedTuple):
@@ -67,21 +82,30 @@ class Plan(NamedTuple):
 
 def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
     """Return a config.json for the dequantized weights."""
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    plain = {
+        key: value
+        for key, value in config.items()
+        if key not in ("quantization_config", "compression_config")
+    }
     return {
-        key: without_quantization(v) if key == "text_config" and isinstance(v, dict) else v for key, v in plain.items()
+        key: without_quantization(v) if key == "text_config" and isinstance(v, dict) else v
+        for key, v in plain.items()
     }
 
 
-def plan(where: str, quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read) -> Plan:
+def plan(
+    where: str, quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read
+) -> Plan:
     """Plan how the weights are computed from the stored tensors.
 
     Args:
         where: The checkpoint, for messages.
-        read: Reads a stored tensor. It is used only for the shapes of packed tensors, which headers do not contain.
+        read: Reads a stored tensor. It is used only for the shapes of packed tensors, which headers
+            do not contain.
 
     Raises:
-        ModelError: The quantization method is not supported, or tensors do not fit each other. The message names them.
+        ModelError: The quantization method is not supported, or tensors do not fit each other. The
+            message names them.
     """
     method = str(quantization.get("quant_method", "none"))
     if method == "modelopt" and str(quantization.get("quant_algo", "")).upper() != "FP8":
@@ -91,39 +115,52 @@ def plan(where: str, quantization: Mapping[str, object], headers: Mapping[str, T
         "compressed-tensors": _compressed, "mxfp4": _mxfp4,
     }  # fmt: skip
     if method not in makers:
-        raise ModelError(f"checkpoint {where} is quantized with {method!r}, which slime cannot read: {_EXPLAINS}")
+        raise ModelError(
+            f"checkpoint {where} is quantized with {method!r}, which slime cannot read: {_EXPLAINS}"
+        )
     try:
         weights = makers[method](quantization, headers, read)
     except ValueError as error:
         raise ModelError(f"checkpoint {where} ({method}): {error}") from error
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise ModelError(
-            f"checkpoint {where} ({method}): the quantization in config.json or the shapes of scales cannot be right "
-            f"({type(error).__name__}: {error})"
+            f"checkpoint {where} ({method}): the quantization in config.json or the shapes of "
+            f"scales cannot be right ({type(error).__name__}: {error})"
         ) from error
     used = {part for weight in weights.values() for part in weight.parts}
     idle = (
-        n for n in headers if n not in used and (n.rpartition(".")[2] in _ACTIVATIONS or n.endswith("_input_scale"))
+        n
+        for n in headers
+        if n not in used and (n.rpartition(".")[2] in _ACTIVATIONS or n.endswith("_input_scale"))
     )
     return Plan(weights, frozenset(idle))
 
 
-# --- 8-bit values and a scale ----------------------------------------------------------------------
+# --- 8-bit values and a scale
+# ----------------------------------------------------------------------
 
 
-def _scaled(quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read) -> dict[str, Weight]:
+def _scaled(
+    quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read
+) -> dict[str, Weight]:
     block = quantization.get("weight_block_size")
     weights = {}
     for name, header in headers.items():
         if header.dtype not in (*_FLOAT8, "I8"):
             continue
-        scale = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in headers), None)
+        scale = next(
+            (f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in headers), None
+        )
         if scale is None:
             if header.dtype == "I8":
                 continue  # not quantized: compared with the model later, as all tensors of integers
-            raise ValueError(f"{name} ({header.dtype} in {header.file}) has no {name}_scale_inv or {name}_scale")
+            raise ValueError(
+                f"{name} ({header.dtype} in {header.file}) has no {name}_scale_inv or {name}_scale"
+            )
         if f"{name}_zero_point" in headers:
-            raise ValueError(f"{name} is asymmetric ({name}_zero_point), which slime cannot read: {_EXPLAINS}")
+            raise ValueError(
+                f"{name} is asymmetric ({name}_zero_point), which slime cannot read: {_EXPLAINS}"
+            )
         sizes = _block_sizes(name, header.shape, headers[scale].shape, block)
         compute = partial(_read_scaled, name, scale, sizes)
         store = partial(_store_scaled, name, scale, _DTYPES[header.dtype], sizes)
@@ -131,15 +168,25 @@ def _scaled(quantization: Mapping[str, object], headers: Mapping[str, TensorHead
     return weights
 
 
-def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], block: object) -> tuple[int, ...] | None:
-    """Return the number of elements per scale along each axis; None if one scale applies to the whole tensor."""
+def _block_sizes(
+    name: str, shape: tuple[int, ...], scales: tuple[int, ...], block: object
+) -> tuple[int, ...] | None:
+    """Return the number of elements per scale along each axis; None if one scale applies to the
+    whole tensor.
+    """
     if all(n == 1 for n in scales) or not shape:
         return None
     if len(scales) == 1 and scales[0] == shape[0]:
         scales += (1,) * (len(shape) - 1)
     if len(scales) != len(shape):
-        raise ValueError(f"{name} has shape {list(shape)}, which does not fit scales of shape {list(scales)}")
-    given = [1] * (len(shape) - 2) + [int(n) for n in block] if isinstance(block, list) and len(shape) >= 2 else []
+        raise ValueError(
+            f"{name} has shape {list(shape)}, which does not fit scales of shape {list(scales)}"
+        )
+    given = (
+        [1] * (len(shape) - 2) + [int(n) for n in block]
+        if isinstance(block, list) and len(shape) >= 2
+        else []
+    )
     sizes = []
     for axis, (length, count) in enumerate(zip(shape, scales, strict=True)):
         if given and -(-length // given[axis]) == count:
@@ -148,8 +195,8 @@ def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], blo
             sizes.append(length // count)
         else:
             raise ValueError(
-                f"{name} of shape {list(shape)} cannot be divided into blocks for scales of shape {list(scales)}"
-                + (f" (weight_block_size {block})" if block else "")
+                f"{name} of shape {list(shape)} cannot be divided into blocks for scales of shape "
+                f"{list(scales)}" + (f" (weight_block_size {block})" if block else "")
             )
     return tuple(sizes)
 
@@ -159,13 +206,19 @@ def _read_scaled(name: str, scale: str, sizes: tuple[int, ...] | None, read: Rea
 
 
 def _store_scaled(
-    name: str, scale: str, dtype: torch.dtype, sizes: tuple[int, ...] | None, weight: Tensor, read: Read
+    name: str,
+    scale: str,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...] | None,
+    weight: Tensor,
+    read: Read,
 ) -> Stored:
     values, scales = to_scaled(weight, read(scale), dtype, sizes)
     return {name: values, scale: scales}
 
 
-# --- compressed-tensors ----------------------------------------------------------------------------
+# --- compressed-tensors
+# ----------------------------------------------------------------------------
 
 
 def _compressed(
@@ -174,8 +227,8 @@ def _compressed(
     named = quantization.get("config_groups")
     default = quantization.get("format")
     configured = list(named.values()) if isinstance(named, dict) else []
-    # Groups of one checkpoint may have different formats and numbers of bits; a tensor does not say to which group it
-    # belongs, so what fits its shape decides.
+    # Groups of one checkpoint may have different formats and numbers of bits; a tensor does not say
+    # to which group it belongs, so what fits its shape decides.
     groups = [group.get("weights") or {} for group in configured]
     formats = {str(group.get("format") or default) for group in configured} or {str(default)}
     unknown = formats - {"pack-quantized", "mixed-precision", *_SCALED_FORMATS}
@@ -183,7 +236,10 @@ def _compressed(
         raise ValueError(f"slime cannot read the format {shorten(sorted(unknown))}: {_EXPLAINS}")
     asymmetric = [n for n in headers if n.endswith((".weight_zero_point", ".weight_g_idx"))]
     if asymmetric:
-        raise ValueError(f"{shorten(asymmetric, 2)}: slime cannot read asymmetric or reordered groups: {_EXPLAINS}")
+        raise ValueError(
+            f"{shorten(asymmetric, 2)}: slime cannot read asymmetric or reordered groups: "
+            f"{_EXPLAINS}"
+        )
     bits = {int(g["num_bits"]) for g in groups if g.get("num_bits")} or {4, 8}
     weights = _scaled({}, headers, read)
     for packed, header in headers.items():
@@ -202,15 +258,22 @@ def _packed_weight(
     if lost:
         raise ValueError(f"{name}_packed has no {' and no '.join(lost)}")
     if packed.dtype != "I32" or len(packed.shape) != 2 or len(headers[scale].shape) != 2:
-        raise ValueError(f"{name}_packed is {packed.dtype} {list(packed.shape)}, but must be an int32 matrix")
+        raise ValueError(
+            f"{name}_packed is {packed.dtype} {list(packed.shape)}, but must be an int32 matrix"
+        )
     # A tensor does not say how many bits its values have. The number of words in a row does.
     rows, columns = (int(n) for n in read(shape))
     fitting = [b for b in sorted(bits) if 32 % b == 0 and -(-columns * b // 32) == packed.shape[1]]
     groups = headers[scale].shape[1]
-    if len(fitting) != 1 or rows != packed.shape[0] or headers[scale].shape[0] != rows or columns % groups:
+    if (
+        len(fitting) != 1
+        or rows != packed.shape[0]
+        or headers[scale].shape[0] != rows
+        or columns % groups
+    ):
         raise ValueError(
-            f"{name} of shape {[rows, columns]} does not fit its packed values {list(packed.shape)} of {sorted(bits)} "
-            f"bits and scales {list(headers[scale].shape)}"
+            f"{name} of shape {[rows, columns]} does not fit its packed values "
+            f"{list(packed.shape)} of {sorted(bits)} bits and scales {list(headers[scale].shape)}"
         )
     sizes = (1, columns // groups)
     width = fitting[0]
@@ -225,10 +288,13 @@ def _packed_weight(
     return Weight((f"{name}_packed", scale, shape), (rows, columns), compute, store)
 
 
-# --- MXFP4 -----------------------------------------------------------------------------------------
+# --- MXFP4
+# -----------------------------------------------------------------------------------------
 
 
-def _mxfp4(quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read) -> dict[str, Weight]:
+def _mxfp4(
+    quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read
+) -> dict[str, Weight]:
     weights = {}
     for blocks, header in headers.items():
         if not blocks.endswith("_blocks"):
@@ -237,15 +303,22 @@ def _mxfp4(quantization: Mapping[str, object], headers: Mapping[str, TensorHeade
         scales = f"{name}_scales"
         if scales not in headers:
             raise ValueError(f"{blocks} has no {scales}")
-        if header.dtype != "U8" or len(header.shape) != 4 or headers[scales].shape != header.shape[:3]:
+        if (
+            header.dtype != "U8"
+            or len(header.shape) != 4
+            or headers[scales].shape != header.shape[:3]
+        ):
             raise ValueError(
-                f"{blocks} is {header.dtype} {list(header.shape)} with scales {list(headers[scales].shape)}, but must "
-                "be uint8 [experts, rows, groups, 16] with scales [experts, rows, groups]"
+                f"{blocks} is {header.dtype} {list(header.shape)} with scales "
+                f"{list(headers[scales].shape)}, but must be uint8 [experts, rows, groups, 16] "
+                "with scales [experts, rows, groups]"
             )
         experts, rows, groups, half = header.shape
         shape = experts, groups * half * 2, rows
         parts = blocks, scales
-        weights[name] = Weight(parts, shape, partial(_read_fp4, *parts), partial(_store_fp4, *parts))
+        weights[name] = Weight(
+            parts, shape, partial(_read_fp4, *parts), partial(_store_fp4, *parts)
+        )
     return weights
 
 

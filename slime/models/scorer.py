@@ -1,7 +1,8 @@
-"""Wrap a Hugging Face model for RL: from a micro-batch to log-probs (actor) or values (critic) of its tokens.
+"""Wrap a Hugging Face model for RL: from a micro-batch to log-probs (actor) or values (critic) of
+its tokens.
 
-The head runs inside ``forward``, and only on the rows that score a response token. The scorer is the root module, so
-FSDP gathers the parameters of the head for its ``forward`` as well."""
+The head runs inside ``forward``, and only on the rows that score a response token. The scorer is
+the root module, so FSDP gathers the parameters of the head for its ``forward`` as well."""
 
 from __future__ import annotations
 
@@ -33,10 +34,11 @@ def capped_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> TokenScores:
-    """Score ``targets`` under the capped logits; otherwise as :func:`slime.models.token_log_probs.token_log_probs`,
-    with tensors of the same shapes.
+    """Score ``targets`` under the capped logits; otherwise as
+    :func:`slime.models.token_log_probs.token_log_probs`, with tensors of the same shapes.
 
-    The logits of a chunk of rows are recomputed in backward, so that only those of one chunk are in memory.
+    The logits of a chunk of rows are recomputed in backward, so that only those of one chunk are in
+    memory.
     """
     size = chunk_size if chunk_size > 0 else default_chunk_size(weight.shape[0])
 
@@ -59,7 +61,9 @@ CHECK_TOLERANCE = 2e-3
 
 
 class PolicyScorer(nn.Module):
-    """Computes log-probs, and optionally entropy or logits, of the response tokens of a micro-batch."""
+    """Computes log-probs, and optionally entropy or logits, of the response tokens of a
+    micro-batch.
+    """
 
     def __init__(self, model: PreTrainedModel, chunk_size: int = -1) -> None:
         super().__init__()
@@ -67,7 +71,9 @@ class PolicyScorer(nn.Module):
         self.chunk_size = chunk_size
         self.fused = False  # set to True when the layers are compiled, too
         self.logit_scale = _logit_scale(model.config)
-        self.logit_cap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        self.logit_cap: float | None = getattr(
+            model.config.get_text_config(), "final_logit_softcapping", None
+        )
         self.anchored: list[nn.Parameter] = []
 
     @property
@@ -82,15 +88,20 @@ class PolicyScorer(nn.Module):
         entropy_grad: bool = False,
         with_logits: bool = False,
     ) -> tuple[TokenScores, Tensor | None]:
-        """Return scores ``[R]`` and, with ``with_logits``, float32 logits ``[R, vocab]`` divided by the temperature."""
+        """Return scores ``[R]`` and, with ``with_logits``, float32 logits ``[R, vocab]`` divided by
+        the temperature.
+        """
         # Logits are returned for every response token, and soft caps are rare.
         distinct = None if with_logits or self.logit_cap is not None else inputs.distinct
         hidden = _response_rows(self.backbone, inputs, distinct)
         head = self.hf.get_output_embeddings()
         effective = temperature / self.logit_scale
         if self.logit_cap is not None:
-            return self._capped(hidden, inputs, temperature, with_entropy, entropy_grad, with_logits)
-        # A token that many samples have in common is scored once, and its score is copied to each of them.
+            return self._capped(
+                hidden, inputs, temperature, with_entropy, entropy_grad, with_logits
+            )
+        # A token that many samples have in common is scored once, and its score is copied to each
+        # of them.
         scores = token_log_probs(
             hidden,
             head.weight,
@@ -104,7 +115,9 @@ class PolicyScorer(nn.Module):
             nuclei=inputs.nuclei,
         )
         if distinct is not None:
-            entropy = None if scores.entropy is None else scores.entropy.index_select(0, distinct.place)
+            entropy = (
+                None if scores.entropy is None else scores.entropy.index_select(0, distinct.place)
+            )
             scores = TokenScores(scores.log_probs.index_select(0, distinct.place), entropy)
         logits = linear(hidden, head.weight, head.bias).float() / effective if with_logits else None
         return self._with_anchor(scores, logits)
@@ -121,7 +134,9 @@ class PolicyScorer(nn.Module):
         """Return the same for a model that soft-caps its logits."""
         assert self.logit_cap is not None
         if inputs.nuclei is not None:
-            raise ModelError(f"{type(self.hf).__name__} soft-caps its logits: use --rollout-top-p 1")
+            raise ModelError(
+                f"{type(self.hf).__name__} soft-caps its logits: use --rollout-top-p 1"
+            )
         head = self.hf.get_output_embeddings()
         cap = self.logit_cap
         scores = capped_log_probs(
@@ -135,19 +150,29 @@ class PolicyScorer(nn.Module):
             with_entropy,
             entropy_grad,
         )
-        logits = capped_logits(hidden, head.weight, head.bias, cap) / temperature if with_logits else None
+        logits = (
+            capped_logits(hidden, head.weight, head.bias, cap) / temperature
+            if with_logits
+            else None
+        )
         return self._with_anchor(scores, logits)
 
-    def _with_anchor(self, scores: TokenScores, logits: Tensor | None) -> tuple[TokenScores, Tensor | None]:
+    def _with_anchor(
+        self, scores: TokenScores, logits: Tensor | None
+    ) -> tuple[TokenScores, Tensor | None]:
         """Add the anchor to both, because a user's loss may use one of them only."""
         if not self.anchored or not torch.is_grad_enabled():
             return scores, logits
         anchor = _anchor(self.anchored)
-        return scores._replace(log_probs=scores.log_probs + anchor), None if logits is None else logits + anchor
+        return scores._replace(
+            log_probs=scores.log_probs + anchor
+        ), None if logits is None else logits + anchor
 
 
 class ValueScorer(nn.Module):
-    """A critic: the backbone with a linear head ``hidden -> 1`` instead of the language model head."""
+    """A critic: the backbone with a linear head ``hidden -> 1`` instead of the language model
+    head.
+    """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
@@ -164,25 +189,35 @@ class ValueScorer(nn.Module):
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Return the value before each response token is sampled, float32 ``[R]``."""
         values = self.value_head(_response_rows(self.backbone, inputs)).squeeze(-1).float()
-        return values + _anchor(self.anchored) if self.anchored and torch.is_grad_enabled() else values
+        return (
+            values + _anchor(self.anchored) if self.anchored and torch.is_grad_enabled() else values
+        )
 
 
 def value_head_weight(hidden_size: int, seed: int) -> Tensor:
-    """Return the initial weight of a critic's head, float32 ``[1, hidden]``, equal on every backend and rank."""
-    return torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) / (hidden_size + 1)
+    """Return the initial weight of a critic's head, float32 ``[1, hidden]``, equal on every backend
+    and rank.
+    """
+    return torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) / (
+        hidden_size + 1
+    )
 
 
-def _response_rows(backbone: nn.Module, inputs: ModelInputs, distinct: Distinct | None = None) -> Tensor:
-    """Return the last hidden states of the rows that score a response token, ``[R, hidden]``, or of the distinct ones,
-    ``[U, hidden]``."""
+def _response_rows(
+    backbone: nn.Module, inputs: ModelInputs, distinct: Distinct | None = None
+) -> Tensor:
+    """Return the last hidden states of the rows that score a response token, ``[R, hidden]``, or of
+    the distinct ones, ``[U, hidden]``."""
     hidden = backbone(**inputs.kwargs).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, (distinct or inputs).logit_index)
 
 
 def _anchor(parameters: list[nn.Parameter]) -> Tensor:
-    """Return 0, with a gradient of 0 for parameters that not every rank uses in every micro-batch (vision towers).
+    """Return 0, with a gradient of 0 for parameters that not every rank uses in every micro-batch
+    (vision towers).
 
-    FSDP reduces the gradients of a group of parameters together, so all ranks must have gradients of the same ones.
+    FSDP reduces the gradients of a group of parameters together, so all ranks must have gradients
+    of the same ones.
     """
     return torch.stack([p.reshape(-1)[0].float() for p in parameters]).sum() * 0.0
 
@@ -197,10 +232,11 @@ def _logit_scale(config: PretrainedConfig) -> float:
 
 @torch.no_grad()
 def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
-    """Compare the scorer on a pack of three short samples with the model's own forward on each sample.
+    """Compare the scorer on a pack of three short samples with the model's own forward on each
+    sample.
 
-    The check finds what no list of architectures can: a model that does not pass the pack to its attention, or that
-    changes its logits in an unknown way.
+    The check finds what no list of architectures can: a model that does not pass the pack to its
+    attention, or that changes its logits in an unknown way.
 
     Returns:
         The largest difference of the log-probs.
@@ -215,14 +251,20 @@ def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
     ids = [sample % vocab for sample in ids]
     inputs = builder.build(ids, [3, 1, 2], [0, 0, 1], [None] * 3)
     scores = scorer(inputs)[0].log_probs.cpu()
-    # The reference is the model of transformers without packs: with its own attention, one sample at a time.
+    # The reference is the model of transformers without packs: with its own attention, one sample
+    # at a time.
     configured = model.config.get_text_config()._attn_implementation
     plain = plain_attention(model.config)
     if configured == PACKED:
         model.set_attn_implementation({"text_config": plain} if _is_composite(model) else plain)
     expected = []
     for sample, response in zip(ids, [3, 1, 2], strict=True):
-        logits = model(input_ids=sample[None].to(builder.device), use_cache=False).logits[0].float().cpu()
+        logits = (
+            model(input_ids=sample[None].to(builder.device), use_cache=False)
+            .logits[0]
+            .float()
+            .cpu()
+        )
         log_p = logits.log_softmax(-1)[len(sample) - response - 1 : -1]
         expected.append(log_p.gather(-1, sample[len(sample) - response :, None]).squeeze(-1))
     if configured == PACKED:
@@ -230,15 +272,21 @@ def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
     difference = float((scores - torch.cat(expected)).abs().max())
     if not difference < CHECK_TOLERANCE:
         raise ModelError(
-            f"{type(model).__name__}: log-probs of packed samples differ from the model's own by {difference:.3g} "
-            f"(the limit is {CHECK_TOLERANCE}), so packing does not work for this model; "
-            + (f"use --attn-implementation {plain}" if configured == PACKED else "this architecture is not supported")
+            f"{type(model).__name__}: log-probs of packed samples differ from the model's own by "
+            f"{difference:.3g} (the limit is {CHECK_TOLERANCE}), so packing does not work for "
+            "this model; "
+            + (
+                f"use --attn-implementation {plain}"
+                if configured == PACKED
+                else "this architecture is not supported"
+            )
         )
     return difference
 
 
 def check_backward(scorer: PolicyScorer, builder: InputBuilder) -> None:
-    """Compute gradients of two short samples, for layers whose kernels may refuse a GPU only in the backward pass.
+    """Compute gradients of two short samples, for layers whose kernels may refuse a GPU only in the
+    backward pass.
 
     The parameters are cast to the dtype of the passes, and stay so.
 
@@ -253,7 +301,9 @@ def check_backward(scorer: PolicyScorer, builder: InputBuilder) -> None:
     try:
         torch.autograd.grad(scorer(inputs)[0].log_probs.sum(), trained, allow_unused=True)
     except RuntimeError as error:
-        raise ModelError(f"{type(scorer.hf).__name__}: its backward pass fails on {builder.device}: {error}") from error
+        raise ModelError(
+            f"{type(scorer.hf).__name__}: its backward pass fails on {builder.device}: {error}"
+        ) from error
 
 
 def _is_composite(model: PreTrainedModel) -> bool:

@@ -1,5 +1,6 @@
-"""The segments of a pack in the form that attention kernels need: on the device, grouped by length; and the sums and
-gathers with gradients over the ranks of context parallelism, which divide the tokens of samples."""
+"""The segments of a pack in the form that attention kernels need: on the device, grouped by length;
+and the sums and gathers with gradients over the ranks of context parallelism, which divide the
+tokens of samples."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class GatherRows(torch.autograd.Function):
-    """The rows ``[rows, ...]`` of all ranks of a group, concatenated in order of rank: ``[ranks * rows, ...]``."""
+    """The rows ``[rows, ...]`` of all ranks of a group, concatenated in order of rank: ``[ranks *
+    rows, ...]``.
+    """
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -32,8 +35,8 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Gradients:
         (group,), grad = ctx.settings, grads[0].contiguous()
-        # Every rank used every row, so the gradient of a row is the sum over ranks; each gets the part of its own rows.
-        # That is a reduce-scatter, the mirror image of the gather.
+        # Every rank used every row, so the gradient of a row is the sum over ranks; each gets the
+        # part of its own rows. That is a reduce-scatter, the mirror image of the gather.
         out = grad.new_empty(grad.shape[0] // group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(out, grad, group=group)
         return out, None
@@ -72,19 +75,22 @@ class _SumOver(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Concatenate ``[T, ...]`` of all ranks to ``[ranks · T, ...]``. In backward, gradients are summed over ranks."""
+    """Concatenate ``[T, ...]`` of all ranks to ``[ranks · T, ...]``. In backward, gradients are
+    summed over ranks.
+    """
     return GatherRows.apply(x, group)
 
 
 def scatter_sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return this rank's ``[T, ...]`` of the sum of ``[ranks · T, ...]`` over ranks: the inverse of :func:`gather_rows`
-    where each row is 0 on all ranks but one. In backward, each rank gets the gradients of all rows."""
+    """Return this rank's ``[T, ...]`` of the sum of ``[ranks · T, ...]`` over ranks: the inverse of
+    :func:`gather_rows` where each row is 0 on all ranks but one. In backward, each rank gets the
+    gradients of all rows."""
     return _ScatterSum.apply(x, group)
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of tensors of any shape over ranks. The loss is the sum over all ranks, so gradients are summed
-    over ranks as well."""
+    """Return the sum of tensors of any shape over ranks. The loss is the sum over all ranks, so
+    gradients are summed over ranks as well."""
     return _SumOver.apply(x, group)
 
 
@@ -107,7 +113,8 @@ class OwnBlock:
 
     Attributes:
         rows: int64 ``[N]``, the rows of the segments in the pack, one segment after the other.
-        slots: int64 ``[N]``, the position of each row in the padded ``[n * length]``; None without padding.
+        slots: int64 ``[N]``, the position of each row in the padded ``[n * length]``; None without
+            padding.
         n: Number of segments.
         length: Length of the longest segment.
     """
@@ -130,16 +137,19 @@ class PrefixBlock:
 
 @dataclass(frozen=True)
 class SequenceBlock:
-    """Sequences of similar length, each from its first token: what a layer with a state computes as one batch.
+    """Sequences of similar length, each from its first token: what a layer with a state computes as
+    one batch.
 
-    A segment that shares a prompt is a sequence of the prompt's rows and its own. Of its outputs, only those of its own
-    rows are used, as only those of its own queries are in attention.
+    A segment that shares a prompt is a sequence of the prompt's rows and its own. Of its outputs,
+    only those of its own rows are used, as only those of its own queries are in attention.
 
     Attributes:
         rows: int64 ``[N]``, the rows of the sequences in the pack, one sequence after the other.
-        slots: int64 ``[N]``, the position of each row in the padded ``[n * length]``; None without padding.
+        slots: int64 ``[N]``, the position of each row in the padded ``[n * length]``; None without
+            padding.
         n: Number of sequences.
-        length: Length of the longest sequence. Shorter ones are padded at their end, which no earlier token sees.
+        length: Length of the longest sequence. Shorter ones are padded at their end, which no
+            earlier token sees.
         own: int64 ``[M]``, the rows of the pack that get an output.
         picks: int64 ``[M]``, their positions in the padded ``[n * length]``.
     """
@@ -164,10 +174,11 @@ class SequenceBlock:
 class PackSegments:
     """What the attention of every layer needs to know about a pack. It is built once per pack.
 
-    ``cu_seqlens_*``, ``kv_index`` and ``max_*`` are those of PackLayout. ``own`` and ``prefixes`` contain the same for
-    the CPU, where the queries of all samples that share a prompt are multiplied with that prompt at once. ``sequences``
-    is there for models whose layers need whole sequences. ``image_blocks``, int64 ``[T]``, numbers the images whose
-    tokens attend to their whole image (-1 for text); None without such images. With a ``group`` (context parallelism),
+    ``cu_seqlens_*``, ``kv_index`` and ``max_*`` are those of PackLayout. ``own`` and ``prefixes``
+    contain the same for the CPU, where the queries of all samples that share a prompt are
+    multiplied with that prompt at once. ``sequences`` is there for models whose layers need whole
+    sequences. ``image_blocks``, int64 ``[T]``, numbers the images whose tokens attend to their
+    whole image (-1 for text); None without such images. With a ``group`` (context parallelism),
     ``kv_index`` and ``sequences`` refer to the rows of all its ranks.
     """
 
@@ -195,14 +206,18 @@ class PackSegments:
         """Describe a pack.
 
         Args:
-            group: The ranks that divide the tokens of each sample; None without context parallelism.
+            group: The ranks that divide the tokens of each sample; None without context
+                parallelism.
             with_sequences: Whether to list the sequences of the pack.
-            deal_sequences: Whether to list only those that are dealt to this rank of ``group``: each rank gets about
-                as many tokens as the others.
+            deal_sequences: Whether to list only those that are dealt to this rank of ``group``:
+                each rank gets about as many tokens as the others.
         """
         on_cpu = torch.device(device).type == "cpu" and group is None
         # Kernels need only upper bounds. Rounded ones avoid a recompilation for each length.
-        largest = [x if on_cpu else -(-x // BOUND_MULTIPLE) * BOUND_MULTIPLE for x in (layout.max_q, layout.max_k)]
+        largest = [
+            x if on_cpu else -(-x // BOUND_MULTIPLE) * BOUND_MULTIPLE
+            for x in (layout.max_q, layout.max_k)
+        ]
 
         def move(array: np.ndarray) -> Tensor:
             return to_device(array, device)
@@ -214,11 +229,16 @@ class PackSegments:
             max_q=largest[0],
             max_k=largest[1],
             num_tokens=len(layout.tokens),
-            own=[_own_block(bucket, layout.q_starts, layout.q_lens) for bucket in _similar(layout.q_lens)]
+            own=[
+                _own_block(bucket, layout.q_starts, layout.q_lens)
+                for bucket in _similar(layout.q_lens)
+            ]
             if on_cpu
             else [],
             prefixes=_prefix_blocks(layout) if on_cpu else [],
-            sequences=_sequence_blocks(layout, device, group if deal_sequences else None) if with_sequences else [],
+            sequences=_sequence_blocks(layout, device, group if deal_sequences else None)
+            if with_sequences
+            else [],
             group=group,
         )
 
@@ -227,18 +247,25 @@ class PackSegments:
         return rows if self.group is None else gather_rows(rows, self.group)
 
     def own_rows(self, out: Tensor) -> Tensor:
-        """Return the outputs of this rank's rows, each of which one of the context-parallel ranks has computed."""
+        """Return the outputs of this rank's rows, each of which one of the context-parallel ranks
+        has computed.
+        """
         return out if self.group is None else scatter_sum(out, self.group)
 
 
 def _similar(lens: np.ndarray) -> list[list[int]]:
-    """Group segments of similar length, such that the padding of each group stays below its limit."""
+    """Group segments of similar length, such that the padding of each group stays below its
+    limit.
+    """
     buckets: list[list[int]] = []
     tokens = 0
     for i in np.argsort(-lens, kind="stable"):
-        # Longest first: a bucket is as wide as its first segment, and each further one adds the difference as padding.
+        # Longest first: a bucket is as wide as its first segment, and each further one adds the
+        # difference as padding.
         longest = lens[buckets[-1][0]] if buckets else 0
-        if not buckets or (tokens + lens[i]) < (1 - MAX_PADDING_SHARE) * longest * (len(buckets[-1]) + 1):
+        if not buckets or (tokens + lens[i]) < (1 - MAX_PADDING_SHARE) * longest * (
+            len(buckets[-1]) + 1
+        ):
             buckets.append([])
             tokens = 0
         buckets[-1].append(int(i))
@@ -246,13 +273,17 @@ def _similar(lens: np.ndarray) -> list[list[int]]:
     return buckets
 
 
-def _sequence_blocks(layout: PackLayout, device: torch.device | str, dealt: ProcessGroup | None) -> list[SequenceBlock]:
+def _sequence_blocks(
+    layout: PackLayout, device: torch.device | str, dealt: ProcessGroup | None
+) -> list[SequenceBlock]:
     sequences, own_lens = _sequences(layout, dealt)
     lens = np.asarray([len(sequence) for sequence in sequences])
     blocks = []
     for bucket in _similar(lens):
         length = int(lens[bucket].max())
-        slots = np.concatenate([np.arange(lens[i]) + slot * length for slot, i in enumerate(bucket)])
+        slots = np.concatenate(
+            [np.arange(lens[i]) + slot * length for slot, i in enumerate(bucket)]
+        )
         ends = [lens[i] + slot * length for slot, i in enumerate(bucket)]
         picks = [np.arange(end - own_lens[i], end) for end, i in zip(ends, bucket, strict=True)]
         blocks.append(
@@ -261,27 +292,36 @@ def _sequence_blocks(layout: PackLayout, device: torch.device | str, dealt: Proc
                 slots=to_device(slots, device) if len(slots) != len(bucket) * length else None,
                 n=len(bucket),
                 length=length,
-                own=to_device(np.concatenate([sequences[i][lens[i] - own_lens[i] :] for i in bucket]), device),
+                own=to_device(
+                    np.concatenate([sequences[i][lens[i] - own_lens[i] :] for i in bucket]), device
+                ),
                 picks=to_device(np.concatenate(picks), device),
             )
         )
     return blocks
 
 
-def _sequences(layout: PackLayout, dealt: ProcessGroup | None) -> tuple[list[np.ndarray], np.ndarray]:
+def _sequences(
+    layout: PackLayout, dealt: ProcessGroup | None
+) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the rows of each sequence, and how many of them, at its end, get an output."""
     if layout.whole_samples is None:
-        return [np.concatenate([np.arange(*r) for r in ranges]) for ranges in layout.kv_ranges], layout.q_lens
+        return [
+            np.concatenate([np.arange(*r) for r in ranges]) for ranges in layout.kv_ranges
+        ], layout.q_lens
     if dealt is None:
         sequences = layout.whole_samples
     elif not (sequences := deal_sequences(layout.whole_samples, dealt.size())[dealt.rank()]):
-        # Every rank needs a gradient of the layer's parameters, so this one computes a row that gets no output.
+        # Every rank needs a gradient of the layer's parameters, so this one computes a row that
+        # gets no output.
         return [layout.whole_samples[0][:1]], np.zeros(1, np.int64)
     return sequences, np.asarray([len(sequence) for sequence in sequences])
 
 
 def deal_sequences(sequences: Sequence[np.ndarray], ranks: int) -> list[list[np.ndarray]]:
-    """Return the sequences of each rank. The longest ones are dealt first, each to the rank with the fewest tokens."""
+    """Return the sequences of each rank. The longest ones are dealt first, each to the rank with
+    the fewest tokens.
+    """
     hands: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     for sequence in sorted(sequences, key=len, reverse=True):
         min(hands, key=lambda hand: sum(map(len, hand))).append(sequence)
@@ -294,7 +334,9 @@ def _own_block(bucket: list[int], starts: np.ndarray, lens: np.ndarray) -> OwnBl
     rows = np.concatenate([np.arange(starts[i], starts[i] + lens[i]) for i in order])
     slots = np.concatenate([np.arange(lens[i]) + slot * length for slot, i in enumerate(order)])
     padded = len(rows) != len(order) * length
-    return OwnBlock(torch.from_numpy(rows), torch.from_numpy(slots) if padded else None, len(order), length)
+    return OwnBlock(
+        torch.from_numpy(rows), torch.from_numpy(slots) if padded else None, len(order), length
+    )
 
 
 def _prefix_blocks(layout: PackLayout) -> list[PrefixBlock]:

@@ -1,9 +1,11 @@
-"""The folder of a Hugging Face checkpoint: its safetensors files and the tensors in them, read only from the headers,
-its other files, and what its config.json says about quantization. Imports no torch.
+"""The folder of a Hugging Face checkpoint: its safetensors files and the tensors in them, read only
+from the headers, its other files, and what its config.json says about quantization. Imports no
+torch.
 
-A safetensors file begins with the length of its header (unsigned 64-bit, little endian) and the header, a JSON object
-``{name: {"dtype", "shape", "data_offsets"}}`` (https://github.com/huggingface/safetensors#format). Reading the headers
-takes milliseconds and finds every file that is missing, empty, truncated or of another format.
+A safetensors file begins with the length of its header (unsigned 64-bit, little endian) and the
+header, a JSON object ``{name: {"dtype", "shape", "data_offsets"}}``
+(https://github.com/huggingface/safetensors#format). Reading the headers takes milliseconds and
+finds every file that is missing, empty, truncated or of another format.
 """
 
 from __future__ import annotations
@@ -25,10 +27,14 @@ _MAX_HEADER = 100_000_000  # bytes; the limit of the format
 _SHOWN = 5
 _PART = 2**20
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.weight(?:_packed)?$")
-_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|word_embeddings|embeddings?|wte|embed_in)\.weight$")
+_EMBEDDING = re.compile(
+    r"(?:^|\.)(?:embed_tokens|word_embeddings|embeddings?|wte|embed_in)\.weight$"
+)
 
 UNTIES = "has an output layer that is not its embedding, but config.json says that it is"
-"""The beginning of a notice: transformers unties such a model, other programs drop its output layer."""
+"""The beginning of a notice: transformers unties such a model, other programs drop its output
+layer.
+"""
 
 DTYPE_BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
@@ -39,7 +45,9 @@ PLAIN_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class ModelError(ValueError):
-    """The folder, the architecture or the chosen attention cannot be used. The message says what to change."""
+    """The folder, the architecture or the chosen attention cannot be used. The message says what to
+    change.
+    """
 
 
 class TensorHeader(NamedTuple):
@@ -70,12 +78,17 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
             problems.append(f"{file} {error}")
         except OSError as error:  # such as a name in the index that no file can have
             problems.append(f"{file[:80]} cannot be read: {error.strerror}")
-    lost = [name for name, file in indexed.items() if name not in headers and not any(file in p for p in problems)]
+    lost = [
+        name
+        for name, file in indexed.items()
+        if name not in headers and not any(file in p for p in problems)
+    ]
     if lost:
         problems.append(f"{INDEX} lists tensors that its files do not contain: {shorten(lost)}")
     if problems:
         raise ModelError(
-            f"checkpoint {folder} is damaged or incomplete: {'; '.join(problems)}. Download or copy these files again"
+            f"checkpoint {folder} is damaged or incomplete: {'; '.join(problems)}. Download or "
+            "copy these files again"
         )
     return headers
 
@@ -91,7 +104,10 @@ def _weight_files(folder: Path, problems: list[str]) -> tuple[list[str], dict[st
         indexed = json.loads(index.read_bytes())["weight_map"]
         names = {str(tensor): str(file) for tensor, file in indexed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        problems.append(f'{INDEX} is not an index ({{"weight_map": {{tensor: file}}}}): {type(error).__name__} {error}')
+        problems.append(
+            f'{INDEX} is not an index ({{"weight_map": {{tensor: file}}}}): '
+            f"{type(error).__name__} {error}"
+        )
         return [], {}
     outside = sorted({file for file in names.values() if Path(file).name != file})
     if outside:
@@ -102,7 +118,9 @@ def _weight_files(folder: Path, problems: list[str]) -> tuple[list[str], dict[st
 
 
 def _file_headers(path: Path) -> dict[str, TensorHeader]:
-    """Read the headers of one file. The message of a ValueError continues a sentence that begins with the file name."""
+    """Read the headers of one file. The message of a ValueError continues a sentence that begins
+    with the file name.
+    """
     if not path.is_file():
         raise ValueError("is missing")
     size = path.stat().st_size
@@ -110,7 +128,8 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
         raise ValueError("is empty")
     try:
         with open(path, "rb") as file:
-            # The length stands in eight bytes, which may be anything in a file of another kind: a text, for example.
+            # The length stands in eight bytes, which may be anything in a file of another kind: a
+            # text, for example.
             start = file.read(8)
             if start == b"version ":
                 raise ValueError("is a Git LFS pointer, not the weights (run git lfs pull)")
@@ -118,7 +137,9 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
             if not 2 <= length <= _MAX_HEADER:
                 raise ValueError("is not a safetensors file (no header length)")
             if 8 + length > size:
-                raise ValueError(f"is truncated: it has {size} bytes, but its header alone needs {8 + length}")
+                raise ValueError(
+                    f"is truncated: it has {size} bytes, but its header alone needs {8 + length}"
+                )
             entries = json.loads(file.read(length))
         if not isinstance(entries, dict):
             raise ValueError("is not a safetensors file (its header is not a JSON object)")
@@ -126,17 +147,24 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
         headers = {name: _header(path.name, name, entry) for name, entry in entries.items()}
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"cannot be read as safetensors ({type(error).__name__}: {error})") from error
-    # The end of the last tensor is the end of the file. So a download that was cut off is found without reading it.
+        raise ValueError(
+            f"cannot be read as safetensors ({type(error).__name__}: {error})"
+        ) from error
+    # The end of the last tensor is the end of the file. So a download that was cut off is found
+    # without reading it.
     if 8 + length + end != size:
         what = "is truncated" if 8 + length + end > size else "has bytes after its last tensor"
-        raise ValueError(f"{what}: it has {size} bytes, but its header describes {8 + length + end}")
+        raise ValueError(
+            f"{what}: it has {size} bytes, but its header describes {8 + length + end}"
+        )
     _open_once(path)
     return headers
 
 
 def _open_once(path: Path) -> None:
-    """Let the library that reads the tensors check the header as well: it knows fewer dtypes, and types of metadata."""
+    """Let the library that reads the tensors check the header as well: it knows fewer dtypes, and
+    types of metadata.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -154,21 +182,33 @@ def _header(file: str, name: str, entry: object) -> TensorHeader:
         shape = tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"has a damaged header: {name!r} is described by {str(entry)[:80]}") from error
+        raise ValueError(
+            f"has a damaged header: {name!r} is described by {str(entry)[:80]}"
+        ) from error
     bits = DTYPE_BITS.get(dtype)
-    if min(shape, default=0) < 0 or begin < 0 or (bits is not None and (end - begin) * 8 != math.prod(shape) * bits):
-        raise ValueError(f"has a damaged header: {name!r} of {dtype} {list(shape)} cannot have {end - begin} bytes")
+    if (
+        min(shape, default=0) < 0
+        or begin < 0
+        or (bits is not None and (end - begin) * 8 != math.prod(shape) * bits)
+    ):
+        raise ValueError(
+            f"has a damaged header: {name!r} of {dtype} {list(shape)} cannot have {end - begin} "
+            "bytes"
+        )
     return TensorHeader(file, dtype, shape)
 
 
 def own_head(folder: Path, headers: Mapping[str, TensorHeader]) -> str | None:
-    """Return the name of an output layer that differs from the input embedding; None if the files have no such one.
+    """Return the name of an output layer that differs from the input embedding; None if the files
+    have no such one.
 
     A model whose config.json ties the two can only be loaded without loss if there is none.
     """
     for head in filter(_HEAD.search, headers):
         shape = headers[head].shape
-        embeddings = [name for name in headers if _EMBEDDING.search(name) and headers[name].shape == shape]
+        embeddings = [
+            name for name in headers if _EMBEDDING.search(name) and headers[name].shape == shape
+        ]
         if not any(_same_bytes(folder, headers, head, name) for name in embeddings):
             return head
     return None
@@ -204,12 +244,16 @@ def require_plain(folder: Path, headers: Mapping[str, TensorHeader]) -> None:
     Raises:
         ModelError: There are such tensors. The message names them.
     """
-    small = [f"{name} ({h.dtype} in {h.file})" for name, h in headers.items() if h.dtype[:2] in ("F8", "F4", "F6")]
+    small = [
+        f"{name} ({h.dtype} in {h.file})"
+        for name, h in headers.items()
+        if h.dtype[:2] in ("F8", "F4", "F6")
+    ]
     if small:
         raise ModelError(
-            f"checkpoint {folder} has {len(small)} quantized tensors without a scale, and its config.json has no "
-            f"quantization_config for them: {shorten(small)}. Use the bfloat16 version of the model, or restore "
-            "quantization_config"
+            f"checkpoint {folder} has {len(small)} quantized tensors without a scale, and its "
+            f"config.json has no quantization_config for them: {shorten(small)}. Use the bfloat16 "
+            "version of the model, or restore quantization_config"
         )
 
 
@@ -227,11 +271,17 @@ _WEIGHTS = (
 def side_files(folder: Path) -> Iterator[Path]:
     """Yield the files of a checkpoint besides weights and config.json, relative to its folder.
 
-    Of subfolders these are only templates and model code, and none of one that is a checkpoint itself.
+    Of subfolders these are only templates and model code, and none of one that is a checkpoint
+    itself.
     """
     inside = [file for file in folder.glob("*/*") if file.suffix in (".jinja", ".py")]
-    for file in (*folder.glob("*"), *(file for file in inside if not (file.parent / "config.json").exists())):
-        if file.is_file() and not any(fnmatch(part, w) for part in file.relative_to(folder).parts for w in _WEIGHTS):
+    for file in (
+        *folder.glob("*"),
+        *(file for file in inside if not (file.parent / "config.json").exists()),
+    ):
+        if file.is_file() and not any(
+            fnmatch(part, w) for part in file.relative_to(folder).parts for w in _WEIGHTS
+        ):
             yield file.relative_to(folder)
 
 
@@ -243,7 +293,8 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 
 def resolve_folder(path: str | Path) -> Path:
-    """Return the local folder of a checkpoint. A hub id is downloaded if it is not in the local cache.
+    """Return the local folder of a checkpoint. A hub id is downloaded if it is not in the local
+    cache.
 
     Raises:
         ModelError: The hub does not give the model, and it is not in the cache.
@@ -258,8 +309,9 @@ def resolve_folder(path: str | Path) -> Path:
 
 
 def require_hub(name: str) -> None:
-    """Ask the hub for a model, once and for a few seconds, unlike transformers, which waits for a minute. If there is
-    no answer but the model is in the local cache, this process and those that it starts ask no hub from now on.
+    """Ask the hub for a model, once and for a few seconds, unlike transformers, which waits for a
+    minute. If there is no answer but the model is in the local cache, this process and those that
+    it starts ask no hub from now on.
 
     Raises:
         ModelError: The hub does not give the model, and it is not in the cache.
@@ -272,21 +324,28 @@ def require_hub(name: str) -> None:
         if cached_folder(name) is None:
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise ModelError(
-                f"{name} is not on this machine, and the hub does not give it ({why}). Where there is a network, run "
-                f"hf download {name} --local-dir FOLDER, and pass the folder"
+                f"{name} is not on this machine, and the hub does not give it ({why}). Where "
+                f"there is a network, run hf download {name} --local-dir FOLDER, and pass the "
+                "folder"
             ) from error
         os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """Return the local folder of a checkpoint without a download: None for a hub id whose weights are not cached."""
+    """Return the local folder of a checkpoint without a download: None for a hub id whose weights
+    are not cached.
+    """
     folder = cached_folder(path)
-    found = folder is not None and (Path(path).expanduser().is_dir() or any(folder.glob("*.safetensors")))
+    found = folder is not None and (
+        Path(path).expanduser().is_dir() or any(folder.glob("*.safetensors"))
+    )
     return folder if found else None
 
 
 def cached_folder(path: str | Path) -> Path | None:
-    """Return the local folder of a checkpoint, which may lack its weights; None for a hub id that is not cached."""
+    """Return the local folder of a checkpoint, which may lack its weights; None for a hub id that
+    is not cached.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -299,7 +358,9 @@ def cached_folder(path: str | Path) -> Path | None:
 
 
 def quantization_of(config: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the ``quantization_config`` of a config.json (of the model or of its text part), or None."""
+    """Return the ``quantization_config`` of a config.json (of the model or of its text part), or
+    None.
+    """
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         if found := part.get("quantization_config") or part.get("compression_config"):

@@ -1,4 +1,6 @@
-"""The weights of a checkpoint folder by name, which are read one by one and dequantized if needed, and a new folder."""
+"""The weights of a checkpoint folder by name, which are read one by one and dequantized if needed,
+and a new folder.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from slime.models.shards import (
 
 
 class NamedWeights(ABC):
-    """The weights of a checkpoint under their Hugging Face names. A weight is read when it is requested."""
+    """The weights of a checkpoint under their Hugging Face names. A weight is read when it is
+    requested.
+    """
 
     folder: Path
     fault: ModelError | None = None
@@ -78,7 +82,8 @@ class NamedWeights(ABC):
         """
         if not is_finite(tensor):
             self.fault = ModelError(
-                f"{name!r} in {self.folder / self.where(name)} has NaN or infinite values: the checkpoint is damaged"
+                f"{name!r} in {self.folder / self.where(name)} has NaN or infinite values: the "
+                "checkpoint is damaged"
             )
             raise self.fault
         return tensor
@@ -92,7 +97,9 @@ class NamedWeights(ABC):
         return StoredTensor(self, name, self.shape(name))
 
     def lazy(self) -> dict[str, Any]:
-        """Return all weights as objects that transformers reads with ``[...]`` when it needs them."""
+        """Return all weights as objects that transformers reads with ``[...]`` when it needs
+        them.
+        """
         return {name: self[name] for name in self.shapes()}
 
     def empty(self) -> dict[str, Any]:
@@ -101,26 +108,34 @@ class NamedWeights(ABC):
 
 
 SHARD_BYTES = 4 * 1024**3
-PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 class StoredWeights(NamedWeights):
     """The weights in a folder of safetensors files.
 
-    Quantized weights (:mod:`slime.models.quantized`) are dequantized when they are read, one tensor at a time, to the
-    ``dtype`` of config.json (default: bfloat16).
+    Quantized weights (:mod:`slime.models.quantized`) are dequantized when they are read, one tensor
+    at a time, to the ``dtype`` of config.json (default: bfloat16).
     """
 
     def __init__(self, folder: Path) -> None:
         """Read only the headers.
 
         Raises:
-            ModelError: There are no safetensors files, a file is damaged, or the quantization is not supported.
+            ModelError: There are no safetensors files, a file is damaged, or the quantization is
+                not supported.
         """
         self.folder = folder
         self.headers = read_headers(folder)
         if not self.headers:
-            raise ModelError(f"{folder} has no safetensors files: convert the checkpoint to safetensors")
+            raise ModelError(
+                f"{folder} has no safetensors files: convert the checkpoint to safetensors"
+            )
         config = _read_config(folder)
         quantization = quantization_of(config)
         self._opened: dict[str, Any] = {}
@@ -128,8 +143,12 @@ class StoredWeights(NamedWeights):
         self.plan = Plan({}, frozenset())
         if quantization is not None:
             self.plan = plan(str(folder), quantization, self.headers, self._read)
-        used = {part for weight in self.plan.weights.values() for part in weight.parts} | self.plan.left_out
-        self.plain: dict[str, TensorHeader] = {n: h for n, h in self.headers.items() if n not in used}
+        used = {
+            part for weight in self.plan.weights.values() for part in weight.parts
+        } | self.plan.left_out
+        self.plain: dict[str, TensorHeader] = {
+            n: h for n, h in self.headers.items() if n not in used
+        }
         """Tensors that are stored as they are."""
         require_plain(folder, self.plain)
 
@@ -152,7 +171,10 @@ class StoredWeights(NamedWeights):
         if name in self.plain:
             return self.plain[name].shape
         every = [*self.plain, *self.plan.weights]
-        raise KeyError(f"{self.folder} has no tensor {name!r}; it has {len(every)}, for example {shorten(every, 3)}")
+        raise KeyError(
+            f"{self.folder} has no tensor {name!r}; it has {len(every)}, for example "
+            f"{shorten(every, 3)}"
+        )
 
     def dtype_of(self, name: str) -> str:
         """Return the dtype in which a weight is stored, for messages."""
@@ -166,13 +188,15 @@ class StoredWeights(NamedWeights):
 
     def where(self, name: str) -> str:
         """Return the name of the file that contains a weight (its first part), for messages."""
-        return self.headers[self.plan.weights[name].parts[0] if name in self.plan.weights else name].file
+        return self.headers[
+            self.plan.weights[name].parts[0] if name in self.plan.weights else name
+        ].file
 
     def get(self, name: str, index: EllipsisType | tuple[slice, ...] = ...) -> Tensor:
         """Read one weight, or a part of it.
 
-        Its dtype is that of the file, or that of config.json if it is dequantized. For a part, only the bytes of the
-        part are read, except that a quantized weight is always read as a whole.
+        Its dtype is that of the file, or that of config.json if it is dequantized. For a part, only
+        the bytes of the part are read, except that a quantized weight is always read as a whole.
 
         Raises:
             KeyError: There is no weight with this name.
@@ -190,8 +214,8 @@ class StoredWeights(NamedWeights):
         return self._read(name)
 
     def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors that the files would have for new values of one weight, quantized and in the dtypes that
-        they have there. A weight that the folder lacks keeps its dtype.
+        """Return the tensors that the files would have for new values of one weight, quantized and
+        in the dtypes that they have there. A weight that the folder lacks keeps its dtype.
 
         Raises:
             ModelError: The weight has another shape in the folder.
@@ -200,8 +224,8 @@ class StoredWeights(NamedWeights):
             return {name: tensor}
         if tuple(tensor.shape) != self.shape(name):
             raise ModelError(
-                f"{name} has shape {list(tensor.shape)}, but {list(self.shape(name))} in {self.folder}: it cannot be "
-                "written as that checkpoint stores it"
+                f"{name} has shape {list(tensor.shape)}, but {list(self.shape(name))} in "
+                f"{self.folder}: it cannot be written as that checkpoint stores it"
             )
         if name in self.plan.weights:
             return self.plan.weights[name].store(tensor, self._read)
@@ -219,7 +243,9 @@ class StoredWeights(NamedWeights):
 
 
 class StoredTensor:
-    """A weight in a folder. Indexing reads it, or a part of it, as :meth:`NamedWeights.get` does."""
+    """A weight in a folder. Indexing reads it, or a part of it, as :meth:`NamedWeights.get`
+    does.
+    """
 
     def __init__(self, stored: NamedWeights, name: str, shape: tuple[int, ...]) -> None:
         self.stored = stored
@@ -241,9 +267,10 @@ class _Empty:
 def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool) -> None:
     """Write a stream of tensors as safetensors files with an index.
 
-    Ranks with ``writer`` False only iterate over the stream, because producing it may be a collective operation. For
-    the same reason, the writer raises an error such as a full disk only at the end of the stream. Until everything is
-    written, a folder with several files has no index, so it cannot be loaded.
+    Ranks with ``writer`` False only iterate over the stream, because producing it may be a
+    collective operation. For the same reason, the writer raises an error such as a full disk only
+    at the end of the stream. Until everything is written, a folder with several files has no index,
+    so it cannot be loaded.
     """
     shards: list[tuple[str, list[str]]] = []
     pending: dict[str, Tensor] = {}
@@ -253,7 +280,8 @@ def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool)
     if writer:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            (path / INDEX).unlink(missing_ok=True)  # an older export would else be loaded with some of the new files
+            # an older export would else be loaded with some of the new files
+            (path / INDEX).unlink(missing_ok=True)
         except OSError as error:
             failure = error
 
@@ -284,15 +312,17 @@ def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool)
     flush()
     if len(shards) == 1:
         (path / shards[0][0]).rename(path / "model.safetensors")
-    # The files of an older export that had another number of them: transformers would load the single one in spite of
-    # the index, and engines may read all files of a folder without an index.
+    # The files of an older export that had another number of them: transformers would load the
+    # single one in spite of the index, and engines may read all files of a folder without an index.
     files = {file for file, _ in shards} if len(shards) > 1 else {"model.safetensors"}
     for old in path.iterdir():
         if re.fullmatch(r"model(-\d{5})?\.safetensors", old.name) and old.name not in files:
             old.unlink()
     weight_map = {name: file for file, names in shards for name in names}
     if len(shards) > 1:
-        (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+        (path / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        )
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -300,7 +330,8 @@ def is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     total = tensor.sum(dtype=torch.float32 if tensor.element_size() < 8 else None)
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())  # a sum of finite values can overflow
+    # a sum of finite values can overflow
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
 
 
 def _read_config(folder: Path) -> dict[str, object]:

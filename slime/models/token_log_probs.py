@@ -5,17 +5,18 @@ With z = logits / temperature, p = softmax(z) and target t:
     log_prob = z_t − logsumexp(z)              d log_prob / dz_j = 1[j = t] − p_j
     entropy  = logsumexp(z) − Σ_j p_j z_j      d entropy / dz_j  = −p_j (z_j − Σ_k p_k z_k)
 
-Softmax and sums are computed in float32, whatever the model's dtype is. Forward keeps the logits of the last chunk
-only, and backward recomputes the others, so at most one chunk of logits is in memory at any time. On an accelerator a
-chunk that is trained is large enough for most micro-batches, so that nothing is recomputed.
+Softmax and sums are computed in float32, whatever the model's dtype is. Forward keeps the logits of
+the last chunk only, and backward recomputes the others, so at most one chunk of logits is in memory
+at any time. On an accelerator a chunk that is trained is large enough for most micro-batches, so
+that nothing is recomputed.
 
 Without an entropy gradient, backward never forms dz: with c = grad / temperature
 
     d hidden = c · (W[t] − p W)        d W[t] += c · hidden,   d W −= pᵀ (c · hidden)
 
-On the CPU, a chunk is processed in blocks of rows that fit the cache. On an accelerator, torch.compile fuses the passes
-over a chunk (``fused``): its logits stay in the model's dtype, are read once or twice, and are overwritten by
-their gradient.
+On the CPU, a chunk is processed in blocks of rows that fit the cache. On an accelerator,
+torch.compile fuses the passes over a chunk (``fused``): its logits stay in the model's dtype, are
+read once or twice, and are overwritten by their gradient.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class TokenScores(NamedTuple):
 
 
 class Nuclei(NamedTuple):
-    """The tokens from which each row was sampled (top-p, top-k). Its log-prob is normalized over these tokens only."""
+    """The tokens from which each row was sampled (top-p, top-k). Its log-prob is normalized over
+    these tokens only.
+    """
 
     ids: Tensor
     """int64 ``[offsets[-1]]``, row after row."""
@@ -69,10 +72,12 @@ def default_chunk_size(vocab_size: int) -> int:
 
 
 def fused_chunk_size(vocab_size: int, element_size: int, kept: bool = False) -> int:
-    """Rows per chunk so that its logits take about 1 GiB: whole tiles of a matrix product, large enough for it.
+    """Rows per chunk so that its logits take about 1 GiB: whole tiles of a matrix product, large
+    enough for it.
 
-    Logits that are ``kept`` for a backward pass may take 4 GiB: each chunk after the first costs another product with
-    the output embedding, and another sum of the gradients of that embedding. A chunk has fewer than 2³¹ elements.
+    Logits that are ``kept`` for a backward pass may take 4 GiB: each chunk after the first costs
+    another product with the output embedding, and another sum of the gradients of that embedding. A
+    chunk has fewer than 2³¹ elements.
     """
     rows = (KEPT_BYTES if kept else FUSED_CHUNK_BYTES) // (element_size * vocab_size)
     return max(rows // TILE_ROWS, 1) * TILE_ROWS
@@ -97,8 +102,8 @@ def token_log_probs(
         hidden: ``[R, H]``, only the rows that score a token.
         weight: ``[V, H]``, the output embedding; bias: ``[V]`` or None.
         targets: int64 ``[R]``.
-        chunk_size: Number of rows whose logits are computed at a time; -1 for about 256 MiB of logits (fused: 1 GiB,
-            or 4 GiB with a gradient).
+        chunk_size: Number of rows whose logits are computed at a time; -1 for about 256 MiB of
+            logits (fused: 1 GiB, or 4 GiB with a gradient).
         with_entropy: Also return the entropy. With ``entropy_grad`` it has a gradient.
         fused: Compile the operations on a chunk of logits; for accelerators.
         nuclei: Restrict the softmax of the log-probs, but not that of the entropy, to these tokens.
@@ -107,7 +112,11 @@ def token_log_probs(
     vocab = weight.shape[0]
     compiles = fused and nuclei is None
     kept = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    default = fused_chunk_size(vocab, weight.element_size(), kept) if compiles else default_chunk_size(vocab)
+    default = (
+        fused_chunk_size(vocab, weight.element_size(), kept)
+        if compiles
+        else default_chunk_size(vocab)
+    )
     size = chunk_size if chunk_size > 0 else default
     if nuclei is not None:
         options = _Options(scale, size, False, False, nuclei)
@@ -128,7 +137,12 @@ def token_log_probs(
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
+        ctx: Context,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: _Options,
     ) -> tuple[Tensor, Tensor]:
         inverse_temperature, chunk_size, with_entropy, entropy_grad, nuclei = options
         rows = hidden.shape[0]
@@ -143,12 +157,13 @@ class _TokenScores(torch.autograd.Function):
             z = _scaled_logits(hidden[part], weight, bias, inverse_temperature, dtype)
             if nuclei is not None:
                 _restrict(z, targets[part], nuclei, start)
-            # Backward goes over the chunks from the last to the first, so the last one is kept for it, which saves one
-            # product. Rows that fit one chunk recompute nothing.
+            # Backward goes over the chunks from the last to the first, so the last one is kept for
+            # it, which saves one product. Rows that fit one chunk recompute nothing.
             last = keep and part.stop >= rows
             for block in _blocks(z):
                 here = slice(start + block.start, start + block.start + z[block].shape[0])
-                # The gradient of the log-prob needs only p, and that of the entropy needs z as well.
+                # The gradient of the log-prob needs only p, and that of the entropy needs z as
+                # well.
                 probabilities_stay = last and not entropy_grad
                 scores = _score_rows(z[block], targets[here], with_entropy, probabilities_stay)
                 log_probs[here], log_sums[here] = scores[:2]
@@ -167,15 +182,16 @@ class _TokenScores(torch.autograd.Function):
         last = (max(hidden.shape[0] - 1, 0) // chunk_size) * chunk_size
         for start in range(last, -1, -chunk_size):
             part = slice(start, start + chunk_size)
-            z, kept = kept, None  # the last chunk comes first; p if there is no entropy gradient, else z
+            # the last chunk comes first; p if there is no entropy gradient, else z
+            z, kept = kept, None
             if z is None:
                 z = _scaled_logits(hidden[part], weight, bias, inverse_temperature, log_sums.dtype)
                 if nuclei is not None:
                     _restrict(z, targets[part], nuclei, start)
                 if not entropy_grad:
                     for block in _blocks(z):
-                        # The stored log-sum-exp makes p of recomputed logits exact without another reduction over the
-                        # vocabulary.
+                        # The stored log-sum-exp makes p of recomputed logits exact without another
+                        # reduction over the vocabulary.
                         z[block].sub_(log_sums[part][block, None]).exp_()
             if entropy_grad:
                 rows = [x[part, None] for x in (targets, log_sums, grads[0], grads[1], entropy)]
@@ -186,11 +202,18 @@ class _TokenScores(torch.autograd.Function):
 
 
 class _FusedTokenScores(torch.autograd.Function):
-    """As :class:`_TokenScores`, but the operations on a chunk are compiled to one kernel in forward and in backward."""
+    """As :class:`_TokenScores`, but the operations on a chunk are compiled to one kernel in forward
+    and in backward.
+    """
 
     @staticmethod
     def forward(
-        ctx: Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
+        ctx: Context,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: _Options,
     ) -> tuple[Tensor, Tensor]:
         inverse_temperature, chunk_size, with_entropy = options[:3]
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
@@ -222,7 +245,12 @@ class _FusedTokenScores(torch.autograd.Function):
                 logits = F.linear(hidden[part], weight, bias)
             of_entropy = (grads[1][part], entropy[part]) if entropy_grad else None
             compiled(gradient_in_place)(
-                logits, targets[part], log_sums[part], grads[0][part], inverse_temperature, of_entropy
+                logits,
+                targets[part],
+                log_sums[part],
+                grads[0][part],
+                inverse_temperature,
+                of_entropy,
             )
             chunks.add_logit_gradient(part, logits)
         return chunks.hidden, chunks.weight, chunks.bias, None, None
@@ -237,8 +265,8 @@ def compiled(function: Callable[..., object]) -> Callable[..., Any]:
 def fused_scores(
     logits: Tensor, targets: Tensor, inverse_temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log_prob, logsumexp and entropy, float32 ``[r]``, of rows of logits ``[r, V]``; ``targets`` is int64
-    ``[r]``."""
+    """Return log_prob, logsumexp and entropy, float32 ``[r]``, of rows of logits ``[r, V]``;
+    ``targets`` is int64 ``[r]``."""
     z = logits.float() * inverse_temperature
     log_sum = z.logsumexp(-1)
     log_prob = z.gather(-1, targets[:, None]).squeeze(-1) - log_sum
@@ -258,7 +286,8 @@ def fused_gradient(
     """Return the gradient with respect to the logits ``[r, V]``, in their dtype.
 
     Args:
-        log_sums, grad: The logsumexp of each row, and the gradient of its log-prob, float32 ``[r]``.
+        log_sums, grad: The logsumexp of each row, and the gradient of its log-prob, float32
+            ``[r]``.
         of_entropy: The gradient of the entropy, and the entropy; None if it has no gradient.
     """
     log_p = logits.float() * inverse_temperature - log_sums[:, None]
@@ -266,8 +295,8 @@ def fused_gradient(
     dz = -grad[:, None] * p
     if of_entropy is not None:
         dz = dz - of_entropy[0][:, None] * p * (log_p + of_entropy[1][:, None])
-    # A comparison instead of a scatter: it fuses into the kernel that writes dz, where a scatter would read and write
-    # the whole chunk once more.
+    # A comparison instead of a scatter: it fuses into the kernel that writes dz, where a scatter
+    # would read and write the whole chunk once more.
     hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     return (torch.where(hit, dz + grad[:, None], dz) * inverse_temperature).to(logits.dtype)
 
@@ -285,9 +314,13 @@ def gradient_in_place(
 
 
 class _ChunkGradients:
-    """Sums the gradients of hidden, weight and bias over chunks. A gradient that is not needed is None."""
+    """Sums the gradients of hidden, weight and bias over chunks. A gradient that is not needed is
+    None.
+    """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]
+    ) -> None:
         self.inputs = hidden, weight
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         self.hidden = torch.empty_like(hidden) if needed[0] else None
@@ -311,15 +344,17 @@ class _ChunkGradients:
             self._add_weight(matmul_nt(dz.t(), hidden[part].t()))
 
     def add(self, part: slice, p: Tensor, targets: Tensor, c: Tensor) -> None:
-        """Add the gradients for targets ``[r]``, given probabilities ``p [r, V]`` (overwritten) and coefficients
-        ``c [r, 1]``; see the formula without an entropy gradient in the module."""
+        """Add the gradients for targets ``[r]``, given probabilities ``p [r, V]`` (overwritten) and
+        coefficients ``c [r, 1]``; see the formula without an entropy gradient in the module."""
         hidden, weight = self.inputs
         if hidden.dtype != p.dtype or self.bias is not None:
             # With bfloat16, 1 − p must be computed before the result is rounded.
             self.add_logit_gradient(part, p.mul_(-c).scatter_add_(-1, targets[:, None], c))
             return
         if self.hidden is not None:
-            self.hidden[part] = matmul_nt(p, weight.t()).neg_().add_(weight.index_select(0, targets)).mul_(c)
+            self.hidden[part] = (
+                matmul_nt(p, weight.t()).neg_().add_(weight.index_select(0, targets)).mul_(c)
+            )
         if self.needs_weight:
             scaled = hidden[part] * c
             product = matmul_nt(p.t(), scaled.neg().t())
@@ -327,17 +362,29 @@ class _ChunkGradients:
 
     def _add_weight(self, product: Tensor) -> None:
         # The products of chunks may be bfloat16, and are summed in float32.
-        self._weight = product if self._weight is None else self._weight.to(self.dtype).add_(product)
+        self._weight = (
+            product if self._weight is None else self._weight.to(self.dtype).add_(product)
+        )
 
 
 def _blocks(z: Tensor) -> list[slice]:
-    """Divide the rows of a chunk into blocks that fit the cache of a CPU; on an accelerator there is one block."""
-    rows = max(z.shape[0], 1) if z.device.type != "cpu" else max(CACHE_BYTES // (z.shape[1] * z.element_size()), 1)
+    """Divide the rows of a chunk into blocks that fit the cache of a CPU; on an accelerator there
+    is one block.
+    """
+    rows = (
+        max(z.shape[0], 1)
+        if z.device.type != "cpu"
+        else max(CACHE_BYTES // (z.shape[1] * z.element_size()), 1)
+    )
     return [slice(i, min(i + rows, z.shape[0])) for i in range(0, z.shape[0], rows)]
 
 
 def _scaled_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: float, dtype: torch.dtype
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inverse_temperature: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     if inverse_temperature != 1.0 and hidden.dtype == dtype:
         hidden = hidden * inverse_temperature
@@ -351,13 +398,16 @@ def _scaled_logits(
 
 
 def _restrict(z: Tensor, targets: Tensor, nuclei: Nuclei, start: int) -> None:
-    """Set ``z`` to −inf outside the nuclei of the rows from ``start`` on, except for the targets."""
+    """Set ``z`` to −inf outside the nuclei of the rows from ``start`` on, except for the
+    targets.
+    """
     bounds = nuclei.offsets[start : start + z.shape[0] + 1]
     sizes = torch.tensor([b - a for a, b in itertools.pairwise(bounds)], device=z.device)
     rows = torch.arange(z.shape[0], device=z.device).repeat_interleave(sizes)
     outside = (sizes > 0)[:, None].repeat(1, z.shape[1])
     outside[rows, nuclei.ids[bounds[0] : bounds[-1]]] = False
-    # The engine may have rounded differently at the boundary of a nucleus, but its token must keep a finite log-prob.
+    # The engine may have rounded differently at the boundary of a nucleus, but its token must keep
+    # a finite log-prob.
     outside.scatter_(1, targets[:, None], False)
     z.masked_fill_(outside, float("-inf"))
 
@@ -365,7 +415,9 @@ def _restrict(z: Tensor, targets: Tensor, nuclei: Nuclei, start: int) -> None:
 def _score_rows(
     z: Tensor, targets: Tensor, with_entropy: bool, leave_probabilities: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log_prob, logsumexp and entropy of rows. ``z`` is overwritten, if required with its softmax."""
+    """Return log_prob, logsumexp and entropy of rows. ``z`` is overwritten, if required with its
+    softmax.
+    """
     largest = z.amax(-1, keepdim=True)
     picked = z.gather(-1, targets[:, None]).squeeze(-1)
     e = (z - largest).exp_()
@@ -379,9 +431,16 @@ def _score_rows(
 
 
 def _logit_gradient(
-    z: Tensor, targets: Tensor, log_sums: Tensor, grad: Tensor, grad_entropy: Tensor, entropy: Tensor
+    z: Tensor,
+    targets: Tensor,
+    log_sums: Tensor,
+    grad: Tensor,
+    grad_entropy: Tensor,
+    entropy: Tensor,
 ) -> Tensor:
-    """Return the gradient with respect to z ``[r, V]``, which it overwrites. The other tensors are ``[r, 1]``."""
+    """Return the gradient with respect to z ``[r, V]``, which it overwrites. The other tensors are
+    ``[r, 1]``.
+    """
     log_p = z.sub_(log_sums)
     p = log_p.exp()
     dz = log_p.add_(entropy).mul_(-grad_entropy).sub_(grad).mul_(p)

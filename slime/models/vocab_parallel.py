@@ -1,11 +1,12 @@
 """Log-probability and entropy of given tokens if each rank has a part of the vocabulary.
 
-With z the logits over the temperature, and per rank m = max z, s = Σ exp(z − m), w = Σ exp(z − m)·z:
+With z the logits over the temperature, and per rank m = max z, s = Σ exp(z − m), w = Σ exp(z −
+m)·z:
 
     M = max m,   S = Σ s·exp(m − M),   logsumexp = M + log S,   entropy = logsumexp − Σ w·exp(m − M) / S
 
-Forward needs two small collectives per chunk of rows, and backward none. ``token_log_probs.py`` has the formulas of the
-gradient.
+Forward needs two small collectives per chunk of rows, and backward none. ``token_log_probs.py`` has
+the formulas of the gradient.
 """
 
 from __future__ import annotations
@@ -48,11 +49,17 @@ def vocab_parallel_log_probs(
         hidden: ``[R, H]``, equal on all ranks.
         weight: ``[V_rank, H]``, with at least one row and no padding rows.
         targets: int64 ``[R]``, token ids of the whole vocabulary.
-        chunk_size: Number of rows whose logits are computed at a time. All ranks must have the same one, since each
-            chunk needs collectives.
+        chunk_size: Number of rows whose logits are computed at a time. All ranks must have the same
+            one, since each chunk needs collectives.
     """
     log_probs, entropy = _VocabParallelScores.apply(
-        hidden, weight, targets - shard.start, shard.group, 1.0 / temperature, chunk_size, entropy_grad
+        hidden,
+        weight,
+        targets - shard.start,
+        shard.group,
+        1.0 / temperature,
+        chunk_size,
+        entropy_grad,
     )
     if not with_entropy:
         return TokenScores(log_probs, None)
@@ -79,16 +86,19 @@ class _VocabParallelScores(torch.autograd.Function):
             part = slice(start, start + chunk_size)
             z = _scaled(hidden[part], weight, inverse_temperature, dtype)
             largest = z.amax(-1)
-            # All ranks subtract the same maximum, so that their sums of exponentials can be added. The second
-            # collective carries three rows at once: the sum, the weighted sum for the entropy, and the logit of the
-            # target.
+            # All ranks subtract the same maximum, so that their sums of exponentials can be added.
+            # The second collective carries three rows at once: the sum, the weighted sum for the
+            # entropy, and the logit of the target.
             shared = largest.clone()
             dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
             e = (z - shared[:, None]).exp_()
-            # A target is in the rows of exactly one rank. The others gather some valid index and contribute 0.
+            # A target is in the rows of exactly one rank. The others gather some valid index and
+            # contribute 0.
             mine = (targets[part] >= 0) & (targets[part] < z.shape[1])
             picked = z.gather(-1, targets[part].clamp(0, z.shape[1] - 1)[:, None]).squeeze(-1)
-            sums = torch.stack([e.sum(-1), torch.linalg.vecdot(e, z), torch.where(mine, picked, 0.0)])
+            sums = torch.stack(
+                [e.sum(-1), torch.linalg.vecdot(e, z), torch.where(mine, picked, 0.0)]
+            )
             dist.all_reduce(sums, group=group)
             log_sum = shared + sums[0].log()
             log_probs[part], log_sums[part] = sums[2] - log_sum, log_sum
@@ -102,12 +112,16 @@ class _VocabParallelScores(torch.autograd.Function):
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
         inverse_temperature, chunk_size, entropy_grad = ctx.settings
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
+        d_weight = (
+            torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
+        )
         for start in range(0, hidden.shape[0], chunk_size):
             part = slice(start, start + chunk_size)
-            # log_sums is that of the whole vocabulary, so each rank gets the exact probabilities of its own rows, and
-            # backward needs no collective.
-            log_p = _scaled(hidden[part], weight, inverse_temperature, log_sums.dtype).sub_(log_sums[part, None])
+            # log_sums is that of the whole vocabulary, so each rank gets the exact probabilities of
+            # its own rows, and backward needs no collective.
+            log_p = _scaled(hidden[part], weight, inverse_temperature, log_sums.dtype).sub_(
+                log_sums[part, None]
+            )
             p = log_p.exp()
             coefficient = -grads[0][part, None]
             if entropy_grad:
@@ -124,5 +138,7 @@ class _VocabParallelScores(torch.autograd.Function):
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *(None,) * 5
 
 
-def _scaled(hidden: Tensor, weight: Tensor, inverse_temperature: float, dtype: torch.dtype) -> Tensor:
+def _scaled(
+    hidden: Tensor, weight: Tensor, inverse_temperature: float, dtype: torch.dtype
+) -> Tensor:
     return F.linear(hidden, weight).to(dtype).mul_(inverse_temperature)

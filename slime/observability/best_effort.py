@@ -1,4 +1,6 @@
-"""Write files that only people read: an error such as a full disk is logged and never ends the run."""
+"""Write files that only people read: an error such as a full disk is logged and never ends the
+run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _told: deque[str] = deque(maxlen=100)
 
 @contextlib.contextmanager
 def best_effort(what: str) -> Iterator[None]:
-    """Log an ``OSError`` of the block, the 1st, 2nd, 4th, 8th, ... time, and continue after the block.
+    """Log an ``OSError`` of the block, the 1st, 2nd, 4th, 8th, ... time, and continue after the
+    block.
 
     Args:
         what: The name of the files in the log, such as "the texts of samples".
@@ -41,7 +44,8 @@ def warn(message: str) -> None:
 def take_warnings() -> list[str]:
     """Return the warnings of this process since the last call, at most the newest 100.
 
-    The driver takes those of the rollout manager, whose log is a file, and shows them in the terminal.
+    The driver takes those of the rollout manager, whose log is a file, and shows them in the
+    terminal.
     """
     taken: list[str] = []
     with contextlib.suppress(IndexError):
@@ -52,10 +56,11 @@ def take_warnings() -> list[str]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file in the same folder, which replaces ``path`` at the end of the block.
+    """Yield the path of a temporary file in the same folder, which replaces ``path`` at the end of
+    the block.
 
-    If the block raises, ``path`` is unchanged and the temporary file is removed; on a full disk it would occupy the
-    last free space.
+    If the block raises, ``path`` is unchanged and the temporary file is removed; on a full disk it
+    would occupy the last free space.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,9 +77,9 @@ def replacing(path: Path) -> Iterator[Path]:
 class AppendedFile:
     """A file that stays open and to which whole lines are appended.
 
-    Each line is one unbuffered write, so it survives the end of this process, even by ``kill -9``. If the disk is full,
-    lines (or the rest of a partly written line) wait in memory and are written before the next line. So the file is
-    always a prefix of the appended lines, without gaps.
+    Each line is one unbuffered write, so it survives the end of this process, even by ``kill -9``.
+    If the disk is full, lines (or the rest of a partly written line) wait in memory and are written
+    before the next line. So the file is always a prefix of the appended lines, without gaps.
 
     Args:
         what: The name of the file in warnings.
@@ -89,7 +94,8 @@ class AppendedFile:
 
     def __init__(self, path: Path, what: str, keep: int | None = None) -> None:
         self._what = what
-        self._file = path.open("ab", buffering=0)  # after an error, a buffered file does not tell how much was written
+        # after an error, a buffered file does not tell how much was written
+        self._file = path.open("ab", buffering=0)
         if keep is not None:
             self._file.truncate(keep)
         self.end = os.fstat(self._file.fileno()).st_size
@@ -111,18 +117,21 @@ class AppendedFile:
 
     def _flush(self) -> None:
         with best_effort(self._what):
-            # A full disk may take a part of a line: what was written is removed from the front, the rest waits.
+            # A full disk may take a part of a line: what was written is removed from the front, the
+            # rest waits.
             while self._unwritten:
                 del self._unwritten[: self._file.write(self._unwritten)]
 
     def sync(self) -> None:
-        """Flush the written lines to the disk, so that they survive a crash of the machine. This can take long, so it
-        does not hold the lock: other threads can append lines meanwhile."""
+        """Flush the written lines to the disk, so that they survive a crash of the machine. This
+        can take long, so it does not hold the lock: other threads can append lines meanwhile."""
         with best_effort(self._what):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Try once more to write the waiting bytes, and close the file. It is safe to call this twice."""
+        """Try once more to write the waiting bytes, and close the file. It is safe to call this
+        twice.
+        """
         with self._lock:
             if not self._file.closed:
                 self._flush()

@@ -1,9 +1,10 @@
 """Save the samples of rollouts to files, and train on them later without an engine.
 
 Each file is written by ``torch.save`` and contains
-``{"rollout_id": int | "eval_<int>", "samples": [Sample.to_dict(), ...]}``. The path is a template with
-``{rollout_id}``. Reading a file never executes code from it. If a file cannot be written, this is logged and the run
-continues, except with ``--debug-rollout-only``, where the files are the purpose of the run.
+``{"rollout_id": int | "eval_<int>", "samples": [Sample.to_dict(), ...]}``. The path is a template
+with ``{rollout_id}``. Reading a file never executes code from it. If a file cannot be written, this
+is logged and the run continues, except with ``--debug-rollout-only``, where the files are the
+purpose of the run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Ranks(Protocol):
 
 
 class DebugDataError(ValueError):
-    """Raised if a file of debug data is missing or invalid. The message names the file and the flag."""
+    """Raised if a file of debug data is missing or invalid. The message names the file and the
+    flag.
+    """
 
 
 def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
@@ -50,42 +53,55 @@ def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
     path = _path(args.save_debug_rollout_data, rollout_id, "--save-debug-rollout-data")
     samples = [sample.to_dict() for sample in flatten(groups)]
     # Of a run that does nothing else, the files are the purpose, so that an error must end it.
-    with contextlib.nullcontext() if args.debug_rollout_only else best_effort("--save-debug-rollout-data"):
+    with (
+        contextlib.nullcontext()
+        if args.debug_rollout_only
+        else best_effort("--save-debug-rollout-data")
+    ):
         if args.dump_details and not (Path(args.dump_details) / "tokenizer").is_dir():
             # A dump is read with the tokenizer that made it, which may be gone by then.
             from slime.data.tokenizers import load_processor, load_tokenizer
 
             trust = {"trust_remote_code": args.trust_remote_code}
-            reader = load_processor(args.hf_checkpoint, **trust) or load_tokenizer(args.hf_checkpoint, **trust)
+            reader = load_processor(args.hf_checkpoint, **trust) or load_tokenizer(
+                args.hf_checkpoint, **trust
+            )
             reader.save_pretrained(Path(args.dump_details) / "tokenizer")
         _save({"rollout_id": rollout_id, "samples": samples}, path)
     return path
 
 
 def load_rollout(template: str, rollout_id: int | str, amount: float | None = None) -> list[Group]:
-    """Read a file of ``--load-debug-rollout-data`` as groups, in the order in which they were written.
+    """Read a file of ``--load-debug-rollout-data`` as groups, in the order in which they were
+    written.
 
     Args:
         template: Path with ``{rollout_id}``.
-        amount: Fraction of the samples to keep, or their number if it is above 1, see :func:`subsample`.
+        amount: Fraction of the samples to keep, or their number if it is above 1, see
+            :func:`subsample`.
 
     Raises:
         DebugDataError: The file is missing or invalid.
     """
     path = _path(template, rollout_id, "--load-debug-rollout-data")
     if not path.is_file():
-        raise DebugDataError(f"--load-debug-rollout-data: there is no file {path} for rollout {rollout_id}")
+        raise DebugDataError(
+            f"--load-debug-rollout-data: there is no file {path} for rollout {rollout_id}"
+        )
     try:
         dump = load_plain(path)
     except UnsafeFileError as error:
         raise DebugDataError(f"--load-debug-rollout-data: {error}") from error
     if not isinstance(dump, dict) or not isinstance(dump.get("samples"), list):
-        raise DebugDataError(f"--load-debug-rollout-data: {path} must contain a dict with 'rollout_id' and 'samples'")
+        raise DebugDataError(
+            f"--load-debug-rollout-data: {path} must contain a dict with 'rollout_id' and 'samples'"
+        )
     try:
         groups = _group([Sample.from_dict(sample) for sample in dump["samples"]])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DebugDataError(
-            f"--load-debug-rollout-data: {path} has a sample that cannot be read ({type(error).__name__}: {error})"
+            f"--load-debug-rollout-data: {path} has a sample that cannot be read "
+            f"({type(error).__name__}: {error})"
         ) from error
     return subsample(groups, amount)
 
@@ -93,7 +109,8 @@ def load_rollout(template: str, rollout_id: int | str, amount: float | None = No
 def subsample(groups: list[list[T]], amount: float | None) -> list[list[T]]:
     """Keep a fraction of the samples (``amount`` ≤ 1), or about ``amount`` samples.
 
-    Whole groups are kept, from the beginning and the end, so that an ordered file keeps its mixture.
+    Whole groups are kept, from the beginning and the end, so that an ordered file keeps its
+    mixture.
 
     >>> subsample([["a"], ["b"], ["c"], ["d"]], 0.5)
     [['a'], ['d']]
@@ -110,8 +127,11 @@ def subsample(groups: list[list[T]], amount: float | None) -> list[list[T]]:
     return groups[:head] + groups[len(groups) - (count - head) :]
 
 
-def save_train_batches(template: str | None, rollout_id: int, batch: dict[str, object], ranks: Ranks) -> None:
-    """Gather the batches of all data-parallel ranks after training, and write them to ``--save-debug-train-data``.
+def save_train_batches(
+    template: str | None, rollout_id: int, batch: dict[str, object], ranks: Ranks
+) -> None:
+    """Gather the batches of all data-parallel ranks after training, and write them to
+    ``--save-debug-train-data``.
 
     This is a collective operation: every rank of the trainer must call it. Rank 0 writes the file.
     """
@@ -124,24 +144,28 @@ def save_train_batches(template: str | None, rollout_id: int, batch: dict[str, o
         everyones = [mine] * ranks.world_size  # gather_object replaces the entries on rank 0
         dist.gather_object(mine, everyones if ranks.rank == 0 else None, dst=0)
     if ranks.rank == 0:
-        # Ranks with the same data-parallel rank have the same samples. The last of them wins, which is in the last
-        # pipeline stage: only there the batch contains the computed scores.
+        # Ranks with the same data-parallel rank have the same samples. The last of them wins, which
+        # is in the last pipeline stage: only there the batch contains the computed scores.
         shards = dict(everyones)
         save_train_data(template, rollout_id, 0, [shards[rank] for rank in sorted(shards)])
 
 
-def save_train_data(template: str | None, rollout_id: int, rank: int, shards: list[dict[str, object]]) -> Path:
+def save_train_data(
+    template: str | None, rollout_id: int, rank: int, shards: list[dict[str, object]]
+) -> Path:
     """Write the training data of one rollout to a file.
 
-    The file contains ``{"format_version": 2, "rollout_id", "rank", "samples": [a dict per sample, in the order of
-    sample_indices], "dp_shards": [the batch of each rank], "raw_reward": [...]}``.
+    The file contains ``{"format_version": 2, "rollout_id", "rank", "samples": [a dict per sample,
+    in the order of sample_indices], "dp_shards": [the batch of each rank], "raw_reward": [...]}``.
     """
     # From one list per entry to one dict per sample; entries of the whole batch stay in the shards.
     samples: list[dict[str, Any]] = []
     for shard in shards:
         lists = {key: value for key, value in shard.items() if isinstance(value, list)}
         columns = {key: value for key, value in lists.items() if len(value) == len(lists["tokens"])}
-        samples.extend({key: column[i] for key, column in columns.items()} for i in range(len(lists["tokens"])))
+        samples.extend(
+            {key: column[i] for key, column in columns.items()} for i in range(len(lists["tokens"]))
+        )
     samples.sort(key=lambda sample: int(sample["sample_indices"]))
     dump = {
         "format_version": 2,
@@ -169,7 +193,8 @@ def _path(template: str | None, rollout_id: int | str, flag: str) -> Path:
 def file_of_rollout(template: str, rollout_id: int | str) -> Path:
     """Return a path with ``{rollout_id}``, or ``{rollout_id:06d}``, replaced.
 
-    A folder may have recorded the path, so it is no format string, which could ask for gigabytes of spaces.
+    A folder may have recorded the path, so it is no format string, which could ask for gigabytes of
+    spaces.
 
     Raises:
         ValueError: Another text is in braces.

@@ -1,4 +1,6 @@
-"""What a run does while somebody looks at it with Python's debugger: nothing is printed, and no deadline passes."""
+"""What a run does while somebody looks at it with Python's debugger: nothing is printed, and no
+deadline passes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from typing import Any
 
 
 class Debugger:
-    """Knows whether a breakpoint of this process asks for commands, and for how long it has done so.
+    """Knows whether a breakpoint of this process asks for commands, and for how long it has done
+    so.
 
     Attributes:
         before: Called before a breakpoint takes the terminal.
@@ -33,7 +36,9 @@ class Debugger:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """The time at a breakpoint. Another thread that reaches one waits for the end of this one."""
+        """The time at a breakpoint. Another thread that reaches one waits for the end of this
+        one.
+        """
         with self._lock:
             self._began = time.monotonic()
             try:
@@ -44,9 +49,12 @@ class Debugger:
 
     @contextlib.contextmanager
     def breakpoints(self) -> Iterator[None]:
-        """Let ``breakpoint()`` start a debugger that this object knows of, unless the user has chosen another."""
+        """Let ``breakpoint()`` start a debugger that this object knows of, unless the user has
+        chosen another.
+        """
         before = sys.breakpointhook
-        # Ray sets the variable in a process that it has been started in, and leaves it there for all that follows.
+        # Ray sets the variable in a process that it has been started in, and leaves it there for
+        # all that follows.
         chosen = os.environ.get("PYTHONBREAKPOINT", "")
         if before is sys.__breakpointhook__ and (not chosen or chosen.startswith("ray.")):
             sys.breakpointhook = self._break

@@ -1,7 +1,7 @@
 """The terminal output of a run: a live line per phase, a line per step, and a table at the end.
 
-On a terminal, the running phase is shown as one live line. Otherwise (a file, CI), each phase prints one plain line
-when it ends.
+On a terminal, the running phase is shown as one live line. Otherwise (a file, CI), each phase
+prints one plain line when it ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ STEP_NUMBERS = (  # metric, label, format; metrics that a step does not have are
     ("rollout/truncated_ratio", "cut", "{:.0%}"),
     ("perf/tokens_per_gpu_per_sec", "tokens/s", "{:.0f}"),
 )
-# The line of a step always shows these phases, and others only if they take more than LONG_SHARE of the step's time.
+# The line of a step always shows these phases, and others only if they take more than LONG_SHARE of
+# the step's time.
 STEP_PHASES = ("rollout", "train", "update_weights")
 LONG_SHARE = 0.05
 LABELS = {"update_weights": "sync"}
@@ -56,7 +57,8 @@ class Phase:
         self._spinner = Spinner("dots", style="cyan")
 
     def update(self, progress: Mapping[str, Any] | None) -> None:
-        """Store the result of :func:`slime.observability.progress.latest`, of this or another process.
+        """Store the result of :func:`slime.observability.progress.latest`, of this or another
+        process.
 
         A report from before the start of this phase belongs to another phase and is ignored.
         """
@@ -68,13 +70,18 @@ class Phase:
         return time.monotonic() - self.started if self.seconds is None else self.seconds
 
     def numbers(self) -> str:
-        """Return the numbers of the last report as text, such as ``reward 0.45 · 310 tokens/s``. A count of tokens is
-        converted to a rate."""
-        # A count of tokens says little, so it is shown as a rate over the time in which they were counted.
+        """Return the numbers of the last report as text, such as ``reward 0.45 · 310 tokens/s``. A
+        count of tokens is converted to a rate."""
+        # A count of tokens says little, so it is shown as a rate over the time in which they were
+        # counted.
         values = dict(self._progress.get("numbers") or {})
         tokens = values.pop("tokens", None)
         since = self._progress.get("since")
-        spent = (self._progress["updated"] - since) if since and "updated" in self._progress else self.elapsed
+        spent = (
+            (self._progress["updated"] - since)
+            if since and "updated" in self._progress
+            else self.elapsed
+        )
         if tokens and "tokens_per_second" not in values and spent > 0.5:
             values["tokens_per_second"] = tokens / spent
         speed = values.pop("tokens_per_second", None)
@@ -110,7 +117,10 @@ class Phase:
         ]
         total = self._progress.get("total")
         if total:
-            cells += [ProgressBar(total=total, completed=self._progress.get("done") or 0, width=24), self.counts()]
+            cells += [
+                ProgressBar(total=total, completed=self._progress.get("done") or 0, width=24),
+                self.counts(),
+            ]
         if self.detail():
             cells.append(Text(self.detail(), style="dim"))
         cells.append(Text(self.numbers(), style="green"))
@@ -122,14 +132,17 @@ class Display:
     """Shows the progress of one run in the terminal, and measures the time of its phases.
 
     Args:
-        run_dir: Folder of the run, from which :meth:`finish` makes the table at the end; without it there is no table,
-            no ``state.json`` and no ``logs/driver.log``.
+        run_dir: Folder of the run, from which :meth:`finish` makes the table at the end; without it
+            there is no table, no ``state.json`` and no ``logs/driver.log``.
         console: Output of the lines. Default: stdout.
         since: Wall time at which the run began. Default: the start of this process.
     """
 
     def __init__(
-        self, run_dir: RunDir | None = None, console: Console | None = None, since: float | None = None
+        self,
+        run_dir: RunDir | None = None,
+        console: Console | None = None,
+        since: float | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.state = StateFile(run_dir.path) if run_dir is not None else None
@@ -144,8 +157,8 @@ class Display:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Show a phase and measure its time, which :meth:`pop_times` returns as ``perf/<name>_time``. Phases can be
-        nested."""
+        """Show a phase and measure its time, which :meth:`pop_times` returns as
+        ``perf/<name>_time``. Phases can be nested."""
         phase = Phase(name)
         live = self._live(phase)
         self._open.append((phase, live))
@@ -161,7 +174,8 @@ class Display:
                 live.stop()
             else:
                 self.note(phase.line())
-        self._record_phase()  # Not after an error: the state then names the phase in which it arose.
+        # Not after an error: the state then names the phase in which it arose.
+        self._record_phase()
 
     def _record_phase(self) -> None:
         if self.state is not None:
@@ -172,14 +186,21 @@ class Display:
         return self.timers.pop()
 
     def step_line(
-        self, rollout_id: int, num_rollout: int | None, metrics: Mapping[str, SupportsFloat], times: Mapping[str, float]
+        self,
+        rollout_id: int,
+        num_rollout: int | None,
+        metrics: Mapping[str, SupportsFloat],
+        times: Mapping[str, float],
     ) -> None:
-        """Print the line of a step: the reward and its curve, the loss, and the time of the step and its phases.
+        """Print the line of a step: the reward and its curve, the loss, and the time of the step
+        and its phases.
 
         Args:
             times: Seconds by phase, from :meth:`pop_times`.
         """
-        reward = next((float(metrics[key]) for key in REWARD_KEYS if metrics.get(key) is not None), None)
+        reward = next(
+            (float(metrics[key]) for key in REWARD_KEYS if metrics.get(key) is not None), None
+        )
         # The parts from left to right: reward with its curve, other numbers, time.
         text = Text.assemble((f"step {rollout_id + 1}/{num_rollout or '?'}", "bold"))
         if reward is not None:
@@ -191,27 +212,49 @@ class Display:
                 text.append(f"  {label} {form.format(float(metrics[key]))}")
         if times:
             total = float(metrics.get("perf/step_time") or sum(times.values()))
-            phases = {key.removeprefix("perf/").removesuffix("_time"): seconds for key, seconds in times.items()}
+            phases = {
+                key.removeprefix("perf/").removesuffix("_time"): seconds
+                for key, seconds in times.items()
+            }
             # Short phases would make the line long and say nothing.
-            shown = {name: s for name, s in phases.items() if name in STEP_PHASES or s > LONG_SHARE * total}
-            parts = " + ".join(f"{LABELS.get(name, name.replace('_', ' '))} {s:.1f}" for name, s in shown.items())
+            shown = {
+                name: s
+                for name, s in phases.items()
+                if name in STEP_PHASES or s > LONG_SHARE * total
+            }
+            parts = " + ".join(
+                f"{LABELS.get(name, name.replace('_', ' '))} {s:.1f}" for name, s in shown.items()
+            )
             text.append(f"  {total:.1f} s ({parts})", style="dim")
         self.note(text)
 
     def eval_line(self, rollout_id: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Print the line of an evaluation, or a table if there are several data sets or several samples per prompt."""
+        """Print the line of an evaluation, or a table if there are several data sets or several
+        samples per prompt.
+        """
         # One number fits into a line; more of them are easier to compare in a table.
         by_name = figures(metrics)
-        if len(by_name) > 1 or any(key.startswith("pass@") for row in by_name.values() for key in row):
+        if len(by_name) > 1 or any(
+            key.startswith("pass@") for row in by_name.values() for key in row
+        ):
             self.note(evaluation_table(rollout_id, by_name))
             return
-        text = "  ".join(f"{name} {float(row['reward']):.3f}" for name, row in by_name.items() if "reward" in row)
+        text = "  ".join(
+            f"{name} {float(row['reward']):.3f}" for name, row in by_name.items() if "reward" in row
+        )
         self.note(Text.assemble((f"eval at {rollout_id}", "bold magenta"), f"  {text}"))
 
     def samples(self, lines: Sequence[str]) -> None:
         """Print the lines of :func:`slime.observability.samples.preview`."""
         for line in lines:
-            self.note(Text(f"    {line}", style="dim", no_wrap=self.console.is_terminal, overflow="ellipsis"))
+            self.note(
+                Text(
+                    f"    {line}",
+                    style="dim",
+                    no_wrap=self.console.is_terminal,
+                    overflow="ellipsis",
+                )
+            )
 
     def finish(self) -> None:
         """End the live lines, write ``summary.json`` and the reward curve, and print the table.
@@ -219,7 +262,9 @@ class Display:
         Without a run folder, or if the run had no step (``--num-rollout 0``), there is no summary.
         """
         self.close()
-        if self.run_dir is None or not (self.run_dir.metrics.is_file() and self.run_dir.metrics.stat().st_size):
+        if self.run_dir is None or not (
+            self.run_dir.metrics.is_file() and self.run_dir.metrics.stat().st_size
+        ):
             return
         # The user has waited for imports and the start as well.
         since = _process_start(self._started) if self._since is None else self._since
@@ -242,7 +287,9 @@ class Display:
         return live
 
     def note(self, text: str | Text | Table) -> None:
-        """Print a line or a table above the live line. Lines are also written to ``logs/driver.log``."""
+        """Print a line or a table above the live line. Lines are also written to
+        ``logs/driver.log``.
+        """
         self.console.print(text, markup=False, highlight=False)
         if not isinstance(text, Table):
             self.record(str(text))
@@ -260,7 +307,9 @@ class Display:
 
 
 def sparkline(values: Sequence[float], width: int = 12) -> str:
-    """Draw the last ``width`` finite values as one line of block characters, on a scale of 0 to 1, or a larger one."""
+    """Draw the last ``width`` finite values as one line of block characters, on a scale of 0 to 1,
+    or a larger one.
+    """
     recent = [value for value in values if math.isfinite(value)][-width:]
     if not recent:
         return ""
@@ -270,10 +319,12 @@ def sparkline(values: Sequence[float], width: int = 12) -> str:
 
 
 class _LastingOutput:
-    """An output whose writes never fail; what cannot be written is lost, but ``logs/driver.log`` has the lines.
+    """An output whose writes never fail; what cannot be written is lost, but ``logs/driver.log``
+    has the lines.
 
-    Ctrl-C also ends the ``tee`` of ``train.py | tee FILE``, and the run still has to save its snapshot. The disk of a
-    redirected output may be full. Characters that the encoding of the output lacks are shown as question marks.
+    Ctrl-C also ends the ``tee`` of ``train.py | tee FILE``, and the run still has to save its
+    snapshot. The disk of a redirected output may be full. Characters that the encoding of the
+    output lacks are shown as question marks.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -298,7 +349,8 @@ class _LastingOutput:
         try:
             yield
         except OSError as error:
-            # What is still buffered would be written again at the exit of this process, and change its exit code.
+            # What is still buffered would be written again at the exit of this process, and change
+            # its exit code.
             with suppress(OSError, ValueError):
                 number = self._stream.fileno()
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -312,16 +364,22 @@ class _LastingOutput:
 
 
 def _stdout() -> Console:
-    """Standard output. A notebook gets plain lines: rich would show each as an output of its own, and a notebook's
-    standard output calls itself a terminal but cannot move the cursor up, as live lines do."""
+    """Standard output. A notebook gets plain lines: rich would show each as an output of its own,
+    and a notebook's standard output calls itself a terminal but cannot move the cursor up, as live
+    lines do."""
     in_notebook = Console().is_jupyter
     terminal = False if in_notebook else None
-    file = cast(TextIO, _LastingOutput(sys.stdout)) if sys.stdout is not None else None  # None: it was closed
-    return Console(file=file, soft_wrap=True, highlight=False, force_jupyter=False, force_terminal=terminal)
+    # None: it was closed
+    file = cast(TextIO, _LastingOutput(sys.stdout)) if sys.stdout is not None else None
+    return Console(
+        file=file, soft_wrap=True, highlight=False, force_jupyter=False, force_terminal=terminal
+    )
 
 
 def _process_start(default: float) -> float:
-    """Return the wall time at which this process started, so that the total time includes imports and start-up."""
+    """Return the wall time at which this process started, so that the total time includes imports
+    and start-up.
+    """
     import psutil
 
     return min(psutil.Process().create_time(), default)

@@ -1,7 +1,8 @@
 """Documented import path of ``log(args, metrics, step_key)`` for users' logging functions.
 
-The metrics of a run are written by its driver. A logging function runs in the process of the rollout manager, so what
-it logs joins the metrics of the rollout or evaluation for which it was called, and reaches all sinks with them.
+The metrics of a run are written by its driver. A logging function runs in the process of the
+rollout manager, so what it logs joins the metrics of the rollout or evaluation for which it was
+called, and reaches all sinks with them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def logged_into(metrics: dict[str, float]) -> Iterator[None]:
 def log(args: Args, metrics: Mapping[str, SupportsFloat], step_key: str = "rollout/step") -> None:
     """Add metrics to those of the current rollout or evaluation.
 
-    Outside of a logging function there is nothing to add them to; then they are written to Python's log.
+    Outside of a logging function there is nothing to add them to; then they are written to Python's
+    log.
 
     Args:
         metrics: Numbers by name. The entry of the step is left out, since the run knows its step.

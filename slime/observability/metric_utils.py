@@ -1,4 +1,6 @@
-"""Documented import path of statistics for users' logging functions: spread, pass rates, prefixes, steps."""
+"""Documented import path of statistics for users' logging functions: spread, pass rates, prefixes,
+steps.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ def compute_statistics(values: Sequence[float]) -> dict[str, float]:
     if not len(values):
         return {}
     numbers = [float(value) for value in values]
-    return {"mean": fmean(numbers), "median": float(median(numbers)), "max": max(numbers), "min": min(numbers)}
+    return {
+        "mean": fmean(numbers),
+        "median": float(median(numbers)),
+        "max": max(numbers),
+        "min": min(numbers),
+    }
 
 
 def dict_add_prefix(d: Mapping[str, T], prefix: str) -> dict[str, T]:
@@ -30,9 +37,11 @@ def dict_add_prefix(d: Mapping[str, T], prefix: str) -> dict[str, T]:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the probability that ``k`` of ``samples`` samples contain at least one of the ``correct`` ones.
+    """Return the probability that ``k`` of ``samples`` samples contain at least one of the
+    ``correct`` ones.
 
-    The estimate is unbiased: ``1 - C(n-c, k) / C(n, k)``. Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
+    The estimate is unbiased: ``1 - C(n-c, k) / C(n, k)``. Source: Chen et al. 2021,
+    arXiv:2107.03374, equation 1.
     """
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
@@ -40,7 +49,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def compute_pass_rate(
     flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None
 ) -> dict[str, float]:
-    """Return ``pass@k`` for k = 1, 2, 4, … up to ``group_size``: the mean over groups. A reward of 1 is a pass.
+    """Return ``pass@k`` for k = 1, 2, 4, … up to ``group_size``: the mean over groups. A reward of
+    1 is a pass.
 
     Args:
         flat_rewards: The rewards of all groups, group by group.
@@ -59,15 +69,19 @@ def compute_pass_rate(
         for group in range(groups)
     ]
     powers = [1 << power for power in range(group_size.bit_length()) if 1 << power <= group_size]
-    return {f"pass@{k}": fmean(pass_at_k(group_size, count, k) for count in correct) for k in powers}
+    return {
+        f"pass@{k}": fmean(pass_at_k(group_size, count, k) for count in correct) for k in powers
+    }
 
 
 def compute_rollout_step(args: Args, rollout_id: int) -> int:
-    """Return the value of the x-axis for a rollout: its number, or with ``--wandb-always-use-train-step`` the number of
-    optimizer steps before it."""
+    """Return the value of the x-axis for a rollout: its number, or with
+    ``--wandb-always-use-train-step`` the number of optimizer steps before it."""
     if not args.wandb_always_use_train_step:
         return rollout_id
-    return rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+    return (
+        rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+    )
 
 
 def compression_ratio(data: str | bytes) -> float:

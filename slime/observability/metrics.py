@@ -44,18 +44,21 @@ class MetricsLogger:
     Args:
         args: The arguments of the run.
         run_dir: The folder of the run.
-        resume_from: First step that a resumed run repeats. The rows of the interrupted run from this step on move to
-            ``metrics-rolled-back.jsonl``.
-        unattended: Whether the run goes on by itself after a loss. Then a tracker that cannot be started, because its
-            server is down for example, is reported and left out.
+        resume_from: First step that a resumed run repeats. The rows of the interrupted run from
+            this step on move to ``metrics-rolled-back.jsonl``.
+        unattended: Whether the run goes on by itself after a loss. Then a tracker that cannot be
+            started, because its server is down for example, is reported and left out.
 
     Raises:
         TrackerError: A tracker cannot be started.
-        OSError: ``metrics.jsonl`` cannot be opened. Later, an error while writing is only logged and the run continues:
+        OSError: ``metrics.jsonl`` cannot be opened. Later, an error while writing is only logged
+            and the run continues:
             rows wait in memory until there is space again.
     """
 
-    def __init__(self, args: Args, run_dir: RunDir, resume_from: int | None = None, unattended: bool = False) -> None:
+    def __init__(
+        self, args: Args, run_dir: RunDir, resume_from: int | None = None, unattended: bool = False
+    ) -> None:
         self._warned: set[str] = set()
         # Before the file is opened for appending: it is replaced.
         if resume_from is not None:
@@ -64,7 +67,9 @@ class MetricsLogger:
         self._trackers = Trackers(args, run_dir.path, resume_from, unattended)
         self._run = run_dir.path
 
-    def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: str = "rollout/step") -> None:
+    def log(
+        self, metrics: Mapping[str, SupportsFloat], step: int, step_key: str = "rollout/step"
+    ) -> None:
         """Write one row.
 
         Args:
@@ -77,11 +82,16 @@ class MetricsLogger:
         """
         if step_key not in STEP_KEYS:
             raise MetricsError(f"unknown step key {step_key!r}: use one of {', '.join(STEP_KEYS)}")
-        # Every number is checked before anything is written, so that a row is written whole or not at all.
+        # Every number is checked before anything is written, so that a row is written whole or not
+        # at all.
         numbers = {name: self._number(name, value) for name, value in metrics.items()}
         row: Row = {step_key: step, "time": round(time.time(), 3)}
         # A metric must not replace the step or the time of the row.
-        row |= {name: value if math.isfinite(value) else None for name, value in numbers.items() if name not in row}
+        row |= {
+            name: value if math.isfinite(value) else None
+            for name, value in numbers.items()
+            if name not in row
+        }
         self._rows.write(json.dumps(row, allow_nan=False))
         self._trackers.log(numbers, step, step_key)
         if step_key == "rollout/step" and self._trackers.take_samples:
@@ -100,7 +110,11 @@ class MetricsLogger:
         if not math.isfinite(number) and name not in self._warned:
             self._warned.add(name)
             with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
-                print(f"metric {name} is {number} (null in metrics.jsonl; reported once)", file=sys.stderr, flush=True)
+                print(
+                    f"metric {name} is {number} (null in metrics.jsonl; reported once)",
+                    file=sys.stderr,
+                    flush=True,
+                )
         return number
 
     def close(self, failed: bool = False) -> None:
@@ -114,7 +128,8 @@ class MetricsLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all rows of a ``metrics.jsonl``. An incomplete last line, which is being written, is left out.
+    """Read all rows of a ``metrics.jsonl``. An incomplete last line, which is being written, is
+    left out.
 
     Raises:
         MetricsError: The file cannot be read, or a row is not a JSON object of numbers.
@@ -123,9 +138,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def roll_back(path: Path, step: int) -> int:
-    """Move the rows of steps ``>= step`` from ``metrics.jsonl`` to another file, and return their number.
+    """Move the rows of steps ``>= step`` from ``metrics.jsonl`` to another file, and return their
+    number.
 
-    Afterwards the file of an interrupted and resumed run is the same as that of an uninterrupted one.
+    Afterwards the file of an interrupted and resumed run is the same as that of an uninterrupted
+    one.
     """
     if not path.exists():
         return 0
@@ -134,7 +151,8 @@ def roll_back(path: Path, step: int) -> int:
     gone: list[str] = []
     for line, row in _rows(path):
         (gone if any(row.get(key, -1) >= step for key in STEP_KEYS) else keep).append(line)
-    if gone:  # these rows are written before they are removed, so that an interruption cannot lose them
+    # these rows are written before they are removed, so that an interruption cannot lose them
+    if gone:
         with path.with_name("metrics-rolled-back.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in gone)
     with replacing(path) as temporary:
@@ -148,7 +166,9 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except OSError as error:
         raise MetricsError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise MetricsError(f"{path} is damaged: it is not UTF-8 ({error.reason} at byte {error.start})") from error
+        raise MetricsError(
+            f"{path} is damaged: it is not UTF-8 ({error.reason} at byte {error.start})"
+        ) from error
     # A run that goes on, or that was killed, may have written a part of its last line.
     complete = text if text.endswith("\n") else text[: text.rfind("\n") + 1]
     for number, line in enumerate(complete.split("\n"), start=1):
@@ -165,4 +185,6 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _is_number(value: object) -> bool:
     """Whether a value of a row is a number that fits 64 bits, or null."""
-    return value is None or type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
+    return (
+        value is None or type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
+    )

@@ -1,5 +1,5 @@
-"""Profile the time (``--use-pytorch-profiler``) and the memory (``--record-memory-history``) of a training rank, and
-measure the memory of a process for the log of colocated runs."""
+"""Profile the time (``--use-pytorch-profiler``) and the memory (``--record-memory-history``) of a
+training rank, and measure the memory of a process for the log of colocated runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 from slime.observability.best_effort import best_effort
 
 TARGET_OF_PHASE = {
-    **dict.fromkeys(("log_probs", "ref_log_probs", "teacher_log_probs", "values"), "train_log_probs"),
+    **dict.fromkeys(
+        ("log_probs", "ref_log_probs", "teacher_log_probs", "values"), "train_log_probs"
+    ),
     **dict.fromkeys(("actor_train", "critic_train"), "train_actor"),
 }
 _KEPT_EVENTS = 1_000_000
@@ -20,18 +22,26 @@ GIB = 2**30
 class Profiler:
     """The profiler of one training rank.
 
-    Traces are written to ``<folder>/train-<name>-<target>-<rollout>.json.gz``, for Perfetto or chrome://tracing.
-    Memory snapshots are written to ``<memory_folder>/memory-<name>.pickle``, for pytorch.org/memory_viz.
+    Traces are written to ``<folder>/train-<name>-<target>-<rollout>.json.gz``, for Perfetto or
+    chrome://tracing. Memory snapshots are written to ``<memory_folder>/memory-<name>.pickle``, for
+    pytorch.org/memory_viz.
 
     Args:
         name: Role and rank, such as ``actor-0``.
         profiled: The ids of the rollouts that are profiled; an empty range profiles none.
         targets: The parts to profile (``--profile-target``).
-        memory_until: Number of rollouts after which the memory snapshot is written; 0 records no memory.
+        memory_until: Number of rollouts after which the memory snapshot is written; 0 records no
+            memory.
     """
 
     def __init__(
-        self, name: str, folder: Path, profiled: range, targets: Sequence[str], memory_until: int, memory_folder: Path
+        self,
+        name: str,
+        folder: Path,
+        profiled: range,
+        targets: Sequence[str],
+        memory_until: int,
+        memory_folder: Path,
     ) -> None:
         self.name = name
         self.folder = folder
@@ -71,7 +81,9 @@ class Profiler:
 
     @contextmanager
     def _target(self, target: str | None) -> Iterator[None]:
-        """Profile the block if ``--profile-target`` names it. Inside another target, it becomes part of that trace."""
+        """Profile the block if ``--profile-target`` names it. Inside another target, it becomes
+        part of that trace.
+        """
         # A profile inside a profile is not possible: the inner block is a part of the outer trace.
         if self.rollout_id not in self.profiled or self.profiling or target not in self.targets:
             yield
@@ -86,7 +98,9 @@ class Profiler:
             self.profiling = False
         with best_effort("profiles of the trainer"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(self.folder / f"train-{self.name}-{target}-{self.rollout_id:06d}.json.gz"))
+            profile.export_chrome_trace(
+                str(self.folder / f"train-{self.name}-{target}-{self.rollout_id:06d}.json.gz")
+            )
 
     def _save_memory(self) -> None:
         import torch
@@ -101,8 +115,9 @@ def memory_in_use() -> dict[str, float]:
     """Return the memory use of this process and of its GPU in GiB.
 
     Returns:
-        ``process``: resident CPU memory, including pinned memory. With CUDA also ``tensors`` (live tensors of this
-        process), ``reserved`` (memory of its allocator) and ``device`` (memory in use by all processes together).
+        ``process``: resident CPU memory, including pinned memory. With CUDA also ``tensors`` (live
+        tensors of this process), ``reserved`` (memory of its allocator) and ``device`` (memory in
+        use by all processes together).
     """
     import psutil
 

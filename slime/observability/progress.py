@@ -1,7 +1,7 @@
 """What a process does now, and how long its phases took.
 
-The current activity is for the live line and for error messages after a timeout. Timers become the metrics
-``perf/<name>_time``.
+The current activity is for the live line and for error messages after a timeout. Timers become the
+metrics ``perf/<name>_time``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ _latest = Progress()
 
 
 def report(phase: str, done: int = 0, total: int | None = None, **numbers: float) -> None:
-    """Report the current activity, such as ``report("generate", 12, 64, tokens=800)``. It is cheap enough to be called
-    for every sample."""
+    """Report the current activity, such as ``report("generate", 12, 64, tokens=800)``. It is cheap
+    enough to be called for every sample."""
     global _latest
     now = time.time()
     with _lock:
         # The beginning of a phase is kept as long as its count only grows, for rates.
-        goes_on = _latest.get("phase") == phase and done >= _latest["done"]  # a smaller count means a new start
+        # a smaller count means a new start
+        goes_on = _latest.get("phase") == phase and done >= _latest["done"]
         since = _latest["since"] if goes_on else now
-        _latest = Progress(phase=phase, done=done, total=total, since=since, updated=now, numbers=numbers)
+        _latest = Progress(
+            phase=phase, done=done, total=total, since=since, updated=now, numbers=numbers
+        )
 
 
 def latest() -> Progress:
@@ -48,7 +51,9 @@ def latest() -> Progress:
 
 
 class Span(TypedDict):
-    """A completed phase. ``start`` and ``end`` are wall times in seconds; without ``process``, it is the driver's."""
+    """A completed phase. ``start`` and ``end`` are wall times in seconds; without ``process``, it
+    is the driver's.
+    """
 
     name: str
     start: float
@@ -57,7 +62,8 @@ class Span(TypedDict):
 
 
 class Timers:
-    """Measures wall seconds by name. It is thread-safe. The times of a timer that runs several times are added up.
+    """Measures wall seconds by name. It is thread-safe. The times of a timer that runs several
+    times are added up.
 
     >>> timers = Timers()
     >>> with timers("actor_train"):

@@ -1,4 +1,6 @@
-"""Files of a folder that somebody else may have made: what is read of them is bounded in size and depth."""
+"""Files of a folder that somebody else may have made: what is read of them is bounded in size and
+depth.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,27 @@ MOST_BYTES = 2**31
 MOST_SETTINGS = 2**22
 LONGEST_LINE = 2**26
 DEEPEST = MOST_NESTED
-"""So many levels may settings and rows be nested. Deeper ones overflow the stack of a parser or of a writer."""
+"""So many levels may settings and rows be nested. Deeper ones overflow the stack of a parser or of
+a writer.
+"""
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def regular(path: Path, most: int = MOST_BYTES) -> Path:
-    """Return ``path``, unless reading it would wait for another process or never end, as with a pipe or a device.
+    """Return ``path``, unless reading it would wait for another process or never end, as with a
+    pipe or a device.
 
     Raises:
-        OSError: There is no such file, it has more than ``most`` bytes, or it is neither a regular file nor a folder
-            (which cannot be opened either).
+        OSError: There is no such file, it has more than ``most`` bytes, or it is neither a regular
+            file nor a folder (which cannot be opened either).
     """
     status = os.stat(path)
-    # Files of the kernel call themselves regular, but have no end, or do something when they are read.
-    of_kernel = any(os.path.isdir(place) and os.stat(place).st_dev == status.st_dev for place in ("/proc", "/sys"))
+    # Files of the kernel call themselves regular, but have no end, or do something when they are
+    # read.
+    of_kernel = any(
+        os.path.isdir(place) and os.stat(place).st_dev == status.st_dev
+        for place in ("/proc", "/sys")
+    )
     if of_kernel or not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     if status.st_size > most and stat.S_ISREG(status.st_mode):
@@ -66,7 +75,8 @@ def parse_settings(text: str) -> Any:
     """Return the value of a YAML text, whose size the caller has bounded.
 
     Raises:
-        ValueError: It is not valid, is nested too deeply, or has aliases, which can stand for any number of values.
+        ValueError: It is not valid, is nested too deeply, or has aliases, which can stand for any
+            number of values.
         yaml.YAMLError: It is not valid.
     """
     import yaml
@@ -77,12 +87,16 @@ def parse_settings(text: str) -> Any:
     for event in yaml.parse(text, Loader=loader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"it has an alias (*{event.anchor})")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > DEEPEST:
             raise ValueError("it is nested too deeply")
     return yaml.load(text, Loader=loader)
 
 
 def shown(text: object) -> str:
-    """Return a text for the terminal: control characters, with which it can be commanded, are replaced."""
+    """Return a text for the terminal: control characters, with which it can be commanded, are
+    replaced.
+    """
     return _UNPRINTABLE.sub("�", str(text))

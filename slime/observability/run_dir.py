@@ -1,4 +1,6 @@
-"""The folder of a run, ``<output-dir>/<run name>/``, and the link ``<output-dir>/latest`` to the newest run."""
+"""The folder of a run, ``<output-dir>/<run name>/``, and the link ``<output-dir>/latest`` to the
+newest run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class RunDirError(OSError):
 
 
 class UnreadableRun(ValueError):
-    """Raised if ``config.yaml`` of a run cannot be read. The message names the file and the reason."""
+    """Raised if ``config.yaml`` of a run cannot be read. The message names the file and the
+    reason.
+    """
 
 
 class _Inside:
@@ -36,7 +40,9 @@ class _Inside:
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """The paths of one run. The driver calls :meth:`create` once; other processes use ``RunDir(path)``."""
+    """The paths of one run. The driver calls :meth:`create` once; other processes use
+    ``RunDir(path)``.
+    """
 
     path: Path
 
@@ -62,8 +68,8 @@ class RunDir:
     def create(cls, args: Args, resume: bool = False) -> RunDir:
         """Create the folder of a run and write the resolved config to it.
 
-        The name is ``--run-name``. If the folder contains an earlier run, that one is renamed to ``<name>.1``, ``.2``,
-        and so on, unless this run resumes it or loads from it.
+        The name is ``--run-name``. If the folder contains an earlier run, that one is renamed to
+        ``<name>.1``, ``.2``, and so on, unless this run resumes it or loads from it.
 
         Raises:
             RunDirError: The folder cannot be written.
@@ -73,7 +79,8 @@ class RunDir:
         root = cls.parent_of_runs(args.output_dir)
         run = cls(root / args.run_name)
         try:
-            # A run that loads from this folder without resuming it still needs its snapshots at their paths.
+            # A run that loads from this folder without resuming it still needs its snapshots at
+            # their paths.
             if not resume and not _inside(args.load, run.path):
                 _move_aside(run.path)
             for folder in (run.tensorboard, run.samples, run.traces, run.logs):
@@ -82,7 +89,9 @@ class RunDir:
             _replace(run.config, text)
             _link(root / "latest", args.run_name)
         except OSError as error:
-            raise RunDirError(f"cannot write the run folder {run.path}: {error.strerror or error}; use another --output-dir") from error  # fmt: skip  # noqa: E501
+            raise RunDirError(
+                f"cannot write the run folder {run.path}: {error.strerror or error}; use another "
+                "--output-dir") from error  # fmt: skip
         return run
 
 
@@ -114,8 +123,11 @@ def read_settings(path: Path) -> JsonObject:
         settings = parse_settings(regular(path, MOST_SETTINGS).read_text(encoding="utf-8"))
     except OSError as error:
         raise UnreadableRun(f"{path} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises a ValueError for an impossible date
-        raise UnreadableRun(f"{path} is not valid YAML in UTF-8: {' '.join(str(error).split())}") from error
+    # PyYAML raises a ValueError for an impossible date
+    except (yaml.YAMLError, ValueError) as error:
+        raise UnreadableRun(
+            f"{path} is not valid YAML in UTF-8: {' '.join(str(error).split())}"
+        ) from error
     if not isinstance(settings, dict):
         raise UnreadableRun(f"{path} is not a mapping of flags to values")
     return {str(name): value for name, value in settings.items()}
@@ -149,7 +161,10 @@ def _link(link: Path, target: str) -> None:
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
-    # Only this user may read the file: it may contain a secret whose name is_secret does not recognize.
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+    # Only this user may read the file: it may contain a secret whose name is_secret does not
+    # recognize.
+    with open(
+        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+    ) as file:
         file.write(text)
     temporary.replace(path)

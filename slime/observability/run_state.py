@@ -1,12 +1,14 @@
 """What a run records about itself in its folder.
 
-``state.json``: which process drives the run, what it does, and how it ended. The driver replaces the file whenever a
-phase begins or ends, and every few seconds while it waits for other processes. ``slime doctor`` and ``slime ui`` read
-it, also while the run goes on and after the driver was killed.
+``state.json``: which process drives the run, what it does, and how it ended. The driver replaces
+the file whenever a phase begins or ends, and every few seconds while it waits for other processes.
+``slime doctor`` and ``slime ui`` read it, also while the run goes on and after the driver was
+killed.
 
-For ``slime replay``, ``attempts.jsonl`` has a line for each time that the run was started or resumed: the settings of
-this attempt, and the values that are known only after the start, such as the length of the run and the number of
-threads. ``weights.jsonl`` has a line with a digest of the weights for each update of the engines.
+For ``slime replay``, ``attempts.jsonl`` has a line for each time that the run was started or
+resumed: the settings of this attempt, and the values that are known only after the start, such as
+the length of the run and the number of threads. ``weights.jsonl`` has a line with a digest of the
+weights for each update of the engines.
 """
 
 from __future__ import annotations
@@ -48,13 +50,16 @@ class RunState:
     """What the driver has last written about itself.
 
     Attributes:
-        status: ``running`` until the driver ends the run itself. A driver that was killed leaves ``running``.
+        status: ``running`` until the driver ends the run itself. A driver that was killed leaves
+            ``running``.
         pid, host: The driver's process id, and the name of its machine.
-        phase: The innermost open phase, such as ``rollout`` or ``train``; empty between phases and during the start.
-        since: Wall time at which this phase began, or the previous one ended, in seconds since 1970.
+        phase: The innermost open phase, such as ``rollout`` or ``train``; empty between phases and
+            during the start.
+        since: Wall time at which this phase began, or the previous one ended, in seconds since
+            1970.
         error: The traceback of the error that ended the run; empty if there was none.
-        waiting: What the driver waits for, if it has waited for some seconds; empty otherwise. After an error, what it
-            had waited for.
+        waiting: What the driver waits for, if it has waited for some seconds; empty otherwise.
+            After an error, what it had waited for.
         waiting_since: Wall time at which this wait began.
         deadline: Seconds after which this wait ends with an error.
         said: What the processes that it waits for last said, by name.
@@ -73,7 +78,9 @@ class RunState:
 
 
 class StateFile:
-    """Writes the state of this process, the driver, to the folder of the run. A full disk does not end the run."""
+    """Writes the state of this process, the driver, to the folder of the run. A full disk does not
+    end the run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
@@ -107,7 +114,9 @@ class StateFile:
 
     def end(self, status: Status, error: BaseException | None = None) -> None:
         """Record how the run ended. The phase remains, since it says where an error arose."""
-        text = redacted_text("".join(traceback.format_exception(error))) if error is not None else ""
+        text = (
+            redacted_text("".join(traceback.format_exception(error))) if error is not None else ""
+        )
         self.write(status=status, error=text[-_MOST_CHARACTERS:])
 
     def write(self, **changes: Any) -> None:
@@ -121,28 +130,38 @@ class StateFile:
 
 
 def message_lines(text: str) -> list[str]:
-    """Return the whole message of the last error in a traceback, also of another process; empty if there is none.
+    """Return the whole message of the last error in a traceback, also of another process; empty if
+    there is none.
 
     It begins with the class of the error and may have several lines.
     """
     lines = text.rstrip().splitlines()
-    # A message may itself contain a traceback, of another process, so the place of a line decides and not only its
-    # form.
+    # A message may itself contain a traceback, of another process, so the place of a line decides
+    # and not only its form.
     heads = [i for i, line in enumerate(lines) if i and _HEAD.match(line) and _ends_frame(lines, i)]
     # The first of the last traceback: later lines that look like one belong to the message.
     return [line.rstrip() for line in lines[heads[-1] :]] if heads else []
 
 
 def _ends_frame(lines: Sequence[str], i: int) -> bool:
-    """Whether the line before is the end of a frame: its place, its code, or the marks below the code."""
-    return lines[i - 1].startswith("  ") and any(_FRAME.match(line) for line in lines[max(i - 3, 0) : i])
+    """Whether the line before is the end of a frame: its place, its code, or the marks below the
+    code.
+    """
+    return lines[i - 1].startswith("  ") and any(
+        _FRAME.match(line) for line in lines[max(i - 3, 0) : i]
+    )
 
 
 def _without_nan(said: Progress) -> Progress:
-    """Leave out numbers that JSON does not have, such as the mean of rewards of which one is NaN."""
+    """Leave out numbers that JSON does not have, such as the mean of rewards of which one is
+    NaN.
+    """
     if "numbers" not in said:
         return said
-    return {**said, "numbers": {name: value for name, value in said["numbers"].items() if math.isfinite(value)}}
+    return {
+        **said,
+        "numbers": {name: value for name, value in said["numbers"].items() if math.isfinite(value)},
+    }
 
 
 # --- for slime replay ----------------------------------------------------------------------
@@ -156,10 +175,13 @@ class Settled:
         asynchronous: Whether the loop of train_async.py ran.
         on_gpu: Whether the training ranks had GPUs.
         threads: CPU threads of each training rank.
-        max_tokens: The token budget of micro-batches, also if it was measured (``--max-tokens-per-gpu``).
-        forward_tokens: The budget of passes without a backward (``--log-probs-max-tokens-per-gpu``).
+        max_tokens: The token budget of micro-batches, also if it was measured
+            (``--max-tokens-per-gpu``).
+        forward_tokens: The budget of passes without a backward
+            (``--log-probs-max-tokens-per-gpu``).
         first_rollout: The first rollout that this process trained.
-        loaded: The snapshot from which it began, or whose weights it took; None for ``--hf-checkpoint``.
+        loaded: The snapshot from which it began, or whose weights it took; None for
+            ``--hf-checkpoint``.
         working_directory: What relative paths of the settings refer to.
     """
 
@@ -179,9 +201,11 @@ class SentWeights:
     """The weights of one update of the engines.
 
     Attributes:
-        version: ``attempt.step``, where ``step`` is the number of rollouts that have trained the weights.
+        version: ``attempt.step``, where ``step`` is the number of rollouts that have trained the
+            weights.
         digest: See :func:`digest_of_digests`.
-        dtype: The dtype of floating-point tensors on the engines; None if the tensors were not cast.
+        dtype: The dtype of floating-point tensors on the engines; None if the tensors were not
+            cast.
         tensors: The number of tensors. An update may leave out frozen ones.
     """
 
@@ -196,15 +220,19 @@ class SentWeights:
 
 
 def digest_of_digests(digests: Mapping[str, str]) -> str:
-    """Return one XXH3-128 (hex) for the digests of many tensors by name, in the order of the names."""
+    """Return one XXH3-128 (hex) for the digests of many tensors by name, in the order of the
+    names.
+    """
     lines = (f"{name} {digest}\n" for name, digest in sorted(digests.items()))
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
 
 def append_attempt(run: RunDir, settled: Settled) -> None:
-    """Record what this attempt has settled, together with the settings that are in ``config.yaml`` now.
+    """Record what this attempt has settled, together with the settings that are in ``config.yaml``
+    now.
 
-    A run that is resumed with other flags replaces ``config.yaml``; the line keeps the settings of the earlier steps.
+    A run that is resumed with other flags replaces ``config.yaml``; the line keeps the settings of
+    the earlier steps.
     """
     with best_effort(run.attempts.name):
         # What is in the file, and not the arguments: it has no secrets.
@@ -214,7 +242,9 @@ def append_attempt(run: RunDir, settled: Settled) -> None:
 
 
 def _append(path: Path, values: JsonObject, mode: int = 0o666) -> None:
-    """Append a line of JSON, which is a line of its own also if a full disk has cut the one before."""
+    """Append a line of JSON, which is a line of its own also if a full disk has cut the one
+    before.
+    """
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode), "r+b") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
         # The last byte tells whether the line before is complete.

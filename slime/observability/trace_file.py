@@ -1,4 +1,6 @@
-"""Write the traces of a rollout and the phases of the driver as one file for Chrome or Perfetto (ui.perfetto.dev)."""
+"""Write the traces of a rollout and the phases of the driver as one file for Chrome or Perfetto
+(ui.perfetto.dev).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from slime.observability.samples import remove_older
 from slime.observability.trace_utils import Attrs, Event, Trace, trace_on
 
 DRIVER = 0  # process id of the driver in the viewer; prompt groups have the next ones
-MOST_EVENTS = 100_000  # of samples in one file: about 20 MB before compression, which the viewer can still open
+# of samples in one file: about 20 MB before compression, which the viewer can still open
+MOST_EVENTS = 100_000
 MOST_LOADS = 20_000
 MOST_OPEN = 64
 ViewerEvent = dict[str, object]
@@ -23,9 +26,11 @@ ViewerEvent = dict[str, object]
 
 
 class Load(TypedDict):
-    """The load of an engine at a wall time: its running and waiting requests, and the tokens in its KV cache.
+    """The load of an engine at a wall time: its running and waiting requests, and the tokens in its
+    KV cache.
 
-    They are None if it did not answer (``state`` is ``silent``), was not asked (``paused``) or is not there.
+    They are None if it did not answer (``state`` is ``silent``), was not asked (``paused``) or is
+    not there.
     """
 
     time: float
@@ -40,31 +45,38 @@ _LEVEL = 1  # gzip level; even the fastest one reduces the size to a twentieth
 
 
 def trace_of(run_dir: Path, rollout_id: int) -> Path:
-    """Return the path of a rollout's trace: JSON that is compressed with gzip, which ui.perfetto.dev opens directly."""
+    """Return the path of a rollout's trace: JSON that is compressed with gzip, which
+    ui.perfetto.dev opens directly.
+    """
     return Path(run_dir) / "traces" / f"rollout_{rollout_id:06d}.json.gz"
 
 
 class TraceFiles:
     """Writes the trace files of a run; the rollout manager has one.
 
-    A file is written as soon as the samples of a rollout are complete, and again when the driver reports its phases. In
-    between, the events of the samples are kept as text, so that the file need not be read again.
+    A file is written as soon as the samples of a rollout are complete, and again when the driver
+    reports its phases. In between, the events of the samples are kept as text, so that the file
+    need not be read again.
 
     Args:
         last: Number of files to keep; older ones are deleted. None: all.
-        most_events: Maximum number of events of samples in one file. If there are more, only groups at even distances
-            are written.
+        most_events: Maximum number of events of samples in one file. If there are more, only groups
+            at even distances are written.
     """
 
-    def __init__(self, run_dir: Path, last: int | None = None, most_events: int = MOST_EVENTS) -> None:
+    def __init__(
+        self, run_dir: Path, last: int | None = None, most_events: int = MOST_EVENTS
+    ) -> None:
         self.run_dir = Path(run_dir)
         self.last = last
         self.most_events = most_events
-        # Rollouts whose phases the driver has not reported yet: wall time of the first event, and the events as JSON.
+        # Rollouts whose phases the driver has not reported yet: wall time of the first event, and
+        # the events as JSON.
         self.unfinished: dict[int, tuple[float, str]] = {}
 
     def write_samples(self, rollout_id: int, samples: Sequence[object]) -> Path | None:
-        """Write the traces of samples: each prompt group is shown as a process, and each sample as a thread of it.
+        """Write the traces of samples: each prompt group is shown as a process, and each sample as
+        a thread of it.
 
         Args:
             samples: A flat sequence; samples without a trace are left out.
@@ -72,14 +84,18 @@ class TraceFiles:
         Returns:
             The path of the file, or None if there are no events.
         """
-        # A viewer cannot open millions of events, so of a large rollout only some groups are written.
+        # A viewer cannot open millions of events, so of a large rollout only some groups are
+        # written.
         traces = within(traces_of(samples), self.most_events)
         if not traces:
             return None
         start = min(event["ts"] for _, trace in traces for event in trace["events"])
-        events = _joined(event for position, trace in traces for event in _sample_events(trace, position))
+        events = _joined(
+            event for position, trace in traces for event in _sample_events(trace, position)
+        )
         self.unfinished[rollout_id] = start, events
-        for old in list(self.unfinished)[:-MOST_OPEN]:  # the driver has not reported phases for these and never will
+        # the driver has not reported phases for these and never will
+        for old in list(self.unfinished)[:-MOST_OPEN]:
             del self.unfinished[old]
         return self._write(rollout_id, events)
 
@@ -89,22 +105,25 @@ class TraceFiles:
         phases: Sequence[Span],
         loads_between: Callable[[float, float], Sequence[Load]] | None = None,
     ) -> None:
-        """Add the phases of the driver and of the training ranks, and the load of the engines, to the trace of a
-        rollout that has been trained.
+        """Add the phases of the driver and of the training ranks, and the load of the engines, to
+        the trace of a rollout that has been trained.
 
-        Only phases that end after the rollout's first event are added. So the file of a rollout that was generated
-        ahead also shows the training that ran at the same time.
+        Only phases that end after the rollout's first event are added. So the file of a rollout
+        that was generated ahead also shows the training that ran at the same time.
 
         Args:
             phases: Completed phases, for example of :class:`~slime.observability.progress.Timers`.
             loads_between: Returns the load of the engines between two wall times.
         """
-        # A resumed run reports phases of rollouts whose samples it has not seen; there is nothing to add these to.
+        # A resumed run reports phases of rollouts whose samples it has not seen; there is nothing
+        # to add these to.
         begun = self.unfinished.pop(rollout_id, None)
         mine = [phase for phase in phases if begun and phase["end"] >= begun[0]]
         row = list(phase_events(mine))
         if begun and mine and loads_between is not None:
-            loads = loads_between(min(begun[0], *(phase["start"] for phase in mine)), max(p["end"] for p in mine))
+            loads = loads_between(
+                min(begun[0], *(phase["start"] for phase in mine)), max(p["end"] for p in mine)
+            )
             row += load_events(loads)
         if begun and row:
             self._write(rollout_id, f"{begun[1]},\n{_joined(row)}")
@@ -128,28 +147,37 @@ def _joined(events: Iterable[ViewerEvent]) -> str:
 def traces_of(samples: Iterable[object]) -> list[tuple[int, Trace]]:
     """Return the traces that have events, with the positions of their samples."""
     traces = ((position, trace_on(sample)) for position, sample in enumerate(samples))
-    return [(position, trace) for position, trace in traces if trace is not None and trace.get("events")]
+    return [
+        (position, trace) for position, trace in traces if trace is not None and trace.get("events")
+    ]
 
 
 def within(traces: list[tuple[int, Trace]], most: int) -> list[tuple[int, Trace]]:
-    """Select whole groups at even distances with about ``most`` events or fewer, but at least one group."""
+    """Select whole groups at even distances with about ``most`` events or fewer, but at least one
+    group.
+    """
     events = sum(len(trace["events"]) for _, trace in traces)
     if events <= most:
         return traces
     groups: dict[object, list[tuple[int, Trace]]] = {}
     for position, trace in traces:
         group = trace.get("group_id")
-        groups.setdefault(("alone", position) if group is None else group, []).append((position, trace))
+        groups.setdefault(("alone", position) if group is None else group, []).append(
+            (position, trace)
+        )
     # Whole groups: half of the samples of a group would look as if the others had been fast.
     share = list(groups.values())[:: -(-events // most)]
     return [entry for group in share for entry in group]
 
 
 def phase_events(phases: Sequence[Span]) -> Iterable[ViewerEvent]:
-    """Yield the driver as a process of the viewer, with a thread for itself and for each training rank."""
+    """Yield the driver as a process of the viewer, with a thread for itself and for each training
+    rank.
+    """
     if phases:
         yield _named("process_name", DRIVER, 0, "driver")
-    # The driver's own phases are thread 0; each training rank gets a thread when its first phase comes.
+    # The driver's own phases are thread 0; each training rank gets a thread when its first phase
+    # comes.
     threads: dict[str | None, int] = {None: 0}
     for phase in phases:
         process = phase.get("process")
@@ -160,8 +188,8 @@ def phase_events(phases: Sequence[Span]) -> Iterable[ViewerEvent]:
 
 
 def load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
-    """Yield the engines' loads as counters; of many, the same share of each engine. An engine without numbers has 0
-    requests."""
+    """Yield the engines' loads as counters; of many, the same share of each engine. An engine
+    without numbers has 0 requests."""
     # Each engine keeps the same share of its loads, so that none looks idle.
     every = max(-(-len(loads) // MOST_LOADS), 1)
     seen = Counter[int]()
@@ -171,7 +199,14 @@ def load_events(loads: Sequence[Load]) -> Iterable[ViewerEvent]:
             continue
         counts = {"running": load["running"] or 0, "waiting": load["waiting"] or 0}
         name = f"engine {load['engine']}"
-        yield {"ph": "C", "name": name, "ts": load["time"] * 1e6, "pid": DRIVER, "tid": 0, "args": counts}
+        yield {
+            "ph": "C",
+            "name": name,
+            "ts": load["time"] * 1e6,
+            "pid": DRIVER,
+            "tid": 0,
+            "args": counts,
+        }
 
 
 def _sample_events(trace: Trace, position: int) -> Iterable[ViewerEvent]:
@@ -190,11 +225,20 @@ def _sample_events(trace: Trace, position: int) -> Iterable[ViewerEvent]:
             open_spans[event["span_id"]] = event
         elif event["type"] == "span_end" and event["span_id"] in open_spans:
             start = open_spans.pop(event["span_id"])
-            attrs = {**start.get("attrs", {}), **event.get("attrs", {}), "attempt": start["attempt"]}
+            attrs = {
+                **start.get("attrs", {}),
+                **event.get("attrs", {}),
+                "attempt": start["attempt"],
+            }
             yield _complete(start["name"], start["ts"], event["ts"], pid, tid, attrs)
         elif event["type"] == "event":
             attrs = {**event.get("attrs", {}), "attempt": event["attempt"]}
-            moment: ViewerEvent = {"ph": "i", "s": "t", "name": event["name"], "ts": event["ts"] * 1e6}
+            moment: ViewerEvent = {
+                "ph": "i",
+                "s": "t",
+                "name": event["name"],
+                "ts": event["ts"] * 1e6,
+            }
             yield {**moment, "pid": pid, "tid": tid, "args": attrs}
     for start in open_spans.values():  # spans that an abort left without an end
         attrs = {**start.get("attrs", {}), "attempt": start["attempt"], "unfinished": True}
@@ -203,7 +247,15 @@ def _sample_events(trace: Trace, position: int) -> Iterable[ViewerEvent]:
 
 def _complete(name: str, start: float, end: float, pid: int, tid: int, attrs: Attrs) -> ViewerEvent:
     duration = max(end - start, 0.0) * 1e6
-    return {"ph": "X", "name": name, "ts": start * 1e6, "dur": duration, "pid": pid, "tid": tid, "args": attrs}
+    return {
+        "ph": "X",
+        "name": name,
+        "ts": start * 1e6,
+        "dur": duration,
+        "pid": pid,
+        "tid": tid,
+        "args": attrs,
+    }
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> ViewerEvent:

@@ -1,14 +1,16 @@
 """Traces of samples: spans that show how the time of each sample was spent.
 
-A sample has its trace as an attribute: ``sample.trace = {version, trace_id, events, sample_id, group_id, attempt}``.
-An event is a plain dict, so traces survive pickling, the buffer and a resume::
+A sample has its trace as an attribute: ``sample.trace = {version, trace_id, events, sample_id,
+group_id, attempt}``. An event is a plain dict, so traces survive pickling, the buffer and a
+resume::
 
     {"type": "span_start" | "span_end" | "event", "name", "ts", "span_id", "parent_id", "attempt", "attrs"}
 
-``ts`` is the wall time in seconds (``time.time()``), so spans of several processes share one time axis. Samples of a
-group may share an event object, so events must not be modified.
+``ts`` is the wall time in seconds (``time.time()``), so spans of several processes share one time
+axis. Samples of a group may share an event object, so events must not be modified.
 
-No function in this module raises an error into the traced code. An error is logged once per place and ignored.
+No function in this module raises an error into the traced code. An error is logged once per place
+and ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ Getter = Callable[..., Any]
 
 
 class Event(TypedDict):
-    """One event of a trace. ``type`` is span_start, span_end or event; ``ts`` is the wall time in seconds."""
+    """One event of a trace. ``type`` is span_start, span_end or event; ``ts`` is the wall time in
+    seconds.
+    """
 
     type: str
     name: str
@@ -71,11 +75,20 @@ _META_FIELDS = (
 class Span:
     """A context manager that measures a block for one or more samples.
 
-    :meth:`set` adds attributes that are known only at the end. Thousands of spans are open at once in an asynchronous
-    run, so this is a class with slots, which is cheaper than a generator.
+    :meth:`set` adds attributes that are known only at the end. Thousands of spans are open at once
+    in an asynchronous run, so this is a class with slots, which is cheaper than a generator.
     """
 
-    __slots__ = ("_given", "_parent_id", "_target", "_targets", "_tokens", "attrs", "name", "span_id")
+    __slots__ = (
+        "_given",
+        "_parent_id",
+        "_target",
+        "_targets",
+        "_tokens",
+        "attrs",
+        "name",
+        "span_id",
+    )
 
     def __init__(self, target: object, name: str, attrs: Attrs | None = None) -> None:
         self.name = name
@@ -112,7 +125,9 @@ def trace_on(target: object) -> Trace | None:
 
 
 def bind_trace(target: object) -> Trace | None:
-    """Return the trace of a sample, which is created if necessary; None if the object cannot have attributes."""
+    """Return the trace of a sample, which is created if necessary; None if the object cannot have
+    attributes.
+    """
     try:
         trace = trace_on(target)
         if trace is None:
@@ -132,7 +147,8 @@ def bind_trace(target: object) -> Trace | None:
 
 
 def trace_span(target: object, name: str, attrs: Attrs | None = None) -> Span:
-    """Measure a block for a sample, for each sample of a (nested) list, or with None for those of the enclosing span.
+    """Measure a block for a sample, for each sample of a (nested) list, or with None for those of
+    the enclosing span.
 
     >>> with trace_span(sample, "sglang_generate", {"turn": 0}) as span:
     ...     span.set(tokens=20)
@@ -159,7 +175,8 @@ def trace_function(
     Args:
         name: Name of the span.
         target: Name of the function's parameter that is the sample or the list of samples.
-        target_getter: Function that returns the target from the function's arguments; used instead of ``target``.
+        target_getter: Function that returns the target from the function's arguments; used instead
+            of ``target``.
         attrs_getter: Function that returns the span's attributes from the function's arguments.
     """
 
@@ -200,12 +217,16 @@ def trace_function(
 
 
 def export_trace(sample: object) -> Trace | None:
-    """Return a copy of the sample's trace, which can be pickled or written as JSON; None if it has none."""
+    """Return a copy of the sample's trace, which can be pickled or written as JSON; None if it has
+    none.
+    """
     return copy.deepcopy(trace_on(sample))
 
 
 def import_trace(sample: object, trace: Trace | None) -> None:
-    """Set the trace of a sample to a result of :func:`export_trace`. None and traces of other versions are ignored."""
+    """Set the trace of a sample to a result of :func:`export_trace`. None and traces of other
+    versions are ignored.
+    """
     try:
         if trace is None:
             return
@@ -217,14 +238,18 @@ def import_trace(sample: object, trace: Trace | None) -> None:
 
 
 def trace_next_attempt(sample: object) -> None:
-    """Assign later events to the next attempt, if a sample is generated again (partial rollout, retry)."""
+    """Assign later events to the next attempt, if a sample is generated again (partial rollout,
+    retry).
+    """
     trace = bind_trace(sample)
     if trace is not None:
         trace["attempt"] = int(trace.get("attempt", 0)) + 1
 
 
 def build_sglang_meta_trace_attrs(meta_info: Mapping[str, object]) -> Attrs:
-    """Return the entries of an engine's ``meta_info`` for a span: token counts, latencies, finish reason."""
+    """Return the entries of an engine's ``meta_info`` for a span: token counts, latencies, finish
+    reason.
+    """
     try:
         attrs = {key: meta_info[key] for key in _META_FIELDS if meta_info.get(key) is not None}
         reason = meta_info.get("finish_reason")
@@ -246,7 +271,12 @@ def _targets(target: object) -> tuple[object, ...]:
 
 
 def _record(
-    targets: Iterable[object], kind: str, name: str, span_id: str, parent: str | None, attrs: Attrs | None
+    targets: Iterable[object],
+    kind: str,
+    name: str,
+    span_id: str,
+    parent: str | None,
+    attrs: Attrs | None,
 ) -> None:
     try:
         # One time for all samples of the event, so that the viewer shows it as one moment.
@@ -257,8 +287,10 @@ def _record(
             if trace is None:
                 continue
             attempt = trace.get("attempt", 0)
-            # A group has up to hundreds of samples; one event for all of them saves most of the memory of traces.
-            if event is None or event["attempt"] != attempt:  # otherwise the samples of a group share one event
+            # A group has up to hundreds of samples; one event for all of them saves most of the
+            # memory of traces.
+            # otherwise the samples of a group share one event
+            if event is None or event["attempt"] != attempt:
                 event = {
                     "type": kind, "name": name, "ts": now, "span_id": span_id, "parent_id": parent, "attempt": attempt,
                 }  # fmt: skip
@@ -273,7 +305,8 @@ def _reset(tokens: tuple[Token[tuple[object, ...]], Token[str | None]]) -> None:
     try:
         _bound.reset(tokens[0])
         _parent.reset(tokens[1])
-    except ValueError as error:  # raised if a generator is closed in another context than that of its start
+    # raised if a generator is closed in another context than that of its start
+    except ValueError as error:
         _drop("trace_span", error)
 
 
@@ -284,4 +317,9 @@ def _span_id() -> str:
 def _drop(where: str, error: BaseException) -> None:
     if where not in _reported:
         _reported.add(where)
-        logger.warning("tracing: %s failed; later errors are not logged: %s: %s", where, type(error).__name__, error)
+        logger.warning(
+            "tracing: %s failed; later errors are not logged: %s: %s",
+            where,
+            type(error).__name__,
+            error,
+        )

@@ -1,7 +1,8 @@
-"""The trackers of ``--tracker``: TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab, and the user's own.
+"""The trackers of ``--tracker``: TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab, and the
+user's own.
 
-Each package is imported when a run with it begins. An error of a tracker while the run trains is reported once, and the
-run continues: ``metrics.jsonl`` has all numbers in any case.
+Each package is imported when a run with it begins. An error of a tracker while the run trains is
+reported once, and the run continues: ``metrics.jsonl`` has all numbers in any case.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
-        """Take the metrics of a step; ``step_key`` is ``rollout/step``, ``train/step`` or ``eval/step``."""
+        """Take the metrics of a step; ``step_key`` is ``rollout/step``, ``train/step`` or
+        ``eval/step``.
+        """
 
     def samples(self, rows: Sequence[Cells], step: int) -> None:
         """Take some samples of a rollout."""
@@ -90,8 +93,9 @@ class Tracker(ABC):
 class TensorBoard(Tracker):
     """TensorBoard. Unlike ``torch.utils.tensorboard``, it does not import torch.
 
-    The events are in ``$TENSORBOARD_DIR`` if it is set, or else in ``tensorboard_log/<project>/<experiment>`` with
-    ``--tb-project-name``, or else in ``tensorboard/`` of the run's folder.
+    The events are in ``$TENSORBOARD_DIR`` if it is set, or else in
+    ``tensorboard_log/<project>/<experiment>`` with ``--tb-project-name``, or else in
+    ``tensorboard/`` of the run's folder.
     """
 
     takes_nan = True
@@ -119,7 +123,9 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.add_event(
+            Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        )
         self._writer.flush()
 
     def close(self) -> None:
@@ -154,7 +160,9 @@ class Wandb(Tracker):
 
 @contextlib.contextmanager
 def public_command_line() -> Iterator[None]:
-    """Hide secrets in ``sys.argv``, which W&B stores with the run. The supervisor and Ray do not read it meanwhile."""
+    """Hide secrets in ``sys.argv``, which W&B stores with the run. The supervisor and Ray do not
+    read it meanwhile.
+    """
     words = sys.argv
     sys.argv = redacted_words(words)
     try:
@@ -195,8 +203,8 @@ def start_wandb(tracked: Tracked) -> Any:
 
 
 class Mlflow(Tracker):
-    """MLflow. Without ``MLFLOW_TRACKING_URI``, its files are in ``mlruns/`` of the run's folder. A resumed run
-    continues the MLflow run of its name."""
+    """MLflow. Without ``MLFLOW_TRACKING_URI``, its files are in ``mlruns/`` of the run's folder. A
+    resumed run continues the MLflow run of its name."""
 
     def __init__(self, run: Tracked) -> None:
         from mlflow.tracking import MlflowClient
@@ -204,13 +212,15 @@ class Mlflow(Tracker):
         # Without a server, the files are in the folder of the run, where they move with it.
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a run without a server needs no database
+            # a run without a server needs no database
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (run.folder / "mlruns").resolve().as_uri()
         self._client = MlflowClient(tracking_uri=uri)
         found = self._client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         self._id = (
-            self._earlier(experiment, run) or self._client.create_run(experiment, run_name=run.folder.name).info.run_id
+            self._earlier(experiment, run)
+            or self._client.create_run(experiment, run_name=run.folder.name).info.run_id
         )
         self._client.update_run(self._id, status="RUNNING")  # an earlier one has ended
         self._client.log_dict(self._id, dict(run.config), "config.yaml")
@@ -219,7 +229,9 @@ class Mlflow(Tracker):
         if not run.resumed:
             return None
         runs = self._client.search_runs([experiment], order_by=["attributes.start_time DESC"])
-        return next((found.info.run_id for found in runs if found.info.run_name == run.folder.name), None)
+        return next(
+            (found.info.run_id for found in runs if found.info.run_name == run.folder.name), None
+        )
 
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
         from mlflow.entities import Metric
@@ -264,14 +276,18 @@ class Trackio(Tracker):
 
     def samples(self, rows: Sequence[Cells], step: int) -> None:
         data = [[table_cell(row, column) for column in COLUMNS] for row in rows]
-        self._trackio.log({"samples": self._trackio.Table(columns=list(COLUMNS), data=data)}, step=step)
+        self._trackio.log(
+            {"samples": self._trackio.Table(columns=list(COLUMNS), data=data)}, step=step
+        )
 
     def close(self) -> None:
         self._trackio.finish()
 
 
 class Swanlab(Tracker):
-    """SwanLab. Its files are in ``swanlog/`` of the run's folder; ``SWANLAB_MODE`` determines whether they are sent."""
+    """SwanLab. Its files are in ``swanlog/`` of the run's folder; ``SWANLAB_MODE`` determines
+    whether they are sent.
+    """
 
     def __init__(self, run: Tracked) -> None:
         import swanlab
@@ -279,7 +295,8 @@ class Swanlab(Tracker):
         self._swanlab = swanlab
         folder = run.folder / "swanlog"
         folder.mkdir(exist_ok=True)
-        # The facts about the process include its command line as it is, with a key that was given on it.
+        # The facts about the process include its command line as it is, with a key that was given
+        # on it.
         settings = swanlab.Settings(probe=swanlab.Settings.Probe(runtime=False))
         swanlab.init(
             project=run.project,
@@ -293,7 +310,10 @@ class Swanlab(Tracker):
         self._swanlab.log(dict(numbers), step=step)
 
     def samples(self, rows: Sequence[Cells], step: int) -> None:
-        texts = ["\n\n".join(f"{column}: {table_cell(row, column)}" for column in COLUMNS) for row in rows]
+        texts = [
+            "\n\n".join(f"{column}: {table_cell(row, column)}" for column in COLUMNS)
+            for row in rows
+        ]
         self._swanlab.log({"samples": [self._swanlab.Text(text) for text in texts]}, step=step)
 
     def close(self) -> None:
@@ -305,25 +325,31 @@ class Trackers:
     """All trackers of a run.
 
     Args:
-        unattended: Whether the run goes on by itself after a loss. Then one that cannot be started is left out.
+        unattended: Whether the run goes on by itself after a loss. Then one that cannot be started
+            is left out.
 
     Raises:
         TrackerError: A package is missing, or a tracker cannot be started.
     """
 
-    def __init__(self, args: Args, folder: Path, resume_from: int | None, unattended: bool = False) -> None:
+    def __init__(
+        self, args: Args, folder: Path, resume_from: int | None, unattended: bool = False
+    ) -> None:
         run = Tracked(args.tracker_project, folder, public_settings(vars(args)), args, resume_from)
         self._told: set[str] = set()
         self._started: dict[str, Tracker] = {}
         for name in chosen_trackers(args):
-            # At the user's own start an error can be mended at once; a run that goes on by itself must not end for it.
+            # At the user's own start an error can be mended at once; a run that goes on by itself
+            # must not end for it.
             with self.tolerant(name) if unattended else contextlib.nullcontext():
                 self._started[name] = _start(name, run)
 
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
         # Some servers refuse a whole batch of numbers if one of them is NaN.
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        self._each(lambda tracker: tracker.log(numbers if tracker.takes_nan else finite, step, step_key))
+        self._each(
+            lambda tracker: tracker.log(numbers if tracker.takes_nan else finite, step, step_key)
+        )
 
     def samples(self, rows: Sequence[Cells], step: int) -> None:
         if rows:
@@ -337,8 +363,12 @@ class Trackers:
 
     @property
     def take_samples(self) -> bool:
-        """Whether a tracker shows samples; TensorBoard does not, so that their file need not be read for it."""
-        return any(type(tracker).samples is not Tracker.samples for tracker in self._started.values())
+        """Whether a tracker shows samples; TensorBoard does not, so that their file need not be
+        read for it.
+        """
+        return any(
+            type(tracker).samples is not Tracker.samples for tracker in self._started.values()
+        )
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self._started.items():
@@ -347,14 +377,19 @@ class Trackers:
 
     @contextlib.contextmanager
     def tolerant(self, name: str) -> Iterator[None]:
-        """Report an error of the block as one of this tracker, once, and continue after the block."""
+        """Report an error of the block as one of this tracker, once, and continue after the
+        block.
+        """
         try:
             yield
         except Exception as error:  # a tracker is a third-party program, often on another machine
             if name not in self._told:
                 self._told.add(name)
                 logger.warning(
-                    "--tracker %s: %s: %s (reported once; the run continues)", name, type(error).__name__, error
+                    "--tracker %s: %s: %s (reported once; the run continues)",
+                    name,
+                    type(error).__name__,
+                    error,
                 )
 
 
@@ -366,10 +401,13 @@ def _start(name: str, run: Tracked) -> Tracker:
         package = tracker_packages().get(name) or (name, name)
         raise TrackerError(f"--tracker {name}: {error}; run pip install {package[1]}") from error
     except Exception as error:  # as above
-        raise TrackerError(f"--tracker {name}: it cannot be started: {type(error).__name__}: {error}") from error
+        raise TrackerError(
+            f"--tracker {name}: it cannot be started: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(made, Tracker):
         raise TrackerError(
-            f"--tracker {name}: it is a {type(made).__name__}, not a slime.observability.trackers.Tracker"
+            f"--tracker {name}: it is a {type(made).__name__}, not a "
+            "slime.observability.trackers.Tracker"
         )
     return made
 

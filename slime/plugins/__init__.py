@@ -1,1 +1,3 @@
-"""What the core never imports. Each plug-in has a function ``parts`` that registers what it brings."""
+"""What the core never imports. Each plug-in has a function ``parts`` that registers what it
+brings.
+"""

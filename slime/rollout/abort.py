@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
-RETRY_SECONDS = 1.0  # the abort is repeated, because a multi-turn function may send another request after it
+# the abort is repeated, because a multi-turn function may send another request after it
+RETRY_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # short, so that an engine that hangs does not delay the others
 _MOST_TRIES = 10
 _LONGEST_DELAY_SECONDS = 5.0
@@ -26,7 +27,8 @@ _LONGEST_DELAY_SECONDS = 5.0
 async def worker_urls(args: Args) -> list[str]:
     """Return the URLs of all engines behind the router.
 
-    Without a router the address is that of the only engine, which has no ``/workers``; the list is then this address.
+    Without a router the address is that of the only engine, which has no ``/workers``; the list is
+    then this address.
     """
     from slime.engines.router import engine_url
 
@@ -37,14 +39,19 @@ async def worker_urls(args: Args) -> list[str]:
         if error.status in (404, 405):
             return [base]
         raise
-    urls = [worker["url"] if isinstance(worker, dict) else worker for worker in listed.get("workers", [])]
+    urls = [
+        worker["url"] if isinstance(worker, dict) else worker
+        for worker in listed.get("workers", [])
+    ]
     return list(dict.fromkeys(map(engine_url, urls))) or [base]
 
 
 async def abort(args: Args) -> None:
-    """Set the abort flag and tell every engine to abort all requests; they reply with the tokens so far.
+    """Set the abort flag and tell every engine to abort all requests; they reply with the tokens so
+    far.
 
-    An engine or router that cannot be reached is only logged, because its requests fail without an abort.
+    An engine or router that cannot be reached is only logged, because its requests fail without an
+    abort.
     """
     state = GenerateState(args)
     state.aborted = True  # first: tasks that continue after the abort must not send new requests
@@ -53,7 +60,9 @@ async def abort(args: Args) -> None:
     try:
         urls = await worker_urls(args)
     except HttpError as error:
-        logger.warning("the router did not list its engines, so their requests are not aborted: %s", error)
+        logger.warning(
+            "the router did not list its engines, so their requests are not aborted: %s", error
+        )
         return
     body = {"rid": "", "abort_all": True}
     calls = (request("POST", f"{url}/abort_request", body, ANSWER_SECONDS) for url in urls)
@@ -63,7 +72,8 @@ async def abort(args: Args) -> None:
 
 
 def retry_delay(what: str, tries: int) -> float:
-    """Return the seconds to wait before sending a request again that an engine ended without an abort of this process.
+    """Return the seconds to wait before sending a request again that an engine ended without an
+    abort of this process.
 
     Args:
         what: What was ended, for the error message.
@@ -73,11 +83,15 @@ def retry_delay(what: str, tries: int) -> float:
         RuntimeError: There were more than 10 such attempts in a row.
     """
     if tries > _MOST_TRIES:
-        raise RuntimeError(f"{what} was aborted by its engines {tries} times in a row without a new token")
+        raise RuntimeError(
+            f"{what} was aborted by its engines {tries} times in a row without a new token"
+        )
     return min(0.1 * 2**tries, _LONGEST_DELAY_SECONDS) if tries else 0.0
 
 
-async def abort_and_drain(args: Args, tasks: Collection[asyncio.Task[Group]], deadline: float) -> None:
+async def abort_and_drain(
+    args: Args, tasks: Collection[asyncio.Task[Group]], deadline: float
+) -> None:
     """Abort repeatedly until all ``tasks`` are done.
 
     Args:
@@ -90,10 +104,15 @@ async def abort_and_drain(args: Args, tasks: Collection[asyncio.Task[Group]], de
     while pending:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"{len(pending)} groups did not end after the abort of all requests (--phase-timeout)")
+            raise TimeoutError(
+                f"{len(pending)} groups did not end after the abort of all requests "
+                "(--phase-timeout)"
+            )
         try:
             async with asyncio.timeout(max(left, 1.0)):
                 await abort(args)
         except TimeoutError as error:
-            raise TimeoutError("the engines did not accept the abort within the deadline (--phase-timeout)") from error
+            raise TimeoutError(
+                "the engines did not accept the abort within the deadline (--phase-timeout)"
+            ) from error
         _, pending = await asyncio.wait(pending, timeout=min(RETRY_SECONDS, left))

@@ -1,16 +1,19 @@
-"""How much generation may start ahead of training, limited by the size of the buffer and by the staleness bound.
+"""How much generation may start ahead of training, limited by the size of the buffer and by the
+staleness bound.
 
-Groups are trained in the order of admission, so the place of a group in that order determines, before the group
-starts, the latest step that can train it. The version of weights is the number of steps that have trained them. Step
-``s`` therefore trains weights of version ``s``, and with an update every ``K`` steps the engines hold the versions
-0, K, 2K, … With rollouts of ``B`` groups, the group at place ``p`` is trained in step ``p // B`` or earlier (a filter
-that drops groups before it only moves it forward). If the group starts with version ``v``, its oldest token is at most
-``p // B - v`` steps old when it is trained, even if later versions continue its generation. The group may start if this
-number is within the bound, and if the group is one of the ``(1 + N) B`` groups that may be admitted and not yet trained
-(``N`` is ``--async-buffer-size``). No group is discarded for its age.
+Groups are trained in the order of admission, so the place of a group in that order determines,
+before the group starts, the latest step that can train it. The version of weights is the number of
+steps that have trained them. Step ``s`` therefore trains weights of version ``s``, and with an
+update every ``K`` steps the engines hold the versions 0, K, 2K, … With rollouts of ``B`` groups,
+the group at place ``p`` is trained in step ``p // B`` or earlier (a filter that drops groups before
+it only moves it forward). If the group starts with version ``v``, its oldest token is at most ``p
+// B - v`` steps old when it is trained, even if later versions continue its generation. The group
+may start if this number is within the bound, and if the group is one of the ``(1 + N) B`` groups
+that may be admitted and not yet trained (``N`` is ``--async-buffer-size``). No group is discarded
+for its age.
 
-One class covers all modes: one-step (``N = K = 1``), buffered (the unit is a rollout: ``batch = 1``) and fully
-asynchronous (the unit is a group: ``batch = B``).
+One class covers all modes: one-step (``N = K = 1``), buffered (the unit is a rollout: ``batch =
+1``) and fully asynchronous (the unit is a group: ``batch = B``).
 """
 
 from __future__ import annotations
@@ -25,21 +28,24 @@ class Admission:
 
     Args:
         batch: Number of units (groups, or whole rollouts) that one step trains.
-        buffer_size: Number of batches that may be admitted besides the one in training (``--async-buffer-size``).
+        buffer_size: Number of batches that may be admitted besides the one in training
+            (``--async-buffer-size``).
         update_interval: Number of steps between two weight updates (``--update-weights-interval``).
         max_staleness: ``--max-weight-staleness``. None: the bound that the two values above imply.
         first_step: First step of this process: 0, or the step at which a resumed run continues.
         last_step: The step after the last one, for which nothing starts any more. None: no end.
-        version: Version of the engines' weights at the start. None: ``first_step``. It is older in a run that resumes
-            between two updates with the weights that the engines had.
+        version: Version of the engines' weights at the start. None: ``first_step``. It is older in
+            a run that resumes between two updates with the weights that the engines had.
 
     Attributes:
-        bound: Maximum number of steps between the weights with which a unit starts and the step that trains it.
+        bound: Maximum number of steps between the weights with which a unit starts and the step
+            that trains it.
         version: Version of the engines' weights: the number of steps that have trained them.
         open: Number of units that were admitted, not dropped and not yet taken.
 
     Raises:
-        ValueError: A value is out of range, or ``max_staleness`` is below what ``update_interval`` implies.
+        ValueError: A value is out of range, or ``max_staleness`` is below what ``update_interval``
+            implies.
     """
 
     def __init__(
@@ -52,15 +58,25 @@ class Admission:
         last_step: int | None = None,
         version: int | None = None,
     ) -> None:
-        numbers = {"batch": (batch, 1), "buffer_size": (buffer_size, 0), "update_interval": (update_interval, 1)}
-        numbers |= {"max_staleness": (0 if max_staleness is None else max_staleness, 0), "first_step": (first_step, 0)}
+        numbers = {
+            "batch": (batch, 1),
+            "buffer_size": (buffer_size, 0),
+            "update_interval": (update_interval, 1),
+        }
+        numbers |= {
+            "max_staleness": (0 if max_staleness is None else max_staleness, 0),
+            "first_step": (first_step, 0),
+        }
         wrong = [
             f"{name} is {value}, but must be at least {least}"
             for name, (value, least) in numbers.items()
             if value < least
         ]
         if max_staleness is not None and 0 <= max_staleness < update_interval - 1:
-            wrong.append(f"max_staleness is {max_staleness}, but weights get up to {update_interval - 1} steps old")
+            wrong.append(
+                f"max_staleness is {max_staleness}, but weights get up to {update_interval - 1} "
+                "steps old"
+            )
         if wrong:
             raise ValueError("; ".join(wrong))
         self.batch = batch
@@ -85,7 +101,9 @@ class Admission:
         return max((last if self.end is None else min(last, self.end)) - self.place, 0)
 
     def held_by(self) -> str | None:
-        """What prevents further units from starting: ``"staleness"`` or ``"buffer"``; None if some may start."""
+        """What prevents further units from starting: ``"staleness"`` or ``"buffer"``; None if some
+        may start.
+        """
         if self.room():
             return None
         return "staleness" if self.limited_by_staleness else "buffer"
@@ -97,7 +115,8 @@ class Admission:
 
     def _young(self) -> int:
         """The first place whose unit would be too old when it is trained."""
-        if self.max_staleness is None:  # the implied bound follows from the capacity, which then is the only limit
+        # the implied bound follows from the capacity, which then is the only limit
+        if self.max_staleness is None:
             return self._trained + self.capacity
         return (self.version + self.max_staleness + 1 - self.first_step) * self.batch
 
@@ -108,11 +127,16 @@ class Admission:
             ValueError: ``count`` is larger than :meth:`room`.
         """
         if count > self.room():
-            raise ValueError(f"{count} units cannot start: there is room for {self.room()} (limit: {self.held_by()})")
+            raise ValueError(
+                f"{count} units cannot start: there is room for {self.room()} (limit: "
+                f"{self.held_by()})"
+            )
         self.open += count
 
     def dropped(self, count: int = 1) -> None:
-        """Record that admitted units will not be trained: they were filtered out, replaced, or given back."""
+        """Record that admitted units will not be trained: they were filtered out, replaced, or
+        given back.
+        """
         self._close(count)
 
     def taken(self, count: int | None = None) -> None:
@@ -129,16 +153,21 @@ class Admission:
         self._trained = self._taken
 
     def version_changed(self, version: int) -> None:
-        """Record the version of the engines' weights. An update after ``step`` brings version ``step + 1``.
+        """Record the version of the engines' weights. An update after ``step`` brings version
+        ``step + 1``.
 
         Raises:
             ValueError: The version is older than the previous one.
         """
         if version < self.version:
-            raise ValueError(f"weight version {version} was reported after the newer version {self.version}")
+            raise ValueError(
+                f"weight version {version} was reported after the newer version {self.version}"
+            )
         self.version = version
 
     def _close(self, count: int) -> None:
         if count > self.open:
-            raise ValueError(f"{count} units cannot be taken or dropped: there are {self.open} open ones")
+            raise ValueError(
+                f"{count} units cannot be taken or dropped: there are {self.open} open ones"
+            )
         self.open -= count

@@ -2,9 +2,10 @@
 
 A generate function has one of two forms:
 
-* ``async fn(args, sample, sampling_params[, evaluation]) -> Sample | list[Sample]`` generates one sample. A list means
-  that the sample fanned out.
-* ``async fn(args, samples[, evaluation])``, the list form, generates all samples of a prompt at once.
+* ``async fn(args, sample, sampling_params[, evaluation]) -> Sample | list[Sample]`` generates one
+  sample. A list means that the sample fanned out.
+* ``async fn(args, samples[, evaluation])``, the list form, generates all samples of a prompt at
+  once.
 
 The form is recognized by the name of the parameter, ``sample`` or ``samples``.
 """
@@ -37,7 +38,9 @@ _warned: set[Callable[..., Any]] = set()
 
 
 def generate_function(args: Args, sample: Sample) -> Callable[..., Any]:
-    """Return the generate function of the sample if it has one, otherwise that of the run, otherwise the default."""
+    """Return the generate function of the sample if it has one, otherwise that of the run,
+    otherwise the default.
+    """
     path = sample.generate_function_path or args.custom_generate_function_path
     return load_function(path, "custom_generate") if path else generate
 
@@ -57,25 +60,35 @@ async def call_single(
         TypeError: The function returned neither a Sample nor a list of them.
         ValueError: The fields of a returned sample do not fit together.
     """
-    if fn is generate:  # the default appends tokens itself and needs neither a copy of the prompt nor checks
+    # the default appends tokens itself and needs neither a copy of the prompt nor checks
+    if fn is generate:
         return await generate(args, sample, params)
     prompt = _prepare(sample)
     media = sample.multimodal_inputs
     state = GenerateState(args)
     try:
         result = await call(
-            fn, args, sample, params, threads=state.threads, **supported_kwargs(fn, evaluation=evaluation)
+            fn,
+            args,
+            sample,
+            params,
+            threads=state.threads,
+            **supported_kwargs(fn, evaluation=evaluation),
         )
     except HttpError as error:
         return _refused(state, error, sample, prompt, media)
     return _finish_all(fn, state, sample, prompt, result)
 
 
-async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample], evaluation: bool) -> list[Generated]:
-    """Call the list form on the samples of one prompt. It may return None if it changed the samples in place.
+async def call_list(
+    fn: Callable[..., object], args: Args, samples: list[Sample], evaluation: bool
+) -> list[Generated]:
+    """Call the list form on the samples of one prompt. It may return None if it changed the samples
+    in place.
 
     Raises:
-        TypeError: The function returned something else than one Sample, or list of them, for each sample.
+        TypeError: The function returned something else than one Sample, or list of them, for each
+            sample.
         ValueError: The fields of a returned sample do not fit together.
     """
     prompts = [_prepare(sample) for sample in samples]
@@ -85,12 +98,16 @@ async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample]
     try:
         result = await call(fn, args, list(samples), threads=state.threads, **keywords)
     except HttpError as error:
-        return [_refused(state, error, *of_sample) for of_sample in zip(samples, prompts, media, strict=True)]
+        return [
+            _refused(state, error, *of_sample)
+            for of_sample in zip(samples, prompts, media, strict=True)
+        ]
     result = samples if result is None else result
     if not isinstance(result, list) or len(result) != len(samples):
         got = f"{len(result)} results" if isinstance(result, list) else type(result).__name__
         raise TypeError(
-            f"generate function {_name(fn)} returned {got} for {len(samples)} samples; it must return one for each"
+            f"generate function {_name(fn)} returned {got} for {len(samples)} samples; it must "
+            "return one for each"
         )
     return [
         _finish_all(fn, state, sample, prompt, part)
@@ -99,18 +116,25 @@ async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample]
 
 
 def _refused(
-    state: GenerateState, error: HttpError, sample: Sample, prompt: str | list[Message], media: dict[str, Any] | None
+    state: GenerateState,
+    error: HttpError,
+    sample: Sample,
+    prompt: str | list[Message],
+    media: dict[str, Any] | None,
 ) -> Sample:
-    """Exclude a sample whose function let through that an engine refused it as too long; raise any other error.
+    """Exclude a sample whose function let through that an engine refused it as too long; raise any
+    other error.
 
-    It keeps the tokens of its prompt: the other samples of its group may be trained, and a batch holds it with them.
+    It keeps the tokens of its prompt: the other samples of its group may be trained, and a batch
+    holds it with them.
     """
     if error.status != 400 or not says_too_long(error):
         raise error
     sample.prompt = prompt
     sample.multimodal_inputs = media
     sample.reset_response()
-    sample.tokens = prompt_ids(state, sample) or [state.tokenizer.eos_token_id or 0]  # the function may make the prompt
+    # the function may make the prompt
+    sample.tokens = prompt_ids(state, sample) or [state.tokenizer.eos_token_id or 0]
     mark_too_long(sample, state.context)
     return sample
 
@@ -118,25 +142,32 @@ def _refused(
 def _prepare(sample: Sample) -> str | list[Message]:
     """Prepare a sample for a user function, and return a copy of its prompt.
 
-    A function may append turns to ``sample.prompt``; with the copy, :func:`_finish` tells the prompt from the turns.
+    A function may append turns to ``sample.prompt``; with the copy, :func:`_finish` tells the
+    prompt from the turns.
     """
     if sample.loss_mask is None and not sample.response_length:
-        sample.loss_mask = UnsetMask()  # not a mask yet, but a list, so that `sample.loss_mask += [...]` works
+        # not a mask yet, but a list, so that `sample.loss_mask += [...]` works
+        sample.loss_mask = UnsetMask()
     if sample.status is Sample.Status.ABORTED and not sample.response_length:
-        # Nothing was generated before the abort, so start as with a new sample: for a function that sets no status,
-        # _finish turns PENDING into COMPLETED, but would leave the sample ABORTED.
+        # Nothing was generated before the abort, so start as with a new sample: for a function that
+        # sets no status, _finish turns PENDING into COMPLETED, but would leave the sample ABORTED.
         sample.status = Sample.Status.PENDING
     return copy.deepcopy(sample.prompt)
 
 
 def _finish_all(
-    fn: Callable[..., object], state: GenerateState, asked: Sample, prompt: str | list[Message], result: object
+    fn: Callable[..., object],
+    state: GenerateState,
+    asked: Sample,
+    prompt: str | list[Message],
+    result: object,
 ) -> Generated:
     if not isinstance(result, Sample) and not (
         isinstance(result, list) and result and all(isinstance(part, Sample) for part in result)
     ):
         raise TypeError(
-            f"generate function {_name(fn)} returned {type(result).__name__}, not a Sample or a list of them"
+            f"generate function {_name(fn)} returned {type(result).__name__}, not a Sample or a "
+            "list of them"
         )
     for part in flatten(result):  # samples that the function made itself have no indices yet
         part.group_index = asked.group_index if part.group_index is None else part.group_index
@@ -147,19 +178,31 @@ def _finish_all(
     return result
 
 
-def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, prompt: str | list[Message]) -> None:
-    """Fill in what the function left out, and check that the per-token fields have the length of the response."""
-    # The prompt stays what the data set gave; turns that the function appended to it are part of the response.
+def _finish(
+    fn: Callable[..., object], state: GenerateState, sample: Sample, prompt: str | list[Message]
+) -> None:
+    """Fill in what the function left out, and check that the per-token fields have the length of
+    the response.
+    """
+    # The prompt stays what the data set gave; turns that the function appended to it are part of
+    # the response.
     conversation = sample.prompt
-    if isinstance(prompt, list) and isinstance(conversation, list) and conversation[: len(prompt)] == prompt:
-        sample.prompt = prompt  # the appended turns are part of the response, see split_conversation_ids
+    if (
+        isinstance(prompt, list)
+        and isinstance(conversation, list)
+        and conversation[: len(prompt)] == prompt
+    ):
+        # the appended turns are part of the response, see split_conversation_ids
+        sample.prompt = prompt
     if sample.status is Sample.Status.PENDING:
         sample.status = Sample.Status.COMPLETED
     sample.reward = plain_reward(sample.reward)
     try:
         take_arrays(sample)
     except ValueError as error:
-        raise ValueError(f"generate function {_name(fn)}: sample {sample.index}: {error}") from error
+        raise ValueError(
+            f"generate function {_name(fn)}: sample {sample.index}: {error}"
+        ) from error
     # A function may have set only text, which is then tokenized here.
     only_text = not sample.response_length and (sample.response or not sample.num_tokens)
     if only_text and sample.status is not Sample.Status.ABORTED:
@@ -167,12 +210,14 @@ def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, pro
     # Lengths that do not fit are an error of the function, unless an abort interrupted it.
     problem = _misaligned(sample)
     if problem and sample.status is Sample.Status.ABORTED:
-        sample.reset_response()  # the abort interrupted the function while it filled the sample: generate it again
+        # the abort interrupted the function while it filled the sample: generate it again
+        sample.reset_response()
         sample.status = Sample.Status.ABORTED
         return
     if problem:
         raise ValueError(f"generate function {_name(fn)}: sample {sample.index} has {problem}")
-    # An unset mask means that all tokens are trained. The text follows from the tokens if it is missing.
+    # An unset mask means that all tokens are trained. The text follows from the tokens if it is
+    # missing.
     if is_unset(vars(sample)["loss_mask"]) or not sample.response_length:
         sample.loss_mask = None
     if sample.response_length and not sample.response:
@@ -181,7 +226,9 @@ def _finish(fn: Callable[..., object], state: GenerateState, sample: Sample, pro
 
 
 def _misaligned(sample: Sample) -> str | None:
-    """Describe what is wrong with the lengths of the per-token fields; None if they are consistent."""
+    """Describe what is wrong with the lengths of the per-token fields; None if they are
+    consistent.
+    """
     length = sample.response_length
     held = vars(sample)
     for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
@@ -191,8 +238,9 @@ def _misaligned(sample: Sample) -> str | None:
         said = f"{len(values)} entries in {name}, but response_length is {length}"
         if name == "loss_mask" and not len(values):
             said += (
-                ": an empty mask does not mean that all tokens are trained. Let append_response_tokens fill "
-                "sample.loss_mask, set one entry per response token, or set None to train on all of them"
+                ": an empty mask does not mean that all tokens are trained. Let "
+                "append_response_tokens fill sample.loss_mask, set one entry per response token, "
+                "or set None to train on all of them"
             )
         return said
     if sample.num_tokens < length:
@@ -201,18 +249,23 @@ def _misaligned(sample: Sample) -> str | None:
 
 
 def _from_text(
-    fn: Callable[..., object], state: GenerateState, sample: Sample, conversation: str | list[Message]
+    fn: Callable[..., object],
+    state: GenerateState,
+    sample: Sample,
+    conversation: str | list[Message],
 ) -> None:
     """Set the token ids of a sample for which only text was set.
 
-    It has no engine log-probs, since they would not belong to these tokens: the trainer computes the old log-probs.
+    It has no engine log-probs, since they would not belong to these tokens: the trainer computes
+    the old log-probs.
     """
     if sample.response and fn not in _warned:
         _warned.add(fn)
         logger.warning(
-            "generate function %s sets no tokens, so its text is tokenized again, and the trainer recomputes the old "
-            "log-probs. The new tokens can differ from those that the engine sampled. To train on exactly those, set "
-            "tokens, response_length and rollout_log_probs (with Sample.append_response_tokens).",
+            "generate function %s sets no tokens, so its text is tokenized again, and the "
+            "trainer recomputes the old log-probs. The new tokens can differ from those that the "
+            "engine sampled. To train on exactly those, set tokens, response_length and "
+            "rollout_log_probs (with Sample.append_response_tokens).",
             _name(fn),
         )
     prompt, response, mask = split_conversation_ids(state.tokenizer, sample, conversation)
@@ -226,12 +279,14 @@ def _share_rollout_id(fn: Callable[..., object], asked: Sample, siblings: Sequen
     # The samples of a fan-out count as one rollout in the loss, so they must share a rollout_id.
     given = {sibling.rollout_id for sibling in siblings}
     if given == {None}:
-        if asked.index is None:  # the data source numbers only groups; the conversion gives them a new id
+        # the data source numbers only groups; the conversion gives them a new id
+        if asked.index is None:
             return
         given = {asked.index}
     if len(given) != 1 or None in given:
         raise ValueError(
-            f"generate function {_name(fn)}: samples of a fan-out have different rollout_ids {given}; set one for all"
+            f"generate function {_name(fn)}: samples of a fan-out have different rollout_ids "
+            f"{given}; set one for all"
         )
     for sibling in siblings:
         sibling.rollout_id = next(iter(given))
@@ -246,25 +301,28 @@ def split_conversation_ids(
 ) -> tuple[list[int], list[int], list[int]]:
     """Tokenize a conversation into prompt ids, response ids and the loss mask of the response.
 
-    If the chat template does not render a conversation as a continuation of its beginning (some templates drop
-    earlier reasoning), the turns belong to the prompt, and only the last response is trained.
+    If the chat template does not render a conversation as a continuation of its beginning (some
+    templates drop earlier reasoning), the turns belong to the prompt, and only the last response is
+    trained.
 
     Args:
         sample: The sample with the original prompt and the last response.
-        conversation: The message list as the function left it. Turns that the function appended to the prompt
-            belong to the response: Assistant turns are trained, the others are masked.
+        conversation: The message list as the function left it. Turns that the function appended to
+            the prompt belong to the response: Assistant turns are trained, the others are masked.
 
     Returns:
         Prompt ids, response ids, and a mask with one entry per response id.
     """
     first = sample.prompt if isinstance(sample.prompt, str) else render_first(tokenizer, sample)
-    # Turns are tokenized one by one, so that the mask is exact; a template that rewrites earlier turns allows no such
-    # division.
+    # Turns are tokenized one by one, so that the mask is exact; a template that rewrites earlier
+    # turns allows no such division.
     turns = _turns(sample, conversation)
     if turns:
         parts = _parts(tokenizer, sample, turns, first)
         if parts is None:
-            return encode(tokenizer, render(tokenizer, sample, [*sample.prompt, *turns])), *_trained(tokenizer, sample)
+            return encode(
+                tokenizer, render(tokenizer, sample, [*sample.prompt, *turns])
+            ), *_trained(tokenizer, sample)
         ids = []
         mask = []
         for text, trained in [*parts, (sample.response, 1)]:
@@ -294,11 +352,13 @@ def _turns(sample: Sample, conversation: str | list[Message]) -> list[Message]:
     return turns
 
 
-def _parts(tokenizer: Tokenizer, sample: Sample, turns: list[Message], first: str) -> list[tuple[str, int]] | None:
+def _parts(
+    tokenizer: Tokenizer, sample: Sample, turns: list[Message], first: str
+) -> list[tuple[str, int]] | None:
     """Split the text between prompt and last response into parts, each with its mask.
 
-    Returns None if the chat template changes earlier text when a message is added, so that the parts would not add up
-    to the rendered conversation.
+    Returns None if the chat template changes earlier text when a message is added, so that the
+    parts would not add up to the rendered conversation.
     """
     parts: list[tuple[str, int]] = []
     messages: list[Any] = list(sample.prompt)

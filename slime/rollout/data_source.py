@@ -11,7 +11,9 @@ __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "po
 
 
 class DataSource(ABC):
-    """Base class of users' data sources (``--data-source-path``), which the run creates with its ``args``."""
+    """Base class of users' data sources (``--data-source-path``), which the run creates with its
+    ``args``.
+    """
 
     @abstractmethod
     def get_samples(self, num_samples: int) -> list[Group]:
@@ -30,7 +32,9 @@ class DataSource(ABC):
         """Restore the state after a rollout."""
 
     def __len__(self) -> int:
-        """Number of prompts in an epoch; 0 if it is not known. Then ``--num-rollout`` has to be given."""
+        """Number of prompts in an epoch; 0 if it is not known. Then ``--num-rollout`` has to be
+        given.
+        """
         return 0
 
     def __bool__(self) -> bool:

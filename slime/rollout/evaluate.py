@@ -1,4 +1,6 @@
-"""Generation outside of training rollouts: evaluations on all data sets, and responses to single prompts."""
+"""Generation outside of training rollouts: evaluations on all data sets, and responses to single
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
 async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     """Generate and score ``n_samples_per_eval_prompt`` samples for each prompt of each data set.
 
-    The seed of a sample depends on the run seed, the name of the data set, the prompt and the position of the sample
-    in its group, so evaluations at different steps differ only in the weights.
+    The seed of a sample depends on the run seed, the name of the data set, the prompt and the
+    position of the sample in its group, so evaluations at different steps differ only in the
+    weights.
 
     Returns:
-        The results of each data set, in the order of its file; see :class:`~slime.rollout.base_types.EvalResults`. The
-        reward of a fan-out is the mean over its samples.
+        The results of each data set, in the order of its file; see
+        :class:`~slime.rollout.base_types.EvalResults`. The reward of a fan-out is the mean over its
+        samples.
 
     Raises:
         TimeoutError: The evaluation did not finish within ``--phase-timeout``.
@@ -51,13 +55,17 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     await _all([task for part in tasks.values() for task in part], args.phase_timeout)
     done = {name: [task.result() for task in part] for name, part in tasks.items()}
     key = args.eval_reward_key or args.reward_key
-    return RolloutFnEvalOutput(data={config.name: _results(config, done[config.name], key) for config, _ in plans})
+    return RolloutFnEvalOutput(
+        data={config.name: _results(config, done[config.name], key) for config, _ in plans}
+    )
 
 
 async def _generated(state: GenerateState, group: Group, config: EvalDatasetConfig) -> Group:
     params = state.stopping_at_media(eval_sampling_params(config))
     purpose = f"eval {config.name}"
-    return await generate_to_the_end(state, group, snapshot(group), params, evaluation=True, purpose=purpose)
+    return await generate_to_the_end(
+        state, group, snapshot(group), params, evaluation=True, purpose=purpose
+    )
 
 
 async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
@@ -68,7 +76,9 @@ async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
         while pending:
             progress.report("eval", len(tasks) - len(pending), len(tasks))
             done, pending = await asyncio.wait(
-                pending, timeout=max(deadline - time.monotonic(), 0.0), return_when=asyncio.FIRST_COMPLETED
+                pending,
+                timeout=max(deadline - time.monotonic(), 0.0),
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if not done:
                 raise TimeoutError(
@@ -100,7 +110,9 @@ def eval_groups(state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
 
 def eval_sampling_params(config: EvalDatasetConfig) -> SamplingParams:
     """Return SGLang's sampling parameters for a data set."""
-    assert config.max_response_len is not None, "resolve_eval_datasets fills in what a data set does not set"
+    assert config.max_response_len is not None, (
+        "resolve_eval_datasets fills in what a data set does not set"
+    )
     params: SamplingParams = {
         "temperature": config.temperature,
         "top_p": config.top_p,
@@ -120,9 +132,11 @@ def eval_sampling_params(config: EvalDatasetConfig) -> SamplingParams:
 
 
 def _override(args: Args, config: EvalDatasetConfig, sample: Sample) -> None:
-    """Set the reward, generate function and metadata of the data set on a sample, if they differ from those of the run.
+    """Set the reward, generate function and metadata of the data set on a sample, if they differ
+    from those of the run.
 
-    The sample carries them because training and evaluation go through the same functions with the same ``args``.
+    The sample carries them because training and evaluation go through the same functions with the
+    same ``args``.
     """
     sample.metadata.update(config.metadata_overrides)
     if config.rm_type and config.rm_type != args.rm_type:
@@ -145,7 +159,8 @@ def _dataset(state: GenerateState, config: EvalDatasetConfig) -> Dataset:
 
 
 def _results(config: EvalDatasetConfig, groups: list[Group], reward_key: str | None) -> EvalResults:
-    rollouts = [flatten([entry]) for group in groups for entry in group]  # the samples of a fan-out count as one
+    # the samples of a fan-out count as one
+    rollouts = [flatten([entry]) for group in groups for entry in group]
     rewards = [[eval_reward(sample, reward_key) for sample in rollout] for rollout in rollouts]
     known = [[reward for reward in part if not math.isnan(reward)] for part in rewards]
     return {
@@ -153,7 +168,9 @@ def _results(config: EvalDatasetConfig, groups: list[Group], reward_key: str | N
         "truncated": [any(sample.truncated for sample in rollout) for rollout in rollouts],
         "samples": flatten(groups),
         "n_samples_per_prompt": config.n_samples_per_eval_prompt or 1,
-        "settings": {name: value for name, value in asdict(config).items() if value not in (None, {}, [])},
+        "settings": {
+            name: value for name, value in asdict(config).items() if value not in (None, {}, [])
+        },
     }
 
 
@@ -161,7 +178,8 @@ def eval_reward(sample: Sample, key: str | None) -> float:
     """Return the reward of a sample as a number; NaN if its verifier gave no result.
 
     Args:
-        key: The entry of a dict reward: ``--eval-reward-key``, or ``--reward-key`` if that flag is not set.
+        key: The entry of a dict reward: ``--eval-reward-key``, or ``--reward-key`` if that flag is
+            not set.
 
     Raises:
         ValueError: The reward is a dict without that entry.
@@ -172,7 +190,8 @@ def eval_reward(sample: Sample, key: str | None) -> float:
     if isinstance(reward, dict):
         if key is None or key not in reward:
             raise ValueError(
-                f"sample {sample.index} has the reward {reward}: set --eval-reward-key to the entry to evaluate by"
+                f"sample {sample.index} has the reward {reward}: set --eval-reward-key to the "
+                "entry to evaluate by"
             )
         reward = reward[key]
     return float(reward)
@@ -190,18 +209,20 @@ async def complete(
 ) -> list[list[Sample]]:
     """Generate ``n`` responses to each prompt, with the sampling parameters of the run.
 
-    Neither the user's generate function nor a reward is called. With ``--deterministic``, the same weights give the
-    same responses.
+    Neither the user's generate function nor a reward is called. With ``--deterministic``, the same
+    weights give the same responses.
 
     Args:
         prompts: Texts, which are sent as they are, or messages, which the chat template renders.
-        changes: SGLang's sampling parameters that differ from those of the run (``temperature``, ``max_new_tokens``).
+        changes: SGLang's sampling parameters that differ from those of the run (``temperature``,
+            ``max_new_tokens``).
 
     Returns:
         The samples of each prompt, with token ids and the engine's log-probs.
 
     Raises:
-        NotCompleted: The chat template or the engine refused a prompt, or the engine refused a parameter.
+        NotCompleted: The chat template or the engine refused a prompt, or the engine refused a
+            parameter.
     """
     state = GenerateState(args)
     params = state.sampling_params.copy()
@@ -213,10 +234,13 @@ async def complete(
         sample.apply_chat_template_kwargs = kwargs
         async with state.semaphore:
             return await _answered(
-                place, generate(args, sample, seeded(state.seed, params, sample, position, "complete"))
+                place,
+                generate(args, sample, seeded(state.seed, params, sample, position, "complete")),
             )
 
-    made = await gather_all(one(place, number) for place in range(len(prompts)) for number in range(n))
+    made = await gather_all(
+        one(place, number) for place in range(len(prompts)) for number in range(n)
+    )
     return [made[place * n : (place + 1) * n] for place in range(len(prompts))]
 
 

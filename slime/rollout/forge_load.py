@@ -1,7 +1,8 @@
 """Train on dumped rollouts while the engines run.
 
-Use with ``--rollout-function-path slime.rollout.forge_load.generate_rollout --load-forge-rollout-data TEMPLATE``.
-Unlike with ``--load-debug-rollout-data``, weights are synced and evaluation works.
+Use with ``--rollout-function-path slime.rollout.forge_load.generate_rollout
+--load-forge-rollout-data TEMPLATE``. Unlike with ``--load-debug-rollout-data``, weights are synced
+and evaluation works.
 """
 
 from __future__ import annotations
@@ -28,5 +29,8 @@ def generate_rollout(
     if evaluation:
         return evaluate_with_engines(args, rollout_id, data_source, evaluation=True)
     if not args.load_forge_rollout_data:
-        raise ValueError(f"{__name__}.generate_rollout needs --load-forge-rollout-data, a template with {{rollout_id}}")
+        raise ValueError(
+            f"{__name__}.generate_rollout needs --load-forge-rollout-data, a template with "
+            f"{{rollout_id}}"
+        )
     return RolloutFnTrainOutput(samples=load_rollout(args.load_forge_rollout_data, rollout_id))

@@ -1,10 +1,11 @@
 """Fully asynchronous rollout: a standing pool of groups keeps generating while the trainer trains.
 
 Use with ``train_async.py`` and ``--rollout-function-path
-slime.rollout.fully_async_rollout.generate_rollout_fully_async``. :class:`~slime.rollout.admission.Admission` decides
-how many groups may be in flight, which bounds both memory and staleness. Groups are trained in the order of admission,
-so slow prompts are not starved, and no finished group is discarded for its age. Weights are updated while groups
-generate; ``Sample.version_spans`` records which weight version generated which tokens.
+slime.rollout.fully_async_rollout.generate_rollout_fully_async``.
+:class:`~slime.rollout.admission.Admission` decides how many groups may be in flight, which bounds
+both memory and staleness. Groups are trained in the order of admission, so slow prompts are not
+starved, and no finished group is discarded for its age. Weights are updated while groups generate;
+``Sample.version_spans`` records which weight version generated which tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 def generate_rollout_fully_async(
     args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """Take the next ``--rollout-batch-size`` groups from the pool and wait for them. The others stay in flight.
+    """Take the next ``--rollout-batch-size`` groups from the pool and wait for them. The others
+    stay in flight.
 
     Raises:
         ValueError: ``evaluation`` is True. For evaluation, set ``--eval-function-path
@@ -53,23 +55,30 @@ def open_pool(
     args: Args, data_source: DataSource, first_step: int, last_step: int | None = None, ahead: int = 0,
     version: int | None = None,
 ) -> StandingPool:  # fmt: skip
-    """Create the pool of this run, without groups. The rollout function takes its groups from this pool."""
-    pool = GenerateState(args).pool = StandingPool(args, data_source, first_step, last_step, ahead, version)
+    """Create the pool of this run, without groups. The rollout function takes its groups from this
+    pool.
+    """
+    pool = GenerateState(args).pool = StandingPool(
+        args, data_source, first_step, last_step, ahead, version
+    )
     return pool
 
 
-# The rollout manager looks for this attribute: a rollout function that has it keeps a standing pool, so weight updates
-# take place while its groups generate.
+# The rollout manager looks for this attribute: a rollout function that has it keeps a standing
+# pool, so weight updates take place while its groups generate.
 generate_rollout_fully_async.open_pool = open_pool  # type: ignore[attr-defined]
 
 
 class StandingPool(RolloutLoop):
-    """A rollout loop whose groups in flight outlive a rollout and are judged in the order of admission.
+    """A rollout loop whose groups in flight outlive a rollout and are judged in the order of
+    admission.
 
-    All methods must be called on one event loop. The caller reports the progress of training with :meth:`advance`.
+    All methods must be called on one event loop. The caller reports the progress of training with
+    :meth:`advance`.
 
     Args:
-        first_step, last_step: The steps to generate for; see :class:`~slime.rollout.admission.Admission`.
+        first_step, last_step: The steps to generate for; see
+            :class:`~slime.rollout.admission.Admission`.
         ahead: Number of rollouts of these steps that already exist, from an earlier attempt.
         version: Version of the engines' weights; None for ``first_step``.
     """
@@ -79,8 +88,8 @@ class StandingPool(RolloutLoop):
         version: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(args, -1, data_source)
-        # Always, not only with --deterministic: Admission's bound on staleness assumes that groups are trained in the
-        # order of admission.
+        # Always, not only with --deterministic: Admission's bound on staleness assumes that groups
+        # are trained in the order of admission.
         self.deterministic = True
         # Rollouts that exist already count as admitted, as they did when the run was stopped.
         self.admission = Admission(
@@ -95,20 +104,26 @@ class StandingPool(RolloutLoop):
         self.admission.open = ahead * self.target
         self._drained = False
         if hasattr(data_source, "under_way"):
-            data_source.under_way = self.under_way  # snapshots save these groups, so that a resume does not skip them
+            # snapshots save these groups, so that a resume does not skip them
+            data_source.under_way = self.under_way
         elif args.save_interval or args.save:
             name = type(data_source).__name__
             warn(
-                f"a resumed run will not generate the groups that are in progress: {name} does not keep them. "
-                "A subclass of slime.rollout.data_source.RolloutDataSourceWithBuffer does"
+                f"a resumed run will not generate the groups that are in progress: {name} does "
+                "not keep them. A subclass of "
+                "slime.rollout.data_source.RolloutDataSourceWithBuffer does"
             )
 
     def under_way(self) -> list[Group]:
-        """Return the groups of the pool in the order of admission, each finished or as it was before generation."""
+        """Return the groups of the pool in the order of admission, each finished or as it was
+        before generation.
+        """
         return [*(_as_it_is(item) for item in self.in_flight.values()), *self.unstarted]
 
     async def take(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """Return the next groups in the order of admission. On an error, the pool is closed before it is raised."""
+        """Return the next groups in the order of admission. On an error, the pool is closed before
+        it is raised.
+        """
         self.reset_for(rollout_id)
         self.deadline = time.monotonic() + self.settings.timeout
         try:
@@ -117,21 +132,26 @@ class StandingPool(RolloutLoop):
             await self.close()
             raise
         self._call_hooks()
-        metrics = {**self.counts.metrics(), "rollout/under_way_group_count": float(len(self.in_flight))}
+        metrics = {
+            **self.counts.metrics(),
+            "rollout/under_way_group_count": float(len(self.in_flight)),
+        }
         return RolloutFnTrainOutput(samples=self.accepted, metrics=metrics)
 
     async def advance(self, version: int, taken: bool = False, trained: bool = False) -> None:
         """Record the trainer's progress and start as many groups as admission allows now.
 
         Args:
-            version: The version of the engines' weights: the number of steps that have trained them.
+            version: The version of the engines' weights: the number of steps that have trained
+                them.
             taken: Whether the trainer took a rollout.
             trained: Whether the step of the rollout that it took last is finished.
         """
         if version > self.admission.version:
             self._drained = False
         self.admission.version_changed(version)
-        # In this order: trained() counts everything taken so far as trained, and the rollout that is taken now is not.
+        # In this order: trained() counts everything taken so far as trained, and the rollout that
+        # is taken now is not.
         if trained:
             self.admission.trained()
         if taken:
@@ -139,7 +159,8 @@ class StandingPool(RolloutLoop):
         self._top_up()
 
     async def drain(self) -> None:
-        """Wait until all groups in flight are finished. No group starts until :meth:`advance` reports newer weights.
+        """Wait until all groups in flight are finished. No group starts until :meth:`advance`
+        reports newer weights.
 
         Raises:
             TimeoutError: Some groups did not finish within ``--phase-timeout``.
@@ -149,11 +170,14 @@ class StandingPool(RolloutLoop):
         pending = (await asyncio.wait(tasks, timeout=self.settings.timeout))[1] if tasks else ()
         if pending:
             raise TimeoutError(
-                f"{len(pending)} groups did not finish within {self.settings.timeout:g} s before a weight update"
+                f"{len(pending)} groups did not finish within {self.settings.timeout:g} s before "
+                "a weight update"
             )
 
     async def close(self) -> None:
-        """Cancel all generation. Groups return to the data source: finished, or as they were before generation."""
+        """Cancel all generation. Groups return to the data source: finished, or as they were before
+        generation.
+        """
         await self.cancel_all()
         back = self.under_way()
         self._clear()
@@ -163,8 +187,9 @@ class StandingPool(RolloutLoop):
     def _top_up(self) -> None:
         while not self._drained and (room := self.admission.room()) > 0:
             if not self.unstarted:
-                # Unlike the default loop, finished groups from the buffer do not overtake others: in a resumed run they
-                # wait for their turn, as they did before the run was stopped, so that the same batches are trained.
+                # Unlike the default loop, finished groups from the buffer do not overtake others:
+                # in a resumed run they wait for their turn, as they did before the run was stopped,
+                # so that the same batches are trained.
                 self.unstarted.extend(self._get(room))
             self._start(room)  # a user's source may have returned more groups
 
@@ -178,7 +203,8 @@ class StandingPool(RolloutLoop):
 
     def _judge(self, item: _InFlightGroup) -> None:
         before = len(self.accepted)
-        # A group in flight may contain tokens of several weight versions. This setting trains only the newest ones.
+        # A group in flight may contain tokens of several weight versions. This setting trains only
+        # the newest ones.
         if self.settings.masks_earlier_rollouts:
             for sample in flatten(item.group):
                 mask_older_versions(sample)
@@ -187,17 +213,20 @@ class StandingPool(RolloutLoop):
             self.admission.dropped()
 
     def _lacks_groups(self) -> bool:
-        """Whether this rollout has dropped as many groups as the buffer holds (``--async-buffer-size`` rollouts).
+        """Whether this rollout has dropped as many groups as the buffer holds
+        (``--async-buffer-size`` rollouts).
 
-        The groups in flight say nothing: each dropped one is replaced, so there would always be enough of them, and
-        their number depends on how far training is.
+        The groups in flight say nothing: each dropped one is replaced, so there would always be
+        enough of them, and their number depends on how far training is.
         """
         dropped = self.counts.dropped.total() + self.counts.replaced
         return dropped >= self.admission.capacity - self.target
 
 
 def _as_it_is(item: _InFlightGroup) -> Group:
-    """Return the group if its generation succeeded, otherwise the group as it was before generation."""
+    """Return the group if its generation succeeded, otherwise the group as it was before
+    generation.
+    """
     task = item.task
     whole = task is not None and task.done() and not task.cancelled() and task.exception() is None
     return item.group if whole else item.original

@@ -1,7 +1,9 @@
-"""The default rollout loop: keep enough groups in flight, judge the finished ones, return the rest to the data source.
+"""The default rollout loop: keep enough groups in flight, judge the finished ones, return the rest
+to the data source.
 
-Every group that the data source supplied ends in exactly one place: in the result, dropped by the filter (and
-counted), replaced because its verifier gave no result (and counted), or back in the buffer.
+Every group that the data source supplied ends in exactly one place: in the result, dropped by the
+filter (and counted), replaced because its verifier gave no result (and counted), or back in the
+buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
-_MOST_REPLACED = 4  # times the rollout batch size; above it the run stops, because the verifier is broken, not slow
+# times the rollout batch size; above it the run stops, because the verifier is broken, not slow
+_MOST_REPLACED = 4
 
 
 @dataclass
@@ -40,7 +43,8 @@ class _InFlightGroup:
     Attributes:
         order: The number of the group in the order of submission.
         original: The group as the data source supplied it.
-        task: The task that generates the group; None if the group was already finished when it was submitted.
+        task: The task that generates the group; None if the group was already finished when it was
+            submitted.
     """
 
     order: int
@@ -54,10 +58,11 @@ class _InFlightGroup:
 
 
 class RolloutLoop:
-    """One rollout. With ``--deterministic``, groups are judged in the order of submission and none is aborted.
+    """One rollout. With ``--deterministic``, groups are judged in the order of submission and none
+    is aborted.
 
-    Otherwise groups are judged in the order in which they finish, and the rollout aborts the groups that it does not
-    need.
+    Otherwise groups are judged in the order in which they finish, and the rollout aborts the groups
+    that it does not need.
     """
 
     def __init__(self, args: Args, rollout_id: int, data_source: DataSource) -> None:
@@ -69,11 +74,13 @@ class RolloutLoop:
         self.deterministic = self.settings.deterministic
         path = self.settings.dynamic_filter_path
         self.filter = load_function(path) if path else None
-        # A standing pool holds thousands of groups, so the work per finished group must be O(1): the order of
-        # completion has a queue of its own, and nothing below scans all groups when one finishes.
+        # A standing pool holds thousands of groups, so the work per finished group must be O(1):
+        # the order of completion has a queue of its own, and nothing below scans all groups when
+        # one finishes.
         self.in_flight: OrderedDict[int, _InFlightGroup] = OrderedDict()
         """Groups that are being generated or wait to be judged, in the order of submission."""
-        self._finished: deque[int] = deque()  # keys of finished groups in the order of completion; not deterministic
+        # keys of finished groups in the order of completion; not deterministic
+        self._finished: deque[int] = deque()
         self._failed: _InFlightGroup | None = None
         self._woken = asyncio.Event()
         self.unstarted: deque[Group] = deque()
@@ -82,10 +89,13 @@ class RolloutLoop:
         self.reset_for(rollout_id)
 
     def reset_for(self, rollout_id: int) -> None:
-        """Start a new rollout: clear what was collected for the previous one. Groups in flight stay."""
+        """Start a new rollout: clear what was collected for the previous one. Groups in flight
+        stay.
+        """
         self.rollout_id = self.state.rollout_id = rollout_id
         self.accepted: list[Group] = []
-        self.judged: list[Group] = []  # for the all-samples hook: accepted, dropped and replaced groups
+        # for the all-samples hook: accepted, dropped and replaced groups
+        self.judged: list[Group] = []
         self.counts = Counts()
 
     async def run(self) -> RolloutFnTrainOutput:
@@ -93,7 +103,8 @@ class RolloutLoop:
 
         Raises:
             TimeoutError: The rollout did not finish within ``--phase-timeout``.
-            RuntimeError: The data source has no more groups, or the verifier fails for too many of them.
+            RuntimeError: The data source has no more groups, or the verifier fails for too many of
+                them.
         """
         self.deadline = time.monotonic() + self.settings.timeout
         self.state.reset()
@@ -104,7 +115,8 @@ class RolloutLoop:
         finally:
             await self.cancel_all()
             self.state.reset()
-        # Groups are accepted in the order of completion, which depends on time. The trained batch must not.
+        # Groups are accepted in the order of completion, which depends on time. The trained batch
+        # must not.
         self.accepted.sort(key=index_of)
         self._call_hooks()
         return RolloutFnTrainOutput(samples=self.accepted, metrics=self.counts.metrics())
@@ -116,8 +128,8 @@ class RolloutLoop:
         while len(self.accepted) < self.target:
             self._top_up()
             await self._wait()
-            # One group, then top up again: a filter's decision may depend on the number of groups in flight, which must
-            # not depend on how many groups have finished in the meantime.
+            # One group, then top up again: a filter's decision may depend on the number of groups
+            # in flight, which must not depend on how many groups have finished in the meantime.
             if (item := self._next_finished()) is not None:
                 self._judge(item)
                 self._report()
@@ -129,15 +141,18 @@ class RolloutLoop:
     def _top_up(self) -> None:
         """Submit groups until as many are accepted or in flight as the rollout needs.
 
-        Groups are fetched ``--over-sampling-batch-size`` at a time if that is larger than the rollout, otherwise only
-        as many as are missing.
+        Groups are fetched ``--over-sampling-batch-size`` at a time if that is larger than the
+        rollout, otherwise only as many as are missing.
         """
         while self._under_way < self.target:
             if not self.unstarted:
                 size = self.settings.fetched_at_once
-                self.enqueue(self._get(size if size > self.target else self.target - self._under_way))
-            # Finished groups from the buffer may have filled the rollout already. Groups that have not started then
-            # stay in `unstarted`, and _hand_back returns them without wasted generation.
+                self.enqueue(
+                    self._get(size if size > self.target else self.target - self._under_way)
+                )
+            # Finished groups from the buffer may have filled the rollout already. Groups that have
+            # not started then stay in `unstarted`, and _hand_back returns them without wasted
+            # generation.
             if self._under_way < self.target:
                 self._start(len(self.unstarted))
 
@@ -170,7 +185,8 @@ class RolloutLoop:
                 self._add(group)
                 continue
             self._notify("started", group)
-            original = snapshot(group)  # before generation: generate functions change samples in place
+            # before generation: generate functions change samples in place
+            original = snapshot(group)
             self._add(original, asyncio.ensure_future(self._generate(group, original)))
 
     def _add(self, original: Group, task: asyncio.Task[Group] | None = None) -> None:
@@ -196,17 +212,23 @@ class RolloutLoop:
         """Generate and score a group. Returns it finished, or partial if the rollout aborted it."""
         tell = functools.partial(self._notify, "continued")
         params = self.state.sampling_params
-        return packed(await generate_to_the_end(self.state, group, original, params, on_continue=tell))
+        return packed(
+            await generate_to_the_end(self.state, group, original, params, on_continue=tell)
+        )
 
     def _ready(self) -> bool:
-        """Whether :meth:`_wait` may return: a group can be judged, a group failed, or no group is in flight."""
+        """Whether :meth:`_wait` may return: a group can be judged, a group failed, or no group is
+        in flight.
+        """
         if self.deterministic:
             head = next(iter(self.in_flight.values()), None)
             return head is None or head.done or self._failed is not None
         return bool(self._finished) or not self.in_flight or self._failed is not None
 
     async def _wait(self) -> None:
-        """Wait until a group can be judged. An error of any group is raised at once, whichever group is next."""
+        """Wait until a group can be judged. An error of any group is raised at once, whichever
+        group is next.
+        """
         if not self._ready():
             self._woken.clear()
             try:
@@ -224,7 +246,9 @@ class RolloutLoop:
             raise error
 
     def _next_finished(self) -> _InFlightGroup | None:
-        """Remove and return the next group to judge, or None. In deterministic mode it is always the oldest one."""
+        """Remove and return the next group to judge, or None. In deterministic mode it is always
+        the oldest one.
+        """
         if self.deterministic:
             head = next(iter(self.in_flight.values()), None)
             return self.in_flight.pop(head.order) if head is not None and head.done else None
@@ -237,16 +261,22 @@ class RolloutLoop:
         group = item.group
         leaves = flatten(group)
         self._notify("generated", group)
-        if self.settings.all_samples_path:  # kept only for the hook, since dropped groups can be many
+        # kept only for the hook, since dropped groups can be many
+        if self.settings.all_samples_path:
             self.judged.append(group)
         self.counts.add(leaves, self.settings.reward_key)
         if all(map(is_too_long, leaves)):
             self._drop_too_long(leaves)
             self._notify("filtered", group, reason=TOO_LONG)
             return
-        # A sample without a verifier result has no reward and must not influence the filter or the group's baseline. A
-        # group needs two samples with rewards for a comparison (one, if it has only one sample).
-        valid = [entry for entry in group if not any(sample.reward_timed_out for sample in flatten(entry))]
+        # A sample without a verifier result has no reward and must not influence the filter or the
+        # group's baseline. A group needs two samples with rewards for a comparison (one, if it has
+        # only one sample).
+        valid = [
+            entry
+            for entry in group
+            if not any(sample.reward_timed_out for sample in flatten(entry))
+        ]
         if len(valid) < min(2, len(group)):
             self._replace(leaves)
             self._notify("replaced", group)
@@ -258,25 +288,32 @@ class RolloutLoop:
         else:
             self.counts.dropped[reason] += 1
             self._notify("filtered", group, reason=reason)
-        packed(group)  # again: a filter that reads per-token fields turns them back into Python lists
+        # again: a filter that reads per-token fields turns them back into Python lists
+        packed(group)
 
     def _drop_too_long(self, leaves: list[Sample]) -> None:
         self.counts.dropped[TOO_LONG] += 1
-        # A few long prompts are normal. If no group at all was accepted, the limit or the data set is wrong, and the
-        # loop would otherwise read prompts forever.
+        # A few long prompts are normal. If no group at all was accepted, the limit or the data set
+        # is wrong, and the loop would otherwise read prompts forever.
         if not self.accepted and self.counts.dropped[TOO_LONG] > _MOST_REPLACED * self.target:
             raise RuntimeError(
-                f"rollout {self.rollout_id}: {self.counts.dropped[TOO_LONG]} prompts in a row leave no room for a "
-                f"response; the last one: {leaves[-1].metadata.get(FAILURE_KEY)}"
+                f"rollout {self.rollout_id}: {self.counts.dropped[TOO_LONG]} prompts in a row "
+                "leave no room for a response; the last one: "
+                f"{leaves[-1].metadata.get(FAILURE_KEY)}"
             )
 
     def _replace(self, leaves: list[Sample]) -> None:
         self.counts.replaced += 1
         if self.counts.replaced > _MOST_REPLACED * self.target:
-            failures = [str(sample.metadata.get(FAILURE_KEY)) for sample in leaves if sample.reward_timed_out]
+            failures = [
+                str(sample.metadata.get(FAILURE_KEY))
+                for sample in leaves
+                if sample.reward_timed_out
+            ]
             raise RuntimeError(
-                f"rollout {self.rollout_id}: the verifier gave no result for {self.counts.replaced} groups; "
-                f"{len(self.accepted)} of {self.target} have rewards; the last failure: {failures[-1]}"
+                f"rollout {self.rollout_id}: the verifier gave no result for "
+                f"{self.counts.replaced} groups; {len(self.accepted)} of {self.target} have "
+                f"rewards; the last failure: {failures[-1]}"
             )
 
     def _why_not(self, group: Group) -> str | None:
@@ -296,12 +333,18 @@ class RolloutLoop:
     # --- the rest ----------------------------------------------------------------------------
 
     async def _hand_back(self) -> None:
-        """Return the groups that the rollout does not need to the data source, in the order of submission."""
-        # Unfinished groups end first: by themselves if the run is deterministic, otherwise by an abort.
+        """Return the groups that the rollout does not need to the data source, in the order of
+        submission.
+        """
+        # Unfinished groups end first: by themselves if the run is deterministic, otherwise by an
+        # abort.
         in_flight = self.in_flight.values()
         tasks = [item.task for item in in_flight if item.task is not None and not item.task.done()]
-        if tasks and self.deterministic:  # how far an aborted group got would depend on time, so let all of them finish
-            _, pending = await asyncio.wait(tasks, timeout=max(self.deadline - time.monotonic(), 0.0))
+        # how far an aborted group got would depend on time, so let all of them finish
+        if tasks and self.deterministic:
+            _, pending = await asyncio.wait(
+                tasks, timeout=max(self.deadline - time.monotonic(), 0.0)
+            )
             if pending:
                 raise TimeoutError(self._deadline_report())
         elif tasks:
@@ -314,7 +357,8 @@ class RolloutLoop:
             if is_finished(group):
                 self.counts.surplus += 1
                 if self.settings.masks_earlier_rollouts:
-                    group = item.original  # a later rollout would mask every token: generate the group again
+                    # a later rollout would mask every token: generate the group again
+                    group = item.original
             else:
                 self.counts.aborted += 1
                 group = continuable(group, item.original, self.settings.partial_rollout)
@@ -323,7 +367,8 @@ class RolloutLoop:
         back += self.unstarted
         self._clear()
         for sample in flatten(back):
-            # setdefault: the first rollout that generated tokens of the sample decides which tokens are masked later.
+            # setdefault: the first rollout that generated tokens of the sample decides which tokens
+            # are masked later.
             if sample.response_length:
                 sample.metadata.setdefault("start_rollout_id", self.rollout_id)
         if back:
@@ -339,11 +384,17 @@ class RolloutLoop:
         self.source.add_samples(groups)
         for group in groups:
             self._notify("given_back", group)
-        if getattr(type(self.source), "add_samples", None) is RolloutDataSource.add_samples:  # it has no buffer
+        # it has no buffer
+        if getattr(type(self.source), "add_samples", None) is RolloutDataSource.add_samples:
             self.counts.lost = len(groups)
             name = type(self.source).__name__
             other = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
-            logger.warning("%d groups are lost: %s has no buffer. Set --data-source-path %s", len(groups), name, other)
+            logger.warning(
+                "%d groups are lost: %s has no buffer. Set --data-source-path %s",
+                len(groups),
+                name,
+                other,
+            )
 
     async def cancel_all(self) -> None:
         """Cancel the tasks of all groups in flight, and wait for their end."""
@@ -368,9 +419,9 @@ class RolloutLoop:
     def _deadline_report(self) -> str:
         waiting = [index_of(item.original) for item in self.in_flight.values() if not item.done]
         return (
-            f"rollout {self.rollout_id} did not finish within {self.settings.timeout:g} s (--phase-timeout): "
-            f"{len(self.accepted)} of {self.target} groups are accepted{self.counts.drop_report()}; "
-            f"it still waits for {len(waiting)} groups, "
+            f"rollout {self.rollout_id} did not finish within {self.settings.timeout:g} s "
+            f"(--phase-timeout): {len(self.accepted)} of {self.target} groups are "
+            f"accepted{self.counts.drop_report()}; it still waits for {len(waiting)} groups, "
             f"whose first samples are {waiting[:8]}{' ...' if len(waiting) > 8 else ''}"
         )
 
@@ -381,7 +432,9 @@ def _error(item: _InFlightGroup) -> BaseException | None:
 
 
 def packed(group: Group) -> Group:
-    """Store per-token fields as arrays, in place. No user function may work on the group: it could hold their lists."""
+    """Store per-token fields as arrays, in place. No user function may work on the group: it could
+    hold their lists.
+    """
     for sample in flatten(group):
         sample.pack()
     return group

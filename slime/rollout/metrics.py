@@ -1,7 +1,7 @@
 """Metrics of the samples of a rollout or an evaluation, as pure functions of samples.
 
-The metrics page of the documentation explains the names. Samples whose verifier gave no result are excluded from all
-reward statistics.
+The metrics page of the documentation explains the names. Samples whose verifier gave no result are
+excluded from all reward statistics.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from slime.data.rewards import PASS_ABOVE, keys_of_rollouts, mean_reward
 from slime.data.sample import Sample, flatten
-from slime.observability.metric_utils import compute_statistics, dict_add_prefix, has_repetition, pass_at_k
+from slime.observability.metric_utils import (
+    compute_statistics,
+    dict_add_prefix,
+    has_repetition,
+    pass_at_k,
+)
 from slime.rollout.base_types import EvalResults
 from slime.rollout.rm_hub.outcome import ABSTAINED, FAILURE_KEY, TOO_LONG
 
@@ -28,18 +33,23 @@ Metrics = dict[str, float]
 def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None = None) -> Metrics:
     """Return the metrics of a rollout.
 
-    These are ``rollout/…``; ``multi_turn/…`` with ``--log-multi-turn``; ``passrate/…`` with ``--log-passrate``; and
-    ``perf/…`` if ``seconds`` is given.
+    These are ``rollout/…``; ``multi_turn/…`` with ``--log-multi-turn``; ``passrate/…`` with
+    ``--log-passrate``; and ``perf/…`` if ``seconds`` is given.
 
     Args:
         samples: The samples of the rollout, flat.
         seconds: The duration of the rollout.
     """
-    metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples, args.log_reward_category).items()}
+    metrics = {
+        f"rollout/{name}": value
+        for name, value in sample_metrics(samples, args.log_reward_category).items()
+    }
     rewards = rollout_rewards(samples, args.reward_key)
     if rewards:
         metrics["rollout/raw_reward"] = fmean(value for _, value in rewards)
-        metrics.update({f"rollout/zero_std/count_{k}": v for k, v in _without_spread(rewards).items()})
+        metrics.update(
+            {f"rollout/zero_std/count_{k}": v for k, v in _without_spread(rewards).items()}
+        )
     if args.log_multi_turn:
         metrics.update(_multi_turn(samples))
     if args.log_passrate:
@@ -49,12 +59,15 @@ def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None
     return metrics
 
 
-def eval_metrics(data: Mapping[str, EvalResults], category: str | None = None, passrate: bool = False) -> Metrics:
+def eval_metrics(
+    data: Mapping[str, EvalResults], category: str | None = None, passrate: bool = False
+) -> Metrics:
     """Return ``eval/<data set>…`` for each data set of an evaluation.
 
-    ``eval/<ds>`` is the mean reward over samples. With n > 1 samples per prompt there are also ``eval/<ds>-mean@n``,
-    the mean over prompts of the mean reward of a prompt, and ``eval/<ds>-pass@k``, the unbiased estimate for
-    k = 1, 2, 4, … and n. Samples whose verifier gave no result are excluded from all of them.
+    ``eval/<ds>`` is the mean reward over samples. With n > 1 samples per prompt there are also
+    ``eval/<ds>-mean@n``, the mean over prompts of the mean reward of a prompt, and
+    ``eval/<ds>-pass@k``, the unbiased estimate for k = 1, 2, 4, … and n. Samples whose verifier
+    gave no result are excluded from all of them.
 
     Args:
         category: See :func:`sample_metrics`.
@@ -69,14 +82,23 @@ def eval_metrics(data: Mapping[str, EvalResults], category: str | None = None, p
         if len(known) < len(rewards):
             metrics[f"eval/{name}-reward_missing_count"] = float(len(rewards) - len(known))
         if part.get("truncated"):
-            metrics[f"eval/{name}-truncated_ratio"] = fmean(float(value) for value in part["truncated"])
+            metrics[f"eval/{name}-truncated_ratio"] = fmean(
+                float(value) for value in part["truncated"]
+            )
         samples = part.get("samples")
         if samples:
-            metrics.update({f"eval/{name}/{k}": v for k, v in sample_metrics(flatten(samples), category).items()})
+            metrics.update(
+                {
+                    f"eval/{name}/{k}": v
+                    for k, v in sample_metrics(flatten(samples), category).items()
+                }
+            )
         groups = prompt_rewards(part)
         rates = pass_rates([(key, reward) for key, rewards in groups.items() for reward in rewards])
         if len(rates) > 1 or (rates and passrate):
-            metrics[f"eval/{name}-mean@{max(rates)}"] = fmean(fmean(group) for group in groups.values() if group)
+            metrics[f"eval/{name}-mean@{max(rates)}"] = fmean(
+                fmean(group) for group in groups.values() if group
+            )
             metrics.update({f"eval/{name}-pass@{k}": rate for k, rate in rates.items()})
     return metrics
 
@@ -92,7 +114,8 @@ def prompt_rewards(part: EvalResults) -> dict[Hashable, list[float]]:
 
 
 def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Metrics:
-    """Return metrics of lengths, truncation, repetition, prefix cache, speculative decoding and so on.
+    """Return metrics of lengths, truncation, repetition, prefix cache, speculative decoding and so
+    on.
 
     The names have no prefix.
 
@@ -103,10 +126,16 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
         return {}
     # Lengths and endings.
     metrics = _spread("response_len", [sample.effective_response_length for sample in samples])
-    metrics["truncated_ratio"] = fmean(float(sample.status is Sample.Status.TRUNCATED) for sample in samples)
+    metrics["truncated_ratio"] = fmean(
+        float(sample.status is Sample.Status.TRUNCATED) for sample in samples
+    )
     metrics["repetition_frac"] = fmean(float(has_repetition(sample.response)) for sample in samples)
-    outcomes = Counter(str(s.metadata["code_outcome"]) for s in samples if "code_outcome" in s.metadata)
-    metrics.update({f"code/{outcome}_count": float(count) for outcome, count in sorted(outcomes.items())})
+    outcomes = Counter(
+        str(s.metadata["code_outcome"]) for s in samples if "code_outcome" in s.metadata
+    )
+    metrics.update(
+        {f"code/{outcome}_count": float(count) for outcome, count in sorted(outcomes.items())}
+    )
     # Caches and drafts of the engines; counters that no engine reported are left out.
     prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
     if prompt_tokens:
@@ -115,18 +144,30 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
         metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
     drafted = sum(sample.spec_info.spec_draft_token_num for sample in samples)
     if drafted:
-        metrics["spec_accept_rate"] = sum(sample.spec_info.spec_accept_token_num for sample in samples) / drafted
+        metrics["spec_accept_rate"] = (
+            sum(sample.spec_info.spec_accept_token_num for sample in samples) / drafted
+        )
     verified = sum(sample.spec_info.spec_verify_ct for sample in samples)
     if verified:
-        metrics["spec_accept_length"] = sum(sample.spec_info.completion_token_num for sample in samples) / verified
+        metrics["spec_accept_length"] = (
+            sum(sample.spec_info.completion_token_num for sample in samples) / verified
+        )
     # How far top-p and top-k cut the vocabulary.
     nuclei = [s for s in samples if s.rollout_top_p_token_offsets is not None and s.response_length]
     if nuclei:
         kept = sum(int(sample.rollout_top_p_token_offsets[-1]) for sample in nuclei)  # type: ignore[index, misc]
-        metrics["top_p_kept_vocab_per_token"] = kept / sum(sample.response_length for sample in nuclei)
+        metrics["top_p_kept_vocab_per_token"] = kept / sum(
+            sample.response_length for sample in nuclei
+        )
     if category:
-        found = Counter(str(s.reward[category]) for s in samples if isinstance(s.reward, dict) and category in s.reward)
-        metrics.update({f"error_cat/{name}": count / len(samples) for name, count in sorted(found.items())})
+        found = Counter(
+            str(s.reward[category])
+            for s in samples
+            if isinstance(s.reward, dict) and category in s.reward
+        )
+        metrics.update(
+            {f"error_cat/{name}": count / len(samples) for name, count in sorted(found.items())}
+        )
     return metrics
 
 
@@ -144,7 +185,9 @@ def pass_rates(rewards: Sequence[tuple[Hashable, float]]) -> dict[int, float]:
     largest = max(map(len, groups.values()), default=0)
     powers = [1 << i for i in range(largest.bit_length())]
     return {
-        k: fmean(pass_at_k(len(group), sum(group), k) for group in groups.values() if len(group) >= k)
+        k: fmean(
+            pass_at_k(len(group), sum(group), k) for group in groups.values() if len(group) >= k
+        )
         for k in dict.fromkeys([*powers, largest] if largest else [])
     }
 
@@ -160,7 +203,9 @@ def _prompts(part: EvalResults) -> list[Hashable]:
 
 
 def known_reward(sample: Sample, key: str | None) -> float | None:
-    """Return the reward of a sample as a number, or None if it has no reward or its verifier gave no result."""
+    """Return the reward of a sample as a number, or None if it has no reward or its verifier gave
+    no result.
+    """
     if sample.reward is None or sample.reward_timed_out:
         return None
     reward: Any = sample.reward
@@ -170,7 +215,9 @@ def known_reward(sample: Sample, key: str | None) -> float | None:
 
 
 def rollout_rewards(samples: Sequence[Sample], key: str | None) -> list[tuple[Hashable, float]]:
-    """Return the group and the reward of each rollout that has one. A fan-out has the mean reward of its samples."""
+    """Return the group and the reward of each rollout that has one. A fan-out has the mean reward
+    of its samples.
+    """
     rollouts: dict[Hashable, tuple[Hashable, list[float]]] = {}
     for sample, rollout in zip(samples, keys_of_rollouts(samples), strict=True):
         if (value := known_reward(sample, key)) is not None:
@@ -188,11 +235,20 @@ def _without_spread(rewards: Sequence[tuple[Hashable, float]]) -> Metrics:
 
 
 def _multi_turn(samples: Sequence[Sample]) -> Metrics:
-    metrics = _spread("multi_turn/raw_response_length", [sample.response_length for sample in samples])
-    metrics.update(
-        _spread("multi_turn/wo_obs_response_length", [sample.effective_response_length for sample in samples])
+    metrics = _spread(
+        "multi_turn/raw_response_length", [sample.response_length for sample in samples]
     )
-    rounds = [float(sample.metadata["round_number"]) for sample in samples if "round_number" in sample.metadata]
+    metrics.update(
+        _spread(
+            "multi_turn/wo_obs_response_length",
+            [sample.effective_response_length for sample in samples],
+        )
+    )
+    rounds = [
+        float(sample.metadata["round_number"])
+        for sample in samples
+        if "round_number" in sample.metadata
+    ]
     if rounds:
         for name, value in _spread("", rounds).items():
             metrics[f"multi_turn/multi_turn_metric/round_number_{name.lstrip('/')}"] = value
@@ -212,7 +268,9 @@ def _speed(samples: Sequence[Sample], seconds: float, gpus: int) -> Metrics:
         metrics["perf/longest_effective_sample_tokens_per_sec"] = max(trained) / seconds
     if any(waits):
         metrics.update(_spread("perf/non_generation_time", waits))
-        rates = [n / (seconds - wait) for n, wait in zip(tokens, waits, strict=True) if wait < seconds]
+        rates = [
+            n / (seconds - wait) for n, wait in zip(tokens, waits, strict=True) if wait < seconds
+        ]
         if rates:
             metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] = max(rates)
     return metrics
@@ -223,8 +281,14 @@ def _spread(name: str, values: Sequence[float]) -> Metrics:
 
 
 def is_untrainable(sample: Sample) -> bool:
-    """Whether a sample cannot be trained, because its generation or its reward failed, or it has no trained token."""
-    return sample.status is Sample.Status.FAILED or sample.remove_sample or not sample.effective_response_length
+    """Whether a sample cannot be trained, because its generation or its reward failed, or it has no
+    trained token.
+    """
+    return (
+        sample.status is Sample.Status.FAILED
+        or sample.remove_sample
+        or not sample.effective_response_length
+    )
 
 
 def all_failed(samples: Sequence[Sample]) -> str | None:
@@ -234,9 +298,17 @@ def all_failed(samples: Sequence[Sample]) -> str | None:
     if not samples:
         return "it has no samples, so this step trains nothing"
     first = samples[0]
-    reasons = [s.metadata[key] for s in samples for key in (FAILURE_KEY, "error") if key in s.metadata]
-    why = f"the first error: {reasons[0]}" if reasons else f"the first has the status {first.status.value}"
-    what = f"all {len(samples)} samples failed or have no token to train, so this step trains nothing"
+    reasons = [
+        s.metadata[key] for s in samples for key in (FAILURE_KEY, "error") if key in s.metadata
+    ]
+    why = (
+        f"the first error: {reasons[0]}"
+        if reasons
+        else f"the first has the status {first.status.value}"
+    )
+    what = (
+        f"all {len(samples)} samples failed or have no token to train, so this step trains nothing"
+    )
     return f"{what}; {why}, and {first.response_length} response tokens. See the folder samples"
 
 
@@ -283,20 +355,35 @@ class Counts:
                 status = str(sample.metadata.get(FAILURE_KEY, "timeout")).partition(":")[0]
                 self.timed_out += status == "timeout"
                 self.abstained += status == ABSTAINED
-                self.failed += status not in ("timeout", ABSTAINED, TOO_LONG)  # counted with the dropped groups
+                # counted with the dropped groups
+                self.failed += status not in ("timeout", ABSTAINED, TOO_LONG)
         rewards = rollout_rewards(samples, reward_key)
         self.rewards += len(rewards)
         self.reward_sum += sum(reward for _, reward in rewards)
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers for the progress line in the terminal."""
-        return {"tokens": self.tokens, **({"reward": self.reward_sum / self.rewards} if self.rewards else {})}
+        return {
+            "tokens": self.tokens,
+            **({"reward": self.reward_sum / self.rewards} if self.rewards else {}),
+        }
 
     def metrics(self) -> dict[str, float]:
-        metrics = {f"rollout/dynamic_filter/drop_{reason}": float(n) for reason, n in sorted(self.dropped.items())}
-        counts = {"reward_timeout": self.timed_out, "reward_error": self.failed, "replaced_group": self.replaced}
+        metrics = {
+            f"rollout/dynamic_filter/drop_{reason}": float(n)
+            for reason, n in sorted(self.dropped.items())
+        }
+        counts = {
+            "reward_timeout": self.timed_out,
+            "reward_error": self.failed,
+            "replaced_group": self.replaced,
+        }
         counts["reward_abstained"] = self.abstained
-        counts |= {"surplus_group": self.surplus, "aborted_group": self.aborted, "lost_group": self.lost}
+        counts |= {
+            "surplus_group": self.surplus,
+            "aborted_group": self.aborted,
+            "lost_group": self.lost,
+        }
         return metrics | {f"rollout/{name}_count": float(count) for name, count in counts.items()}
 
     def drop_report(self) -> str:

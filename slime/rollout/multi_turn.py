@@ -1,8 +1,10 @@
-"""Several turns in one sample, for generate functions in which the model talks to tools or to a user.
+"""Several turns in one sample, for generate functions in which the model talks to tools or to a
+user.
 
-The tokens that are trained are exactly those that the engine sampled: each turn is appended as the ids and log-probs
-of the engine's reply, the next request contains the same ids, and no text is tokenized twice. Text that the model did
-not write (tool output, the next user message) is tokenized once, separately, and gets mask 0.
+The tokens that are trained are exactly those that the engine sampled: each turn is appended as the
+ids and log-probs of the engine's reply, the next request contains the same ids, and no text is
+tokenized twice. Text that the model did not write (tool output, the next user message) is tokenized
+once, separately, and gets mask 0.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from slime.types import SamplingParams
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-TURNS = "model_turns"  # key of sample.metadata: the position of each model turn, so that an aborted sample can continue
-_LONGEST_TOKEN = 512  # characters; the longest tokens of known vocabularies are runs of 128 or 256 spaces
-_MARK = "slime.4f1d.turn"  # placeholder for the model's turn while the chat template renders the messages after it
+# key of sample.metadata: the position of each model turn, so that an aborted sample can continue
+TURNS = "model_turns"
+# characters; the longest tokens of known vocabularies are runs of 128 or 256 spaces
+_LONGEST_TOKEN = 512
+# placeholder for the model's turn while the chat template renders the messages after it
+_MARK = "slime.4f1d.turn"
 
 
 class ModelTurn(TypedDict):
@@ -37,9 +42,11 @@ class ModelTurn(TypedDict):
 
     Attributes:
         start: Token offset in the response at which the turn begins.
-        end: Token offset in the response at which the turn ends, or None if an abort interrupted it.
+        end: Token offset in the response at which the turn ends, or None if an abort interrupted
+            it.
         text: The text of the turn, without the token that ended it.
-        finish: Value of :class:`Sample.Status` with which the turn ended, or None if an abort interrupted it.
+        finish: Value of :class:`Sample.Status` with which the turn ended, or None if an abort
+            interrupted it.
         answered: Whether an observation or a reply was appended after the turn.
     """
 
@@ -62,19 +69,20 @@ class Conversation:
                 talk.observe(f"<information>{hits[0]}</information>")
             return sample
 
-    An aborted sample continues where it stopped. If the abort came in the middle of a turn, that turn is completed. If
-    it came after a turn that has no answer yet, :meth:`turn` returns that turn again, so that the function can answer
-    it. To restore the state of a tool, call the tool with the turns in :attr:`answered`.
+    An aborted sample continues where it stopped. If the abort came in the middle of a turn, that
+    turn is completed. If it came after a turn that has no answer yet, :meth:`turn` returns that
+    turn again, so that the function can answer it. To restore the state of a tool, call the tool
+    with the turns in :attr:`answered`.
 
-    ``max_new_tokens`` of the sampling parameters and ``--rollout-max-context-len`` limit the whole response,
-    observations included. ``--max-turns`` limits the number of model turns.
+    ``max_new_tokens`` of the sampling parameters and ``--rollout-max-context-len`` limit the whole
+    response, observations included. ``--max-turns`` limits the number of model turns.
 
     Args:
         args: The arguments that the generate function got.
         sample: The sample that the generate function got. It is changed in place.
         sampling_params: The sampling parameters that the generate function got.
-        evaluation: The flag that the generate function got. Between two turns, a training sample stops if its rollout
-            was aborted; an evaluation sample does not.
+        evaluation: The flag that the generate function got. Between two turns, a training sample
+            stops if its rollout was aborted; an evaluation sample does not.
         max_turns: Maximum number of model turns. Default: ``--max-turns``.
     """
 
@@ -95,7 +103,8 @@ class Conversation:
         self._calls = 0
         if not sample.tokens:
             sample.tokens = prompt_ids(self.state, sample)
-        # Metadata are kept when a response is discarded, so they may still contain turns of a discarded response.
+        # Metadata are kept when a response is discarded, so they may still contain turns of a
+        # discarded response.
         if not sample.response_length or TURNS not in sample.metadata:
             sample.metadata = {**sample.metadata, TURNS: []}
 
@@ -120,19 +129,23 @@ class Conversation:
         """Generate the model's next turn and append it to the sample.
 
         Args:
-            stop: Strings after which this turn ends, in addition to those of the sampling parameters.
+            stop: Strings after which this turn ends, in addition to those of the sampling
+                parameters.
             max_tokens: Maximum number of tokens of this turn.
 
         Returns:
-            The text of the turn, including the stop string that ended it, but without an end token. None if there is
-            no further turn: The sample is then ABORTED, or TRUNCATED because no turns or tokens are left. A sample
-            whose prompt alone leaves no room is TRUNCATED and excluded from training.
+            The text of the turn, including the stop string that ended it, but without an end token.
+            None if there is
+            no further turn: The sample is then ABORTED, or TRUNCATED because no turns or tokens are
+            left. A sample whose prompt alone leaves no room is TRUNCATED and excluded from
+            training.
         """
         sample = self.sample
         turns = self.turns
         last = turns[-1] if turns else None
         if last and last["end"] is not None and not last["answered"]:
-            # The turn was never answered, for example because of an abort: return it again instead of a new one.
+            # The turn was never answered, for example because of an abort: return it again instead
+            # of a new one.
             sample.status = Sample.Status(last["finish"])
             return str(last["text"])
         if self.state.aborted and not self.evaluation:
@@ -146,21 +159,28 @@ class Conversation:
             if self.left <= 0 or (self.max_turns and len(turns) >= self.max_turns):
                 sample.status = Sample.Status.TRUNCATED
                 return None
-            last = {"start": sample.response_length, "end": None, "text": "", "finish": None, "answered": False}
+            last = {
+                "start": sample.response_length,
+                "end": None,
+                "text": "",
+                "finish": None,
+                "answered": False,
+            }
             turns.append(last)
             sample.metadata["round_number"] = len(turns)
         return await self._generate_turn(last, self._parameters(stop, max_tokens, last))
 
     def observe(self, text: str, limit: int | None = None) -> bool:
-        """Append text that the model did not write, such as the output of a tool, with mask 0 and log-prob 0.
+        """Append text that the model did not write, such as the output of a tool, with mask 0 and
+        log-prob 0.
 
         Args:
             text: The text.
             limit: Maximum number of tokens; the rest of the text is dropped.
 
         Returns:
-            Whether the text fits and leaves room for at least one more token of the model. If not, nothing is appended
-            and the sample is TRUNCATED.
+            Whether the text fits and leaves room for at least one more token of the model. If not,
+            nothing is appended and the sample is TRUNCATED.
 
         Raises:
             ValueError: The model has not finished a turn yet.
@@ -170,17 +190,20 @@ class Conversation:
     def reply(self, messages: Sequence[Mapping[str, object]]) -> bool:
         """Close the model's turn and append chat messages, rendered by the chat template.
 
-        The appended text ends where the model's next turn begins. Media parts (``{"type": "image", "image": path, URL,
-        data URI or bytes}``) are added to those of the sample: engine and trainer get them from here on.
+        The appended text ends where the model's next turn begins. Media parts (``{"type": "image",
+        "image": path, URL, data URI or bytes}``) are added to those of the sample: engine and
+        trainer get them from here on.
 
         Args:
-            messages: The messages after the model's turn, for example with role ``tool`` or ``user``.
+            messages: The messages after the model's turn, for example with role ``tool`` or
+                ``user``.
 
         Returns:
             As :meth:`observe`.
 
         Raises:
-            ValueError: The chat template leaves out the assistant's turn, or the model has not finished a turn yet.
+            ValueError: The chat template leaves out the assistant's turn, or the model has not
+                finished a turn yet.
         """
         new = Sample(multimodal_inputs=collect_media(messages))
         tokens, after = self._rendered(messages, new, self.sample.tokens[-1], self.left)
@@ -190,7 +213,9 @@ class Conversation:
         return fits
 
     def was_reply(self, turn: ModelTurn, messages: Sequence[Mapping[str, object]]) -> bool:
-        """Return whether :meth:`reply` with these messages would append what the sample has after an answered turn."""
+        """Return whether :meth:`reply` with these messages would append what the sample has after
+        an answered turn.
+        """
         tokens = self.sample.tokens
         following = self.turns[self.turns.index(turn) + 1 :]
         begin = len(tokens) - self.sample.response_length
@@ -198,7 +223,10 @@ class Conversation:
         assert turn["end"] is not None, "an answered turn has ended"
         appended = [*tokens[begin + turn["end"] : end]]
         new = Sample(multimodal_inputs=collect_media(messages))
-        return self._rendered(messages, new, tokens[begin + turn["end"] - 1], len(appended) + 1)[0] == appended
+        return (
+            self._rendered(messages, new, tokens[begin + turn["end"] - 1], len(appended) + 1)[0]
+            == appended
+        )
 
     def _rendered(
         self, messages: Sequence[Mapping[str, object]], new: Sample, last: int, room: int
@@ -211,27 +239,38 @@ class Conversation:
             room: The number of tokens for which there is room.
         """
         state = self.state
-        renderer = state.processor if new.multimodal_inputs and state.processor is not None else state.tokenizer
-        # Render a short conversation with a placeholder as the model's turn, and keep what follows the placeholder. The
-        # real conversation is not rendered again: the template might change earlier turns (drop reasoning, trim text).
+        renderer = (
+            state.processor
+            if new.multimodal_inputs and state.processor is not None
+            else state.tokenizer
+        )
+        # Render a short conversation with a placeholder as the model's turn, and keep what follows
+        # the placeholder. The real conversation is not rendered again: the template might change
+        # earlier turns (drop reasoning, trim text).
         said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
         text = render(renderer, self.sample, [*said, *map(dict, messages)])
         _, found, after = text.partition(_MARK)
         if not found:
-            raise ValueError("the chat template leaves out the assistant's turn: use Conversation.observe instead")
+            raise ValueError(
+                "the chat template leaves out the assistant's turn: use Conversation.observe "
+                "instead"
+            )
         # The model may have sampled the end-of-turn token itself.
         tokens = text_ids(state, new, after) if new.multimodal_inputs else self._encode(after, room)
         if tokens and tokens[0] == last and tokens[0] in state.tokenizer.all_special_ids:
-            after = after.removeprefix(state.tokenizer.decode(tokens[:1]))  # _append writes its text
-            tokens = tokens[1:]  # the model sampled the end-of-turn token itself: do not append it twice
+            # _append writes its text
+            after = after.removeprefix(state.tokenizer.decode(tokens[:1]))
+            # the model sampled the end-of-turn token itself: do not append it twice
+            tokens = tokens[1:]
         return tokens, after
 
     async def tools(self, calls: Iterable[Awaitable[str]], timeout: float) -> list[str]:
         """Run tool calls concurrently.
 
-        A call that takes longer than ``timeout`` seconds is cancelled and counted in ``metadata["tool_timeouts"]``; its
-        result is an error text for the model. An exception of a tool cancels the other calls and propagates. The time
-        of the calls is added to ``sample.non_generation_time``.
+        A call that takes longer than ``timeout`` seconds is cancelled and counted in
+        ``metadata["tool_timeouts"]``; its result is an error text for the model. An exception of a
+        tool cancels the other calls and propagates. The time of the calls is added to
+        ``sample.non_generation_time``.
 
         Returns:
             The results in the order of the calls.
@@ -256,13 +295,19 @@ class Conversation:
             metadata["tool_timeouts"] = metadata.get("tool_timeouts", 0) + 1
             return f"error: no answer within {timeout:g} s"
 
-    def _parameters(self, stop: Sequence[str], max_tokens: int | None, turn: ModelTurn) -> SamplingParams:
+    def _parameters(
+        self, stop: Sequence[str], max_tokens: int | None, turn: ModelTurn
+    ) -> SamplingParams:
         params: SamplingParams = {**self.params}
         given = params.get("stop") or []
         params["stop"] = [*([given] if isinstance(given, str) else given), *stop] or None
-        if max_tokens is not None:  # generate() compares max_new_tokens with the length of the whole response
-            params["max_new_tokens"] = min(int(params["max_new_tokens"]), turn["start"] + max_tokens)
-        # Each request after the first gets a seed of its own; the first one keeps the seed of the sample.
+        # generate() compares max_new_tokens with the length of the whole response
+        if max_tokens is not None:
+            params["max_new_tokens"] = min(
+                int(params["max_new_tokens"]), turn["start"] + max_tokens
+            )
+        # Each request after the first gets a seed of its own; the first one keeps the seed of the
+        # sample.
         if self._calls and params.get("sampling_seed") is not None:
             params["sampling_seed"] = derive_seed(params["sampling_seed"], "turn", self._calls)
         return params
@@ -273,12 +318,14 @@ class Conversation:
         before = self.sample.response_length
         written = len(sample.response)
         begin = written - len(turn["text"])  # in the text of the response
-        # generate() cuts the rest of an interrupted turn, which is ABORTED, at a stop string that began before.
+        # generate() cuts the rest of an interrupted turn, which is ABORTED, at a stop string that
+        # began before.
         sample.status = Sample.Status.ABORTED if before > turn["start"] else Sample.Status.PENDING
         self._calls += 1
         await generate(self.args, sample, params)
         self._drop_sampled_medium(before, written)
-        turn["text"] = sample.response[begin:]  # not "+=": an incomplete character before the rest is complete now
+        # not "+=": an incomplete character before the rest is complete now
+        turn["text"] = sample.response[begin:]
         if sample.status is Sample.Status.ABORTED:
             return None
         turn["end"], turn["finish"] = sample.response_length, sample.status.value
@@ -287,62 +334,80 @@ class Conversation:
     def _drop_sampled_medium(self, before: int, written: int) -> None:
         """Remove a media placeholder token that the model sampled at the end of its turn.
 
-        Such a token is a stop token, so it can only be the last one of the turn. There are no media for it, so no later
-        request could contain it.
+        Such a token is a stop token, so it can only be the last one of the turn. There are no media
+        for it, so no later request could contain it.
         """
         sample = self.sample
         if sample.response_length > before and sample.tokens[-1] in self.state.media_token_ids:
-            own = self.state.tokenizer.decode(sample.tokens[len(sample.tokens) - sample.response_length + before : -1])
+            own = self.state.tokenizer.decode(
+                sample.tokens[len(sample.tokens) - sample.response_length + before : -1]
+            )
             sample.cut_response(sample.response_length - 1, sample.response[:written] + own)
 
     def _encode(self, text: str, room: int) -> list[int]:
-        """Tokenize what a tool or an environment said, but not much more of it than can fit: a text of 100 MB would
-        keep all other samples waiting for a minute."""
+        """Tokenize what a tool or an environment said, but not much more of it than can fit: a text
+        of 100 MB would keep all other samples waiting for a minute."""
         return encode(self.state.tokenizer, text[: room * _LONGEST_TOKEN + 1])
 
     def _append(self, tokens: list[int], text: str | None) -> bool:
         sample = self.sample
         if not self.turns or self.turns[-1]["end"] is None:
-            raise ValueError(f"sample {sample.index}: the model has not finished a turn yet; call turn() first")
+            raise ValueError(
+                f"sample {sample.index}: the model has not finished a turn yet; call turn() first"
+            )
         if len(tokens) >= self.left:  # ">=": the model needs room for at least one token after it
             sample.status = Sample.Status.TRUNCATED
             return False
         if text is None:
             text = self.state.tokenizer.decode(tokens)
         text = self._unsaid() + text
-        sample.append_response_tokens(self.args, tokens=tokens, log_probs=None, trainable=False, text=text)
+        sample.append_response_tokens(
+            self.args, tokens=tokens, log_probs=None, trainable=False, text=text
+        )
         self.turns[-1]["answered"] = True
         return True
 
     def _unsaid(self) -> str:
-        """Return the text of the end token of a turn that nothing follows yet. The turn's text is without it, but the
-        conversation, whose next turn may be asked for as text, is not."""
+        """Return the text of the end token of a turn that nothing follows yet. The turn's text is
+        without it, but the conversation, whose next turn may be asked for as text, is not."""
         turn = self.turns[-1]
         sample = self.sample
         if turn["end"] != sample.response_length or self.params.get("skip_special_tokens"):
             return ""
-        return end_text(self.state, sample.tokens[-1], turn["finish"] == Sample.Status.COMPLETED.value)
+        return end_text(
+            self.state, sample.tokens[-1], turn["finish"] == Sample.Status.COMPLETED.value
+        )
 
 
 def _join_media(sample: Sample, new: Sample) -> None:
     """Append the media of ``new`` to those of ``sample``.
 
-    The samples of a group share their media, so new dicts and tensors are made and nothing is changed in place.
+    The samples of a group share their media, so new dicts and tensors are made and nothing is
+    changed in place.
     """
     import torch
 
     raw = sample.multimodal_inputs or {}
     tensors = sample.multimodal_train_inputs or {}
-    added = {k: v for k, v in (new.multimodal_train_inputs or {}).items() if not k.endswith("token_type_ids")}
-    sample.multimodal_inputs = raw | {k: [*raw.get(k, []), *v] for k, v in (new.multimodal_inputs or {}).items()}
+    added = {
+        k: v
+        for k, v in (new.multimodal_train_inputs or {}).items()
+        if not k.endswith("token_type_ids")
+    }
+    sample.multimodal_inputs = raw | {
+        k: [*raw.get(k, []), *v] for k, v in (new.multimodal_inputs or {}).items()
+    }
     sample.multimodal_train_inputs = tensors | {
-        k: torch.cat([torch.as_tensor(tensors[k]), torch.as_tensor(v)]) if k in tensors else v for k, v in added.items()
+        k: torch.cat([torch.as_tensor(tensors[k]), torch.as_tensor(v)]) if k in tensors else v
+        for k, v in added.items()
     }
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call that the model wrote. If it cannot be parsed, ``error`` says why; otherwise ``error`` is empty."""
+    """A tool call that the model wrote. If it cannot be parsed, ``error`` says why; otherwise
+    ``error`` is empty.
+    """
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -352,15 +417,17 @@ class ToolCall:
 def tool_calls(text: str, start: str = "<tool_call>", end: str = "</tool_call>") -> list[ToolCall]:
     """Parse all tool calls in a turn, in their order.
 
-    A call is a JSON object ``{"name": …, "arguments": {…}}`` between ``start`` and ``end``. The key ``parameters``,
-    which some models write, is accepted in place of ``arguments``. Malformed calls are returned with an ``error``.
+    A call is a JSON object ``{"name": …, "arguments": {…}}`` between ``start`` and ``end``. The key
+    ``parameters``, which some models write, is accepted in place of ``arguments``. Malformed calls
+    are returned with an ``error``.
 
     >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1}, error='')]
     """
     blocks = [block.partition(end) for block in text.split(start)[1:]]
     return [
-        _read_call(body) if found else ToolCall(error=f"the call is not closed by {end}") for body, found, _ in blocks
+        _read_call(body) if found else ToolCall(error=f"the call is not closed by {end}")
+        for body, found, _ in blocks
     ]
 
 

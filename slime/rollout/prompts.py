@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def render(
-    renderer: Tokenizer | ProcessorMixin, sample: Sample, messages: Sequence[Message], generation_prompt: bool = True
+    renderer: Tokenizer | ProcessorMixin,
+    sample: Sample,
+    messages: Sequence[Message],
+    generation_prompt: bool = True,
 ) -> str:
     """Render messages with the chat template of a tokenizer or processor.
 
@@ -35,17 +38,24 @@ def render(
 
 
 def prompt_text(state: GenerateState, sample: Sample) -> str:
-    """Return the prompt as text. A message list is rendered; with media, by the template of the processor."""
+    """Return the prompt as text. A message list is rendered; with media, by the template of the
+    processor.
+    """
     if isinstance(sample.prompt, str):
         return sample.prompt
     return render_first(_renderer(state, sample), sample)
 
 
 def render_first(renderer: Tokenizer | ProcessorMixin, sample: Sample) -> str:
-    """Render the messages of a prompt. If the last of them is an assistant's, the model continues its words."""
+    """Render the messages of a prompt. If the last of them is an assistant's, the model continues
+    its words.
+    """
     assert isinstance(sample.prompt, list), "a text needs no rendering"
     return render_prompt(
-        renderer, sample.prompt, tools=sample.metadata.get("tools") or None, **sample.apply_chat_template_kwargs
+        renderer,
+        sample.prompt,
+        tools=sample.metadata.get("tools") or None,
+        **sample.apply_chat_template_kwargs,
     )
 
 
@@ -55,26 +65,35 @@ def _renderer(state: GenerateState, sample: Sample) -> Any:
 
 def _processor(state: GenerateState, sample: Sample) -> Any:
     if state.processor is None:
-        raise ValueError(f"sample {sample.index} has media, but the model of --hf-checkpoint has no processor")
+        raise ValueError(
+            f"sample {sample.index} has media, but the model of --hf-checkpoint has no processor"
+        )
     return state.processor
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenize ``text`` without adding special tokens, because a rendered prompt already contains them."""
+    """Tokenize ``text`` without adding special tokens, because a rendered prompt already contains
+    them.
+    """
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
 def prompt_ids(state: GenerateState, sample: Sample) -> list[int]:
     """Return the token ids of the prompt.
 
-    With media, the processor makes the ids, and its tensors are stored in ``sample.multimodal_train_inputs``.
+    With media, the processor makes the ids, and its tensors are stored in
+    ``sample.multimodal_train_inputs``.
     """
     return text_ids(state, sample, prompt_text(state, sample))
 
 
 def encode_conversation(state: GenerateState, sample: Sample) -> list[int]:
-    """Return the token ids of a whole conversation (a prompt that ends with the response), as :func:`prompt_ids`."""
-    return text_ids(state, sample, render(_renderer(state, sample), sample, sample.prompt, generation_prompt=False))  # type: ignore[arg-type]
+    """Return the token ids of a whole conversation (a prompt that ends with the response), as
+    :func:`prompt_ids`.
+    """
+    messages: list[dict[str, Any]] = sample.prompt  # type: ignore[assignment]
+    text = render(_renderer(state, sample), sample, messages, generation_prompt=False)
+    return text_ids(state, sample, text)
 
 
 def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
@@ -93,7 +112,9 @@ def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
 
 
 def add_media(fields: GenerateBody, sample: Sample) -> None:
-    """Add the media of a sample to an engine request. URLs and paths of videos and audio are passed on unchanged."""
+    """Add the media of a sample to an engine request. URLs and paths of videos and audio are passed
+    on unchanged.
+    """
     media = sample.multimodal_inputs or {}
     if media.get("images"):
         fields["image_data"] = [_as_uri(item, "image") for item in media["images"]]
@@ -104,28 +125,35 @@ def add_media(fields: GenerateBody, sample: Sample) -> None:
 
 
 def folded_ids(state: GenerateState, sample: Sample) -> list[int] | None:
-    """Return the token ids of a sample with images with one placeholder for each of them, as SGLang takes ids.
+    """Return the token ids of a sample with images with one placeholder for each of them, as SGLang
+    takes ids.
 
-    SGLang repeats the placeholders as its processor does, and keeps all other ids (``SGLANG_MM_AVOID_RETOKENIZE``, its
-    default). Ids whose placeholders are repeated already would be decoded and tokenized again, or refused.
+    SGLang repeats the placeholders as its processor does, and keeps all other ids
+    (``SGLANG_MM_AVOID_RETOKENIZE``, its default). Ids whose placeholders are repeated already would
+    be decoded and tokenized again, or refused.
 
     Returns:
-        None if there is no such form: the sample has other media than images; the processor inserts more than repeated
-        placeholders (Gemma 3's); or two images have no token between them.
+        None if there is no such form: the sample has other media than images; the processor inserts
+        more than repeated placeholders (Gemma 3's); or two images have no token between them.
     """
     # Only images have this form, and only with a processor that names its placeholder.
     media = sample.multimodal_inputs or {}
     processor = state.processor
     ids = sample.array("tokens")
     images = media.get("images") or []
-    if ids is None or processor is None or any(media.get(kind) for kind in media if kind != "images"):
+    if (
+        ids is None
+        or processor is None
+        or any(media.get(kind) for kind in media if kind != "images")
+    ):
         return None
     word, token = (getattr(processor, name, None) for name in ("image_token", "image_token_id"))
     if not isinstance(word, str) or not isinstance(token, int) or not len(images):
         return None
     if state.repeats_placeholders is None:
         state.repeats_placeholders = _placeholder_alone(processor, word, images[0]) == {token}
-    # The first placeholder of each run of them; two images without a token between them are one run.
+    # The first placeholder of each run of them; two images without a token between them are one
+    # run.
     first = (ids == token) & np.append(True, ids[:-1] != token)
     if not state.repeats_placeholders or int(first.sum()) != len(images):
         return None
@@ -133,7 +161,9 @@ def folded_ids(state: GenerateState, sample: Sample) -> list[int] | None:
 
 
 def _placeholder_alone(processor: Any, word: str, image: object) -> set[int]:
-    """Return which ids a processor makes of a text that is the placeholder of one image; none if it refuses it."""
+    """Return which ids a processor makes of a text that is the placeholder of one image; none if it
+    refuses it.
+    """
     try:
         made = processor(text=[word], images=[load_image(image)], add_special_tokens=False)
     except ValueError:
@@ -144,8 +174,8 @@ def _placeholder_alone(processor: Any, word: str, image: object) -> set[int]:
 def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:
     """Cut the response before the first media placeholder token that the model sampled.
 
-    There are no media for such a token, so no trainer can compute its log-prob. Placeholders in masked tokens, such as
-    the output of tools, belong to real media and stay.
+    There are no media for such a token, so no trainer can compute its log-prob. Placeholders in
+    masked tokens, such as the output of tools, belong to real media and stay.
     """
     if not state.media_token_ids or not sample.response_length:
         return
@@ -159,7 +189,9 @@ def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:
     if found.any():
         length = int(found.argmax())
         skip = bool(state.sampling_params["skip_special_tokens"])
-        sample.cut_response(length, state.tokenizer.decode(response[:length].tolist(), skip_special_tokens=skip))
+        sample.cut_response(
+            length, state.tokenizer.decode(response[:length].tolist(), skip_special_tokens=skip)
+        )
 
 
 def _as_uri(item: object, kind: str) -> str:
@@ -169,4 +201,7 @@ def _as_uri(item: object, kind: str) -> str:
         return encode_image_for_rollout_engine(item)
     if isinstance(item, bytes):
         return f"data:{kind}/unknown;base64,{base64.b64encode(item).decode()}"
-    raise TypeError(f"{kind} of type {type(item).__name__} cannot be sent to an engine: use a URL, a path or bytes")
+    raise TypeError(
+        f"{kind} of type {type(item).__name__} cannot be sent to an engine: use a URL, a path or "
+        "bytes"
+    )

@@ -1,4 +1,6 @@
-"""The file of a schedule (:mod:`slime.rollout.weight_timeline`). No line is lost without a warning."""
+"""The file of a schedule (:mod:`slime.rollout.weight_timeline`). No line is lost without a
+warning.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from typing import Any, TypeAlias
 from slime.observability.best_effort import AppendedFile, warn
 
 ScheduleLine: TypeAlias = dict[str, Any]
-"""One line: a JSON object. The docstring of :mod:`slime.rollout.weight_timeline` lists the kinds of lines."""
+"""One line: a JSON object. The docstring of :mod:`slime.rollout.weight_timeline` lists the kinds of
+lines.
+"""
 MOST_WAITING = 64 * 2**20
 """Maximum number of bytes that wait in memory while the disk is full: about 600,000 lines."""
 
@@ -21,26 +25,30 @@ class ScheduleError(ValueError):
 
 
 def lost_beside(path: Path) -> Path:
-    """Return the path to which an incomplete schedule is moved: ``schedule.lost.jsonl`` for ``schedule.jsonl``."""
+    """Return the path to which an incomplete schedule is moved: ``schedule.lost.jsonl`` for
+    ``schedule.jsonl``.
+    """
     return path.with_name(f"{path.stem}.lost{path.suffix}")
 
 
 class ScheduleFile:
-    """Appends lines to a schedule, such that the file is always a prefix of the schedule without a gap.
+    """Appends lines to a schedule, such that the file is always a prefix of the schedule without a
+    gap.
 
-    Each line is written immediately, with one unbuffered call, so a process that is killed loses no line. A snapshot
-    also flushes the lines before it to the disk (:meth:`sync`). While the disk is full, lines wait in memory
-    (:class:`~slime.observability.best_effort.AppendedFile`). A replay of the file is therefore exact as far as the file
-    goes.
+    Each line is written immediately, with one unbuffered call, so a process that is killed loses no
+    line. A snapshot also flushes the lines before it to the disk (:meth:`sync`). While the disk is
+    full, lines wait in memory (:class:`~slime.observability.best_effort.AppendedFile`). A replay of
+    the file is therefore exact as far as the file goes.
 
-    If lines are lost nevertheless (more than :data:`MOST_WAITING` bytes wait, or the file is shorter than the snapshot
-    says from which the run is resumed), the file is moved to ``schedule.lost.jsonl`` with a warning. No method raises
-    an ``OSError``, since a full disk must not end the run.
+    If lines are lost nevertheless (more than :data:`MOST_WAITING` bytes wait, or the file is
+    shorter than the snapshot says from which the run is resumed), the file is moved to
+    ``schedule.lost.jsonl`` with a warning. No method raises an ``OSError``, since a full disk must
+    not end the run.
 
     Args:
         path: The file.
-        position: Length in bytes of the file when the snapshot was made from which the run is resumed. The rest of the
-            file is removed. None: Start a new file.
+        position: Length in bytes of the file when the snapshot was made from which the run is
+            resumed. The rest of the file is removed. None: Start a new file.
     """
 
     def __init__(self, path: Path, position: int | None) -> None:
@@ -48,13 +56,20 @@ class ScheduleFile:
         self._file: AppendedFile | None = None
         size = path.stat().st_size if path.is_file() else None
         if position is not None and size is None:  # the run is resumed in another folder
-            warn(f"{path} begins with this resume, so --replay-schedule, which repeats whole runs, cannot use it")
+            warn(
+                f"{path} begins with this resume, so --replay-schedule, which repeats whole runs, "
+                "cannot use it"
+            )
             position = None
         if position is not None and size is not None and size < position:
-            self._lose(f"it has {size} bytes, but it had {position} bytes when the snapshot was made")
+            self._lose(
+                f"it has {size} bytes, but it had {position} bytes when the snapshot was made"
+            )
             position = None
         if position and not _ends_line(path, position):
-            self._lose(f"byte {position} is in the middle of a line, so it is the file of another run")
+            self._lose(
+                f"byte {position} is in the middle of a line, so it is the file of another run"
+            )
             position = None
         self.is_new = position is None
         try:
@@ -70,30 +85,40 @@ class ScheduleFile:
             self._lose(f"{self._file.waiting} bytes of it wait for space on the disk")
 
     def position(self) -> int | None:
-        """Length of the schedule in bytes, including lines that wait for disk space. None if lines were lost."""
+        """Length of the schedule in bytes, including lines that wait for disk space. None if lines
+        were lost.
+        """
         return self._file.end if self._file is not None else None
 
     def sync(self) -> None:
-        """Flush the written lines to the disk, because a snapshot is about to record :meth:`position`."""
+        """Flush the written lines to the disk, because a snapshot is about to record
+        :meth:`position`.
+        """
         if self._file is not None:
             self._file.sync()
 
     def close(self) -> None:
-        """Write the waiting lines if there is space now, and close the file. It may be called twice."""
+        """Write the waiting lines if there is space now, and close the file. It may be called
+        twice.
+        """
         if self._file is None:
             return
         self._file.close()
         if self._file.waiting:
-            self._lose(f"{self._file.waiting} bytes of it were waiting for space on the disk when the run ended")
+            self._lose(
+                f"{self._file.waiting} bytes of it were waiting for space on the disk when the "
+                "run ended"
+            )
         self._file = None
 
     def _lose(self, why: str) -> None:
         self._file = None
-        with contextlib.suppress(OSError):  # a rename needs no disk space, so it works on a full disk too
+        # a rename needs no disk space, so it works on a full disk too
+        with contextlib.suppress(OSError):
             self.path.replace(lost_beside(self.path))
         warn(
-            f"lines of {self.path} are lost: {why}. --replay-schedule cannot repeat this run exactly any more; "
-            f"{lost_beside(self.path).name} holds what came before the loss"
+            f"lines of {self.path} are lost: {why}. --replay-schedule cannot repeat this run "
+            f"exactly any more; {lost_beside(self.path).name} holds what came before the loss"
         )
 
 
@@ -104,7 +129,8 @@ def _ends_line(path: Path, position: int) -> bool:
 
 
 def read_lines(path: Path) -> Iterator[ScheduleLine]:
-    """Yield the lines of a schedule. An incomplete last line, which a killed process can leave, is skipped.
+    """Yield the lines of a schedule. An incomplete last line, which a killed process can leave, is
+    skipped.
 
     Raises:
         ScheduleError: The file does not exist, or a line is not a JSON object.
@@ -113,7 +139,10 @@ def read_lines(path: Path) -> Iterator[ScheduleLine]:
         lost = lost_beside(path)
         instead = "a run writes outputs/<run>/schedule.jsonl"
         if lost.is_file():
-            instead = f"{lost.name} in the same folder is a schedule whose end was lost; it repeats the run up to there"
+            instead = (
+                f"{lost.name} in the same folder is a schedule whose end was lost; it repeats the "
+                "run up to there"
+            )
         raise ScheduleError(f"--replay-schedule {path} does not exist; {instead}")
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
@@ -123,6 +152,8 @@ def read_lines(path: Path) -> Iterator[ScheduleLine]:
                     raise ValueError("it is not a JSON object")
             except ValueError as error:
                 if text.endswith(b"\n"):
-                    raise ScheduleError(f"--replay-schedule {path}, line {number}: {error}") from error
+                    raise ScheduleError(
+                        f"--replay-schedule {path}, line {number}: {error}"
+                    ) from error
                 return
             yield line

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning as a rollout: conversations come from the data set, and nothing is generated.
+"""Supervised fine-tuning as a rollout: conversations come from the data set, and nothing is
+generated.
 
 Use with ``--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss
 --input-key messages`` and without ``--apply-chat-template``.
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 def generate_rollout(
     args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """Return ``--rollout-batch-size`` groups of conversations with their loss masks (``--loss-mask-type``).
+    """Return ``--rollout-batch-size`` groups of conversations with their loss masks
+    (``--loss-mask-type``).
 
     Raises:
         ValueError: ``evaluation`` is True, or a conversation has no assistant turn to train on.
@@ -33,10 +35,15 @@ def generate_rollout(
     from slime.data.masks import MultiTurnLossMaskGenerator
 
     if evaluation:
-        raise ValueError("SFT has no evaluation: set --eval-function-path, or do not set --eval-interval")
+        raise ValueError(
+            "SFT has no evaluation: set --eval-function-path, or do not set --eval-interval"
+        )
     state = GenerateState(args)
-    stop_ids = state.end_token_ids if end_token_ids(args.hf_checkpoint) else ()  # else the checkpoint says nothing
-    masks = MultiTurnLossMaskGenerator(state.tokenizer, args.loss_mask_type, args.apply_chat_template_kwargs, stop_ids)
+    # else the checkpoint says nothing
+    stop_ids = state.end_token_ids if end_token_ids(args.hf_checkpoint) else ()
+    masks = MultiTurnLossMaskGenerator(
+        state.tokenizer, args.loss_mask_type, args.apply_chat_template_kwargs, stop_ids
+    )
     groups = data_source.get_samples(args.rollout_batch_size)
     for done, group in enumerate(groups):
         for sample in flatten(group):
@@ -62,7 +69,9 @@ def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerato
         raise ValueError(f"sample {sample.index}: {error}") from error
     length = masks.get_response_lengths([mask])[0]
     if not length:
-        raise ValueError(f"sample {sample.index}: no assistant turn of its conversation is to be trained on")
+        raise ValueError(
+            f"sample {sample.index}: no assistant turn of its conversation is to be trained on"
+        )
     sample.tokens = list(tokens)
     sample.response_length = length
     sample.loss_mask = list(mask[-length:])

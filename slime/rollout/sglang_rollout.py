@@ -1,6 +1,7 @@
 """The default rollout and evaluation: generate with the engines, score, filter.
 
-User functions import the names in ``__all__`` from here. Their code is in the other files of this folder.
+User functions import the names in ``__all__`` from here. Their code is in the other files of this
+folder.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def generate_rollout(
     return run(generate_rollout_async(args, rollout_id, data_source))
 
 
-async def generate_rollout_async(args: Args, rollout_id: int, data_source: DataSource) -> RolloutFnTrainOutput:
+async def generate_rollout_async(
+    args: Args, rollout_id: int, data_source: DataSource
+) -> RolloutFnTrainOutput:
     """Run one rollout, as :func:`generate_rollout`, on the event loop of the caller."""
     return await RolloutLoop(args, rollout_id, data_source).run()

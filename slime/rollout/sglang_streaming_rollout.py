@@ -1,7 +1,8 @@
 """A generate function that streams the response.
 
-Use with ``--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming``. When a rollout
-is aborted, every token that has arrived is kept, without waiting for the engine's final reply.
+Use with ``--custom-generate-function-path
+slime.rollout.sglang_streaming_rollout.generate_streaming``. When a rollout is aborted, every token
+that has arrived is kept, without waiting for the engine's final reply.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ import orjson
 from slime.data.sample import Sample
 from slime.engines.http import BadAnswer, HttpError, decoded, session
 from slime.engines.keys import auth_headers
-from slime.rollout.generate import answer_problem, get_model_url, respond, routing_headers, with_retries
+from slime.rollout.generate import (
+    answer_problem,
+    get_model_url,
+    respond,
+    routing_headers,
+    with_retries,
+)
 from slime.rollout.state import GenerateState
 from slime.types import GenerateBody, GenerateOutput, MetaInfo, SamplingParams
 
@@ -32,7 +39,8 @@ _POLL_SECONDS = 0.5  # interval of checks of the abort flag while no token arriv
 async def generate_streaming(args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Generate one response like the default generate function, but with server-sent events.
 
-    If the engine is lost during the response, the tokens so far are kept, and the rollout loop continues from them.
+    If the engine is lost during the response, the tokens so far are kept, and the rollout loop
+    continues from them.
 
     Raises:
         HttpError: The engine refused the request, or no engine could be reached.
@@ -41,7 +49,9 @@ async def generate_streaming(args: Args, sample: Sample, sampling_params: Sampli
     return await respond(args, sample, sampling_params, _stream)
 
 
-async def _stream(state: GenerateState, sample: Sample, body: GenerateBody) -> GenerateOutput | None:
+async def _stream(
+    state: GenerateState, sample: Sample, body: GenerateBody
+) -> GenerateOutput | None:
     body["stream"] = True
     answer = StreamedAnswer()
     await with_retries(state, sample, lambda: read_stream(state, sample, body, answer))
@@ -51,9 +61,9 @@ async def _stream(state: GenerateState, sample: Sample, body: GenerateBody) -> G
 class StreamedAnswer:
     """The part of a streamed reply that has arrived.
 
-    Engines that slime starts send only what is new in each chunk, so the cost of a stream is linear in its length.
-    Other engines may send the whole text and all log-probs so far in each chunk, as SGLang does without
-    ``--incremental-streaming-output``. Both forms are supported.
+    Engines that slime starts send only what is new in each chunk, so the cost of a stream is linear
+    in its length. Other engines may send the whole text and all log-probs so far in each chunk, as
+    SGLang does without ``--incremental-streaming-output``. Both forms are supported.
 
     Args:
         on_text: Called with each piece of new text.
@@ -76,9 +86,13 @@ class StreamedAnswer:
         meta = chunk["meta_info"]
         text = chunk["text"]
         scored = meta.get("output_token_logprobs") or []
-        nuclei = [(meta["top_p_token_ids"], meta["top_p_token_offsets"])] if "top_p_token_ids" in meta else []
-        # A chunk with as many log-probs as tokens so far is cumulative. The first chunk always is, but there both forms
-        # are the same.
+        nuclei = (
+            [(meta["top_p_token_ids"], meta["top_p_token_offsets"])]
+            if "top_p_token_ids" in meta
+            else []
+        )
+        # A chunk with as many log-probs as tokens so far is cumulative. The first chunk always is,
+        # but there both forms are the same.
         cumulative = len(scored) == meta.get("completion_tokens", len(scored))
         if cumulative:
             new = text[self._length :]
@@ -109,7 +123,9 @@ class StreamedAnswer:
 
 
 def join_nuclei(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Join the ``top_p_token_ids`` and ``top_p_token_offsets`` of the chunks of a reply (base64 of int32 arrays)."""
+    """Join the ``top_p_token_ids`` and ``top_p_token_offsets`` of the chunks of a reply (base64 of
+    int32 arrays).
+    """
     decoded = [[np.frombuffer(base64.b64decode(item), np.int32) for item in part] for part in parts]
     sizes = np.concatenate([[0], *(np.diff(offsets) for _, offsets in decoded)])
     joined = np.concatenate([ids for ids, _ in decoded]), np.cumsum(sizes).astype(np.int32)
@@ -134,8 +150,11 @@ class Lines:
         return done
 
 
-async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, answer: StreamedAnswer) -> None:
-    """Send a streaming request once, and add its chunks to ``answer`` until the end, an abort, or a lost engine.
+async def read_stream(
+    state: GenerateState, sample: Sample, body: GenerateBody, answer: StreamedAnswer
+) -> None:
+    """Send a streaming request once, and add its chunks to ``answer`` until the end, an abort, or a
+    lost engine.
 
     Raises:
         HttpError: The engine refused the request, or it was lost before the first token.
@@ -144,15 +163,24 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
 
     # The address is read in each attempt: a router that was started again may have another one.
     url = get_model_url(state.args)
-    headers = {"Content-Type": "application/json", **auth_headers(url), **(routing_headers(state, sample) or {})}
+    headers = {
+        "Content-Type": "application/json",
+        **auth_headers(url),
+        **(routing_headers(state, sample) or {}),
+    }
     try:
         async with session().post(url, data=orjson.dumps(body), headers=headers) as response:
             if response.status != 200:
-                raise HttpError(f"{url} answered {response.status}: {(await response.text())[:500]}", response.status)
+                raise HttpError(
+                    f"{url} answered {response.status}: {(await response.text())[:500]}",
+                    response.status,
+                )
             async for chunk in _events(response, state):
                 # A lost engine is no error if tokens have arrived: generation continues from them.
                 if isinstance(chunk, dict) and "error" in chunk:
-                    failure = HttpError(f"{url}, sample {sample.index}: {chunk['error']}", status_of(chunk["error"]))
+                    failure = HttpError(
+                        f"{url}, sample {sample.index}: {chunk['error']}", status_of(chunk["error"])
+                    )
                     if answer.meta is None or not failure.retryable:
                         raise failure
                     return  # as below, where the connection is lost
@@ -165,7 +193,8 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
         if answer.meta is None:
             raise
     except (aiohttp.ClientError, OSError) as error:
-        if answer.meta is None:  # a retry after the first token would append tokens twice, so keep what has arrived
+        # a retry after the first token would append tokens twice, so keep what has arrived
+        if answer.meta is None:
             raise HttpError(f"POST {url}: {error or type(error).__name__}") from error
     if answer.meta is None and not state.aborted:
         raise HttpError(f"the stream of sample {sample.index} ended before the first token")
@@ -174,21 +203,24 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
 def status_of(error: object) -> int:
     """Return the HTTP status for an error inside a stream.
 
-    An engine that refuses a request sends an object, sometimes with a code. A router that lost its engine sends text,
-    which counts as a server error and is retried.
+    An engine that refuses a request sends an object, sometimes with a code. A router that lost its
+    engine sends text, which counts as a server error and is retried.
     """
     code = str(error.get("code") or 400) if isinstance(error, dict) else "500"
     return int(code) if code.isdigit() else 500  # some routers send a name
 
 
 async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> AsyncIterator[Any]:
-    """Yield the objects of the ``data:`` lines until ``[DONE]``, the end of the stream, or an abort."""
+    """Yield the objects of the ``data:`` lines until ``[DONE]``, the end of the stream, or an
+    abort.
+    """
     lines = Lines()
     part = None
     try:
         while not state.aborted:
             part = part or asyncio.ensure_future(response.content.readany())
-            # wait() and not wait_for(): a timeout must not cancel the read, which could lose data that has arrived.
+            # wait() and not wait_for(): a timeout must not cancel the read, which could lose data
+            # that has arrived.
             done, _ = await asyncio.wait([part], timeout=_POLL_SECONDS)
             if not done:
                 continue

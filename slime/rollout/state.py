@@ -1,4 +1,5 @@
-"""State that all tasks of a run share: tokenizer, sampling parameters, limit of requests in flight, abort flag.
+"""State that all tasks of a run share: tokenizer, sampling parameters, limit of requests in flight,
+abort flag.
 
 The settings are made once from the arguments. User functions get ``args`` itself.
 """
@@ -51,12 +52,13 @@ class RequestSettings:
 
     Attributes:
         timeout: Maximum seconds of one request (``--sglang-router-request-timeout-secs``).
-        embedded: Whether the engines are embedded engines, which accept media as token ids and report the part of the
-            vocabulary from which a token was sampled.
+        embedded: Whether the engines are embedded engines, which accept media as token ids and
+            report the part of the vocabulary from which a token was sampled.
         has_routing_key: Whether the router's policy reads the routing key of a session.
-        returns_experts: Whether engines report the experts of each token (``--use-rollout-routing-replay``).
-        adapter: The name of the trained adapter, for engines that load adapters by name (``--lora-sync adapter`` with
-            SGLang).
+        returns_experts: Whether engines report the experts of each token
+            (``--use-rollout-routing-replay``).
+        adapter: The name of the trained adapter, for engines that load adapters by name
+            (``--lora-sync adapter`` with SGLang).
         vocabulary: The number of token ids of the model; None if config.json does not tell it.
     """
 
@@ -90,7 +92,8 @@ class LoopSettings:
         groups: Number of groups in a rollout (``--rollout-batch-size``).
         fetched_at_once: Number of groups that are fetched from the data source at a time.
         timeout: Maximum seconds of a rollout (``--phase-timeout``).
-        masks_earlier_rollouts: Whether tokens of earlier rollouts are masked (``--mask-offpolicy-in-partial-rollout``).
+        masks_earlier_rollouts: Whether tokens of earlier rollouts are masked
+            (``--mask-offpolicy-in-partial-rollout``).
     """
 
     groups: int
@@ -125,8 +128,9 @@ def seeded(
 ) -> SamplingParams:
     """Return a copy of ``params`` with the seed of this sample's next request.
 
-    The seed depends on the run seed, the purpose, the prompt, the position, and the number of earlier engine calls of
-    the sample. It does not depend on time, on the engine, or on the order of requests.
+    The seed depends on the run seed, the purpose, the prompt, the position, and the number of
+    earlier engine calls of the sample. It does not depend on time, on the engine, or on the order
+    of requests.
 
     Args:
         seed: The seed of the run (``--rollout-seed``).
@@ -134,18 +138,21 @@ def seeded(
         purpose: What the sample is for, such as ``sampling`` or an evaluation data set.
     """
     prompt = sample.group_index if sample.group_index is not None else sample.index
-    if prompt is None:  # the data source assigns no indices: without a seed is better than one seed for all prompts
+    # the data source assigns no indices: without a seed is better than one seed for all prompts
+    if prompt is None:
         return {**params}
     turn = len(sample.weight_versions)
     return {**params, "sampling_seed": derive_seed(seed, purpose, prompt, position, turn)}
 
 
 Observer = Callable[[str, Group, dict[str, Any]], None]
-"""Called on the event loop as ``observer(event, group, facts)``. The events of a group, in their order:
+"""Called on the event loop as ``observer(event, group, facts)``. The events of a group, in their
+order:
 
 * ``asked``: the group came from the data source.
 * ``started``: its generation started.
-* ``continued``: an engine ended a request that the rollout had not aborted, and generation continues.
+* ``continued``: an engine ended a request that the rollout had not aborted, and generation
+  continues.
 * ``generated``: all its samples are finished and scored. One of the next three events follows.
 * ``accepted``: it will be trained; the fact ``rollout_id`` is its rollout.
 * ``filtered``: it was dropped; the fact ``reason`` says why.
@@ -153,47 +160,58 @@ Observer = Callable[[str, Group, dict[str, Any]], None]
 * ``given_back``: it was returned to the data source.
 """
 
-_MOST_THREADS = 4096  # a process cannot have many more; further calls of synchronous functions wait in a queue
+# a process cannot have many more; further calls of synchronous functions wait in a queue
+_MOST_THREADS = 4096
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
-"""Whether the current task generates for an evaluation. Both go through the same functions, with the same ``args``."""
+"""Whether the current task generates for an evaluation. Both go through the same functions, with
+the same ``args``.
+"""
 _lock = threading.Lock()
 states_by_args: dict[int, tuple[Callable[[], Args | None], GenerateState]] = {}
 """By the id of ``args``: a function that returns them while they exist, and their state."""
 
 
 class GenerateState:
-    """The shared state of one run. ``GenerateState(args)`` returns the same object for the same ``args``.
+    """The shared state of one run. ``GenerateState(args)`` returns the same object for the same
+    ``args``.
 
     It lives as long as ``args``, so no state leaks from one run into the next in the same process.
 
     Attributes:
         seed: The seed from which the seeds of all samples are derived (``--rollout-seed``).
-        sampling_params: The sampling parameters of a training request. Copy them before you change them.
+        sampling_params: The sampling parameters of a training request. Copy them before you change
+            them.
         requests: How requests are sent.
-        served: Maximum sequence length of the engines, see :func:`~slime.config.rollout.served_context`.
-        media_token_ids: Ids of the placeholder tokens of images and other media; empty for a text model.
-        aborted: True if the rollout has all groups that it needs. Tasks that have not started then mark their samples
-            ABORTED and send no request.
+        served: Maximum sequence length of the engines, see
+            :func:`~slime.config.rollout.served_context`.
+        media_token_ids: Ids of the placeholder tokens of images and other media; empty for a text
+            model.
+        aborted: True if the rollout has all groups that it needs. Tasks that have not started then
+            mark their samples ABORTED and send no request.
         rollout_id: The current rollout.
         eval_rollout_id: The current evaluation. A fully asynchronous run can have both at once.
         eval_datasets: The evaluation data sets by their settings; each is read once.
-        encoded: The text that was tokenized last and its ids. The samples of a group have the same prompt.
+        encoded: The text that was tokenized last and its ids. The samples of a group have the same
+            prompt.
         pool: The standing pool of a fully asynchronous run.
         observer: Called with each event of a group, see :data:`Observer`.
         schedule: The schedule of an asynchronous run, see :mod:`slime.rollout.weight_timeline`.
         generator: Where groups are generated; None: in this process.
-        share: The share of the run's requests in flight that this process may send, above 0 and at most 1.
-        repeats_placeholders: Whether the processor only repeats the placeholder of an image; None: not asked yet.
+        share: The share of the run's requests in flight that this process may send, above 0 and at
+            most 1.
+        repeats_placeholders: Whether the processor only repeats the placeholder of an image; None:
+            not asked yet.
         weights_seen: The newest weights that have answered, as (attempt, step).
-        warned_of_media: Whether the warning of :func:`slime.rollout.generate.compare_read` was given.
+        warned_of_media: Whether the warning of :func:`slime.rollout.generate.compare_read` was
+            given.
     """
 
     pool: Any
 
     def __new__(cls, args: Args) -> GenerateState:
         with _lock:
-            # Args are not hashable, so states are found by id. An id can be reused after its object was deleted, which
-            # is why the referenced object is compared as well.
+            # Args are not hashable, so states are found by id. An id can be reused after its object
+            # was deleted, which is why the referenced object is compared as well.
             known = states_by_args.get(id(args))
             if known is not None and known[0]() is args:
                 return known[1]
@@ -201,7 +219,10 @@ class GenerateState:
             try:
                 state._start(args)
             except AttributeError as error:
-                error.add_note("slime.rollout needs the `args` that hooks get, or an object with all its attributes")
+                error.add_note(
+                    "slime.rollout needs the `args` that hooks get, or an object with all its "
+                    "attributes"
+                )
                 raise
             states_by_args[id(args)] = (state._args, state)
             return state
@@ -224,13 +245,15 @@ class GenerateState:
         self.repeats_placeholders: bool | None = None
         self.generator: GroupGenerator | None = None
         self.share = 1.0
-        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._semaphores: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, asyncio.Semaphore
+        ] = weakref.WeakKeyDictionary()
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget the standing pool and everything else of the rollouts so far. None may be in progress."""
+        """Forget the standing pool and everything else of the rollouts so far. None may be in
+        progress.
+        """
         self.pool = None
         self.observer: Observer | None = None
         self.schedule: WeightTimeline | None = None
@@ -241,18 +264,24 @@ class GenerateState:
     def stopping_at_media(self, params: SamplingParams) -> SamplingParams:
         """Return sampling parameters that also stop at a media placeholder.
 
-        A response must contain none, because there are no media for it: a later request with it is refused. Where the
-        model samples one, it is removed (:func:`~slime.rollout.prompts.cut_at_sampled_media`, and after each turn of a
+        A response must contain none, because there are no media for it: a later request with it is
+        refused. Where the model samples one, it is removed
+        (:func:`~slime.rollout.prompts.cut_at_sampled_media`, and after each turn of a
         conversation).
         """
         if not self.media_token_ids:
             return params
-        return {**params, "stop_token_ids": sorted({*(params.get("stop_token_ids") or []), *self.media_token_ids})}
+        return {
+            **params,
+            "stop_token_ids": sorted(
+                {*(params.get("stop_token_ids") or []), *self.media_token_ids}
+            ),
+        }
 
     @property
     def context(self) -> int | None:
-        """Maximum number of tokens of prompt and response together, in an evaluation or a rollout; None if no limit is
-        known."""
+        """Maximum number of tokens of prompt and response together, in an evaluation or a rollout;
+        None if no limit is known."""
         return self._contexts[EVALUATION.get()]
 
     @property
@@ -264,8 +293,8 @@ class GenerateState:
 
     @property
     def group_sampling_seeds(self) -> list[int]:
-        """One seed for each sample of a group, for copies of older rollout functions. slime's own requests have a seed
-        per sample of the run."""
+        """One seed for each sample of a group, for copies of older rollout functions. slime's own
+        requests have a seed per sample of the run."""
         return [self.seed + offset for offset in range(self.args.n_samples_per_prompt)]
 
     def reset(self) -> None:
@@ -295,20 +324,22 @@ class GenerateState:
     def semaphore(self) -> asyncio.Semaphore:
         """Limits the number of samples that are generated at once.
 
-        The limit is ``--sglang-server-concurrency`` per engine, or the number of connections that this machine's ports
-        and open files allow, whichever is smaller.
+        The limit is ``--sglang-server-concurrency`` per engine, or the number of connections that
+        this machine's ports and open files allow, whichever is smaller.
         """
-        loop = asyncio.get_running_loop()  # a semaphore works in one event loop only; users may run several
+        # a semaphore works in one event loop only; users may run several
+        loop = asyncio.get_running_loop()
         if loop not in self._semaphores:
             self._semaphores[loop] = asyncio.Semaphore(self._in_flight)
         return self._semaphores[loop]
 
     @functools.cached_property
     def threads(self) -> Executor:
-        """Threads in which synchronous user functions run, one for each sample that may be in flight, at most 4,096.
+        """Threads in which synchronous user functions run, one for each sample that may be in
+        flight, at most 4,096.
 
-        Such functions mostly wait for engines. The default executor of the event loop is sized by the number of cores,
-        which would limit generation. Threads start when they are needed.
+        Such functions mostly wait for engines. The default executor of the event loop is sized by
+        the number of cores, which would limit generation. Threads start when they are needed.
         """
         return ThreadPoolExecutor(min(self._in_flight, _MOST_THREADS), thread_name_prefix="hook")
 
@@ -324,7 +355,9 @@ def concurrency(args: Args) -> int:
 
 
 def _reference(args: Args) -> Callable[[], Args | None]:
-    """Return a function that returns ``args`` as long as they exist. An object without weak references is kept."""
+    """Return a function that returns ``args`` as long as they exist. An object without weak
+    references is kept.
+    """
     try:
         return weakref.ref(args, functools.partial(_forget, id(args)))
     except TypeError:  # SimpleNamespace
@@ -332,8 +365,11 @@ def _reference(args: Args) -> Callable[[], Args | None]:
 
 
 def _forget(
-    key: int, reference: object, states: dict[int, tuple[Callable[[], Args | None], GenerateState]] = states_by_args
+    key: int,
+    reference: object,
+    states: dict[int, tuple[Callable[[], Args | None], GenerateState]] = states_by_args,
 ) -> None:
-    # `states` is a default argument because module globals may be gone when this runs at interpreter shutdown.
+    # `states` is a default argument because module globals may be gone when this runs at
+    # interpreter shutdown.
     if key in states and states[key][0] is reference:  # otherwise newer args have the same id
         del states[key]

@@ -12,5 +12,7 @@ __all__ = ["Dataset", "read_file"]
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a ``.jsonl``, ``.parquet`` or ``.json`` file; ``path@[a:b]`` takes a slice of them."""
+    """Yield the rows of a ``.jsonl``, ``.parquet`` or ``.json`` file; ``path@[a:b]`` takes a slice
+    of them.
+    """
     return read_rows(path)

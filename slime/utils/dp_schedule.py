@@ -1,4 +1,6 @@
-"""Documented import path of the data-parallel schedule; the code is in :mod:`slime.data.schedule`."""
+"""Documented import path of the data-parallel schedule; the code is in
+:mod:`slime.data.schedule`.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ def build_dp_schedule(
     rollout_indices: Sequence[int],
     prompts: Sequence[tuple[Hashable, int]] | None = None,
 ) -> schedule.Schedule:
-    """Call :func:`slime.data.schedule.build_dp_schedule` with the settings of ``args``: those of a run, or a plain
-    namespace with only those that matter. What it does not set has the default of its flag."""
+    """Call :func:`slime.data.schedule.build_dp_schedule` with the settings of ``args``: those of a
+    run, or a plain namespace with only those that matter. What it does not set has the default of
+    its flag."""
     settings: Any = SimpleNamespace(**(vars(Args()) | vars(args)))
     return schedule.build_dp_schedule(
         schedule.PackingSettings.from_args(settings),

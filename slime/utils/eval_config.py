@@ -1,4 +1,6 @@
-"""Documented import path of the evaluation's data set settings; the code is in :mod:`slime.data.eval_config`."""
+"""Documented import path of the evaluation's data set settings; the code is in
+:mod:`slime.data.eval_config`.
+"""
 
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
 

@@ -14,7 +14,15 @@ from slime.utils.misc import get_current_node_ip
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-__all__ = ["HttpError", "auth_headers", "get", "get_host_info", "get_rollout_num_engines", "init_http_client", "post"]
+__all__ = [
+    "HttpError",
+    "auth_headers",
+    "get",
+    "get_host_info",
+    "get_rollout_num_engines",
+    "init_http_client",
+    "post",
+]
 
 
 async def post(
@@ -24,7 +32,9 @@ async def post(
     headers: dict[str, str] | None = None,
     use_http2: bool = False,
 ) -> Any:
-    """Call :func:`slime.engines.http.post`. ``use_http2`` has no effect: requests are sent by HTTP/1.1."""
+    """Call :func:`slime.engines.http.post`. ``use_http2`` has no effect: requests are sent by
+    HTTP/1.1.
+    """
     return await http.post(url, payload, max_retries, headers)
 
 

@@ -18,7 +18,9 @@ _LAST_PORT = 65535
 
 
 class Box(Generic[T]):
-    """Holds one object. Ray passes a box as an argument as it is, where it would resolve a bare object reference."""
+    """Holds one object. Ray passes a box as an argument as it is, where it would resolve a bare
+    object reference.
+    """
 
     def __init__(self, inner: T) -> None:
         self._inner = inner
@@ -35,13 +37,18 @@ def exec_command(cmd: str, capture_output: bool = False) -> str | None:
         subprocess.CalledProcessError: The command failed.
     """
     done = subprocess.run(
-        ["bash", "-c", cmd], check=True, text=True, stdout=subprocess.PIPE if capture_output else None
+        ["bash", "-c", cmd],
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE if capture_output else None,
     )
     return done.stdout if capture_output else None
 
 
 def get_current_node_ip() -> str:
-    """Return the address of this machine that Ray uses, or without Ray the one of its route to other machines."""
+    """Return the address of this machine that Ray uses, or without Ray the one of its route to
+    other machines.
+    """
     import ray
 
     return str(ray.util.get_node_ip_address()).strip("[]")

@@ -1,4 +1,6 @@
-"""Documented import path of ``Sample`` and its relatives; the code is in :mod:`slime.data.sample`."""
+"""Documented import path of ``Sample`` and its relatives; the code is in
+:mod:`slime.data.sample`.
+"""
 
 from slime.data.media import MultimodalType, MultimodalTypes
 from slime.data.sample import ParamInfo, PrefixCacheInfo, RolloutBatch, Sample, SpecInfo, Status

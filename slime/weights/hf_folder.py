@@ -1,4 +1,6 @@
-"""Read the tensors of a Hugging Face checkpoint, and write a new one in the dtypes of ``--save-hf-dtype``."""
+"""Read the tensors of a Hugging Face checkpoint, and write a new one in the dtypes of
+``--save-hf-dtype``.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ class HfFolder(StoredWeights):
 
 
 class MtpLayers:
-    """The layers for multi-token prediction of a checkpoint. slime does not train them; an export contains them
-    unchanged.
+    """The layers for multi-token prediction of a checkpoint. slime does not train them; an export
+    contains them unchanged.
 
     Attributes:
         count: The number of layers that config.json gives.
@@ -51,7 +53,8 @@ class MtpLayers:
     def __init__(self, source: str | Path | None) -> None:
         """
         Args:
-            source: The folder of the checkpoint from which a model was made; None if it is not on this machine.
+            source: The folder of the checkpoint from which a model was made; None if it is not on
+                this machine.
         """
         self.source = source
         self.count = 0
@@ -62,7 +65,10 @@ class MtpLayers:
         self.count = zero_mtp_counts(config)[1]
         if self.count and read_headers(Path(source)):
             self._stored = StoredWeights(Path(source))
-            layers = int(config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers", 0))
+            layers = int(
+                config.get("num_hidden_layers")
+                or config.get("text_config", {}).get("num_hidden_layers", 0)
+            )
             self.names = [name for name in self._stored.shapes() if _is_of_mtp(name, layers)]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -71,7 +77,9 @@ class MtpLayers:
             yield name, self._stored.get(name)
 
     def config_changes(self, config: Mapping[str, object]) -> dict[str, object]:
-        """Return the changes to a config.json for an export: none if it contains the layers, otherwise zero counts."""
+        """Return the changes to a config.json for an export: none if it contains the layers,
+        otherwise zero counts.
+        """
         return {} if self.names else zero_mtp_counts(config)[0]
 
     @property
@@ -80,28 +88,38 @@ class MtpLayers:
         if not self.count:
             return None
         if self.names:
-            return f"its {self.count} layer(s) for multi-token prediction are those of {self.source}, not trained"
+            return (
+                f"its {self.count} layer(s) for multi-token prediction are those of "
+                f"{self.source}, not trained"
+            )
         return (
-            f"the {self.count} layer(s) for multi-token prediction that config.json of {self.source} counts are not in "
-            "its files, so they are not written. The new config.json has none"
+            f"the {self.count} layer(s) for multi-token prediction that config.json of "
+            f"{self.source} counts are not in its files, so they are not written. The new "
+            "config.json has none"
         )
 
 
 def _is_of_mtp(name: str, layers: int) -> bool:
-    """Whether a tensor belongs to a layer after the last decoder layer, or to a module for multi-token prediction."""
+    """Whether a tensor belongs to a layer after the last decoder layer, or to a module for
+    multi-token prediction.
+    """
     if re.search(r"(?:^|\.)mtp(?:_layers)?\.", name):
         return True
-    numbered = re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", name)  # not those of a vision tower
+    # not those of a vision tower
+    numbered = re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", name)
     return numbered is not None and int(numbered[1]) >= layers > 0
 
 
 def zero_mtp_counts(config: Mapping[str, object]) -> tuple[dict[str, object], int]:
-    """Return the changes that set the counts of layers for multi-token prediction to 0, also in ``text_config``.
+    """Return the changes that set the counts of layers for multi-token prediction to 0, also in
+    ``text_config``.
 
     Returns:
         The keys of ``config`` that change, with their new values, and the sum of the old counts.
     """
-    counts = {name: value for name in MTP_COUNTS if isinstance(value := config.get(name), int) and value}
+    counts = {
+        name: value for name in MTP_COUNTS if isinstance(value := config.get(name), int) and value
+    }
     changes: dict[str, object] = dict.fromkeys(counts, 0)
     count = sum(counts.values())
     text = config.get("text_config")
@@ -120,15 +138,17 @@ def write_side_files(
     changes: Mapping[str, object],
     config: Mapping[str, object] | None = None,
 ) -> None:
-    """Write what an export holds besides its weights, which must be there. config.json is the last file: without it,
-    a folder cannot be loaded.
+    """Write what an export holds besides its weights, which must be there. config.json is the last
+    file: without it, a folder cannot be loaded.
 
-    All files are copies of those of ``source``, byte for byte. Only config.json has no ``quantization_config``, has
-    ``changes``, and ties the embeddings only if the weights do.
+    All files are copies of those of ``source``, byte for byte. Only config.json has no
+    ``quantization_config``, has ``changes``, and ties the embeddings only if the weights do.
 
     Args:
-        source: The folder of the checkpoint from which the model was made; None if it is not on this machine.
-        mtp: The layers for multi-token prediction that are written too; None if every tensor of ``source`` is.
+        source: The folder of the checkpoint from which the model was made; None if it is not on
+            this machine.
+        mtp: The layers for multi-token prediction that are written too; None if every tensor of
+            ``source`` is.
         config: The content of config.json if there is no ``source``.
     """
     if source is not None:
@@ -145,8 +165,13 @@ def write_side_files(
 
 def _with_dtype(config: Mapping[str, object], dtype: object) -> dict[str, object]:
     """Replace the dtype wherever a config or a part of it gives one."""
-    changed = {key: _with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in config.items()}
-    return {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in changed.items()}
+    changed = {
+        key: _with_dtype(value, dtype) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }
+    return {
+        key: dtype if key in ("dtype", "torch_dtype") else value for key, value in changed.items()
+    }
 
 
 def _untied(config: Mapping[str, object]) -> dict[str, object]:
@@ -159,30 +184,42 @@ SOURCE = "source"
 
 
 class ExportForm:
-    """The dtypes of one export. Every rank needs one, because tensors are cast before they are gathered.
+    """The dtypes of one export. Every rank needs one, because tensors are cast before they are
+    gathered.
 
     Attributes:
-        dtype: The dtype in which the training backend should yield float parameters; None for the one in which it
-            trains them. For ``source`` it is float32, so that they are rounded once.
+        dtype: The dtype in which the training backend should yield float parameters; None for the
+            one in which it trains them. For ``source`` it is float32, so that they are rounded
+            once.
     """
 
     def __init__(self, choice: str | None, folder: Path | None, writer: bool) -> None:
         """
         Args:
-            choice: The value of ``--save-hf-dtype``; None for the dtype in which the model is trained.
-            folder: The checkpoint from which the model was made, on the rank that writes; None if it is not there.
+            choice: The value of ``--save-hf-dtype``; None for the dtype in which the model is
+                trained.
+            folder: The checkpoint from which the model was made, on the rank that writes; None if
+                it is not there.
             writer: Whether this rank writes.
         """
-        named = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, SOURCE: torch.float32}
+        named = {
+            None: None,
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+            SOURCE: torch.float32,
+        }
         self.dtype: torch.dtype | None = named[choice]
         self._cast = None if choice == SOURCE else self.dtype
         self._stored: StoredWeights | None = None
-        self._failure: ModelError | None = None  # raised at the end of the stream, which other ranks also read
+        # raised at the end of the stream, which other ranks also read
+        self._failure: ModelError | None = None
         self._as_source = choice == SOURCE and writer
         if not self._as_source:
             return
         if folder is None:
-            self._failure = ModelError("--save-hf-dtype source needs the files of --hf-checkpoint on this machine")
+            self._failure = ModelError(
+                "--save-hf-dtype source needs the files of --hf-checkpoint on this machine"
+            )
             return
         try:
             self._stored = StoredWeights(folder)
@@ -191,11 +228,12 @@ class ExportForm:
             self._failure = error
 
     def tensors(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors as they are to be written. ``named`` is always read to its end, because that may be a
-        collective operation.
+        """Yield the tensors as they are to be written. ``named`` is always read to its end, because
+        that may be a collective operation.
 
         Raises:
-            ModelError: At the end, if a tensor does not fit the source, or a quantized one of it did not come.
+            ModelError: At the end, if a tensor does not fit the source, or a quantized one of it
+                did not come.
         """
         if not self._as_source:
             for name, tensor in named:
@@ -210,7 +248,10 @@ class ExportForm:
             raise self._failure
         assert self._stored is not None
         if lost := sorted(set(self._stored.plan.weights) - seen):
-            raise ModelError(f"the model does not write {shorten(lost)}, which {self._stored.folder} has quantized")
+            raise ModelError(
+                f"the model does not write {shorten(lost)}, which {self._stored.folder} has "
+                "quantized"
+            )
         for name in sorted(self._stored.plan.left_out):
             yield name, self._stored.header_tensor(name)
 

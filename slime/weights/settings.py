@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from slime.engines.handle import EngineHandle
     from slime.engines.payload import NamedTensor
 
-_RANKS_MARGIN = 0.8  # part of --distributed-timeout-minutes: the other ranks wait in a collective for the sending one
-_DRIVER_MARGIN = 0.9  # part of --phase-timeout: a sync must end with its own error before the driver gives up
+# part of --distributed-timeout-minutes: the other ranks wait in a collective for the sending one
+_RANKS_MARGIN = 0.8
+# part of --phase-timeout: a sync must end with its own error before the driver gives up
+_DRIVER_MARGIN = 0.9
 
 UNTIED = (
     "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GptOssForCausalLM", "MiniMaxM2ForCausalLM", "MixtralForCausalLM",
     "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
 )  # fmt: skip
-"""Classes of SGLang (0.5.15 and 0.5.23) that ignore ``tie_word_embeddings``: their output layer is always a tensor of
-its own, which a tied checkpoint leaves uninitialized."""
+"""Classes of SGLang (0.5.15 and 0.5.23) that ignore ``tie_word_embeddings``: their output layer is
+always a tensor of its own, which a tied checkpoint leaves uninitialized."""
 
 Written = Callable[[Path, Sequence["EngineHandle"]], object]
 """Called with the folder of a version and the engines, before the engines load it."""
@@ -39,10 +41,10 @@ class AdapterSync:
     """What a trainer of an adapter (LoRA) sends.
 
     Attributes:
-        changing: The names of the tensors that training changes. Engines that hold a version of this run need only
-            these.
-        config: The content of PEFT's ``adapter_config.json`` with the whole names of the layers, if the factors of the
-            adapter are sent. None if it is merged into the weights.
+        changing: The names of the tensors that training changes. Engines that hold a version of
+            this run need only these.
+        config: The content of PEFT's ``adapter_config.json`` with the whole names of the layers, if
+            the factors of the adapter are sent. None if it is merged into the weights.
     """
 
     changing: frozenset[str]
@@ -72,22 +74,26 @@ class WeightSyncSettings:
         buffer_bytes: The size of a bucket; None for the default of the transport.
         senders: The number of training ranks that broadcast at the same time; None for one per
             :data:`~slime.weights.transports.ENGINES_PER_SENDER` engines.
-        pause_mode: What a pause does to running requests. With None and ``drain`` it depends on the capabilities of
-            each engine.
+        pause_mode: What a pause does to running requests. With None and ``drain`` it depends on the
+            capabilities of each engine.
         train_dtype, rollout_dtype: Names of dtypes such as ``bfloat16``.
         only_train, freeze: Regular expressions for parameter names.
-        engines_lose_weights: Whether engines lose their weights while their memory is released, so that frozen tensors
-            must be sent each time. SGLang does; the embedded engine keeps them in host memory.
-        step_seconds: The time limit of one step of a sync (one bucket on all engines, or one control call).
+        engines_lose_weights: Whether engines lose their weights while their memory is released, so
+            that frozen tensors must be sent each time. SGLang does; the embedded engine keeps them
+            in host memory.
+        step_seconds: The time limit of one step of a sync (one bucket on all engines, or one
+            control call).
         phase_seconds: ``--phase-timeout``.
-        untied_engines: Whether engines hold the output layer as a tensor of its own although the model ties it to the
-            input embedding.
+        untied_engines: Whether engines hold the output layer as a tensor of its own although the
+            model ties it to the input embedding.
         fp8: How the weights are quantized (``--rollout-quantization fp8``); None if they are not.
-        adapter: The description of an adapter whose factors are sent (see :class:`AdapterSync`); None to send weights.
+        adapter: The description of an adapter whose factors are sent (see :class:`AdapterSync`);
+            None to send weights.
         same_process: Whether the only engine is in this process (``--inline``).
-        adapter_name: The name under which engines load the adapter and requests ask for it (SGLang). None for engines
-            that apply the adapter of the last update to every request.
-        on_written: The function of ``--custom-update-weight-post-write-path``, with its argument ``args`` bound.
+        adapter_name: The name under which engines load the adapter and requests ask for it
+            (SGLang). None for engines that apply the adapter of the last update to every request.
+        on_written: The function of ``--custom-update-weight-post-write-path``, with its argument
+            ``args`` bound.
     """
 
     model: str
@@ -118,7 +124,9 @@ class WeightSyncSettings:
     same_process: bool = False
 
     def bucket_bytes(self, default: int) -> int:
-        """Return the size of a bucket in bytes. ``default`` is the size that the transport prefers."""
+        """Return the size of a bucket in bytes. ``default`` is the size that the transport
+        prefers.
+        """
         return self.buffer_bytes or default
 
     def for_adapter(self, sent: AdapterSync | None) -> WeightSyncSettings:
@@ -148,7 +156,9 @@ class WeightSyncSettings:
             buffer_bytes=args.update_weight_buffer_size,
             senders=args.update_weight_senders,
             pause_mode=args.update_weight_pause_mode,
-            disk_dir=os.path.abspath(args.update_weight_disk_dir) if args.update_weight_disk_dir else None,
+            disk_dir=os.path.abspath(args.update_weight_disk_dir)
+            if args.update_weight_disk_dir
+            else None,
             keep_files=args.update_weight_disk_keep_files,
             delta_encoding=args.update_weight_delta_encoding,
             delta_checksum=args.update_weight_delta_checksum,
@@ -159,9 +169,12 @@ class WeightSyncSettings:
             only_train=tuple(args.only_train_params_name_list or ()),
             freeze=tuple(args.freeze_params_name_list or ()),
             # With an adapter that it loads by name, SGLang keeps a copy of its base in host memory.
-            engines_lose_weights=bool(args.offload_rollout) and args.rollout_backend == "sglang" and named is None,
+            engines_lose_weights=bool(args.offload_rollout)
+            and args.rollout_backend == "sglang"
+            and named is None,
             step_seconds=min(
-                args.distributed_timeout_minutes * 60.0 * _RANKS_MARGIN, args.phase_timeout * _DRIVER_MARGIN
+                args.distributed_timeout_minutes * 60.0 * _RANKS_MARGIN,
+                args.phase_timeout * _DRIVER_MARGIN,
             ),
             phase_seconds=float(args.phase_timeout),
             on_written=_post_write_hook(args),
@@ -174,11 +187,15 @@ class WeightSyncSettings:
 
 def _is_untied(model: str) -> bool:
     config = model_config(model)
-    return bool(config.get("tie_word_embeddings")) and bool(set(config.get("architectures") or ()) & set(UNTIED))
+    return bool(config.get("tie_word_embeddings")) and bool(
+        set(config.get("architectures") or ()) & set(UNTIED)
+    )
 
 
 def _post_write_hook(args: Args) -> Written | None:
-    """Return the hook, which is called as ``fn(args, version_dir, rollout_engines)``; None if the flag is not given."""
+    """Return the hook, which is called as ``fn(args, version_dir, rollout_engines)``; None if the
+    flag is not given.
+    """
     path = args.custom_update_weight_post_write_path
     if path is None:
         return None

@@ -1,6 +1,7 @@
 """Send one weight update from the trainer to all engines.
 
-All training ranks gather full tensors in a collective operation. The ranks that have engines to serve send them::
+All training ranks gather full tensors in a collective operation. The ranks that have engines to
+serve send them::
 
     trainer's thread                    event loop of the sender                    each engine
     ----------------                    ------------------------                    -----------
@@ -17,9 +18,10 @@ All training ranks gather full tensors in a collective operation. The ranks that
                                         audit: compare checksums                    generates
     (later, when engines have a KV cache again) the probe: :func:`slime.weights.audit.probe_engines`
 
-Gathering happens on the trainer's thread, because all ranks must take part in the same order. Sending happens on the
-background event loop, so that the next bucket is gathered while one is sent. Transports that write files open the
-window only when the files are complete, and engines that load files need no calls to begin and end an update.
+Gathering happens on the trainer's thread, because all ranks must take part in the same order.
+Sending happens on the background event loop, so that the next bucket is gathered while one is sent.
+Transports that write files open the window only when the files are complete, and engines that load
+files need no calls to begin and end an update.
 """
 
 from __future__ import annotations
@@ -83,24 +85,29 @@ def sync_weights(
     updated: set[str] | None = None,
     adapter: AdapterSource | None = None,
 ) -> UpdateReport | None:
-    """Send one version of the weights to every engine. All ranks must call this; senders get a report, others None.
+    """Send one version of the weights to every engine. All ranks must call this; senders get a
+    report, others None.
 
     Args:
-        named_weights: Full tensors with their names in the checkpoint. Iterating may be a collective operation.
+        named_weights: Full tensors with their names in the checkpoint. Iterating may be a
+            collective operation.
         engines, transport: The engines and the transport of a sender; ignored on other ranks.
         version: The version, ``attempt.step``.
-        check_equal: The engines have the same weights already. Overwrite every tensor on the engines before the
-            update, and compare the tensors afterwards (``--check-weight-update-equal``).
-        peers: If engines read from the memory of several training ranks, the link of this rank to the others.
-        updated: The URLs of the engines that got an earlier update from this sender. Those that get this one are added.
-        adapter: The factors of an adapter, if they are the last of ``named_weights``. Only they are iterated if no
-            sender must send the base, so that the base is not gathered.
+        check_equal: The engines have the same weights already. Overwrite every tensor on the
+            engines before the update, and compare the tensors afterwards
+            (``--check-weight-update-equal``).
+        peers: If engines read from the memory of several training ranks, the link of this rank to
+            the others.
+        updated: The URLs of the engines that got an earlier update from this sender. Those that get
+            this one are added.
+        adapter: The factors of an adapter, if they are the last of ``named_weights``. Only they are
+            iterated if no sender must send the base, so that the base is not gathered.
 
     Raises:
-        WeightSyncError: Some engines died, hung or refused. All others either have ``version`` and generate, or are
-            named as torn and stay paused until a later sync.
-        audit.WeightAuditError: The weights of an engine differ from those that were sent. The error names the engine
-            and the tensors.
+        WeightSyncError: Some engines died, hung or refused. All others either have ``version`` and
+            generate, or are named as torn and stay paused until a later sync.
+        audit.WeightAuditError: The weights of an engine differ from those that were sent. The error
+            names the engine and the tensors.
     """
     source = WeightSource(named_weights, adapter)
     if not is_sender:
@@ -113,15 +120,28 @@ def sync_weights(
         return None
     assert transport is not None, "the sending rank needs a transport"
     parse_version(version)
-    sender = Sender(settings, engines, transport, version, check_equal, peers, set() if updated is None else updated)
+    sender = Sender(
+        settings,
+        engines,
+        transport,
+        version,
+        check_equal,
+        peers,
+        set() if updated is None else updated,
+    )
     with no_collections():
         return sender.run(source)
 
 
 def _contribute(
-    settings: WeightSyncSettings, source: Iterable[NamedTensor], transport: Transport | None, peers: PeerLink
+    settings: WeightSyncSettings,
+    source: Iterable[NamedTensor],
+    transport: Transport | None,
+    peers: PeerLink,
 ) -> None:
-    """Offer this rank's copy of the weights to engines of another sender, with the buckets and dtype of that sender."""
+    """Offer this rank's copy of the weights to engines of another sender, with the buckets and
+    dtype of that sender.
+    """
     import torch
 
     transport = transport.base if isinstance(transport, AdapterTransport) else transport
@@ -173,13 +193,14 @@ class Sender:
         start = time.perf_counter()
         sending: Future[None] | None = None
         try:
-            # Connect before the first tensor is gathered, because the dtype to send and the digests to compute depend
-            # on the engines.
+            # Connect before the first tensor is gathered, because the dtype to send and the digests
+            # to compute depend on the engines.
             plan = run(self._connect())
             tensors = source.start(base=not self.engines_are_ours(plan))
             handoff = Handoff(self.settings.phase_seconds)
             sending = asyncio.run_coroutine_threadsafe(self._send(plan, handoff), background_loop())
-            # When sending has ended, for any reason, the gathering thread must not wait for it to take a bucket.
+            # When sending has ended, for any reason, the gathering thread must not wait for it to
+            # take a bucket.
             sending.add_done_callback(lambda _: handoff.abandon())
             self._gather(tensors, plan, handoff)
             sending.result()
@@ -187,7 +208,8 @@ class Sender:
             if self.peers is not None:
                 self.peers.close()
             source.finish()
-            if sending is not None:  # after an error in gathering, the engines are marked as torn before it propagates
+            # after an error in gathering, the engines are marked as torn before it propagates
+            if sending is not None:
                 wait([sending])
         self.report.pause_seconds = self.window.closed - self.window.opened
         self.report.seconds = time.perf_counter() - start
@@ -198,7 +220,9 @@ class Sender:
     # --- on the trainer's thread -------------------------------------------------------------
 
     def _gather(self, source: Iterable[NamedTensor], plan: _Plan, handoff: Handoff) -> None:
-        """Divide the stream into buckets and pass them on, and compute the digests that the audit needs."""
+        """Divide the stream into buckets and pass them on, and compute the digests that the audit
+        needs.
+        """
         dtype = engine_dtype(plan.infos.values(), self.settings.rollout_dtype)
         leave_out_frozen = self.engines_are_ours(plan)
         self.report.dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
@@ -217,8 +241,11 @@ class Sender:
             raise
         handoff.close()
 
-    def _dequantized(self, tensors: Sequence[NamedTensor], dtype: torch.dtype | None) -> Iterator[NamedTensor]:
-        """Replace quantized tensors by the weights that engines compute their checksums of: dequantized, in ``dtype``.
+    def _dequantized(
+        self, tensors: Sequence[NamedTensor], dtype: torch.dtype | None
+    ) -> Iterator[NamedTensor]:
+        """Replace quantized tensors by the weights that engines compute their checksums of:
+        dequantized, in ``dtype``.
 
         The scales of a weight come before its values, but may be in an earlier bucket.
         """
@@ -239,18 +266,25 @@ class Sender:
                 yield name, tensor
 
     def engines_are_ours(self, plan: _Plan) -> bool:
-        """Return whether every engine still holds a version that this sender has sent, with the frozen tensors.
+        """Return whether every engine still holds a version that this sender has sent, with the
+        frozen tensors.
 
-        Then frozen tensors need not be sent, except with transports that write complete versions to files. The version
-        alone does not tell, because an external engine may have one of the same attempt from another run.
+        Then frozen tensors need not be sent, except with transports that write complete versions to
+        files. The version alone does not tell, because an external engine may have one of the same
+        attempt from another run.
         """
-        # An adapter's transport writes only the factors to its files; the base goes to the engines once.
-        whole_versions = transport_kind(self.settings).through_folder and self.settings.adapter_name is None
+        # An adapter's transport writes only the factors to its files; the base goes to the engines
+        # once.
+        whole_versions = (
+            transport_kind(self.settings).through_folder and self.settings.adapter_name is None
+        )
         if whole_versions or self.check_equal or self.settings.engines_lose_weights:
             return False
         attempt = parse_version(self.version).attempt
         held = [info.weight_version for info in plan.infos.values()]
-        ours = all(version.startswith(f"{attempt}.") and not version.endswith(TORN) for version in held)
+        ours = all(
+            version.startswith(f"{attempt}.") and not version.endswith(TORN) for version in held
+        )
         return ours and self.updated.issuperset(plan.infos)
 
     def _digest(self, bucket: Bucket, dtype: torch.dtype | None, plan: _Plan) -> None:
@@ -261,7 +295,8 @@ class Sender:
         from slime.models.digest import tensor_digest
 
         for name, tensor in self._dequantized(bucket.tensors, dtype):
-            # An engine casts a tensor that is sent in another dtype, so it does not keep exactly these bytes.
+            # An engine casts a tensor that is sent in another dtype, so it does not keep exactly
+            # these bytes.
             if dtype is None or tensor.dtype == dtype or not tensor.is_floating_point():
                 self.report.digests[name] = tensor_digest(tensor)
 
@@ -279,24 +314,36 @@ class Sender:
         return _Plan(reached, infos, failed)
 
     async def _send(self, plan: _Plan, handoff: Handoff) -> None:
-        """Send all buckets and close the window. Raises :class:`WeightSyncError` if some engines were not updated; the
-        others generate again by then."""
-        update = WeightUpdate(self.version, handoff, allow_delta=not self.check_equal, peers=self.peers)
+        """Send all buckets and close the window. Raises :class:`WeightSyncError` if some engines
+        were not updated; the others generate again by then."""
+        update = WeightUpdate(
+            self.version, handoff, allow_delta=not self.check_equal, peers=self.peers
+        )
         try:
-            result = await self.transport.send(update, plan.reached, partial(self.window.open, plan.reached))
+            result = await self.transport.send(
+                update, plan.reached, partial(self.window.open, plan.reached)
+            )
         except BaseException:  # the update itself could not be read, so no engine has all of it
             await self.window.mark_torn(self.window.entered)
             raise
         if not self.window.opened:
             raise ValueError(f"weights {self.version} were not sent, because they have no tensors")
-        self.report.nbytes, self.report.tensors, self.report.density = result.nbytes, result.tensors, result.density
+        self.report.nbytes, self.report.tensors, self.report.density = (
+            result.nbytes,
+            result.tensors,
+            result.density,
+        )
         whole, torn = await self.window.close(result)
         self.updated |= {engine.url for engine in whole}
         failed = {**plan.failed, **self.window.failed}
         if failed or torn:
-            raise WeightSyncError(self.version, failed, [e.url for e in torn], [e.url for e in whole])
+            raise WeightSyncError(
+                self.version, failed, [e.url for e in torn], [e.url for e in whole]
+            )
 
     async def _audit(self, plan: _Plan) -> None:
         start = time.perf_counter()
-        await audit.audit_engines(plan.reached, plan.infos, self.report.digests, self.settings.step_seconds)
+        await audit.audit_engines(
+            plan.reached, plan.infos, self.report.digests, self.settings.step_seconds
+        )
         self.report.audit_seconds = time.perf_counter() - start

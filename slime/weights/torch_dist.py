@@ -1,13 +1,15 @@
-"""Convert between Hugging Face checkpoints and Megatron checkpoints (``torch_dist``) without Megatron.
+"""Convert between Hugging Face checkpoints and Megatron checkpoints (``torch_dist``) without
+Megatron.
 
-A checkpoint folder has ``trainer.json`` (shape and family of the model) and ``torch_dist/``, a checkpoint of
-``torch.distributed.checkpoint`` with Megatron's names. It has one tensor per parameter of the whole model, and layers
-are named by their index in the whole model. ``slime/backends/megatron/checkpoint.py`` writes and reads the same format,
-with an optimizer and for any parallel layout.
+A checkpoint folder has ``trainer.json`` (shape and family of the model) and ``torch_dist/``, a
+checkpoint of ``torch.distributed.checkpoint`` with Megatron's names. It has one tensor per
+parameter of the whole model, and layers are named by their index in the whole model.
+``slime/backends/megatron/checkpoint.py`` writes and reads the same format, with an optimizer and
+for any parallel layout.
 
-The tensors of such a checkpoint are read without executing code. But its index is a pickle, and an entry may consist of
-bytes that are unpickled too. So :func:`require_tensors` checks the index before torch unpickles it: a checkpoint of
-unknown origin could execute code when it is loaded.
+The tensors of such a checkpoint are read without executing code. But its index is a pickle, and an
+entry may consist of bytes that are unpickled too. So :func:`require_tensors` checks the index
+before torch unpickles it: a checkpoint of unknown origin could execute code when it is loaded.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def _member(of: object, name: str) -> enum.Enum:
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2, for one, pickles members of enumerations so
+        # Python 3.11.2, for one, pickles members of enumerations so
+        if (module, name) == ("builtins", "getattr"):
             return _member
         known = (module in _MODULES and name in _CLASSES) or (module, name) in _OTHERS
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -79,11 +82,13 @@ class _Reader(pickle.Unpickler):
 
 
 def require_tensors(folder: Path, only: bool = True) -> None:
-    """Refuse a checkpoint whose index contains anything other than tensors and their places. No code is executed.
+    """Refuse a checkpoint whose index contains anything other than tensors and their places. No
+    code is executed.
 
     Args:
-        only: Also refuse entries of bytes, which :func:`torch.distributed.checkpoint.load` would unpickle. Pass False
-            if the caller reads tensors by name and never such an entry (Megatron-LM stores extra states like this).
+        only: Also refuse entries of bytes, which :func:`torch.distributed.checkpoint.load` would
+            unpickle. Pass False if the caller reads tensors by name and never such an entry
+            (Megatron-LM stores extra states like this).
 
     Raises:
         UnsafeMetadataError: The index contains something else, or is damaged.
@@ -96,23 +101,31 @@ def require_tensors(folder: Path, only: bool = True) -> None:
         metadata = _Reader(io.BytesIO(file.read_bytes())).load()
         entries = dict(metadata.state_dict_metadata)
     except UnsafeMetadataError as error:
-        raise UnsafeMetadataError(f"{file} could execute code ({error}); it was not loaded. Use the original") from None
+        raise UnsafeMetadataError(
+            f"{file} could execute code ({error}); it was not loaded. Use the original"
+        ) from None
     except Exception as error:  # a damaged pickle may raise any exception
-        raise UnsafeMetadataError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+        raise UnsafeMetadataError(
+            f"{file} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if not only:
         return
-    of_bytes = sorted(name for name, entry in entries.items() if type(entry).__name__ != "TensorStorageMetadata")
+    of_bytes = sorted(
+        name for name, entry in entries.items() if type(entry).__name__ != "TensorStorageMetadata"
+    )
     if of_bytes:
         raise UnsafeMetadataError(
-            f"{file} was not loaded, because it has entries that are not tensors and would be unpickled: "
-            f"{', '.join(of_bytes[:3])}. slime writes no such entries"
+            f"{file} was not loaded, because it has entries that are not tensors and would be "
+            f"unpickled: {', '.join(of_bytes[:3])}. slime writes no such entries"
         )
 
 
 META = "trainer.json"
 TENSORS = "torch_dist"
 RANK_FILES = "torch"
-"""The folder that ``--ckpt-format torch`` writes. Like the other folder, it has the name of its format."""
+"""The folder that ``--ckpt-format torch`` writes. Like the other folder, it has the name of its
+format.
+"""
 MEGATRON_FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -130,25 +143,32 @@ def read_meta(path: Path) -> dict[str, Any]:
     """
     file = path / META
     if not file.is_file():
-        raise FileNotFoundError(f"{path} has no training state, because {META} is missing: give a folder of --save")
+        raise FileNotFoundError(
+            f"{path} has no training state, because {META} is missing: give a folder of --save"
+        )
     meta: dict[str, Any] = json.loads(file.read_text())
     if meta.get("format") != "megatron":
-        raise ValueError(f"{path} was saved by --train-backend fsdp: load it with FSDP, or export it with --save-hf")
+        raise ValueError(
+            f"{path} was saved by --train-backend fsdp: load it with FSDP, or export it with "
+            "--save-hf"
+        )
     return {"ckpt_format": TENSORS, **meta}
 
 
 def adapter_only(path: Path, meta: Mapping[str, Any]) -> str | None:
-    """Return what to do with a checkpoint that has only an adapter (LoRA), given its :func:`read_meta`; None if it has
-    a whole model."""
+    """Return what to do with a checkpoint that has only an adapter (LoRA), given its
+    :func:`read_meta`; None if it has a whole model."""
     if not meta.get("lora"):
         return None
     return (
-        f"{path} has only an adapter of {meta['lora']['base']}, not the weights of a model: merge it into its base "
-        "with slime merge-lora"
+        f"{path} has only an adapter of {meta['lora']['base']}, not the weights of a model: merge "
+        "it into its base with slime merge-lora"
     )
 
 
-def describe(family: Family, settings: Settings, hf_checkpoint: str, **more: object) -> dict[str, Any]:
+def describe(
+    family: Family, settings: Settings, hf_checkpoint: str, **more: object
+) -> dict[str, Any]:
     """Return the content of ``trainer.json``, with everything that a conversion back needs."""
     return {
         "format": "megatron",
@@ -168,8 +188,8 @@ def describe(family: Family, settings: Settings, hf_checkpoint: str, **more: obj
 def convert_from_hf(folder: HfFolder, family: Family, settings: Settings, save: Path) -> None:
     """Write a Hugging Face checkpoint as Megatron weights with the same dtypes.
 
-    If there is a process group, its ranks divide the parameters among them. Each rank holds its parameters in memory
-    until they are written.
+    If there is a process group, its ranks divide the parameters among them. Each rank holds its
+    parameters in memory until they are written.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     entries = list(family.entries(settings))
@@ -186,7 +206,9 @@ def convert_from_hf(folder: HfFolder, family: Family, settings: Settings, save: 
 
 
 def mark_as_megatron(folder: Path) -> list[Path]:
-    """Write the files that megatron-core expects in a checkpoint of this format, and return their paths."""
+    """Write the files that megatron-core expects in a checkpoint of this format, and return their
+    paths.
+    """
     files = [folder / "common.pt", folder / "metadata.json"]
     with open(files[0], "wb") as file:
         save_value({}, file)
@@ -208,14 +230,17 @@ def _full(entry: Entry, folder: HfFolder) -> Tensor:
 
 
 def _as_saved(entry: Entry, full: Tensor) -> Tensor:
-    """Return a tensor in its stored shape: gate and up are concatenated, except for experts, which keep them apart."""
+    """Return a tensor in its stored shape: gate and up are concatenated, except for experts, which
+    keep them apart.
+    """
     return full.flatten(0, 1) if isinstance(entry.layout, Stacked) and not entry.experts else full
 
 
 def hf_tensors(
     path: Path, family: Family, settings: Settings, vocab_size: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the Hugging Face tensors of Megatron weights. Only one parameter is in memory at a time.
+    """Yield the Hugging Face tensors of Megatron weights. Only one parameter is in memory at a
+    time.
 
     Args:
         path: A folder that has ``torch_dist/``.
@@ -227,7 +252,9 @@ def hf_tensors(
     """
     stored_rows = settings["vocab_size"]
     if vocab_size and vocab_size > stored_rows:
-        raise ValueError(f"--vocab-size {vocab_size} is too large: {path} has embeddings of {stored_rows} tokens")
+        raise ValueError(
+            f"--vocab-size {vocab_size} is too large: {path} has embeddings of {stored_rows} tokens"
+        )
     settings = {**settings, "vocab_size": vocab_size or settings["vocab_size"]}
     require_tensors(path / TENSORS)
     reader = dcp.FileSystemReader(path / TENSORS)
@@ -235,18 +262,25 @@ def hf_tensors(
     # One parameter at a time, so that the memory of a whole model is never needed.
     for entry in family.entries(settings):
         if entry.megatron not in stored:
-            raise KeyError(f"{path} has no parameter {entry.megatron!r}: check that --origin-hf-dir belongs to it")
+            raise KeyError(
+                f"{path} has no parameter {entry.megatron!r}: check that --origin-hf-dir belongs "
+                "to it"
+            )
         what = stored[entry.megatron]
         full = torch.empty(what.size, dtype=what.properties.dtype)
         dcp.load({entry.megatron: full}, storage_reader=reader, no_dist=True)
         if not entry.experts:
             yield from zip(
-                entry.hf, entry.layout.split(full.reshape(entry.layout.full_shape(full.shape, 1))), strict=True
+                entry.hf,
+                entry.layout.split(full.reshape(entry.layout.full_shape(full.shape, 1))),
+                strict=True,
             )
             continue
         if entry.is_stacked:
             parts = zip(*(entry.layout.split(part) for part in full.unbind(0)), strict=True)
-            yield from ((name, torch.stack(tensors)) for name, tensors in zip(entry.hf, parts, strict=True))
+            yield from (
+                (name, torch.stack(tensors)) for name, tensors in zip(entry.hf, parts, strict=True)
+            )
             continue
         for expert, part in enumerate(full.unbind(0)):
             names = [name.format(expert=expert) for name in entry.hf]
@@ -262,23 +296,28 @@ def find(path: str) -> Path:
     """
     found = megatron_folder(path)
     if found is None:
-        raise FileNotFoundError(f"{path} and its snapshots have no Megatron weights ({META} and {TENSORS}/)")
+        raise FileNotFoundError(
+            f"{path} and its snapshots have no Megatron weights ({META} and {TENSORS}/)"
+        )
     if not (found / TENSORS).is_dir():
         raise ValueError(
-            f"{found} was saved with --ckpt-format torch, which stores the tensors of each rank separately: convert "
-            "it with tools/convert_to_hf.py and the flags of the run"
+            f"{found} was saved with --ckpt-format torch, which stores the tensors of each rank "
+            "separately: convert it with tools/convert_to_hf.py and the flags of the run"
         )
     return found
 
 
 def join_launched_ranks() -> tuple[int, int]:
-    """Return rank and number of ranks. Under torchrun a gloo group is created; otherwise the result is 0 and 1."""
+    """Return rank and number of ranks. Under torchrun a gloo group is created; otherwise the result
+    is 0 and 1.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-# --- checkpoints of Megatron-LM ------------------------------------------------------------------------
+# --- checkpoints of Megatron-LM
+# ------------------------------------------------------------------------
 
 
 def open_megatron_lm(
@@ -292,7 +331,8 @@ def open_megatron_lm(
         model_name: ``--model-name``.
 
     Raises:
-        ModelError: Tensors are missing or do not fit the shape, or there is no weight map for this family of models.
+        ModelError: Tensors are missing or do not fit the shape, or there is no weight map for this
+            family of models.
     """
     folder = megatron_lm_folder(path)
     if folder is None:
@@ -303,7 +343,9 @@ def open_megatron_lm(
     except ModelError:
         raise
     except ValueError as error:  # no map, or an index that could execute code
-        raise ModelError(f"{path} was written by Megatron-LM and cannot be read: {error}") from error
+        raise ModelError(
+            f"{path} was written by Megatron-LM and cannot be read: {error}"
+        ) from error
 
 
 def read_megatron_lm(folder: Path, family: Family, config: HfConfig) -> NamedWeights:
@@ -313,12 +355,16 @@ def read_megatron_lm(folder: Path, family: Family, config: HfConfig) -> NamedWei
         folder: As :func:`slime.config.checkpoint.megatron_lm_folder` finds it.
         config: The content of the model's config.json.
     """
-    weights: NamedWeights = registry.find("checkpoint", "megatron_lm")(folder, family, family.settings(config))
+    weights: NamedWeights = registry.find("checkpoint", "megatron_lm")(
+        folder, family, family.settings(config)
+    )
     return weights
 
 
 def differing_shapes(weights: NamedWeights, hf_checkpoint: str) -> list[str]:
-    """Describe the first tensors whose shapes differ from those in the files of ``hf_checkpoint``, if they are here."""
+    """Describe the first tensors whose shapes differ from those in the files of ``hf_checkpoint``,
+    if they are here.
+    """
     folder = local_folder(hf_checkpoint)
     if folder is None or not read_headers(folder):
         return []
@@ -328,4 +374,8 @@ def differing_shapes(weights: NamedWeights, hf_checkpoint: str) -> list[str]:
         for name, shape in weights.shapes().items()
         if expected.get(name, shape) != shape
     ]
-    return [f"{weights.folder} has another shape than --hf-checkpoint: {shorten(wrong, 3)}"] if wrong else []
+    return (
+        [f"{weights.folder} has another shape than --hf-checkpoint: {shorten(wrong, 3)}"]
+        if wrong
+        else []
+    )

@@ -1,13 +1,14 @@
 """A weight update: its version, and the stream of its tensors on the way to the transport.
 
-A version is ``attempt.step``. ``attempt`` counts the starts of a run: it is 0, plus one for each resume. ``step`` is
-the number of steps that trained these weights: step ``i`` trains version ``i``. Because of ``attempt``, a resume never
-gives an old version to other weights.
+A version is ``attempt.step``. ``attempt`` counts the starts of a run: it is 0, plus one for each
+resume. ``step`` is the number of steps that trained these weights: step ``i`` trains version ``i``.
+Because of ``attempt``, a resume never gives an old version to other weights.
 
-Tensors have the names of the checkpoint on disk (one tensor per expert, and no in-memory names of FSDP or
-transformers). All ranks iterate the stream (:class:`WeightSource`), because gathering is a collective operation. A
-sender casts the tensors and divides them into buckets (:func:`sent_buckets`), the same for all transports, and passes
-them from the thread that gathers to the event loop that sends (:class:`Handoff`).
+Tensors have the names of the checkpoint on disk (one tensor per expert, and no in-memory names of
+FSDP or transformers). All ranks iterate the stream (:class:`WeightSource`), because gathering is a
+collective operation. A sender casts the tensors and divides them into buckets
+(:func:`sent_buckets`), the same for all transports, and passes them from the thread that gathers to
+the event loop that sends (:class:`Handoff`).
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ if TYPE_CHECKING:
 
 
 Transform = Callable[[str, "torch.Tensor"], Iterable[NamedTensor]]
-"""A transform of a tensor before it is sent: a cast, quantization, another name, or no tensor at all. The result may
-have several tensors."""
+"""A transform of a tensor before it is sent: a cast, quantization, another name, or no tensor at
+all. The result may have several tensors."""
 
 DEFAULT_BUCKET_BYTES = 512 * 1024 * 1024
 _PATTERN = re.compile(r"(\d+)\.(\d+)")
 FULL_PRECISION = ("e_score_correction_bias", "expert_bias", "A_log")
-"""Endings of the names of tensors that engines keep in a wider dtype, so that a cast would lose bits."""
+"""Endings of the names of tensors that engines keep in a wider dtype, so that a cast would lose
+bits.
+"""
 FACTORS = (".lora_A.weight", ".lora_B.weight")
 """Endings of the names of an adapter's factors."""
 
@@ -53,11 +56,14 @@ def parse_version(text: str) -> Version:
     """Parse ``"attempt.step"``. Versions are ordered by the time at which they were trained.
 
     Raises:
-        ValueError: ``text`` has another form, for example because it is the version of an engine before any update.
+        ValueError: ``text`` has another form, for example because it is the version of an engine
+            before any update.
     """
     match = _PATTERN.fullmatch(text)
     if match is None:
-        raise ValueError(f"weight version {text!r} does not have the form attempt.step, for example 0.12")
+        raise ValueError(
+            f"weight version {text!r} does not have the form attempt.step, for example 0.12"
+        )
     return Version(int(match[1]), int(match[2]))
 
 
@@ -69,8 +75,8 @@ class WeightUpdate:
         version: The version, ``attempt.step``; see :class:`Version`.
         buckets: The buckets, which contain all tensors to send even if ``allow_delta`` is set.
         allow_delta: Whether a transport that knows the previous version may send only the changes.
-        peers: If engines span the GPUs of several training ranks, the link of this rank to the others, which offer
-            their own copies of the buckets.
+        peers: If engines span the GPUs of several training ranks, the link of this rank to the
+            others, which offer their own copies of the buckets.
     """
 
     version: str
@@ -93,43 +99,61 @@ class UpdateReport:
     audit_seconds: float = 0.0
     digests: dict[str, str] = field(default_factory=dict)
     dtype: str | None = None
-    """The dtype to which floating-point tensors were cast, without ``torch.``; None if they were not cast."""
+    """The dtype to which floating-point tensors were cast, without ``torch.``; None if they were
+    not cast.
+    """
 
 
 class WeightSyncError(RuntimeError):
     """A weight sync did not reach every engine.
 
     Attributes:
-        failed: The errors of the engines that caused the failure, by URL: they died, hung or refused. Their weights
-            are undefined.
-        torn: Engines that are alive but have a mix of old and new tensors, because the failure of another engine ended
-            their broadcast. They stay paused; the next complete sync repairs them.
+        failed: The errors of the engines that caused the failure, by URL: they died, hung or
+            refused. Their weights are undefined.
+        torn: Engines that are alive but have a mix of old and new tensors, because the failure of
+            another engine ended their broadcast. They stay paused; the next complete sync repairs
+            them.
         synced: Engines that have ``version`` and generate again.
     """
 
     def __init__(
-        self, version: str, failed: Mapping[str, Exception], torn: Sequence[str], synced: Sequence[str]
+        self,
+        version: str,
+        failed: Mapping[str, Exception],
+        torn: Sequence[str],
+        synced: Sequence[str],
     ) -> None:
         self.version = version
         self.failed = dict(failed)
         self.torn = list(torn)
         self.synced = list(synced)
-        reasons = "; ".join(f"engine {url}: {type(error).__name__}: {error}" for url, error in failed.items())
+        reasons = "; ".join(
+            f"engine {url}: {type(error).__name__}: {error}" for url, error in failed.items()
+        )
         rest = [
-            f"{', '.join(urls)} {what}" for urls, what in ((torn, "must be synced again"), (synced, "updated")) if urls
+            f"{', '.join(urls)} {what}"
+            for urls, what in ((torn, "must be synced again"), (synced, "updated"))
+            if urls
         ]
-        super().__init__(f"weights {version} did not reach every engine: {'; '.join([reasons or 'no engine', *rest])}")
+        super().__init__(
+            f"weights {version} did not reach every engine: "
+            f"{'; '.join([reasons or 'no engine', *rest])}"
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.version, self.failed, self.torn, self.synced)
 
 
 def iter_buckets(
-    named_tensors: Iterable[NamedTensor], max_bytes: int = DEFAULT_BUCKET_BYTES, transforms: Iterable[Transform] = ()
+    named_tensors: Iterable[NamedTensor],
+    max_bytes: int = DEFAULT_BUCKET_BYTES,
+    transforms: Iterable[Transform] = (),
 ) -> Iterator[Bucket]:
-    """Divide a stream of tensors into buckets of at most ``max_bytes``. A larger tensor gets its own bucket.
+    """Divide a stream of tensors into buckets of at most ``max_bytes``. A larger tensor gets its
+    own bucket.
 
-    The order of the tensors is kept, and the final bucket has ``last`` set. Without tensors there is no bucket.
+    The order of the tensors is kept, and the final bucket has ``last`` set. Without tensors there
+    is no bucket.
     """
     steps = list(transforms)
     pending: list[NamedTensor] = []
@@ -148,7 +172,9 @@ def iter_buckets(
         yield Bucket(index, pending, last=True)
 
 
-def transformed(named_tensors: Iterable[NamedTensor], steps: Sequence[Transform]) -> Iterator[NamedTensor]:
+def transformed(
+    named_tensors: Iterable[NamedTensor], steps: Sequence[Transform]
+) -> Iterator[NamedTensor]:
     """Send each tensor through all ``steps``, in their order."""
     for name, tensor in named_tensors:
         stage: list[NamedTensor] = [(name, tensor)]
@@ -157,11 +183,14 @@ def transformed(named_tensors: Iterable[NamedTensor], steps: Sequence[Transform]
         yield from stage
 
 
-# --- transforms ------------------------------------------------------------------------------------
+# --- transforms
+# ------------------------------------------------------------------------------------
 
 
 def cast_floating(dtype: torch.dtype, keep: tuple[str, ...] = FULL_PRECISION) -> Transform:
-    """Return a cast of floating-point tensors to ``dtype``, except for names that end with one of ``keep``."""
+    """Return a cast of floating-point tensors to ``dtype``, except for names that end with one of
+    ``keep``.
+    """
 
     def step(name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
         casts = tensor.is_floating_point() and not name.endswith(keep)
@@ -171,7 +200,9 @@ def cast_floating(dtype: torch.dtype, keep: tuple[str, ...] = FULL_PRECISION) ->
 
 
 def quantize_fp8(layout: Fp8Layout) -> Transform:
-    """Return a transform that replaces each weight of ``layout`` by its scales and its 8-bit values, in this order."""
+    """Return a transform that replaces each weight of ``layout`` by its scales and its 8-bit
+    values, in this order.
+    """
 
     def step(name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
         from slime.models.fp8 import quantized_parts
@@ -191,16 +222,22 @@ def leave_out(unwanted: Callable[[str], bool]) -> Transform:
 
 
 def repeat_embedding(name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
-    """Send the input embedding as the output layer too, for engines that hold a tied one as a tensor of its own."""
+    """Send the input embedding as the output layer too, for engines that hold a tied one as a
+    tensor of its own.
+    """
     names = (name, "lm_head.weight") if name == "model.embed_tokens.weight" else (name,)
     return [(each, tensor) for each in names]
 
 
-def frozen_by_flags(only_train: Iterable[str] | None, freeze: Iterable[str] | None) -> Callable[[str], bool] | None:
-    """Return a function that says whether a name is frozen by the flags; None if neither flag is given.
+def frozen_by_flags(
+    only_train: Iterable[str] | None, freeze: Iterable[str] | None
+) -> Callable[[str], bool] | None:
+    """Return a function that says whether a name is frozen by the flags; None if neither flag is
+    given.
 
     Args:
-        only_train: ``--only-train-params-name-list``, regular expressions that are searched in the name.
+        only_train: ``--only-train-params-name-list``, regular expressions that are searched in the
+            name.
         freeze: ``--freeze-params-name-list``, likewise.
     """
     train = [re.compile(pattern) for pattern in only_train or ()]
@@ -209,15 +246,19 @@ def frozen_by_flags(only_train: Iterable[str] | None, freeze: Iterable[str] | No
         return None
 
     def is_frozen(name: str) -> bool:
-        return (bool(train) and not any(p.search(name) for p in train)) or any(p.search(name) for p in frozen)
+        return (bool(train) and not any(p.search(name) for p in train)) or any(
+            p.search(name) for p in frozen
+        )
 
     return is_frozen
 
 
 def whole_frozen(frozen: Callable[[str], bool]) -> Callable[[str], bool]:
-    """Return whether a tensor is frozen together with all those that SGLang keeps in one tensor with it.
+    """Return whether a tensor is frozen together with all those that SGLang keeps in one tensor
+    with it.
 
-    SGLang may rearrange such a tensor when it has loaded one, so an update has either all parts of it or none.
+    SGLang may rearrange such a tensor when it has loaded one, so an update has either all parts of
+    it or none.
     """
 
     def test(name: str) -> bool:
@@ -229,7 +270,9 @@ def whole_frozen(frozen: Callable[[str], bool]) -> Callable[[str], bool]:
 
 
 class WeightSource:
-    """The stream of tensors of all ranks, each of which starts it once and iterates it to its end."""
+    """The stream of tensors of all ranks, each of which starts it once and iterates it to its
+    end.
+    """
 
     def __init__(self, whole: Iterable[NamedTensor], adapter: AdapterSource | None) -> None:
         self.whole = whole
@@ -241,7 +284,8 @@ class WeightSource:
         """Return the stream. This is a collective operation if there is an adapter.
 
         Args:
-            base: Whether this rank sends the base. If no rank does, the stream has only the factors of the adapter.
+            base: Whether this rank sends the base. If no rank does, the stream has only the factors
+                of the adapter.
         """
         self._started = True  # before the ranks meet, so that they do not meet twice if that fails
         if self.adapter is None or self.adapter.any_rank(base):
@@ -251,13 +295,19 @@ class WeightSource:
         return self._tensors
 
     def finish(self) -> None:
-        """Iterate to the end, also after an error, because the other ranks wait in these collective operations."""
+        """Iterate to the end, also after an error, because the other ranks wait in these collective
+        operations.
+        """
         for _ in self._tensors if self._started else self.start(base=False):
             pass
 
 
-def transforms_of(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_out_frozen: bool) -> list[Transform]:
-    """Return the transforms that each tensor goes through. ``dtype`` is that of the engines; None for no cast."""
+def transforms_of(
+    settings: WeightSyncSettings, dtype: torch.dtype | None, leave_out_frozen: bool
+) -> list[Transform]:
+    """Return the transforms that each tensor goes through. ``dtype`` is that of the engines; None
+    for no cast.
+    """
     transforms: list[Transform] = []
     frozen = frozen_by_flags(settings.only_train, settings.freeze)
     if frozen is not None and leave_out_frozen:
@@ -272,10 +322,13 @@ def transforms_of(settings: WeightSyncSettings, dtype: torch.dtype | None, leave
 
 
 def sent_buckets(
-    settings: WeightSyncSettings, source: Iterable[NamedTensor], size: int, transforms: list[Transform]
+    settings: WeightSyncSettings,
+    source: Iterable[NamedTensor],
+    size: int,
+    transforms: list[Transform],
 ) -> Iterator[Bucket]:
-    """Divide the stream into buckets. The factors of an adapter that engines load by name are a bucket of their own,
-    the last one."""
+    """Divide the stream into buckets. The factors of an adapter that engines load by name are a
+    bucket of their own, the last one."""
     if settings.adapter is None or settings.adapter_name is None:
         yield from iter_buckets(source, size, transforms)
         return
@@ -296,7 +349,9 @@ def sent_buckets(
 
 
 def finished(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-    """Wait for the kernels that write each bucket, because other threads will read it on other streams."""
+    """Wait for the kernels that write each bucket, because other threads will read it on other
+    streams.
+    """
     import torch
 
     for bucket in buckets:
@@ -309,8 +364,9 @@ def finished(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
 class Handoff:
     """An iterable of buckets that holds one bucket at a time. Both sides wait with a deadline.
 
-    The gathering side calls :meth:`put` for each bucket and then :meth:`close`. The sending side iterates, on any
-    thread. :meth:`put` returns after the bucket was taken, so at most one bucket is gathered while one is sent.
+    The gathering side calls :meth:`put` for each bucket and then :meth:`close`. The sending side
+    iterates, on any thread. :meth:`put` returns after the bucket was taken, so at most one bucket
+    is gathered while one is sent.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -322,21 +378,24 @@ class Handoff:
         self._error: BaseException | None = None
 
     def put(self, bucket: Bucket) -> bool:
-        """Pass one bucket. Return False if the sending side has given up: nothing more will be sent, but gathering must
-        still be completed on all ranks."""
+        """Pass one bucket. Return False if the sending side has given up: nothing more will be
+        sent, but gathering must still be completed on all ranks."""
         with self._changed:
             if self._abandoned:
                 return False
             self._item = bucket
             self._changed.notify_all()
             self._wait(
-                lambda: self._item is None or self._abandoned, f"bucket {bucket.index} to be taken by the sender"
+                lambda: self._item is None or self._abandoned,
+                f"bucket {bucket.index} to be taken by the sender",
             )
             self._item = None
             return not self._abandoned
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the iteration after the last bucket, with ``error`` by raising it in the sending side."""
+        """End the iteration after the last bucket, with ``error`` by raising it in the sending
+        side.
+        """
         with self._changed:
             self._closed = True
             self._error = error

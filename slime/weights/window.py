@@ -1,5 +1,5 @@
-"""The engines' side of a weight update: what they say about themselves before it, and the window in which they are
-paused, with the outcome on each of them."""
+"""The engines' side of a weight update: what they say about themselves before it, and the window in
+which they are paused, with the outcome on each of them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ if TYPE_CHECKING:
     import torch
 
 TORN = "-torn"
-"""The end of the version of an engine with a mix of two versions. The engine stays paused, because no sample may have
-this version."""
+"""The end of the version of an engine with a mix of two versions. The engine stays paused, because
+no sample may have this version."""
 
 
 async def describe(engine: EngineHandle) -> EngineInfo:
     """Return the description of an engine that can be updated.
 
     Raises:
-        EngineError: The engine does not answer, or its KV cache would outlive the update. slime starts no such server,
-            but external engines are started by others.
+        EngineError: The engine does not answer, or its KV cache would outlive the update. slime
+            starts no such server, but external engines are started by others.
     """
     info = await engine.info()
     if options := outer_caches(info.extra):
-        raise EngineError(f"{engine.url} was started with {options[0]}: {OUTER_CACHE}: start it without")
+        raise EngineError(
+            f"{engine.url} was started with {options[0]}: {OUTER_CACHE}: start it without"
+        )
     return info
 
 
 def engine_dtype(infos: Iterable[EngineInfo], rollout_dtype: str | None) -> torch.dtype | None:
     """Return the dtype of the weights on all engines.
 
-    If the engines have different dtypes or do not report them, it is ``--rollout-dtype``. None means that tensors are
-    sent without a cast.
+    If the engines have different dtypes or do not report them, it is ``--rollout-dtype``. None
+    means that tensors are sent without a cast.
     """
     import torch
 
@@ -51,19 +53,24 @@ def engine_dtype(infos: Iterable[EngineInfo], rollout_dtype: str | None) -> torc
 
 
 class UpdateWindow:
-    """The window of one update, which the transport opens before it sends the first bytes and the sender closes.
+    """The window of one update, which the transport opens before it sends the first bytes and the
+    sender closes.
 
     An engine that fails a step is added to :attr:`failed` and does not take part in later steps.
 
     Args:
         version: The version of the update.
-        bracketed: Whether ``begin_update`` and ``end_update`` must be called before and after the tensors are sent.
-        check_equal: Whether to overwrite the weights before the update and compare them with the old ones afterwards.
+        bracketed: Whether ``begin_update`` and ``end_update`` must be called before and after the
+            tensors are sent.
+        check_equal: Whether to overwrite the weights before the update and compare them with the
+            old ones afterwards.
         pause_mode: ``--update-weight-pause-mode``.
         deadline: The time limit of each step in seconds.
-        adapter: The description of the adapter whose factors the update contains; None if it contains weights only.
-        ends_requests: Whether ``pause_mode`` is used for engines without requests too. SGLang replaces an adapter only
-            when its last request has ended, and a request may hold it before the engine counts the request.
+        adapter: The description of the adapter whose factors the update contains; None if it
+            contains weights only.
+        ends_requests: Whether ``pause_mode`` is used for engines without requests too. SGLang
+            replaces an adapter only when its last request has ended, and a request may hold it
+            before the engine counts the request.
 
     Attributes:
         adapter_only: Whether nothing but an adapter changes that engines load by name.
@@ -92,20 +99,28 @@ class UpdateWindow:
         self.opened = self.closed = 0.0
         self.entered: list[EngineHandle] = []
         self.failed: Failures = {}
-        self._checksums: dict[str, dict[str, str]] = {}  # before the weights are overwritten, by URL
+        # before the weights are overwritten, by URL
+        self._checksums: dict[str, dict[str, str]] = {}
 
-    async def open(self, engines: Sequence[EngineHandle], adapter_only: bool = False) -> list[EngineHandle]:
+    async def open(
+        self, engines: Sequence[EngineHandle], adapter_only: bool = False
+    ) -> list[EngineHandle]:
         """Pause, flush and begin the update on all engines, and return those that are ready."""
-        # The flush must come after the pause; otherwise requests could compute KV of the old weights after the flush.
+        # The flush must come after the pause; otherwise requests could compute KV of the old
+        # weights after the flush.
         self.opened = time.perf_counter()
         self.adapter_only = adapter_only
         ready = await self._each(engines, self.pause_and_flush, "pause and flush")
         if self.check_equal:
             ready = await self._each(ready, self._overwrite, "overwrite its weights")
         if self.bracketed:
-            ready = await self._each(ready, lambda engine: engine.begin_update(), "begin the update")
+            ready = await self._each(
+                ready, lambda engine: engine.begin_update(), "begin the update"
+            )
         if (adapter := self.adapter) is not None:
-            ready = await self._each(ready, lambda engine: engine.set_adapter_layers(adapter), "add the adapter")
+            ready = await self._each(
+                ready, lambda engine: engine.set_adapter_layers(adapter), "add the adapter"
+            )
         self.entered = ready
         return ready
 
@@ -117,16 +132,26 @@ class UpdateWindow:
         """
         self.failed.update(result.failed)
         torn = [engine for engine in self.entered if engine.url in result.torn]
-        whole = [engine for engine in self.entered if engine not in torn and engine.url not in self.failed]
-        # Torn engines are marked first: if a later step fails, no engine may continue with a version that it lacks.
+        whole = [
+            engine
+            for engine in self.entered
+            if engine not in torn and engine.url not in self.failed
+        ]
+        # Torn engines are marked first: if a later step fails, no engine may continue with a
+        # version that it lacks.
         await self.mark_torn(torn)
         if self.bracketed:
-            whole = await self._each(whole, lambda engine: engine.end_update(self.version), "end the update")
+            whole = await self._each(
+                whole, lambda engine: engine.end_update(self.version), "end the update"
+            )
         if self.check_equal:
             await audit.check_restored(whole, self._checksums, self.deadline)
-        # A full update of the weights leaves memory behind, which the trainer may need. An adapter does not.
+        # A full update of the weights leaves memory behind, which the trainer may need. An adapter
+        # does not.
         empty = not self.adapter_only
-        whole = await self._each(whole, lambda engine: engine.continue_generation(empty), "continue generation")
+        whole = await self._each(
+            whole, lambda engine: engine.continue_generation(empty), "continue generation"
+        )
         self.closed = time.perf_counter()
         return whole, torn
 
@@ -134,16 +159,23 @@ class UpdateWindow:
         """End the update with a version that no sample may have. These engines stay paused."""
         if self.bracketed:
             torn = f"{self.version}{TORN}"
-            await on_each(engines, lambda engine: engine.end_update(torn), "end the update", self.deadline)
+            await on_each(
+                engines, lambda engine: engine.end_update(torn), "end the update", self.deadline
+            )
 
     async def pause_and_flush(self, engine: EngineHandle) -> None:
         """Pause the engine, and flush its KV cache, which belongs to the old weights."""
         if self.adapter_only and engine.capabilities.adapter_cache_keys:
-            # The KV cache of the base and of other adapters stays valid, and no request finds that of the old version.
+            # The KV cache of the base and of other adapters stays valid, and no request finds that
+            # of the old version.
             await engine.pause(self._busy_mode(engine))
             return
         # If there are no requests, the mode makes no difference, and ``in_place`` is the fastest.
-        mode = self._busy_mode(engine) if self.ends_requests or await self._has_requests(engine) else None
+        mode = (
+            self._busy_mode(engine)
+            if self.ends_requests or await self._has_requests(engine)
+            else None
+        )
         await engine.pause(mode or "in_place")
         if mode is None:
             try:
@@ -160,18 +192,21 @@ class UpdateWindow:
         return bool(load["running"] or load["waiting"])
 
     def _busy_mode(self, engine: EngineHandle) -> PauseMode:
-        """Return the mode for an engine with requests: that of the flag, or by default ``retract`` if the engine
-        supports it and ``abort`` otherwise. Both keep the tokens generated so far.
+        """Return the mode for an engine with requests: that of the flag, or by default ``retract``
+        if the engine supports it and ``abort`` otherwise. Both keep the tokens generated so far.
 
         Raises:
-            EngineError: The flag asks for ``in_place``, and the engine does not report the weight version of tokens.
+            EngineError: The flag asks for ``in_place``, and the engine does not report the weight
+                version of tokens.
         """
-        if self.pause_mode in (None, "drain"):  # after a drain, only requests of other clients can be running
+        # after a drain, only requests of other clients can be running
+        if self.pause_mode in (None, "drain"):
             return "retract" if engine.capabilities.retract else "abort"
         if self.pause_mode == "in_place" and not engine.capabilities.version_spans:
             raise EngineError(
-                f"{engine.url} does not report the weight version of each token, so responses that continue in place "
-                "would have the wrong version: use --update-weight-pause-mode abort"
+                f"{engine.url} does not report the weight version of each token, so responses "
+                "that continue in place would have the wrong version: use "
+                "--update-weight-pause-mode abort"
             )
         return cast(PauseMode, self.pause_mode)
 
@@ -179,7 +214,10 @@ class UpdateWindow:
         self._checksums[engine.url] = await audit.overwrite(engine)
 
     async def _each(
-        self, engines: Sequence[EngineHandle], call: Callable[[EngineHandle], Awaitable[None]], what: str
+        self,
+        engines: Sequence[EngineHandle],
+        call: Callable[[EngineHandle], Awaitable[None]],
+        what: str,
     ) -> list[EngineHandle]:
         """Await ``call`` for all engines, and return those that did not fail."""
         _, failed = await on_each(engines, call, what, self.deadline)

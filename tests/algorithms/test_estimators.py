@@ -17,7 +17,10 @@ from slime.algorithms.algorithm import EstimatorSettings
 from slime.algorithms.baselines import centred, overlong_penalty, standardized
 from slime.algorithms.gae import get_advantages_and_returns_batch
 from slime.algorithms.grpo import leave_one_out
-from slime.algorithms.reinforce_plus_plus import get_reinforce_plus_plus_returns, normalize_advantages
+from slime.algorithms.reinforce_plus_plus import (
+    get_reinforce_plus_plus_returns,
+    normalize_advantages,
+)
 from slime.algorithms.sequences import Identity, scan_from_end
 from slime.backends import advantages
 from slime.backends.advantages import AdvantageSettings
@@ -63,8 +66,12 @@ def make_batch(lengths: list[int], seed: int = 0, **changes: Any) -> dict[str, A
     factor=st.sampled_from([0.0, 0.5, 0.95, 0.999, 1.0]),
     chunk=st.sampled_from([1, 7, 128]),
 )
-def test_scan_equals_the_serial_recurrence(length: int, batch: int, factor: float, chunk: int) -> None:
-    x = torch.randn(batch, length, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+def test_scan_equals_the_serial_recurrence(
+    length: int, batch: int, factor: float, chunk: int
+) -> None:
+    x = torch.randn(
+        batch, length, generator=torch.Generator().manual_seed(length), dtype=torch.float64
+    )
     expected = torch.zeros_like(x)
     running = torch.zeros(batch, dtype=torch.float64)
     for t in reversed(range(length)):
@@ -109,11 +116,16 @@ def test_gae_wants_whole_responses() -> None:
 )
 def test_reinforce_plus_plus(lengths: list[int], gamma: float, seed: int) -> None:
     batch = make_batch(lengths, seed)
-    masks = [(torch.rand(n, generator=torch.Generator().manual_seed(seed + n)) < 0.6).int() for n in lengths]
+    masks = [
+        (torch.rand(n, generator=torch.Generator().manual_seed(seed + n)) < 0.6).int()
+        for n in lengths
+    ]
     returns = get_reinforce_plus_plus_returns(
         batch["rewards"], batch["old_log_probs"], masks, lengths, batch["total_lengths"], 0.3, gamma
     )
-    for reward, kl, mask, actual in zip(batch["rewards"], batch["old_log_probs"], masks, returns, strict=True):
+    for reward, kl, mask, actual in zip(
+        batch["rewards"], batch["old_log_probs"], masks, returns, strict=True
+    ):
         unmasked = [t for t in range(len(mask)) if mask[t]]
         running = 0.0
         for t in reversed(unmasked):
@@ -134,13 +146,19 @@ def test_group_estimators_spread_the_reward_and_ignore_kl_in_the_reward(name: st
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_class_says_whether_the_kl_in_the_reward_and_the_size_of_the_group_matter(name: str) -> None:
+def test_a_class_says_whether_the_kl_in_the_reward_and_the_size_of_the_group_matter(
+    name: str,
+) -> None:
     batches = [make_batch([3, 1]), make_batch([3, 1])]
     for batch, coefficient in zip(batches, (0.0, 0.5), strict=True):
-        compute_advantages(make_args(advantage_estimator=name, kl_coef=coefficient), batch, Identity())
+        compute_advantages(
+            make_args(advantage_estimator=name, kl_coef=coefficient), batch, Identity()
+        )
     changed = not torch.equal(batches[0]["advantages"][0], batches[1]["advantages"][0])
     assert changed is ALGORITHMS[name].uses_kl_in_reward
-    trains_alone = ALGORITHMS[name](EstimatorSettings(std_normalization=False)).group_baseline([2.0])[0] != 0
+    trains_alone = (
+        ALGORITHMS[name](EstimatorSettings(std_normalization=False)).group_baseline([2.0])[0] != 0
+    )
     assert trains_alone is not ALGORITHMS[name].needs_group
 
 
@@ -176,7 +194,9 @@ def test_kl_in_the_reward_takes_the_log_probs_that_training_will_use() -> None:
     for use_rollout, key in ((False, "old_log_probs"), (True, "rollout_log_probs")):
         batch = make_batch([3])
         args = make_args(
-            advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.5, use_rollout_logprobs=use_rollout
+            advantage_estimator="reinforce_plus_plus_baseline",
+            kl_coef=0.5,
+            use_rollout_logprobs=use_rollout,
         )
         compute_advantages(args, batch, Identity())
         expected = batch["rewards"][0] - 0.5 * (batch[key][0] - batch["ref_log_probs"][0])
@@ -185,13 +205,19 @@ def test_kl_in_the_reward_takes_the_log_probs_that_training_will_use() -> None:
 
 @pytest.mark.parametrize("garbage", [0.0, 5.0, float("nan")])
 def test_ppo_runs_over_trained_tokens_only(garbage: float) -> None:
-    """Worked by hand, gamma 0.5, lambda 0.5, V = 0.2, 0.4, 0.6 on the tokens of two turns around a tool's output:
-    deltas 0.5·0.4 − 0.2 = 0, 0.5·0.6 − 0.4 = −0.1, 1 − 0.6 = 0.4; from the end 0.4, −0.1 + 0.25·0.4 = 0, 0."""
+    """Worked by hand, gamma 0.5, lambda 0.5, V = 0.2, 0.4, 0.6 on the tokens of two turns around a
+    tool's output:
+    deltas 0.5·0.4 − 0.2 = 0, 0.5·0.6 − 0.4 = −0.1, 1 − 0.6 = 0.4; from the end 0.4, −0.1 + 0.25·0.4
+    = 0, 0."""
     batch = make_batch([6], loss_masks=[torch.tensor([1, 1, 0, 0, 1, 0], dtype=torch.int32)])
     batch["rewards"] = [1.0]
     batch["old_values"] = [torch.tensor([0.2, 0.4, garbage, garbage, 0.6, garbage])]
-    compute_advantages(make_args(advantage_estimator="ppo", gamma=0.5, lambd=0.5), batch, Identity())
-    assert batch["advantages"][0].tolist() == pytest.approx([0.0, 0.0, 0.0, 0.0, 0.4, 0.0], abs=1e-7)
+    compute_advantages(
+        make_args(advantage_estimator="ppo", gamma=0.5, lambd=0.5), batch, Identity()
+    )
+    assert batch["advantages"][0].tolist() == pytest.approx(
+        [0.0, 0.0, 0.0, 0.0, 0.4, 0.0], abs=1e-7
+    )
     assert batch["returns"][0].tolist() == pytest.approx([0.2, 0.4, 0.0, 0.0, 1.0, 0.0])
 
 
@@ -199,7 +225,9 @@ def test_ppo_runs_over_trained_tokens_only(garbage: float) -> None:
 @given(data=st.data(), name=st.sampled_from(["ppo", "reinforce_plus_plus"]))
 def test_masked_tokens_change_nothing_for_trained_ones(data: st.DataObject, name: str) -> None:
     """A response with a tool's output inside has the advantages of the same response without it."""
-    mask = torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=30)), dtype=torch.int32)
+    mask = torch.tensor(
+        data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=30)), dtype=torch.int32
+    )
     args = make_args(advantage_estimator=name, gamma=0.9, lambd=0.8, kl_coef=0.1)
     whole = make_batch([len(mask)], seed=int(mask.sum()), loss_masks=[mask])
     keep = mask.bool()
@@ -217,10 +245,14 @@ def test_masked_tokens_change_nothing_for_trained_ones(data: st.DataObject, name
 def test_ppo_without_a_masked_tail_is_plain_gae_with_kl() -> None:
     batch = make_batch([4, 2])
     args = make_args(advantage_estimator="ppo", gamma=0.9, lambd=0.8, kl_coef=0.1)
-    rewards = [-0.1 * (p - q) for p, q in zip(batch["old_log_probs"], batch["ref_log_probs"], strict=True)]
+    rewards = [
+        -0.1 * (p - q) for p, q in zip(batch["old_log_probs"], batch["ref_log_probs"], strict=True)
+    ]
     for r, reward in zip(rewards, batch["rewards"], strict=True):
         r[-1] += reward
-    expected, _ = get_advantages_and_returns_batch([6, 4], [4, 2], batch["old_values"], rewards, 0.9, 0.8)
+    expected, _ = get_advantages_and_returns_batch(
+        [6, 4], [4, 2], batch["old_values"], rewards, 0.9, 0.8
+    )
     compute_advantages(args, batch, Identity())
     for a, e in zip(batch["advantages"], expected, strict=True):
         torch.testing.assert_close(a, e)
@@ -237,9 +269,14 @@ def test_distillation_lowers_the_advantage_where_the_student_is_surer_than_the_t
     batch["loss_masks"] = [torch.tensor([1, 0, 1])]
     batch["old_log_probs"][0][1] = float("nan")
     compute_advantages(make_args(use_opd=True, opd_kl_coef=2.0), batch, Identity())
-    kl = [float(batch["old_log_probs"][0][t] - batch["teacher_log_probs"][0][t]) if t != 1 else 0.0 for t in range(3)]
+    kl = [
+        float(batch["old_log_probs"][0][t] - batch["teacher_log_probs"][0][t]) if t != 1 else 0.0
+        for t in range(3)
+    ]
     assert batch["opd_reverse_kl"][0].tolist() == pytest.approx(kl)
-    assert batch["advantages"][0].tolist() == pytest.approx([batch["rewards"][0] - 2 * x for x in kl])
+    assert batch["advantages"][0].tolist() == pytest.approx(
+        [batch["rewards"][0] - 2 * x for x in kl]
+    )
 
 
 def test_custom_function_then_distillation_and_whitening() -> None:
@@ -251,20 +288,32 @@ def test_custom_function_then_distillation_and_whitening() -> None:
         rollout_data["advantages"] = rollout_data["old_values"]
 
     def shortens(args: Any, rollout_data: dict[str, Any]) -> None:
-        rollout_data["advantages"] = rollout_data["returns"] = [v[:1] for v in rollout_data["old_values"]]
+        rollout_data["advantages"] = rollout_data["returns"] = [
+            v[:1] for v in rollout_data["old_values"]
+        ]
 
     batch = make_batch([3, 2])
-    args = make_args(use_opd=True, normalize_advantages=True).with_values(custom_advantage_function_path="mine.py:f")
-    settings = replace(AdvantageSettings.from_args(make_args(use_opd=True, normalize_advantages=True)), args=args)
+    args = make_args(use_opd=True, normalize_advantages=True).with_values(
+        custom_advantage_function_path="mine.py:f"
+    )
+    settings = replace(
+        AdvantageSettings.from_args(make_args(use_opd=True, normalize_advantages=True)), args=args
+    )
     advantages.compute_advantages(replace(settings, custom=doubled), batch, Identity())
-    raw = torch.cat([2 * v - k for v, k in zip(batch["old_values"], batch["opd_reverse_kl"], strict=True)])
+    raw = torch.cat(
+        [2 * v - k for v, k in zip(batch["old_values"], batch["opd_reverse_kl"], strict=True)]
+    )
     expected = (raw - raw.mean()) / (raw.var() + 1e-8).sqrt()
     torch.testing.assert_close(torch.cat(batch["advantages"]), expected)
     assert batch["returns"][0].tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match=r"mine.py:f.*returns"):
-        advantages.compute_advantages(replace(settings, custom=forgets), make_batch([3]), Identity())
+        advantages.compute_advantages(
+            replace(settings, custom=forgets), make_batch([3]), Identity()
+        )
     with pytest.raises(ValueError, match=r"mine.py:f.*\[1\]"):
-        advantages.compute_advantages(replace(settings, custom=shortens), make_batch([3]), Identity())
+        advantages.compute_advantages(
+            replace(settings, custom=shortens), make_batch([3]), Identity()
+        )
 
 
 def test_disabled_advantages_leave_the_batch_alone() -> None:
@@ -285,7 +334,11 @@ class ThreadReduce:
     """A real sum over ranks that run as threads of this process."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks, self.barrier, self.shared = ranks, threading.Barrier(ranks, timeout=120), [None] * ranks
+        self.ranks, self.barrier, self.shared = (
+            ranks,
+            threading.Barrier(ranks, timeout=120),
+            [None] * ranks,
+        )
         self.rank = threading.local()
 
     def over_data(self, x: Tensor) -> Tensor:
@@ -321,7 +374,8 @@ def test_whitening_is_masked_and_bessel_corrected(lengths: list[int], seed: int)
     advantages = [torch.randn(n, generator=generator, dtype=torch.float64) * 3 + 5 for n in lengths]
     masks = [(torch.rand(n, generator=generator) < 0.7).int() for n in lengths]
     poisoned = [
-        torch.where(m.bool(), a, torch.full_like(a, float("nan"))) for a, m in zip(advantages, masks, strict=True)
+        torch.where(m.bool(), a, torch.full_like(a, float("nan")))
+        for a, m in zip(advantages, masks, strict=True)
     ]
     out = normalize_advantages(poisoned, masks, Identity())
     flat = [float(x) for a, m in zip(advantages, masks, strict=True) for x in a[m.bool()]]
@@ -330,7 +384,9 @@ def test_whitening_is_masked_and_bessel_corrected(lengths: list[int], seed: int)
         assert got == pytest.approx([0.0] * len(flat))
         return
     mean, variance = statistics.fmean(flat), statistics.variance(flat)
-    assert got == pytest.approx([(x - mean) / (variance + 1e-8) ** 0.5 for x in flat], rel=1e-9, abs=1e-9)
+    assert got == pytest.approx(
+        [(x - mean) / (variance + 1e-8) ** 0.5 for x in flat], rel=1e-9, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -338,7 +394,8 @@ def test_whitening_does_not_depend_on_how_samples_are_spread(ranks: int) -> None
     advantages = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (3, 5, 2, 7)]
     masks = [torch.ones_like(a).int() for a in advantages]
     whole = normalize_advantages(advantages, masks, Identity())
-    where = [i % (ranks - 1) for i in range(4)]  # the last rank has no sample at all, and still takes part
+    # the last rank has no sample at all, and still takes part
+    where = [i % (ranks - 1) for i in range(4)]
 
     def job(rank: int, reduce: Any) -> list[Tensor]:
         mine = [i for i in range(4) if where[i] == rank]
@@ -359,10 +416,15 @@ def test_baselines(rewards: list[int]) -> None:
     values = [float(r) for r in rewards]
     mean = statistics.fmean(values)
     deviation = statistics.stdev(values) + 1e-6 if len(values) > 1 else 1.0
-    others = [statistics.fmean(values[:i] + values[i + 1 :]) if len(values) > 1 else r for i, r in enumerate(values)]
+    others = [
+        statistics.fmean(values[:i] + values[i + 1 :]) if len(values) > 1 else r
+        for i, r in enumerate(values)
+    ]
     assert centred(values) == pytest.approx([r - mean for r in values])
     assert standardized(values) == pytest.approx([(r - mean) / deviation for r in values])
-    assert leave_one_out(values) == pytest.approx([r - o for r, o in zip(values, others, strict=True)])
+    assert leave_one_out(values) == pytest.approx(
+        [r - o for r, o in zip(values, others, strict=True)]
+    )
     if len(set(values)) == 1:
         assert {*centred(values), *standardized(values), *leave_one_out(values)} == {0.0}
 
@@ -374,5 +436,7 @@ def test_equal_rewards_give_exactly_zero_also_where_their_mean_is_rounded() -> N
 
 
 def test_overlong_rewards_fall_over_the_buffer_and_no_further() -> None:
-    penalties = [overlong_penalty(n, max_length=20, buffer=4, factor=2.0) for n in (0, 16, 17, 18, 20, 25)]
+    penalties = [
+        overlong_penalty(n, max_length=20, buffer=4, factor=2.0) for n in (0, 16, 17, 18, 20, 25)
+    ]
     assert penalties == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]

@@ -20,13 +20,17 @@ quick = settings(deadline=None, max_examples=60)
 
 numbers = st.integers(-40, 40).map(lambda k: k / 16 + 0.0037)
 samples_strategy = st.lists(
-    st.lists(st.tuples(numbers, numbers, numbers, st.booleans()), min_size=1, max_size=5), min_size=1, max_size=4
+    st.lists(st.tuples(numbers, numbers, numbers, st.booleans()), min_size=1, max_size=5),
+    min_size=1,
+    max_size=4,
 )
 Samples = list[list[tuple[float, float, float, bool]]]  # (train, rollout, pg_loss, mask)
 
 
 def hook_inputs(samples: Samples, **args: Any) -> dict[str, Any]:
-    columns = [[torch.tensor([t[i] for t in s], dtype=torch.float64) for s in samples] for i in range(3)]
+    columns = [
+        [torch.tensor([t[i] for t in s], dtype=torch.float64) for s in samples] for i in range(3)
+    ]
     lengths = [len(s) for s in samples]
     return dict(
         args=SimpleNamespace(**({"tis_clip": 2.0, "tis_clip_low": 0.0} | args)),
@@ -59,8 +63,12 @@ def test_tis_and_icepop(samples: Samples, low: float) -> None:
         )
         assert all(torch.equal(a, b) for a, b in zip(masks, inputs["loss_masks"], strict=True))
         assert unmasked(samples, metrics["tis"].tolist()) == pytest.approx(ratios)
-        assert unmasked(samples, metrics["tis_abs"].tolist()) == pytest.approx([abs(r - 1) for r in ratios])
-        assert unmasked(samples, metrics["tis_clipfrac"].tolist()) == [float(weigh(r) != r) for r in ratios]
+        assert unmasked(samples, metrics["tis_abs"].tolist()) == pytest.approx(
+            [abs(r - 1) for r in ratios]
+        )
+        assert unmasked(samples, metrics["tis_clipfrac"].tolist()) == [
+            float(weigh(r) != r) for r in ratios
+        ]
 
 
 def reference_mis(samples: Samples, a: SimpleNamespace) -> tuple[list[float], list[float]]:
@@ -123,26 +131,38 @@ def test_mis(samples: Samples, config: dict[str, Any], normalize: bool) -> None:
     assert torch.cat(masks).tolist() == expected_masks
     assert [m.dtype for m in masks] == [torch.int32] * len(samples)
     if normalize:
-        tis_only = SimpleNamespace(**(vars(inputs["args"]) | {"use_rs": False, "rs_veto_threshold": None}))
+        tis_only = SimpleNamespace(
+            **(vars(inputs["args"]) | {"use_rs": False, "rs_veto_threshold": None})
+        )
         _, kept = reference_mis(samples, tis_only)
         total = sum(w * m for w, m in zip(weights, kept, strict=True))
         mean = total / sum(kept) if total else 1.0
         weights = [w / mean for w in weights]
-    losses = unmasked(samples, [t[2] * w for t, w in zip((t for s in samples for t in s), weights, strict=True)])
+    losses = unmasked(
+        samples, [t[2] * w for t, w in zip((t for s in samples for t in s), weights, strict=True)]
+    )
     assert unmasked(samples, loss.tolist()) == pytest.approx(losses)
     for name, metric in metrics.items():
         assert metric.shape == loss.shape, name
         assert torch.isfinite(metric).all(), name
-    train_ppl = [math.exp(-sum(t[0] for t in s if t[3]) / max(sum(t[3] for t in s), 1)) for s in samples for _ in s]
+    train_ppl = [
+        math.exp(-sum(t[0] for t in s if t[3]) / max(sum(t[3] for t in s), 1))
+        for s in samples
+        for _ in s
+    ]
     assert metrics["mis_train_ppl"].tolist() == pytest.approx(train_ppl)
 
 
 def test_mis_diagnostics_by_hand() -> None:
     """π_train / π_rollout is 2 and 1/4 on the two tokens of a sequence."""
-    samples: Samples = [[(-1.0, -1.0 - math.log(2), 1.0, True), (-3.0, -3.0 + math.log(4), 1.0, True)]]
+    samples: Samples = [
+        [(-1.0, -1.0 - math.log(2), 1.0, True), (-3.0, -3.0 + math.log(4), 1.0, True)]
+    ]
     _, _, metrics = compute_mis_weights(**hook_inputs(samples))
     assert metrics["mis_kl"].tolist() == pytest.approx([-math.log(2), math.log(4)])
-    assert metrics["mis_k3_kl"].tolist() == pytest.approx([2 - 1 - math.log(2), 1 / 4 - 1 + math.log(4)])
+    assert metrics["mis_k3_kl"].tolist() == pytest.approx(
+        [2 - 1 - math.log(2), 1 / 4 - 1 + math.log(4)]
+    )
     assert metrics["mis_chi2_token"].tolist() == pytest.approx([4 - 1, 1 / 16 - 1])
     assert metrics["mis_chi2_seq"].tolist() == pytest.approx([1 / 4 - 1] * 2)
     assert metrics["mis_train_ppl"].tolist() == pytest.approx([math.exp(2)] * 2)
@@ -171,13 +191,16 @@ def test_a_given_mean_replaces_the_one_over_this_micro_batch() -> None:
     samples: Samples = [[(-1.0, -1.5, 1.0, True)]]
     inputs = hook_inputs(samples, use_tis=True, tis_batch_normalize=True)
     assert compute_mis_weights(**inputs)[0].item() == pytest.approx(1.0)
-    assert compute_mis_weights(**inputs, weight_mean=0.5)[0].item() == pytest.approx(math.exp(0.5) / 0.5)
+    assert compute_mis_weights(**inputs, weight_mean=0.5)[0].item() == pytest.approx(
+        math.exp(0.5) / 0.5
+    )
 
 
 def test_mean_weight_counts_unmasked_tokens_of_all_ranks() -> None:
     class TwoRanks(Identity):
         def over_data(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tensor([6.0, 2.0], dtype=x.dtype)  # the other rank: weights sum to 6 over 2 tokens
+            # the other rank: weights sum to 6 over 2 tokens
+            return x + torch.tensor([6.0, 2.0], dtype=x.dtype)
 
     config = MisConfig.from_args(SimpleNamespace(use_tis=True, tis_upper_bound=8.0))
     d, mask = torch.tensor([math.log(2.0), 0.0]), torch.tensor([1.0, 0.0])
@@ -201,7 +224,9 @@ def test_bad_settings_say_what_is_wrong(changes: dict[str, Any], message: str) -
 
 
 def test_numbers_that_yaml_reads_as_text() -> None:
-    config = MisConfig.from_args(SimpleNamespace(**yaml.safe_load("{tis_upper_bound: 2e1, rs_veto_threshold: 1e-4}")))
+    config = MisConfig.from_args(
+        SimpleNamespace(**yaml.safe_load("{tis_upper_bound: 2e1, rs_veto_threshold: 1e-4}"))
+    )
     assert (config.tis_upper, config.veto) == (20.0, 1e-4)
 
 
@@ -211,6 +236,9 @@ def test_masked_tokens_may_hold_anything() -> None:
     clean: Samples = [[(-1.0, -1.5, 1.0, True), (0.0, 0.0, 0.0, False)]]
     everything = dict(use_tis=True, use_rs=True, tis_level="sequence", rs_veto_threshold=0.01)
     for function in (vanilla_tis_function, icepop_function, compute_mis_weights):
-        dirty, expected = function(**hook_inputs(samples, **everything)), function(**hook_inputs(clean, **everything))
+        dirty, expected = (
+            function(**hook_inputs(samples, **everything)),
+            function(**hook_inputs(clean, **everything)),
+        )
         assert dirty[0][0] == expected[0][0]
         assert all(torch.isfinite(x[0]) for x in dirty[2].values())

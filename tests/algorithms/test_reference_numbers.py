@@ -11,12 +11,23 @@ from slime.backends.loss import LOSSES
 from slime.backends.megatron_utils import loss as corrections
 from slime.utils import ppo_utils
 from tests.every_algorithm import ALGORITHMS
-from tests.worked_numbers import by_name, check_all_are_there, check_estimator, check_function, check_loss, read_cases
+from tests.worked_numbers import (
+    by_name,
+    check_all_are_there,
+    check_estimator,
+    check_function,
+    check_loss,
+    read_cases,
+)
 
 DATA = read_cases(__file__)
-CORE = {name: one for name, one in ALGORITHMS.items() if one.__module__.startswith("slime.algorithms.")}
+CORE = {
+    name: one for name, one in ALGORITHMS.items() if one.__module__.startswith("slime.algorithms.")
+}
 WITHOUT_FORMULA = {"get_log_probs_and_entropy", "get_responses", "policy_loss_function"}
-"""Helpers of custom losses that call the other functions; backends/test_import_paths.py compares them with these."""
+"""Helpers of custom losses that call the other functions; backends/test_import_paths.py compares
+them with these.
+"""
 FUNCTIONS: dict[str, Any] = {
     name: getattr(module, name)
     for module in (ppo_utils, corrections)

@@ -20,23 +20,30 @@ from slime.algorithms.sequences import MAX_LOG_RATIO
 
 quick = settings(deadline=None, max_examples=60)
 
-# Steps of 1/16 plus an odd offset: never exactly on a clip boundary, where one-sided gradients differ.
+# Steps of 1/16 plus an odd offset: never exactly on a clip boundary, where one-sided gradients
+# differ.
 numbers = st.integers(-48, 48).map(lambda k: k / 16 + 0.0037)
 
 
 def vectors(*names: str, largest: int = 12) -> st.SearchStrategy[dict[str, list[float]]]:
     """Equally long lists of numbers, one per name."""
     return st.integers(0, largest).flatmap(
-        lambda n: st.fixed_dictionaries({name: st.lists(numbers, min_size=n, max_size=n) for name in names})
+        lambda n: st.fixed_dictionaries(
+            {name: st.lists(numbers, min_size=n, max_size=n) for name in names}
+        )
     )
 
 
-def gradients(function: Callable[..., Tensor], *inputs: list[float]) -> tuple[list[float], list[list[float]]]:
+def gradients(
+    function: Callable[..., Tensor], *inputs: list[float]
+) -> tuple[list[float], list[list[float]]]:
     leaves = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in inputs]
     out = function(*leaves)
     if out.requires_grad:
         out.sum().backward()
-    return out.tolist(), [(torch.zeros_like(x) if x.grad is None else x.grad).tolist() for x in leaves]
+    return out.tolist(), [
+        (torch.zeros_like(x) if x.grad is None else x.grad).tolist() for x in leaves
+    ]
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
@@ -82,9 +89,15 @@ def test_unknown_kl_type_names_the_known_ones() -> None:
 @given(data=vectors("kl", "a"))
 def test_policy_loss(dual: float | None, data: dict[str, list[float]]) -> None:
     low, high = 0.2, 0.28
-    values, (grad, _) = gradients(lambda kl, a: compute_policy_loss(kl, a, low, high, dual)[0], data["kl"], data["a"])
-    _, clipfrac = compute_policy_loss(torch.tensor(data["kl"]), torch.tensor(data["a"]), low, high, dual)
-    for kl, a, value, g, clipped in zip(data["kl"], data["a"], values, grad, clipfrac.tolist(), strict=True):
+    values, (grad, _) = gradients(
+        lambda kl, a: compute_policy_loss(kl, a, low, high, dual)[0], data["kl"], data["a"]
+    )
+    _, clipfrac = compute_policy_loss(
+        torch.tensor(data["kl"]), torch.tensor(data["a"]), low, high, dual
+    )
+    for kl, a, value, g, clipped in zip(
+        data["kl"], data["a"], values, grad, clipfrac.tolist(), strict=True
+    ):
         ratio = math.exp(-kl)
         plain, bounded = -ratio * a, -min(max(ratio, 1 - low), 1 + high) * a
         expected, slope = (plain, ratio * a) if plain >= bounded else (bounded, 0.0)
@@ -100,9 +113,14 @@ def test_policy_loss(dual: float | None, data: dict[str, list[float]]) -> None:
 def test_cispo(data: dict[str, list[float]]) -> None:
     low, high = 0.5, 1.0
     values, (kl_grad, grad, _) = gradients(
-        lambda kl, p, a: compute_cispo_loss(kl, p, a, low, high)[0], data["kl"], data["p"], data["a"]
+        lambda kl, p, a: compute_cispo_loss(kl, p, a, low, high)[0],
+        data["kl"],
+        data["p"],
+        data["a"],
     )
-    _, clipfrac = compute_cispo_loss(*(torch.tensor(data[k], dtype=torch.float64) for k in ("kl", "p", "a")), low, high)
+    _, clipfrac = compute_cispo_loss(
+        *(torch.tensor(data[k], dtype=torch.float64) for k in ("kl", "p", "a")), low, high
+    )
     assert kl_grad == [0.0] * len(kl_grad)  # the ratio is detached
     for i, (kl, p, a) in enumerate(zip(data["kl"], data["p"], data["a"], strict=True)):
         ratio = math.exp(-kl)
@@ -117,9 +135,14 @@ def test_cispo(data: dict[str, list[float]]) -> None:
 def test_value_loss(data: dict[str, list[float]]) -> None:
     clip = 0.2
     values, (grad, _, _) = gradients(
-        lambda v, old, ret: compute_value_loss(v, old, ret, clip)[0], data["v"], data["old"], data["ret"]
+        lambda v, old, ret: compute_value_loss(v, old, ret, clip)[0],
+        data["v"],
+        data["old"],
+        data["ret"],
     )
-    for v, old, ret, value, g in zip(data["v"], data["old"], data["ret"], values, grad, strict=True):
+    for v, old, ret, value, g in zip(
+        data["v"], data["old"], data["ret"], values, grad, strict=True
+    ):
         near = old + min(max(v - old, -clip), clip)
         plain, clipped = (v - ret) ** 2, (near - ret) ** 2
         assert value == pytest.approx(max(plain, clipped))
@@ -139,13 +162,17 @@ def test_gspo_is_deaf_to_masked_tokens() -> None:
 
 
 sequences = st.lists(
-    st.lists(st.tuples(numbers, numbers, numbers, st.booleans()), min_size=1, max_size=6), min_size=1, max_size=5
+    st.lists(st.tuples(numbers, numbers, numbers, st.booleans()), min_size=1, max_size=6),
+    min_size=1,
+    max_size=5,
 )
 
 
 @quick
 @given(samples=sequences)
-def test_gspo_ratio_is_one_mean_per_sequence(samples: list[list[tuple[float, float, float, bool]]]) -> None:
+def test_gspo_ratio_is_one_mean_per_sequence(
+    samples: list[list[tuple[float, float, float, bool]]],
+) -> None:
     lengths = [len(s) for s in samples]
     new = torch.tensor([t[0] for s in samples for t in s], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([t[1] for s in samples for t in s], dtype=torch.float64)
@@ -164,14 +191,18 @@ def test_gspo_ratio_is_one_mean_per_sequence(samples: list[list[tuple[float, flo
         position += len(s)
     assert kl.tolist() == pytest.approx(expected)
     assert new.grad is not None and new.grad.tolist() == pytest.approx(slopes)
-    listed = compute_gspo_kl(new.split(lengths), old.split(lengths), new.split(lengths), mask.split(lengths))
+    listed = compute_gspo_kl(
+        new.split(lengths), old.split(lengths), new.split(lengths), mask.split(lengths)
+    )
     assert torch.equal(listed, kl)
 
 
 @quick
 @given(samples=sequences, delta=st.sampled_from([0.0, 1e-4, 0.5]))
 def test_opsm(samples: list[list[tuple[float, float, float, bool]]], delta: float) -> None:
-    columns = [[torch.tensor([t[i] for t in s], dtype=torch.float64) for s in samples] for i in range(4)]
+    columns = [
+        [torch.tensor([t[i] for t in s], dtype=torch.float64) for s in samples] for i in range(4)
+    ]
     keep, dropped = compute_opsm_mask(SimpleNamespace(opsm_delta=delta), *columns[:3], columns[3])
     expected = []
     for s in samples:
@@ -186,7 +217,9 @@ def test_opsm(samples: list[list[tuple[float, float, float, bool]]], delta: floa
 def test_absurd_ratios_keep_loss_and_gradient_finite(shift: float, advantage: float) -> None:
     new = torch.tensor([shift], requires_grad=True)
     a = torch.tensor([advantage])
-    total = compute_policy_loss(-new, a, 0.2, 0.2)[0] + compute_cispo_loss(-new, new, a, 0.2, 0.2)[0]
+    total = (
+        compute_policy_loss(-new, a, 0.2, 0.2)[0] + compute_cispo_loss(-new, new, a, 0.2, 0.2)[0]
+    )
     for kind in ("k3", "low_var_kl"):
         total = total + compute_approx_kl(new, torch.zeros(1), kind)
     total.sum().backward()
@@ -195,10 +228,16 @@ def test_absurd_ratios_keep_loss_and_gradient_finite(shift: float, advantage: fl
 
 
 def test_the_runs_cispo_counts_no_clip_where_there_is_no_advantage() -> None:
-    """Samples without any advantage may be left out of the step, which must not change the metric."""
+    """Samples without any advantage may be left out of the step, which must not change the
+    metric.
+    """
     kl, p = torch.tensor([-2.0, -2.0, 0.0]), torch.zeros(3)
     estimator = Cispo(EstimatorSettings(eps_clip=0.2, eps_clip_high=0.2))
-    assert estimator.policy_loss(kl, p, torch.tensor([1.0, 0.0, 1.0]))[1].tolist() == [1.0, 0.0, 0.0]
+    assert estimator.policy_loss(kl, p, torch.tensor([1.0, 0.0, 1.0]))[1].tolist() == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -212,13 +251,17 @@ def test_the_runs_cispo_counts_no_clip_where_there_is_no_advantage() -> None:
         ("low_var_kl", True, True),
     ],
 )
-def test_what_an_estimator_of_the_kl_does_in_the_loss(kind: str, unbiased: bool, regularises: bool) -> None:
+def test_what_an_estimator_of_the_kl_does_in_the_loss(
+    kind: str, unbiased: bool, regularises: bool
+) -> None:
     """The exact expectation of the loss's gradient over on-policy samples of six actions."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, generator=generator).requires_grad_()
     reference = torch.randn(6, dtype=torch.float64, generator=generator).log_softmax(0)
     log_p = logits.log_softmax(0)
-    (true,) = torch.autograd.grad((log_p.exp() * (log_p - reference)).sum(), logits, retain_graph=True)
+    (true,) = torch.autograd.grad(
+        (log_p.exp() * (log_p - reference)).sum(), logits, retain_graph=True
+    )
     ratio = (log_p - log_p.detach()).exp() if unbiased else None
     kl = compute_approx_kl(log_p, reference, kind, ratio)
     (gradient,) = torch.autograd.grad((log_p.exp().detach() * kl).sum(), logits)

@@ -1,4 +1,6 @@
-"""Keywords as the settings of a run; all problems come at once, in the words of the command line."""
+"""Keywords as the settings of a run; all problems come at once, in the words of the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -32,38 +34,77 @@ def base(smollm2: Path) -> dict[str, Any]:
 
 def test_importing_slime_is_cheap() -> None:
     code = (
-        "import sys, slime\nassert 'train' in dir(slime) and slime.__version__\n"
-        "print([m for m in ('torch', 'transformers', 'ray', 'numpy', 'slime.api') if m in sys.modules])"
+        "import sys, slime\n"
+        "assert 'train' in dir(slime) and slime.__version__\n"
+        "print([m for m in ('torch', 'transformers', 'ray', 'numpy', 'slime.api') if m in "
+        "sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
     with pytest.raises(AttributeError, match="no attribute 'trains'"):
         slime.trains  # noqa: B018
-    assert callable(slime.train) and issubclass(slime.ConfigError, ValueError) and slime.Trainer and slime.Result
+    assert (
+        callable(slime.train)
+        and issubclass(slime.ConfigError, ValueError)
+        and slime.Trainer
+        and slime.Result
+    )
 
 
 def test_keywords_are_flags(base: dict[str, Any], tmp_path: Path) -> None:
     args = parse(
         base
-        | {"reward": "math", "rollout_batch_size": 2, "n_samples_per_prompt": 4, "lr": 1e-4, "use_kl_loss": True}
-        | {"eval_data": {"one": ROWS[:1], "two": ROWS}, "sglang_mem_fraction_static": 0.5, "save": tmp_path / "s"}
+        | {
+            "reward": "math",
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 4,
+            "lr": 1e-4,
+            "use_kl_loss": True,
+        }
+        | {
+            "eval_data": {"one": ROWS[:1], "two": ROWS},
+            "sglang_mem_fraction_static": 0.5,
+            "save": tmp_path / "s",
+        }
         | {"eval_interval": 2, "num_rollout": None},
         tmp_path,
     )
-    assert (args.rm_type, args.rollout_batch_size, args.global_batch_size, args.lr) == ("math", 2, 8, 1e-4)
-    assert args.use_kl_loss and args.sglang == {"mem_fraction_static": 0.5} and args.save == str(tmp_path / "s")
-    assert {"lr", "rm_type"} <= args.explicit and "seed" not in args.explicit and args.num_rollout is None
+    assert (args.rm_type, args.rollout_batch_size, args.global_batch_size, args.lr) == (
+        "math",
+        2,
+        8,
+        1e-4,
+    )
+    assert (
+        args.use_kl_loss
+        and args.sglang == {"mem_fraction_static": 0.5}
+        and args.save == str(tmp_path / "s")
+    )
+    assert (
+        {"lr", "rm_type"} <= args.explicit
+        and "seed" not in args.explicit
+        and args.num_rollout is None
+    )
     names, paths = args.eval_prompt_data[::2], args.eval_prompt_data[1::2]  # type: ignore[index]
     assert names == ["one", "two"]
     assert [len(Path(path).read_text().splitlines()) for path in paths] == [1, 2]
-    assert [json.loads(line) for line in Path(str(args.prompt_data)).read_text().splitlines()] == ROWS
+    assert [
+        json.loads(line) for line in Path(str(args.prompt_data)).read_text().splitlines()
+    ] == ROWS
 
 
-def test_functions_become_paths_that_any_process_can_load(base: dict[str, Any], tmp_path: Path) -> None:
+def test_functions_become_paths_that_any_process_can_load(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
     wanted = "2"
     args = parse(
         base
-        | {"reward": lambda response: response == wanted, "filter": lambda rewards: len(set(rewards)) > 1}
+        | {
+            "reward": lambda response: response == wanted,
+            "filter": lambda rewards: len(set(rewards)) > 1,
+        }
         | {
             "loss_type": "custom_loss",
             "custom_loss_function_path": lambda args, batch, logits, sum_of_sample_mean: None,
@@ -72,7 +113,10 @@ def test_functions_become_paths_that_any_process_can_load(base: dict[str, Any], 
     )
     reward = load_function(str(args.custom_rm_path))
     assert reward(None, SimpleNamespace(prompt="", response="2", label="", metadata={})) == 1.0
-    assert args.dynamic_sampling_filter_path == f"{tmp_path / 'filter'}.py:filter" and not args.group_rm
+    assert (
+        args.dynamic_sampling_filter_path == f"{tmp_path / 'filter'}.py:filter"
+        and not args.group_rm
+    )
     assert args.custom_loss_function_path and args.rm_type is None
 
 
@@ -186,7 +230,11 @@ def test_problems_with_rows_name_the_keyword_and_not_a_file_of_slime(
     base: dict[str, Any], tmp_path: Path, rows: list[dict[str, Any]], told: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        parse(base | {"data": rows, "reward": "random", "eval_data": {"one": rows}, "eval_interval": 1}, tmp_path)
+        parse(
+            base
+            | {"data": rows, "reward": "random", "eval_data": {"one": rows}, "eval_interval": 1},
+            tmp_path,
+        )
     assert raised.value.problems == [f"data: {told}", f"evaluation set one: eval_data: {told}"]
 
 
@@ -205,7 +253,9 @@ def test_missing_values_of_a_data_frame_are_none(tmp_path: Path) -> None:
     assert [json.loads(line)["label"] for line in path.read_text().splitlines()] == [None, 2.0]
 
 
-def test_rows_without_a_label_are_told_as_on_the_command_line(base: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_without_a_label_are_told_as_on_the_command_line(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="label"):
         parse(base | {"data": ["1 + 1 ="], "reward": "math"}, tmp_path)
 
@@ -239,7 +289,9 @@ def test_rows_of_every_kind(tmp_path: Path, data: Any, rows: list[dict]) -> None
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
 
 
-def test_files_of_flags_are_read_before_single_settings(base: dict[str, Any], tmp_path: Path) -> None:
+def test_files_of_flags_are_read_before_single_settings(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
     file = tmp_path / "laptop.yaml"
     file.write_text(yaml.safe_dump({"rollout_batch_size": 2, "n_samples_per_prompt": 2}))
     args = parse(base | {"override": file, "n_samples_per_prompt": 4}, tmp_path)
@@ -247,7 +299,9 @@ def test_files_of_flags_are_read_before_single_settings(base: dict[str, Any], tm
 
 
 @pytest.mark.parametrize("file", [5, {"lr": 1.0}, ["x.yaml"], "--lr"])
-def test_a_file_of_flags_that_is_none_is_told(base: dict[str, Any], tmp_path: Path, file: Any) -> None:
+def test_a_file_of_flags_that_is_none_is_told(
+    base: dict[str, Any], tmp_path: Path, file: Any
+) -> None:
     with pytest.raises(ConfigError) as raised:
         parse(base | {"override": file, "lr": -1}, tmp_path)
     assert len(raised.value.problems) == 2, raised.value.problems
@@ -259,8 +313,12 @@ def test_two_names_of_one_flag_are_refused(base: dict[str, Any], tmp_path: Path)
         parse(base | {"hf_checkpoint": "x"}, tmp_path)
 
 
-def test_a_dry_run_prints_its_report(base: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    slime.dry_run(**base, reward=lambda response, label: float(response == label), rollout_batch_size=1)
+def test_a_dry_run_prints_its_report(
+    base: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    slime.dry_run(
+        **base, reward=lambda response, label: float(response == label), rollout_batch_size=1
+    )
     assert "2 prompts: 1.0, 1.0" in capsys.readouterr().out
 
 

@@ -21,7 +21,11 @@ from slime.rollout.custom_generate import takes_list
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
 from slime.rollout.rm_hub.custom import call_bounded
 
-REWARD, GENERATE, FILTER = "custom_rm_path", "custom_generate_function_path", "dynamic_sampling_filter_path"
+REWARD, GENERATE, FILTER = (
+    "custom_rm_path",
+    "custom_generate_function_path",
+    "dynamic_sampling_filter_path",
+)
 
 
 def sample(response: str = "it is 6", reward: Any = None) -> Sample:
@@ -82,7 +86,9 @@ def test_a_generate_function_keeps_its_form() -> None:
     assert is_async(adapted) and not takes_list(adapted)
     assert asyncio.run(adapted(None, sample(), {"temperature": 0.5})).response == "0.5"
     adapted = adapt(GENERATE, several)
-    assert takes_list(adapted) and supported_kwargs(adapted, evaluation=True) == {"evaluation": True}
+    assert takes_list(adapted) and supported_kwargs(adapted, evaluation=True) == {
+        "evaluation": True
+    }
     assert len(adapted(None, [sample(), sample()], evaluation=True)) == 2
 
 
@@ -117,7 +123,9 @@ def test_a_filter_gets_the_group_or_its_rewards(function: Any, keep: bool) -> No
     assert call_dynamic_filter(adapt(FILTER, function), make_args(), group).keep is keep  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("function", [lambda answer, truth: 0.0, lambda: 0.0, lambda response, x: 0.0])
+@pytest.mark.parametrize(
+    "function", [lambda answer, truth: 0.0, lambda: 0.0, lambda response, x: 0.0]
+)
 def test_unknown_parameters_are_refused(function: Any) -> None:
     with pytest.raises(UnknownParameters, match=r"args \(first\), sample, prompt"):
         adapt(REWARD, function)
@@ -153,9 +161,14 @@ def test_a_function_of_a_program_reaches_another_process(tmp_path: Path) -> None
     (tmp_path / "lib" / "helpers.py").write_text("def double(x):\n    return 2 * x\n")
     program = (
         f"import sys; sys.path.append({str(tmp_path / 'lib')!r})\n"
-        "from pathlib import Path\nfrom helpers import double\nfrom slime.api.functions import pack, ship\n"
-        "def quadruple(x):\n    return double(double(x))\n"
-        f"folder = Path({str(tmp_path)!r})\nprint(ship(quadruple, 'quadruple', folder))\nassert not pack(folder)\n"
+        "from pathlib import Path\n"
+        "from helpers import double\n"
+        "from slime.api.functions import pack, ship\n"
+        "def quadruple(x):\n"
+        "    return double(double(x))\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "print(ship(quadruple, 'quadruple', folder))\n"
+        "assert not pack(folder)\n"
     )
     (tmp_path / "program.py").write_text(program)
     path = _said(str(tmp_path / "program.py"))
@@ -178,7 +191,9 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
 
     ship(locked, "locked", tmp_path)
     (problem,) = pack(tmp_path)
-    assert problem.startswith("locked: it cannot be sent to the processes of the run: it uses guard (a lock)")
+    assert problem.startswith(
+        "locked: it cannot be sent to the processes of the run: it uses guard (a lock)"
+    )
     assert not list(tmp_path.glob("*.pkl"))
 
 

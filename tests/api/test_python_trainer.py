@@ -58,9 +58,13 @@ class Program:
         data = {"eval_prompt_data": ["gsm8k", "gsm8k.jsonl"]} if "eval_interval" in flags else {}
         self.driver = Driver(**flags, **data)
         self.driver.stop.in_program = True
-        run_dir = RunDir.create(self.driver.args.with_values(output_dir=str(self.folder), run_name="run"))
+        run_dir = RunDir.create(
+            self.driver.args.with_values(output_dir=str(self.folder), run_name="run")
+        )
         self.driver.log.display.run_dir = run_dir
-        self.driver.log._metrics = MetricsLogger(self.driver.args.with_values(use_tensorboard=False), run_dir)
+        self.driver.log._metrics = MetricsLogger(
+            self.driver.args.with_values(use_tensorboard=False), run_dir
+        )
         self.patch.setattr(run_module, "open_run", self.open_run)
         self.patch.setattr(trainer_module, "parse", lambda keywords, folder: self.driver.args)
         return Trainer("model", ["prompt"], callbacks=callbacks)
@@ -93,10 +97,14 @@ def interrupt_in(program: Program, method: str, times: int = 1) -> None:
 
 
 def test_steps_are_those_of_the_loop(program: Program, tmp_path: Path) -> None:
-    trainer = program.trainer(num_rollout=2, eval_interval=2, save_interval=2, save=str(tmp_path / "saved"))
+    trainer = program.trainer(
+        num_rollout=2, eval_interval=2, save_interval=2, save=str(tmp_path / "saved")
+    )
     assert program.said() == ["actor sends 0.0"]
     metrics = trainer.step()
-    assert metrics["rollout/id"] == 0.0 and metrics["perf/step_time"] > 0 and trainer.next_rollout == 1
+    assert (
+        metrics["rollout/id"] == 0.0 and metrics["perf/step_time"] > 0 and trainer.next_rollout == 1
+    )
     trainer.step()
     assert program.said() == [
         "actor sends 0.0", "generate", "actor trains", "actor sends 0.1",
@@ -144,24 +152,38 @@ def test_train_is_the_whole_loop(program: Program) -> None:
     assert program.ended == [None]
 
 
-def test_ctrl_c_during_generation_ends_the_call_and_the_next_step_takes_the_same_rollout(program: Program) -> None:
+def test_ctrl_c_during_generation_ends_the_call_and_the_next_step_takes_the_same_rollout(
+    program: Program,
+) -> None:
     trainer = program.trainer(num_rollout=2)
     interrupt_in(program, "generate")
     with pytest.raises(KeyboardInterrupt):
         trainer.step()
-    assert program.said() == ["actor sends 0.0", "generate"] and trainer.next_rollout == 0 and trainer.is_open
+    assert (
+        program.said() == ["actor sends 0.0", "generate"]
+        and trainer.next_rollout == 0
+        and trainer.is_open
+    )
     assert trainer.step()["rollout/id"] == 0.0
-    assert program.said() == ["actor sends 0.0", "generate", "actor trains", "actor sends 0.1"], "generated once"
+    assert program.said() == ["actor sends 0.0", "generate", "actor trains", "actor sends 0.1"], (
+        "generated once"
+    )
 
 
 def test_ctrl_c_during_training_ends_after_the_step(program: Program) -> None:
     trainer = program.trainer(num_rollout=2)
     program.patch.setattr(
-        program.driver.actor, "say", lambda what: os.kill(os.getpid(), signal.SIGINT) if what == "trains" else None
+        program.driver.actor,
+        "say",
+        lambda what: os.kill(os.getpid(), signal.SIGINT) if what == "trains" else None,
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.step()
-    assert trainer.next_rollout == 1 and len(trainer.history) == 1 and program.driver.pool.clock.version == "0.1"
+    assert (
+        trainer.next_rollout == 1
+        and len(trainer.history) == 1
+        and program.driver.pool.clock.version == "0.1"
+    )
 
 
 def test_ctrl_c_during_an_evaluation_keeps_it_for_later(program: Program) -> None:
@@ -195,7 +217,9 @@ def test_train_returns_what_was_trained_until_ctrl_c(program: Program) -> None:
         if trainer.next_rollout == 1:
             interrupt_in(program, "generate")
 
-    program.patch.setattr("slime.api.run.Trainer", lambda *_, callbacks, **flags: program.trainer(callbacks, **flags))
+    program.patch.setattr(
+        "slime.api.run.Trainer", lambda *_, callbacks, **flags: program.trainer(callbacks, **flags)
+    )
     result = slime.train("model", ["prompt"], callbacks=[press], num_rollout=3)
     assert result.interrupted and seen == [1] and "1 steps" in repr(result)
     assert result.trainer.step()["rollout/id"] == 1.0, "everything is usable"
@@ -215,7 +239,9 @@ def test_an_error_closes_the_run_and_comes_as_it_is(program: Program) -> None:
     assert not trainer.is_open and str(program.ended[0]) == "no memory"
 
 
-def test_callbacks_hear_of_every_phase_and_can_stop_the_run(program: Program, tmp_path: Path) -> None:
+def test_callbacks_hear_of_every_phase_and_can_stop_the_run(
+    program: Program, tmp_path: Path
+) -> None:
     heard: list[str] = []
 
     class Listener(slime.Callback):
@@ -239,14 +265,25 @@ def test_callbacks_hear_of_every_phase_and_can_stop_the_run(program: Program, tm
     called: list[float] = []
     listeners = [Listener(), lambda trainer, metrics: called.append(metrics["rollout/id"])]
     saving = {"save_interval": 2, "save": str(tmp_path / "s")}
-    trainer = program.trainer(listeners, num_rollout=5, eval_interval=2, skip_eval_before_train=True, **saving)
+    trainer = program.trainer(
+        listeners, num_rollout=5, eval_interval=2, skip_eval_before_train=True, **saving
+    )
     trainer.run()
-    assert heard == ["start", "step 0", "step 1", "save iter_0000001", "evaluate 0.5", "end"] and called == [0.0, 1.0]
+    assert heard == [
+        "start",
+        "step 0",
+        "step 1",
+        "save iter_0000001",
+        "evaluate 0.5",
+        "end",
+    ] and called == [0.0, 1.0]
     with pytest.raises(Closed):
         trainer.step()
 
 
-def test_callbacks_hear_of_what_was_complete_when_ctrl_c_ended_the_call(program: Program, tmp_path: Path) -> None:
+def test_callbacks_hear_of_what_was_complete_when_ctrl_c_ended_the_call(
+    program: Program, tmp_path: Path
+) -> None:
     heard: list[str] = []
 
     class Listener(slime.Callback):
@@ -324,14 +361,18 @@ def test_a_snapshot_that_is_still_being_written_is_named_and_completed_after_ctr
     assert heard[1:] == ["end"] and [path.name for path in trainer.checkpoints] == ["iter_0000000"]
 
 
-def test_what_was_trained_before_ctrl_c_is_saved_at_the_end(program: Program, tmp_path: Path) -> None:
+def test_what_was_trained_before_ctrl_c_is_saved_at_the_end(
+    program: Program, tmp_path: Path
+) -> None:
     heard: list[Path] = []
 
     class Listener(slime.Callback):
         def on_save(self, trainer: Trainer, folder: Path) -> None:
             heard.append(folder)
 
-    trainer = program.trainer([Listener()], num_rollout=5, save_interval=4, save=str(tmp_path / "s"))
+    trainer = program.trainer(
+        [Listener()], num_rollout=5, save_interval=4, save=str(tmp_path / "s")
+    )
     trainer.step()
     program.driver.run.asked = 1  # the next rollout is being generated
     trainer.close()
@@ -366,7 +407,9 @@ def test_a_snapshot_can_be_written_without_a_folder_of_the_users(program: Progra
 
 
 def test_the_newest_snapshot_is_the_last_that_was_written(program: Program, tmp_path: Path) -> None:
-    """A run that goes on from an earlier snapshot (``ckpt_step``) finds later ones in the folder."""
+    """A run that goes on from an earlier snapshot (``ckpt_step``) finds later ones in the
+    folder.
+    """
     first = program.trainer(num_rollout=2, save=str(tmp_path / "s"))
     for _ in range(2):
         first.step()
@@ -410,8 +453,16 @@ def test_responses_to_prompts(program: Program) -> None:
         (["a", 5], {}, "the prompt 1 must be a text or a list of messages, not int 5"),
         ([[{"role": "user"}]], {}, "message 0 of 0 has a content that is NoneType None"),
         ("\ud83d", {}, "the prompt 0: its text has half of a surrogate pair"),
-        ([{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}], {}, "half of a surrogate pair"),
-        ([{"role": "user", "content": [{"image": b"x"}]}], {}, "the prompt 0: Object of type bytes"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}],
+            {},
+            "half of a surrogate pair",
+        ),
+        (
+            [{"role": "user", "content": [{"image": b"x"}]}],
+            {},
+            "the prompt 0: Object of type bytes",
+        ),
         ("a", {"n": 0}, "n must be a whole number from 1 to 10000, not 0"),
         ("a", {"n": True}, "not True"),
         ("a", {"n": 10**9}, "n must be"),
@@ -419,9 +470,13 @@ def test_responses_to_prompts(program: Program) -> None:
         ("a", {"stop": {"x"}}, "stop={'x'}: Object of type set"),
     ],
 )
-def test_wrong_prompts_are_told_and_the_run_goes_on(program: Program, prompts: Any, more: Any, told: str) -> None:
+def test_wrong_prompts_are_told_and_the_run_goes_on(
+    program: Program, prompts: Any, more: Any, told: str
+) -> None:
     trainer = program.trainer()
-    program.driver.actor_manager.results["complete"] = lambda asked, *_: [[_answer("x")] for _ in asked]
+    program.driver.actor_manager.results["complete"] = lambda asked, *_: [
+        [_answer("x")] for _ in asked
+    ]
     with pytest.raises(ValueError, match=re.escape(told)):
         trainer.generate(prompts, **more)
     assert trainer.is_open and trainer.generate("a") == "x"
@@ -431,7 +486,12 @@ def test_all_that_is_wrong_with_prompts_is_told_at_once(program: Program) -> Non
     trainer = program.trainer()
     with pytest.raises(ValueError) as raised:
         trainer.sample(iter(["a", 1, None]), n=0, temperature=object())
-    assert [line.split()[0] for line in str(raised.value).splitlines()] == ["n", "temperature=<object", "the", "the"]
+    assert [line.split()[0] for line in str(raised.value).splitlines()] == [
+        "n",
+        "temperature=<object",
+        "the",
+        "the",
+    ]
 
 
 def test_what_the_engine_refuses_is_told_and_the_run_goes_on(program: Program) -> None:
@@ -473,7 +533,9 @@ def test_signals_of_a_program_are_its_own_outside_of_a_phase(in_program: bool) -
 
 def test_a_notebook_shows_the_curve_and_a_table_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert "0.25" in str(Table([{"rollout/step": 0, "rollout/raw_reward": 0.25}])), "rich would show it elsewhere"
+    assert "0.25" in str(Table([{"rollout/step": 0, "rollout/raw_reward": 0.25}])), (
+        "rich would show it elsewhere"
+    )
     pytest.importorskip("matplotlib", reason="pip install 'slime-rl[plots]'")
     from slime.plugins.tools.summary.charts import reward_curve
 
@@ -495,7 +557,11 @@ def test_a_table_shows_itself() -> None:
     ]
     table = Table(rows)
     assert table.column("rollout/raw_reward") == [0.25, None] and table.columns[-1] == "eval/set"
-    assert "raw_reward" in str(table) and "0.25" in str(table) and "<td>0.5</td>" in table._repr_html_()
+    assert (
+        "raw_reward" in str(table)
+        and "0.25" in str(table)
+        and "<td>0.5</td>" in table._repr_html_()
+    )
     with pytest.raises(KeyError, match="rollout/raw_reward"):
         table.column("raw_reward")
 
@@ -503,8 +569,12 @@ def test_a_table_shows_itself() -> None:
 def checks_names(function: Callable[..., Any]) -> list[str]:
     import inspect
 
-    return [name for name in inspect.signature(function).parameters if name not in ("self", "callbacks")]
+    return [
+        name for name in inspect.signature(function).parameters if name not in ("self", "callbacks")
+    ]
 
 
 def test_train_and_trainer_take_the_same() -> None:
-    assert checks_names(slime.train) == checks_names(Trainer.__init__) == checks_names(slime.dry_run)
+    assert (
+        checks_names(slime.train) == checks_names(Trainer.__init__) == checks_names(slime.dry_run)
+    )

@@ -38,16 +38,35 @@ LORA = dict(
 def save_tiny_llama(path: Path, seed: int = 0, **changes: Any) -> Path:
     """Two layers, grouped-query heads, tied embeddings."""
     torch.manual_seed(seed)
-    config = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    config |= dict(num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=128, initializer_range=0.2)
+    config = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    config |= dict(
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
     AutoModelForCausalLM.from_config(LlamaConfig(**config | changes)).save_pretrained(path)  # type: ignore[arg-type]
     return path
 
 
 def save_tiny_qwen3(path: Path, seed: int = 0, **changes: Any) -> Path:
     torch.manual_seed(seed)
-    config = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    config |= dict(num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, initializer_range=0.2)
+    config = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    config |= dict(
+        num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, initializer_range=0.2
+    )
     AutoModelForCausalLM.from_config(Qwen3Config(**config | changes)).save_pretrained(path)  # type: ignore[arg-type]
     return path
 
@@ -55,8 +74,12 @@ def save_tiny_qwen3(path: Path, seed: int = 0, **changes: Any) -> Path:
 def save_tiny_qwen3_moe(path: Path, seed: int = 0, **changes: Any) -> Path:
     """Four experts, two active: one tensor per expert on disk, fused in memory."""
     torch.manual_seed(seed)
-    config: dict[str, Any] = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, moe_intermediate_size=16)
-    config |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4)
+    config: dict[str, Any] = dict(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, moe_intermediate_size=16
+    )
+    config |= dict(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4
+    )
     config |= dict(num_experts_per_tok=2, tie_word_embeddings=False, initializer_range=0.2)
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(**config | changes)).save_pretrained(path)
     return path
@@ -65,11 +88,25 @@ def save_tiny_qwen3_moe(path: Path, seed: int = 0, **changes: Any) -> Path:
 def save_tiny_qwen2_5_vl(path: Path, seed: int = 0) -> Path:
     """A vision-language model whose names on disk are not those in memory."""
     torch.manual_seed(seed)
-    text = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    text |= dict(num_key_value_heads=2, rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]})
-    vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=4, out_hidden_size=32, patch_size=4)
+    text = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    text |= dict(
+        num_key_value_heads=2, rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]}
+    )
+    vision = dict(
+        depth=1, hidden_size=32, intermediate_size=48, num_heads=4, out_hidden_size=32, patch_size=4
+    )
     config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=58, video_token_id=59, vision_start_token_id=57
+        text_config=text,
+        vision_config=vision,
+        image_token_id=58,
+        video_token_id=59,
+        vision_start_token_id=57,
     )
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(path)
     return path
@@ -102,12 +139,17 @@ def make_args(checkpoint: Path | str, **changes: Any) -> Args:
     return args
 
 
-def whole_batch(samples: list[RandomSample], micro_batch_size: int = 4, steps: int = 1) -> RankBatch:
+def whole_batch(
+    samples: list[RandomSample], micro_batch_size: int = 4, steps: int = 1
+) -> RankBatch:
     """One rank that holds everything."""
     order = list(range(len(samples)))
     per_step = len(samples) // steps
     micro_batches = [
-        [order[i : i + micro_batch_size] for i in range(s * per_step, (s + 1) * per_step, micro_batch_size)]
+        [
+            order[i : i + micro_batch_size]
+            for i in range(s * per_step, (s + 1) * per_step, micro_batch_size)
+        ]
         for s in range(steps)
     ]
     return make_batch(samples, micro_batches, samples)

@@ -41,13 +41,17 @@ def train(backend: FsdpBackend, samples: list[dict[str, Any]]) -> dict[str, floa
 
 def optimizer_state(backend: FsdpBackend) -> dict[str, torch.Tensor]:
     state = backend.optimizer.tensors()
-    return {k: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for k, t in state.items()}
+    return {
+        k: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for k, t in state.items()
+    }
 
 
 def two_steps(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
-    """GRPO with a reference model of other weights; in the second step half of the groups have no advantage, so
-    that at four ranks two of them have nothing to do."""
-    flags = dict(kl_coef=0.01, kl_loss_type="k3", ref_load=str(paths["reference"]), entropy_coef=0.0)
+    """GRPO with a reference model of other weights; in the second step half of the groups have no
+    advantage, so that at four ranks two of them have nothing to do."""
+    flags = dict(
+        kl_coef=0.01, kl_loss_type="k3", ref_load=str(paths["reference"]), entropy_coef=0.0
+    )
     backend = make("llama", **flags)
     log_probs = backend.log_probs(rank_batch(make_samples(), backend.rank, world_size))["log_probs"]
     metrics = [train(backend, make_samples())]
@@ -59,28 +63,43 @@ def two_steps(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_si
     return result | dict(log_probs=log_probs)
 
 
-def place_of_copies(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
-    """Whether copies of the weights stay on an accelerator that has room on all ranks, and one that has on rank 0."""
+def place_of_copies(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
+    """Whether copies of the weights stay on an accelerator that has room on all ranks, and one that
+    has on rank 0.
+    """
     backend = make("llama")
     args = make_args(paths["llama"], use_kl_loss=True, offload_train=False, colocate=False)
     place = partial(keeps_copies_on_device, CopySettings.from_args(args), backend.named_parameters)
     return dict(everywhere=place(10**9), on_one_rank=place(10**9 if backend.rank == 0 else 0))
 
 
-def checkpointed(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+def checkpointed(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
     backend = make("llama", gradient_checkpointing=True, entropy_coef=0.01)
     return dict(
-        metrics=[train(backend, make_samples()), train(backend, make_samples(seed=1))], weights=weights_of(backend)
+        metrics=[train(backend, make_samples()), train(backend, make_samples(seed=1))],
+        weights=weights_of(backend),
     )
 
 
 def qwen3(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
-    backend = make("qwen3", calculate_per_token_loss=True, freeze_params_name_list=["embed_tokens", r"layers\.0\.mlp"])
+    backend = make(
+        "qwen3",
+        calculate_per_token_loss=True,
+        freeze_params_name_list=["embed_tokens", r"layers\.0\.mlp"],
+    )
     return dict(metrics=[train(backend, make_samples())], weights=weights_of(backend))
 
 
-def context_parallel(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
-    """Two ranks share the tokens of every sample; GSPO sums over whole sequences, with a gradient."""
+def context_parallel(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
+    """Two ranks share the tokens of every sample; GSPO sums over whole sequences, with a
+    gradient.
+    """
     size = {"context_parallel_size": min(world_size, 2)}
     backend = make("qwen3", megatron=size, advantage_estimator="gspo", entropy_coef=0.01)
     mine = backend.data_parallel_rank, backend.data_parallel_size
@@ -89,20 +108,29 @@ def context_parallel(make: Callable[..., FsdpBackend], paths: dict[str, Path], w
     return dict(metrics=metrics, weights=weights_of(backend), log_probs=log_probs)
 
 
-def whole_sequences(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
-    """Layers with a state and experts, recomputed. Two ranks share the tokens of every sample, and deal out whole
-    sequences for these layers: one of them gets none, because each micro-batch is a single sample."""
+def whole_sequences(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
+    """Layers with a state and experts, recomputed. Two ranks share the tokens of every sample, and
+    deal out whole sequences for these layers: one of them gets none, because each micro-batch is a
+    single sample."""
     size = {"context_parallel_size": world_size}
     backend = make("hybrid", megatron=size, gradient_checkpointing=True, entropy_coef=0.01)
     samples = make_samples()
     batch = make_batch(samples, [[[i] for i in range(len(samples))]], samples)
-    metrics = [train_on_rollout(backend, backend.args, batch)[0], train(backend, make_samples(seed=3, zero_groups=2))]
+    metrics = [
+        train_on_rollout(backend, backend.args, batch)[0],
+        train(backend, make_samples(seed=3, zero_groups=2)),
+    ]
     return dict(metrics=metrics, weights=weights_of(backend))
 
 
-def forward_packs(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
-    """Six groups, so that of four ranks two have twice as many samples as the others. By context-parallel size: the
-    rank's groups, its log-probs in packs of at most 30 tokens (one rank: in training's), and how many it ran."""
+def forward_packs(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
+    """Six groups, so that of four ranks two have twice as many samples as the others. By
+    context-parallel size: the rank's groups, its log-probs in packs of at most 30 tokens (one rank:
+    in training's), and how many it ran."""
     result: Result = {}
     for context in {1, min(world_size, 2)}:
         budget = 30 // context if world_size > 1 else None
@@ -114,14 +142,19 @@ def forward_packs(make: Callable[..., FsdpBackend], paths: dict[str, Path], worl
         log_probs = backend.log_probs(batch)["log_probs"]
         counts = dict(runs=len(runs), training=len(batch["micro_batch_indices"]))
         counts["own"] = len(backend.forward_packs(batch))
-        result[f"context {context}"] = dict(groups=batch["group_indices"], log_probs=log_probs, **counts)
+        result[f"context {context}"] = dict(
+            groups=batch["group_indices"], log_probs=log_probs, **counts
+        )
     return result
 
 
 def critic(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
     backend = make("llama", role="critic", advantage_estimator="ppo")
     metrics = [train(backend, make_samples()) for _ in range(2)]
-    full = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in backend.named_parameters}
+    full = {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+        for n, p in backend.named_parameters
+    }
     return dict(metrics=metrics, weights={n: t.clone() for n, t in full.items()})
 
 
@@ -133,7 +166,9 @@ def bfloat16(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_siz
 
 
 def bf16_sums(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
-    """Whether bfloat16 has each value of the gradients after the first micro-batch, which are kept in float32."""
+    """Whether bfloat16 has each value of the gradients after the first micro-batch, which are kept
+    in float32.
+    """
     result: Result = {}
     for reduced in (False, True):
         backend = make("llama", train_dtype="bfloat16", megatron={"grad_reduce_in_bf16": reduced})
@@ -147,28 +182,42 @@ def bf16_sums(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_si
             return metrics
 
         backend.backward_pass = observed  # type: ignore[method-assign]
-        result[f"reduced {reduced}"] = dict(metrics=[train(backend, make_samples())], in_bf16=found[0])
+        result[f"reduced {reduced}"] = dict(
+            metrics=[train(backend, make_samples())], in_bf16=found[0]
+        )
     return result
 
 
-def cpu_offload(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
-    """FSDP's offload of shards, on one rank slime's own; here everything is in CPU memory anyway."""
+def cpu_offload(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
+    """FSDP's offload of shards, on one rank slime's own; here everything is in CPU memory
+    anyway.
+    """
     backend = make("llama", train_dtype="bfloat16", fsdp_cpu_offload=True)
     metrics = [train(backend, make_samples()), train(backend, make_samples(seed=1))]
     return dict(metrics=metrics, weights=weights_of(backend), named=dict(backend.named_weights()))
 
 
-def small_states(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+def small_states(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
     return _small_states(make, paths["output"] / f"small_{world_size}", "wide")
 
 
-def small_states_of_experts(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
-    """The matrices of a layer's experts are one tensor, of which a rank has those of some experts."""
+def small_states_of_experts(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
+    """The matrices of a layer's experts are one tensor, of which a rank has those of some
+    experts.
+    """
     return _small_states(make, paths["output"] / f"small_experts_{world_size}", "wide_experts")
 
 
 def _small_states(make: Callable[..., FsdpBackend], folder: Path, model: str) -> Result:
-    """Moments of 8 bits: two steps, a snapshot, a third step, and the same step after the snapshot was loaded."""
+    """Moments of 8 bits: two steps, a snapshot, a third step, and the same step after the snapshot
+    was loaded.
+    """
     if importlib.util.find_spec("torchao") is None:
         return {}
     flags = dict(optimizer_8bit=True)
@@ -199,13 +248,21 @@ def resume(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size:
     again = make("llama", **flags)
     again.load(folder)
     resumed = train(again, make_samples(seed=2))
-    return saved | dict(straight=straight, resumed=resumed, weights=weights, resumed_weights=weights_of(again))
+    return saved | dict(
+        straight=straight, resumed=resumed, weights=weights, resumed_weights=weights_of(again)
+    )
 
 
-def load_of_two_ranks(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+def load_of_two_ranks(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
     backend = make("llama", keep_old_actor=True, lr_decay_style="linear", lr_warmup_iters=3)
     backend.load(paths["output"] / "snapshot_2")
-    result = dict(weights=weights_of(backend), optimizer=optimizer_state(backend), steps=backend.optimizer.steps)
+    result = dict(
+        weights=weights_of(backend),
+        optimizer=optimizer_state(backend),
+        steps=backend.optimizer.steps,
+    )
     return result | dict(next=train(backend, make_samples(seed=2)))
 
 
@@ -218,10 +275,15 @@ def hf_export(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_si
 
 def names(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
     """Of every tensor that would go to the engines."""
-    return {model: [name for name, _ in make(model).named_weights()] for model in ("qwen3_moe", "qwen2_5_vl")}
+    return {
+        model: [name for name, _ in make(model).named_weights()]
+        for model in ("qwen3_moe", "qwen2_5_vl")
+    }
 
 
-def collectives(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+def collectives(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
     """How many a weight sync takes, of how many tensors."""
     backend = make("qwen3_moe")
     with CountCollectives() as counter:
@@ -241,7 +303,9 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def reference_in_shards(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+def reference_in_shards(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
     """How much memory the weights of another reference take on this rank while they are loaded."""
     backend = make("llama", use_kl_loss=True)
     with LiveBytes() as peak, pytest.MonkeyPatch.context() as patch:
@@ -255,7 +319,9 @@ def reference_in_shards(make: Callable[..., FsdpBackend], paths: dict[str, Path]
         patch.setattr(fsdp_backend, "load_full_model", watched)
         backend.load_copy("ref", str(paths["reference"]))
     sizes = [p.numel() * 4 for _, p in backend.named_parameters]
-    log_probs = backend.log_probs(rank_batch(make_samples(), backend.rank, world_size), "ref")["log_probs"]
+    log_probs = backend.log_probs(rank_batch(make_samples(), backend.rank, world_size), "ref")[
+        "log_probs"
+    ]
     return dict(peak=peak.most, whole=sum(sizes), largest=max(sizes), log_probs=log_probs)
 
 
@@ -269,17 +335,27 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.watch([x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor)])
+        self.watch(
+            [
+                x
+                for x in (out if isinstance(out, tuple | list) else [out])
+                if isinstance(x, torch.Tensor)
+            ]
+        )
         return out
 
     def watch(self, tensors: list[torch.Tensor]) -> None:
-        self.made |= {id(tensor): weakref.ref(tensor) for tensor in tensors if tensor.device.type != "meta"}
+        self.made |= {
+            id(tensor): weakref.ref(tensor) for tensor in tensors if tensor.device.type != "meta"
+        }
         alive = [tensor for ref in self.made.values() if (tensor := ref()) is not None]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
         self.most = max(self.most, sum(storages.values()))
 
 
-def nan_on_the_last_rank(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+def nan_on_the_last_rank(
+    make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int
+) -> Result:
     backend = make("llama")
     batch = rank_batch(make_samples(), backend.rank, world_size)
     batch["rewards"] = list(batch["rewards"])
@@ -340,7 +416,9 @@ def worker(rank: int, paths: dict[str, Path], ports: dict[int, int]) -> None:
         if rank >= world_size:
             break
 
-        def make(model: str, role: str = "actor", world_size: int = world_size, **flags: Any) -> FsdpBackend:
+        def make(
+            model: str, role: str = "actor", world_size: int = world_size, **flags: Any
+        ) -> FsdpBackend:
             args = make_args(paths[model], **flags)
             backend = create_backend(args, role, rank, world_size, "127.0.0.1", ports[world_size])
             assert isinstance(backend, FsdpBackend)

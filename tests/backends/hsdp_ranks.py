@@ -1,4 +1,6 @@
-"""What the ranks of ``test_fsdp_hsdp.py`` run: replicas of shards, and how often FSDP communicates."""
+"""What the ranks of ``test_fsdp_hsdp.py`` run: replicas of shards, and how often FSDP
+communicates.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hybrid_accumulate_keep": HYBRID | ACCUMULATE | KEEP,
 }
 READERS = {"flat": ["hybrid"], "hybrid": ["hybrid", "replicas_of_one"], "async": ["flat"]}
-"""Which layouts read the snapshot of each; in the long circle, every layout reads every snapshot."""
+"""Which layouts read the snapshot of each; in the long circle, every layout reads every
+snapshot.
+"""
 if os.environ.get("SLIME_TESTS") == "all":
     READERS = {writer: ["flat", "hybrid", "replicas_of_one"] for writer in READERS}
 SAVED = dict(keep_old_actor=True, lr_decay_style="linear", lr_warmup_iters=3)
@@ -74,7 +78,9 @@ def held(backend: FsdpBackend) -> dict[str, torch.Tensor]:
 
 
 def several_steps(ranks: Rank, **flags: Any) -> Result:
-    """GRPO with a reference of other weights; log-prob passes between the steps, whose parameters must not go stale."""
+    """GRPO with a reference of other weights; log-prob passes between the steps, whose parameters
+    must not go stale.
+    """
     reference = dict(kl_coef=0.01, kl_loss_type="k3", ref_load=str(ranks.paths["reference"]))
     backend = ranks.make("llama", **reference, **flags)
     metrics, log_probs = [], []
@@ -108,11 +114,17 @@ def others(ranks: Rank, **flags: Any) -> dict[str, Result]:
     """Roles, dtypes and layouts that have a mesh of their own."""
     found: dict[str, Result] = {}
     critic = ranks.make("llama", role="critic", advantage_estimator="ppo", **flags)
-    found["critic"] = dict(metrics=[train(critic, samples(step)) for step in range(2)], weights=held_whole(critic))
+    found["critic"] = dict(
+        metrics=[train(critic, samples(step)) for step in range(2)], weights=held_whole(critic)
+    )
     pairs = ranks.make("qwen3", megatron={"context_parallel_size": 2}, **flags)
-    found["context_parallel"] = dict(metrics=[train(pairs, samples(s)) for s in range(2)], weights=weights_of(pairs))
+    found["context_parallel"] = dict(
+        metrics=[train(pairs, samples(s)) for s in range(2)], weights=weights_of(pairs)
+    )
     narrow = ranks.make("llama", train_dtype="bfloat16", **flags)
-    found["bfloat16"] = dict(metrics=[train(narrow, samples(step)) for step in range(2)], weights=weights_of(narrow))
+    found["bfloat16"] = dict(
+        metrics=[train(narrow, samples(step)) for step in range(2)], weights=weights_of(narrow)
+    )
     moe = ranks.make("qwen3_moe", **flags)
     found["moe"] = dict(metrics=[train(moe, samples())], weights=weights_of(moe))
     moe.save_hf(ranks.paths["output"] / f"hf_{flags.get('fsdp_shard_size', 4)}")
@@ -122,7 +134,10 @@ def others(ranks: Rank, **flags: Any) -> dict[str, Result]:
 
 
 def held_whole(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in backend.named_parameters}
+    return {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+        for n, p in backend.named_parameters
+    }
 
 
 def state_of(backend: FsdpBackend) -> Result:
@@ -132,7 +147,9 @@ def state_of(backend: FsdpBackend) -> Result:
 
 
 def saved(ranks: Rank, name: str, **flags: Any) -> Result:
-    """A snapshot with a copy of the weights that has been moved, and what comes next in the run that wrote it."""
+    """A snapshot with a copy of the weights that has been moved, and what comes next in the run
+    that wrote it.
+    """
     backend = ranks.make("llama", **SAVED, **flags)
     train(backend, samples())
     backend.copy_weights("actor", "old_actor")
@@ -156,13 +173,20 @@ def four_ranks(ranks: Rank) -> Result:
         results[f"saved_{name}"] = saved(ranks, f"snapshot_{name}", **flags)
     for name in ("flat", "hybrid", "async"):
         for reader in READERS[name]:
-            results[f"loaded_{name}_by_{reader}"] = loaded(ranks, f"snapshot_{name}", **VARIANTS[reader])
+            results[f"loaded_{name}_by_{reader}"] = loaded(
+                ranks, f"snapshot_{name}", **VARIANTS[reader]
+            )
     return results
 
 
 def two_ranks(ranks: Rank) -> Result:
-    results = {"loaded_hybrid_by_two": loaded(ranks, "snapshot_hybrid"), "saved_two": saved(ranks, "snapshot_two")}
-    return results | {"loaded_hybrid_by_two_replicas": loaded(ranks, "snapshot_hybrid", fsdp_shard_size=1)}
+    results = {
+        "loaded_hybrid_by_two": loaded(ranks, "snapshot_hybrid"),
+        "saved_two": saved(ranks, "snapshot_two"),
+    }
+    return results | {
+        "loaded_hybrid_by_two_replicas": loaded(ranks, "snapshot_hybrid", fsdp_shard_size=1)
+    }
 
 
 def worker(rank: int, paths: dict[str, Path], ports: list[int]) -> None:
@@ -173,6 +197,8 @@ def worker(rank: int, paths: dict[str, Path], ports: list[int]) -> None:
     if rank < 2:
         results |= two_ranks(Rank(rank, 2, paths, ports[1]))
         dist.destroy_process_group()
-    results["loaded_two_by_hybrid"] = loaded(Rank(rank, 4, paths, ports[2]), "snapshot_two", **HYBRID)
+    results["loaded_two_by_hybrid"] = loaded(
+        Rank(rank, 4, paths, ports[2]), "snapshot_two", **HYBRID
+    )
     dist.destroy_process_group()
     torch.save(results, paths["output"] / f"rank{rank}.pt")

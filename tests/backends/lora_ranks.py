@@ -15,7 +15,9 @@ from slime.backends.create import create_backend
 from slime.backends.fsdp.backend import FsdpBackend
 
 Result = dict[str, Any]
-LORA: dict[str, Any] = dict(lora_rank=3, lora_alpha=6.0, use_rslora=False, lora_target_modules=["all-linear"])
+LORA: dict[str, Any] = dict(
+    lora_rank=3, lora_alpha=6.0, use_rslora=False, lora_target_modules=["all-linear"]
+)
 FLAGS: dict[str, dict[str, Any]] = {
     "plain": dict(use_kl_loss=True, kl_loss_coef=0.1, keep_old_actor=True),
     "replicas": dict(fsdp_shard_size=1, lora_sync="adapter"),
@@ -23,7 +25,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "recomputed": dict(gradient_checkpointing=True, share_prompt_in_pack=False),
     "bfloat16": dict(train_dtype="bfloat16", use_kl_loss=True, kl_loss_coef=0.1),
     "critic": dict(advantage_estimator="ppo"),
-    "experts": dict(lora_target_modules=["all-linear", "experts"], use_kl_loss=True, kl_loss_coef=0.1),
+    "experts": dict(
+        lora_target_modules=["all-linear", "experts"], use_kl_loss=True, kl_loss_coef=0.1
+    ),
 }
 MODELS = {"experts": "qwen3_moe"}  # of other layouts: qwen3
 
@@ -49,7 +53,9 @@ def scores(backend: FsdpBackend, tag: Any) -> list[torch.Tensor]:
 def run(rank: int, world_size: int, paths: dict[str, Path], port: int, layout: str) -> Result:
     def make(**flags: Any) -> FsdpBackend:
         size = {"megatron": {"context_parallel_size": world_size}} if layout == "context" else {}
-        args = make_args(paths[MODELS.get(layout, "qwen3")], **({"lora_sync": "merged"} | flags | size))
+        args = make_args(
+            paths[MODELS.get(layout, "qwen3")], **({"lora_sync": "merged"} | flags | size)
+        )
         role = "critic" if layout == "critic" else "actor"
         backend = create_backend(args, role, rank, world_size, "127.0.0.1", port)
         assert isinstance(backend, FsdpBackend)
@@ -83,7 +89,9 @@ def run(rank: int, world_size: int, paths: dict[str, Path], port: int, layout: s
 
 
 def sent_alone(backend: FsdpBackend) -> Result:
-    """What a sync sends to engines that have the base, and what ranks agree on if the last or none needs the base."""
+    """What a sync sends to engines that have the base, and what ranks agree on if the last or none
+    needs the base.
+    """
     source = backend.adapter_source()
     assert source is not None
     asked = [source.any_rank(backend.rank == backend.world_size - 1), source.any_rank(False)]

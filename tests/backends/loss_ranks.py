@@ -20,7 +20,9 @@ from tests.every_algorithm import ALGORITHMS
 LENGTHS = [5, 1, 4, 6, 2, 3]
 FIELDS = ("log_probs", "entropy", "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns",
           "old_values")  # fmt: skip
-MIS: dict[str, Any] = dict(use_tis=True, custom_tis_function_path="slime.algorithms.mis.compute_mis_weights")
+MIS: dict[str, Any] = dict(
+    use_tis=True, custom_tis_function_path="slime.algorithms.mis.compute_mis_weights"
+)
 
 LOSS_CASES: dict[str, dict[str, Any]] = (
     {f"{name}, {per}": dict(advantage_estimator=name, calculate_per_token_loss=per == "per token")
@@ -59,7 +61,8 @@ def everything() -> dict[str, Any]:
     total = sum(LENGTHS)
     base = -torch.rand(total, generator=generator, dtype=torch.float64) * 2 - 0.1
     data: dict[str, Any] = {
-        name: base + torch.randn(total, generator=generator, dtype=torch.float64) * 0.4 for name in FIELDS
+        name: base + torch.randn(total, generator=generator, dtype=torch.float64) * 0.4
+        for name in FIELDS
     }
     data["log_probs"] = base
     data["loss_mask"] = (torch.rand(total, generator=generator) < 0.8).int()
@@ -70,7 +73,9 @@ def token_batch(data: dict[str, Any], keep: Tensor, samples: list[int], values: 
     """The tokens of ``keep`` in the given samples, with a leaf that takes gradient."""
     parts = {name: x.split(LENGTHS) for name, x in data.items()}
     kept = keep.split(LENGTHS)
-    fields = {name: torch.cat([part[i][kept[i]] for i in samples]).clone() for name, part in parts.items()}
+    fields = {
+        name: torch.cat([part[i][kept[i]] for i in samples]).clone() for name, part in parts.items()
+    }
     leaf = fields["log_probs"].requires_grad_()
     sums = torch.tensor([float(parts["loss_mask"][i].sum()) for i in samples])
     return TokenBatch(
@@ -83,14 +88,18 @@ def token_batch(data: dict[str, Any], keep: Tensor, samples: list[int], values: 
 
 
 def loss_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
-    """Per case the largest difference between the split step and the whole one: loss, gradient, metrics."""
+    """Per case the largest difference between the split step and the whole one: loss, gradient,
+    metrics.
+    """
     data = everything()
     mask_sums = [max(float(m.sum()), 1.0) for m in data["loss_mask"].split(LENGTHS)]
     counts = dict(num_rollouts=len(LENGTHS), num_tokens=sum(mask_sums))
     position = torch.cat([torch.arange(n) for n in LENGTHS])
     all_tokens, every = torch.ones(sum(LENGTHS), dtype=torch.bool), list(range(len(LENGTHS)))
     mine, share = [i for i in every if i % 2 == rank // 2], position % 2 == rank % 2
-    here = torch.cat([share.split(LENGTHS)[i] if i in mine else torch.zeros(LENGTHS[i]).bool() for i in every])
+    here = torch.cat(
+        [share.split(LENGTHS)[i] if i in mine else torch.zeros(LENGTHS[i]).bool() for i in every]
+    )
     errors = {}
     for name, changes in LOSS_CASES.items():
         changes = dict(changes)
@@ -116,7 +125,9 @@ def loss_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
 def advantage_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
     """Whole responses, each data-parallel rank its own."""
     data = everything()
-    lists = {name: list(data[name].split(LENGTHS)) for name in ("ref_log_probs", "rollout_log_probs")}
+    lists = {
+        name: list(data[name].split(LENGTHS)) for name in ("ref_log_probs", "rollout_log_probs")
+    }
     batch = {
         **lists,
         "old_log_probs": list(data["log_probs"].split(LENGTHS)),
@@ -134,9 +145,15 @@ def advantage_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
         whole, part = dict(batch), {key: [entry[i] for i in mine] for key, entry in batch.items()}
         compute_advantages(settings, whole, Identity())
         compute_advantages(settings, part, groups)
-        pairs = [(part[key][j], whole[key][i]) for key in ("advantages", "returns") for j, i in enumerate(mine)]
+        pairs = [
+            (part[key][j], whole[key][i])
+            for key in ("advantages", "returns")
+            for j, i in enumerate(mine)
+        ]
         worst = max(float((x - y).abs().max()) for x, y in pairs)
-        errors[name] = max(worst, abs(part.get("mis_weight_mean", 0.0) - whole.get("mis_weight_mean", 0.0)))
+        errors[name] = max(
+            worst, abs(part.get("mis_weight_mean", 0.0) - whole.get("mis_weight_mean", 0.0))
+        )
     return errors
 
 
@@ -146,6 +163,8 @@ def worker(rank: int, port: int, output: str) -> None:
     data = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     sequence = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     groups = DataParallelReduce(2, torch.device("cpu"), data, sequence)
-    torch.save((loss_errors(rank, groups), advantage_errors(rank, groups)), f"{output}/rank{rank}.pt")
+    torch.save(
+        (loss_errors(rank, groups), advantage_errors(rank, groups)), f"{output}/rank{rank}.pt"
+    )
     dist.barrier()
     dist.destroy_process_group()

@@ -14,8 +14,11 @@ from quick_processes import start_ranks
 RANKS = 4
 
 
-def results_of_ranks(worker: Callable[..., None], args: tuple[Any, ...], output: Path, seconds: float) -> list[Any]:
-    """Run ``worker(rank, *args)`` once for each rank, and load the ``rank<i>.pt`` that each writes below ``output``.
+def results_of_ranks(
+    worker: Callable[..., None], args: tuple[Any, ...], output: Path, seconds: float
+) -> list[Any]:
+    """Run ``worker(rank, *args)`` once for each rank, and load the ``rank<i>.pt`` that each writes
+    below ``output``.
 
     The ranks are ended also when one of them hangs, after ``seconds``.
     """
@@ -37,8 +40,12 @@ def save_models(root: Path) -> dict[str, Path]:
     (root / "output").mkdir()
     return {
         "llama": save_tiny_llama(root / "llama"),
-        "wide": save_tiny_llama(root / "wide", hidden_size=128, intermediate_size=192, initializer_range=0.05),
-        "wide_experts": save_tiny_qwen3_moe(root / "wide_experts", hidden_size=128, moe_intermediate_size=64),
+        "wide": save_tiny_llama(
+            root / "wide", hidden_size=128, intermediate_size=192, initializer_range=0.05
+        ),
+        "wide_experts": save_tiny_qwen3_moe(
+            root / "wide_experts", hidden_size=128, moe_intermediate_size=64
+        ),
         "reference": save_tiny_llama(root / "reference", seed=5),
         "qwen3": save_tiny_qwen3(root / "qwen3"),
         "qwen3_moe": save_tiny_qwen3_moe(root / "qwen3_moe"),

@@ -97,16 +97,24 @@ def test_the_arena_of_the_actor_is_shared_and_kept() -> None:
     assert arena.nbytes == sum(tensor.nbytes for _, tensor in model())
 
 
-@given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=20), st.sampled_from([None, "bf16"]))
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=20),
+    st.sampled_from([None, "bf16"]),
+)
 def test_host_tensors_do_not_overlap(shapes: list[list[int]], kind: str | None) -> None:
-    like = [torch.zeros(shape, dtype=torch.int64 if i % 3 == 2 else torch.float32) for i, shape in enumerate(shapes)]
+    like = [
+        torch.zeros(shape, dtype=torch.int64 if i % 3 == 2 else torch.float32)
+        for i, shape in enumerate(shapes)
+    ]
     made = host_tensors(like, torch.bfloat16 if kind else None)
     for i, tensor in enumerate(made):
         tensor.fill_(i)
     for i, (tensor, want) in enumerate(zip(made, like, strict=True)):
         assert tensor.shape == want.shape and bool((tensor == i).all())
         assert tensor.dtype == (torch.bfloat16 if kind and want.is_floating_point() else want.dtype)
-    pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in made}
+    pieces = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in made
+    }
     assert sum(pieces.values()) < 2 * (64 * len(like) + sum(t.nbytes for t in like))
 
 
@@ -132,11 +140,17 @@ def test_copies_stay_on_the_accelerator_where_they_take_an_eighth_of_what_is_fre
     assert not keeps_copies_on_device(settings, named), "there is no accelerator here"
 
 
-def test_a_rank_without_parameters_takes_part_in_the_choice_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_parameters_takes_part_in_the_choice_of_the_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A pipeline stage without adapters: the others would wait for it."""
     asked: list[Tensor] = []
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1000, 2000))
     monkeypatch.setattr("slime.backends.bank.dist.is_initialized", lambda: True)
-    monkeypatch.setattr("slime.backends.bank.dist.all_reduce", lambda tensor, op: asked.append(tensor))
-    settings = CopySettings.from_args(make_args("x", use_kl_loss=True, offload_train=False, colocate=False))
+    monkeypatch.setattr(
+        "slime.backends.bank.dist.all_reduce", lambda tensor, op: asked.append(tensor)
+    )
+    settings = CopySettings.from_args(
+        make_args("x", use_kl_loss=True, offload_train=False, colocate=False)
+    )
     assert keeps_copies_on_device(settings, []) and len(asked) == 1

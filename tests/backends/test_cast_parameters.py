@@ -24,7 +24,9 @@ class Layer(nn.Module):
 
 
 class Tied(nn.Module):
-    """Uses one weight twice, has a parameter without gradients, one that is not trained, and one in bfloat16."""
+    """Uses one weight twice, has a parameter without gradients, one that is not trained, and one in
+    bfloat16.
+    """
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -41,7 +43,9 @@ class Tied(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.embed(ids)
         for layer in self.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.recompute else layer(hidden)
+            hidden = (
+                checkpoint(layer, hidden, use_reentrant=False) if self.recompute else layer(hidden)
+            )
         return self.head(hidden + self.narrow(hidden))
 
 
@@ -64,10 +68,14 @@ def _loss(logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_pass_computes_as_the_cast_module_and_masters_collect_gradients(keep: bool, recompute: bool) -> None:
+def test_a_pass_computes_as_the_cast_module_and_masters_collect_gradients(
+    keep: bool, recompute: bool
+) -> None:
     module, batches = Tied(recompute), [torch.tensor([1, 2, 2]), torch.tensor([4, 0, 2])]
     masters = dict(module.named_parameters())
-    narrow = {name: p.detach().bfloat16().requires_grad_(p.requires_grad) for name, p in masters.items()}
+    narrow = {
+        name: p.detach().bfloat16().requires_grad_(p.requires_grad) for name, p in masters.items()
+    }
     want: dict[str, Tensor] = {}
     outputs = []
     for ids in batches:
@@ -93,7 +101,9 @@ def test_a_pass_computes_as_the_cast_module_and_masters_collect_gradients(keep: 
     assert {name for name, p in masters.items() if p.grad is not None} == set(want)
     for name, gradient in want.items():
         mine = masters[name].grad
-        assert mine is not None and mine.dtype == torch.float32 and torch.equal(mine, gradient), name
+        assert mine is not None and mine.dtype == torch.float32 and torch.equal(mine, gradient), (
+            name
+        )
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -108,7 +118,9 @@ def test_each_pass_sees_the_weights_of_now_and_no_copy_stays(keep: bool) -> None
         module.embed.weight.mul_(2.0)
         with cast.in_use():
             after = module(ids)
-        want = functional_call(module, {n: p.bfloat16() for n, p in module.named_parameters()}, ids, tie_weights=True)
+        want = functional_call(
+            module, {n: p.bfloat16() for n, p in module.named_parameters()}, ids, tie_weights=True
+        )
     assert torch.equal(after, want) and not torch.equal(before, after)
     assert all(copy.untyped_storage().nbytes() == 0 for copy in _copies(cast))
 
@@ -125,7 +137,9 @@ def test_an_error_within_a_pass_leaves_the_masters_in_place() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("shape", [(16, 1024, 2048), (4097, 4099), (16,)], ids=["large", "no rows", "small"])
+@pytest.mark.parametrize(
+    "shape", [(16, 1024, 2048), (4097, 4099), (16,)], ids=["large", "no rows", "small"]
+)
 @pytest.mark.parametrize("turned", [False, True], ids=["", "strided"])
 def test_gradients_on_a_gpu_are_added_bit_for_bit(shape: tuple[int, ...], turned: bool) -> None:
     total, grad = torch.randn(*shape, device="cuda"), torch.randn(*shape, device="cuda").bfloat16()

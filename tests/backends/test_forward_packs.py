@@ -1,4 +1,5 @@
-"""Passes without a backward in packs of their own (``--log-probs-max-tokens-per-gpu``), on one rank.
+"""Passes without a backward in packs of their own (``--log-probs-max-tokens-per-gpu``), on one
+rank.
 
 Several ranks: ``test_fsdp_ranks.py`` and ``megatron/test_megatron_layouts.py``.
 """
@@ -28,12 +29,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forwards(backend: FsdpBackend) -> Iterator[list[int]]:
     """Number of tokens of each micro-batch that runs meanwhile."""
     seen: list[int] = []
-    hook = backend.scorer.register_forward_pre_hook(lambda _, given: seen.append(given[0].kwargs["input_ids"].numel()))
+    hook = backend.scorer.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].kwargs["input_ids"].numel())
+    )
     yield seen
     hook.remove()
 
 
-def score(backend: FsdpBackend, batch: dict[str, Any]) -> tuple[dict[str, list[torch.Tensor]], list[int]]:
+def score(
+    backend: FsdpBackend, batch: dict[str, Any]
+) -> tuple[dict[str, list[torch.Tensor]], list[int]]:
     with forwards(backend) as seen:
         if backend.role == "critic":
             return {"values": backend.values(batch)}, seen
@@ -42,11 +47,14 @@ def score(backend: FsdpBackend, batch: dict[str, Any]) -> tuple[dict[str, list[t
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("share", [True, False])
-def test_the_budget_sets_the_number_of_packs_and_not_the_scores(llama: Path, role: str, share: bool) -> None:
+def test_the_budget_sets_the_number_of_packs_and_not_the_scores(
+    llama: Path, role: str, share: bool
+) -> None:
     estimator = "ppo" if role == "critic" else "grpo"
     args = make_args(llama, advantage_estimator=estimator, share_prompt_in_pack=share)
     backend = make_backend(args, role)
-    backend.scorer.double()  # in float32 the order of sums, which the rows of a pack decide, shows in the last bits
+    # in float32 the order of sums, which the rows of a pack decide, shows in the last bits
+    backend.scorer.double()
     batch = whole_batch(make_samples(groups=6), micro_batch_size=1)
     expected, seen = score(backend, batch)
     assert len(seen) == 24, "as in training"
@@ -64,8 +72,8 @@ def test_the_budget_sets_the_number_of_packs_and_not_the_scores(llama: Path, rol
 
 
 def test_a_pack_of_the_same_samples_scores_bit_for_bit_alike(llama: Path) -> None:
-    """Scores of other packs differ in the last bits: kernels for matrix products choose the order of their sums by
-    the number of rows."""
+    """Scores of other packs differ in the last bits: kernels for matrix products choose the order
+    of their sums by the number of rows."""
     args = make_args(llama, log_probs_max_tokens_per_gpu=10_000)
     backend = make_backend(args)
     batch = whole_batch(make_samples(), micro_batch_size=16)
@@ -76,20 +84,28 @@ def test_a_pack_of_the_same_samples_scores_bit_for_bit_alike(llama: Path) -> Non
 
 
 @pytest.mark.parametrize("flags", [dict(max_tokens_per_gpu=64), dict(attn_implementation="sdpa")])
-def test_the_budget_of_training_and_padded_batches_keep_the_micro_batches(llama: Path, flags: dict[str, Any]) -> None:
+def test_the_budget_of_training_and_padded_batches_keep_the_micro_batches(
+    llama: Path, flags: dict[str, Any]
+) -> None:
     backend = make_backend(make_args(llama, log_probs_max_tokens_per_gpu=64, **flags))
     _, seen = score(backend, whole_batch(make_samples(), micro_batch_size=2))
     assert len(seen) == 8
 
 
 def test_a_rollout_trains_in_its_own_micro_batches(llama: Path) -> None:
-    """Reference and old log-probs are scored in one pack each; the two steps train four micro-batches each."""
+    """Reference and old log-probs are scored in one pack each; the two steps train four
+    micro-batches each.
+    """
     args = make_args(llama, kl_coef=0.01, kl_loss_type="k3", log_probs_max_tokens_per_gpu=10_000)
     backend = make_backend(args)
     with forwards(backend) as seen:
-        metrics, _ = train_on_rollout(backend, args, whole_batch(make_samples(), micro_batch_size=2, steps=2))
+        metrics, _ = train_on_rollout(
+            backend, args, whole_batch(make_samples(), micro_batch_size=2, steps=2)
+        )
     assert len(seen) == 1 + 1 + 2 * 4
     args = make_args(llama, kl_coef=0.01, kl_loss_type="k3")
-    plain, _ = train_on_rollout(make_backend(args), args, whole_batch(make_samples(), micro_batch_size=2, steps=2))
+    plain, _ = train_on_rollout(
+        make_backend(args), args, whole_batch(make_samples(), micro_batch_size=2, steps=2)
+    )
     assert metrics["train/loss"] == pytest.approx(plain["train/loss"], abs=1e-6)
     assert metrics["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-5)

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_qwen3, weights_of, whole_batch
+from fsdp_helpers import (
+    make_args,
+    make_backend,
+    make_samples,
+    save_tiny_qwen3,
+    weights_of,
+    whole_batch,
+)
 from torch._dynamo.utils import counters
 
 from slime.backends.fsdp.backend import FsdpBackend
@@ -21,12 +28,16 @@ from slime.models import cpu_kernels, packed_attention, token_log_probs
 
 @pytest.fixture
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """``aot_eager`` traces as inductor does and spares the C++ compiler. Attention on the CPU is no part of it."""
+    """``aot_eager`` traces as inductor does and spares the C++ compiler. Attention on the CPU is no
+    part of it.
+    """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
-    # CUDA's varlen attention is an operator of its own, which compiled code calls; the CPU's is Python.
+    # CUDA's varlen attention is an operator of its own, which compiled code calls; the CPU's is
+    # Python.
     attention = torch._dynamo.disable(packed_attention.packed_attention_cpu)
     monkeypatch.setattr(packed_attention, "packed_attention_cpu", attention)
-    # Layers are compiled on CUDA only. inductor cannot lower the CPU's oneDNN product with a symbolic number of rows.
+    # Layers are compiled on CUDA only. inductor cannot lower the CPU's oneDNN product with a
+    # symbolic number of rows.
     monkeypatch.setattr(cpu_kernels, "onednn_available", lambda: False)
     token_log_probs.compiled.cache_clear()
     torch._dynamo.reset()
@@ -47,12 +58,18 @@ def _raise_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any
     raise Traced(graph)
 
 
-def test_a_layer_with_the_varlen_kernel_is_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on CUDA, traced here: the whole layer without a break, the kernel in it, lengths symbolic."""
+def test_a_layer_with_the_varlen_kernel_is_one_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs on CUDA, traced here: the whole layer without a break, the kernel in it, lengths
+    symbolic.
+    """
     trainer = make_backend(make_args(save_tiny_qwen3(tmp_path)))
     monkeypatch.setattr(packed_attention, "has_varlen_kernel", lambda q: True)
     monkeypatch.setattr(cpu_kernels, "onednn_available", lambda: False)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=_raise_graph, fullgraph=True))
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend=_raise_graph, fullgraph=True)
+    )
     compile_layers(trainer.scorer.hf)
     batch = whole_batch(make_samples(), micro_batch_size=16)
     torch._dynamo.reset()
@@ -63,7 +80,8 @@ def test_a_layer_with_the_varlen_kernel_is_one_graph(tmp_path: Path, monkeypatch
     assert len(kernels) == 1
     query, _, _, _, _, max_q, max_k = kernels[0].args[:7]
     assert isinstance(query.meta["example_value"].shape[0], torch.SymInt)
-    assert isinstance(max_q, torch.fx.Node) and isinstance(max_k, torch.fx.Node)  # inputs, no constants
+    # inputs, no constants
+    assert isinstance(max_q, torch.fx.Node) and isinstance(max_k, torch.fx.Node)
     torch._dynamo.reset()
 
 
@@ -83,7 +101,9 @@ def run(backend: FsdpBackend, seed: int) -> dict[str, float]:
     ],
     indirect=["compiler"],
 )
-def test_same_steps_and_no_variant_per_shape(tmp_path: Path, compiler: None, changes: dict[str, Any]) -> None:
+def test_same_steps_and_no_variant_per_shape(
+    tmp_path: Path, compiler: None, changes: dict[str, Any]
+) -> None:
     model = save_tiny_qwen3(tmp_path, num_hidden_layers=4)
     plain = make_backend(make_args(model, kl_coef=0.01, **changes))
     compiled = make_backend(make_args(model, kl_coef=0.01, compile_layers=True, **changes))
@@ -91,11 +111,18 @@ def test_same_steps_and_no_variant_per_shape(tmp_path: Path, compiler: None, cha
     for seed in range(4):
         want, got = run(plain, seed), run(compiled, seed)
         graphs.append(counters["stats"]["unique_graphs"])
-        for name in ("train/loss", "train/grad_norm", "train/kl_loss", "rollout/log_probs", "rollout/ref_log_probs"):
+        for name in (
+            "train/loss",
+            "train/grad_norm",
+            "train/kl_loss",
+            "rollout/log_probs",
+            "rollout/ref_log_probs",
+        ):
             if name in want:
                 assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), (seed, name)
     assert graphs[0] > 0
-    assert graphs[-1] == graphs[1], graphs  # the second batch may show what varies; nothing is new after it
+    # the second batch may show what varies; nothing is new after it
+    assert graphs[-1] == graphs[1], graphs
     a, b = weights_of(plain), weights_of(compiled)
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-4)
@@ -106,7 +133,9 @@ def test_same_steps_and_no_variant_per_shape(tmp_path: Path, compiler: None, cha
 def test_layers_with_an_adapter_compile_once(tmp_path: Path, compiler: None) -> None:
     """With the adapter, and without it for the reference."""
     model = save_tiny_qwen3(tmp_path, num_hidden_layers=4)
-    flags: dict[str, Any] = dict(lora_rank=4, lora_alpha=8.0, use_rslora=False, lora_target_modules=["all-linear"])
+    flags: dict[str, Any] = dict(
+        lora_rank=4, lora_alpha=8.0, use_rslora=False, lora_target_modules=["all-linear"]
+    )
     flags |= dict(use_kl_loss=True, kl_loss_coef=0.1, lora_sync="merged")
     plain, compiled = (
         make_backend(make_args(model, **flags)),

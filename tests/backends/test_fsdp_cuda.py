@@ -12,7 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from budget_step import FLAGS, SHAPE, check_measured_budget
-from fsdp_helpers import LORA, make_args, make_backend, make_samples, save_tiny_llama, weights_of, whole_batch
+from fsdp_helpers import (
+    LORA,
+    make_args,
+    make_backend,
+    make_samples,
+    save_tiny_llama,
+    weights_of,
+    whole_batch,
+)
 
 from slime.backends.bank import WeightBank
 from slime.backends.collectives import local
@@ -21,7 +29,10 @@ from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import train_on_rollout
 from slime.engines.process import free_port
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +55,9 @@ def on_cuda(path: Path, **flags: Any) -> FsdpBackend:
 
 
 def run(backend: FsdpBackend, seed: int = 0) -> dict[str, float]:
-    return train_on_rollout(backend, backend.args, whole_batch(make_samples(seed=seed), micro_batch_size=8))[0]
+    return train_on_rollout(
+        backend, backend.args, whole_batch(make_samples(seed=seed), micro_batch_size=8)
+    )[0]
 
 
 def test_float32_equals_the_cpu(llama: Path) -> None:
@@ -60,7 +73,9 @@ def test_float32_equals_the_cpu(llama: Path) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("share", [True, False])
 def test_bfloat16_varlen_is_close_to_float32(llama: Path, share: bool, compiled: bool) -> None:
-    varlen = on_cuda(llama, train_dtype="bfloat16", share_prompt_in_pack=share, compile_layers=compiled)
+    varlen = on_cuda(
+        llama, train_dtype="bfloat16", share_prompt_in_pack=share, compile_layers=compiled
+    )
     exact = make_backend(make_args(llama))
     batch = whole_batch(make_samples(), micro_batch_size=16)
     got = torch.cat(varlen.log_probs(batch)["log_probs"])
@@ -85,7 +100,9 @@ def test_sleep_gives_memory_back_and_wake_restores_every_bit(tmp_path: Path) -> 
     parameters = sum(p.numel() * 4 for _, p in backend.named_parameters)
     backend.sleep(keep_weights=True)
     assert awake - torch.cuda.memory_allocated() > 1.9 * parameters
-    assert all(torch.equal(before[n], t.cpu()) for n, t in backend.named_weights()), "they can still be sent"
+    assert all(torch.equal(before[n], t.cpu()) for n, t in backend.named_weights()), (
+        "they can still be sent"
+    )
     backend.sleep()
     asleep = torch.cuda.memory_allocated()
     assert awake - asleep > 2.9 * parameters
@@ -112,7 +129,9 @@ def test_snapshot_is_exact(llama: Path, tmp_path: Path) -> None:
 
 def test_asynchronous_saves_copy_into_pinned_memory(tmp_path: Path) -> None:
     """``pytest -s`` prints for how long they block."""
-    big = save_tiny_llama(tmp_path / "model", hidden_size=1024, intermediate_size=4096, vocab_size=64000)
+    big = save_tiny_llama(
+        tmp_path / "model", hidden_size=1024, intermediate_size=4096, vocab_size=64000
+    )
     backend = on_cuda(big, train_dtype="bfloat16", async_save=True)
     run(backend)
     for name in ("first", "second", "third"):
@@ -127,14 +146,21 @@ def test_asynchronous_saves_copy_into_pinned_memory(tmp_path: Path) -> None:
         copies = backend.state.memory.tensors
         assert all(tensor.is_pinned() for tensor in copies)
         gib = sum(tensor.nbytes for tensor in copies) / 2**30
-        print(f"{name} --async-save of {gib:.2f} GiB: blocked {blocked / gib:.3f} s per GiB, {len(files)} files")
+        print(
+            f"{name} --async-save of {gib:.2f} GiB: blocked {blocked / gib:.3f} s per GiB, "
+            f"{len(files)} files"
+        )
     other = on_cuda(big, train_dtype="bfloat16")
     other.load(tmp_path / "third")
     assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(other).items())
 
 
-@pytest.mark.parametrize("flag", [{"ref_update_interval": 1, "use_kl_loss": True}, {"keep_old_actor": True}])
-def test_moved_copies_come_back_in_a_resumed_run(llama: Path, tmp_path: Path, flag: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "flag", [{"ref_update_interval": 1, "use_kl_loss": True}, {"keep_old_actor": True}]
+)
+def test_moved_copies_come_back_in_a_resumed_run(
+    llama: Path, tmp_path: Path, flag: dict[str, Any]
+) -> None:
     flags = dict(train_dtype="bfloat16", offload_train=True, **flag)  # copies in pinned memory
     tag = "ref" if "use_kl_loss" in flag else "old_actor"
     first, second = on_cuda(llama, **flags), on_cuda(llama, **flags)
@@ -152,15 +178,22 @@ def test_moved_copies_come_back_in_a_resumed_run(llama: Path, tmp_path: Path, fl
 
 
 @pytest.mark.parametrize("offload_train", [False, True])
-def test_a_reference_scores_alike_wherever_it_is_kept(llama: Path, tmp_path: Path, offload_train: bool) -> None:
+def test_a_reference_scores_alike_wherever_it_is_kept(
+    llama: Path, tmp_path: Path, offload_train: bool
+) -> None:
     other = save_tiny_llama(tmp_path, seed=5, hidden_size=128, intermediate_size=160)
-    flags = dict(train_dtype="bfloat16", use_kl_loss=True, ref_load=str(other), offload_train=offload_train)
+    flags = dict(
+        train_dtype="bfloat16", use_kl_loss=True, ref_load=str(other), offload_train=offload_train
+    )
     backend, plain = on_cuda(llama, **flags), on_cuda(other, train_dtype="bfloat16")
     assert {tensor.is_cuda for tensor in backend.bank.copies["ref"]} == {not offload_train}
     before = weights_of(backend)
     batch = whole_batch(make_samples())
     for _ in range(2):
-        got, want = backend.log_probs(batch, "ref")["log_probs"], plain.log_probs(batch)["log_probs"]
+        got, want = (
+            backend.log_probs(batch, "ref")["log_probs"],
+            plain.log_probs(batch)["log_probs"],
+        )
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert all(torch.equal(before[name], tensor) for name, tensor in backend.named_weights())
 
@@ -175,7 +208,9 @@ def seconds_per_gib(action: Callable[[], None], nbytes: int) -> float:
 
 
 def test_swapping_a_copy_costs_a_fraction_of_what_pageable_memory_costs() -> None:
-    """Prints seconds per GiB of float32 weights, for a swap in and out; run with ``-s`` to see them."""
+    """Prints seconds per GiB of float32 weights, for a swap in and out; run with ``-s`` to see
+    them.
+    """
     named = [(f"layer{i}", torch.randn(2**26, device="cuda")) for i in range(8)]  # 2 GiB
     nbytes = sum(tensor.nbytes for _, tensor in named)
     pinned = [torch.randn(2**26, pin_memory=True) for _ in named]
@@ -192,11 +227,17 @@ def test_swapping_a_copy_costs_a_fraction_of_what_pageable_memory_costs() -> Non
             pass
 
     figures = {"pageable": seconds_per_gib(through_pageable_memory, nbytes)}
-    for name, options in {"pinned": {"dtype": torch.bfloat16}, "on_device": {"on_device": True}}.items():
+    for name, options in {
+        "pinned": {"dtype": torch.bfloat16},
+        "on_device": {"on_device": True},
+    }.items():
         bank = WeightBank(named, **options)
         bank.copy("actor", "ref")
         figures[name] = seconds_per_gib(partial(swap, bank), nbytes)
-    print("swap in and out, seconds per GiB:", {name: round(seconds, 4) for name, seconds in figures.items()})
+    print(
+        "swap in and out, seconds per GiB:",
+        {name: round(seconds, 4) for name, seconds in figures.items()},
+    )
     assert figures["pinned"] < 0.5 * figures["pageable"]
     assert figures["on_device"] < 0.1 * figures["pageable"]
 
@@ -205,13 +246,16 @@ def test_the_measured_budget_predicts_the_memory_of_a_training_step(tmp_path: Pa
     check_measured_budget(on_cuda(save_tiny_llama(tmp_path / "model", **SHAPE), **FLAGS))
 
 
-# --- adapters (LoRA) ---------------------------------------------------------------------------------
+# --- adapters (LoRA)
+# ---------------------------------------------------------------------------------
 
 ADAPTER = LORA | dict(lora_rank=8, lora_alpha=16.0)
 
 
 def log_probs(backend: FsdpBackend, model: Any = "actor") -> torch.Tensor:
-    return torch.cat(backend.log_probs(whole_batch(make_samples(), micro_batch_size=16), model)["log_probs"]).cpu()
+    return torch.cat(
+        backend.log_probs(whole_batch(make_samples(), micro_batch_size=16), model)["log_probs"]
+    ).cpu()
 
 
 def test_an_adapter_in_float32_equals_the_cpu(llama: Path) -> None:
@@ -228,7 +272,10 @@ def test_an_adapter_in_float32_equals_the_cpu(llama: Path) -> None:
 def test_an_adapter_in_bfloat16_is_close_to_float32(llama: Path, compiled: bool) -> None:
     """Before and after two steps, and with the adapter off, which is the base still."""
     flags = dict(train_dtype="bfloat16", compile_layers=compiled, kl_coef=0.01)
-    backend, exact = on_cuda(llama, **ADAPTER, **flags), make_backend(make_args(llama, **ADAPTER, kl_coef=0.01))
+    backend, exact = (
+        on_cuda(llama, **ADAPTER, **flags),
+        make_backend(make_args(llama, **ADAPTER, kl_coef=0.01)),
+    )
     base = on_cuda(llama, **flags)
     untouched = log_probs(base)
     # As close as the model without an adapter is.

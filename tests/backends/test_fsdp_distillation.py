@@ -13,14 +13,19 @@ from slime.backends.train_loop import train_on_rollout
 
 
 def log_probs_of(checkpoint: Path, tokens: torch.Tensor, response: int) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float64, attn_implementation="eager"
+    )
     with torch.no_grad():
         log_p = model(tokens[None]).logits[0].log_softmax(-1)[-response - 1 : -1]
     return log_p.gather(-1, tokens[-response:, None]).squeeze(-1)
 
 
 def test_the_teacher_scores_and_the_student_moves_towards_it(tmp_path: Path) -> None:
-    student, teacher = save_tiny_llama(tmp_path / "student", 0), save_tiny_llama(tmp_path / "teacher", 1)
+    student, teacher = (
+        save_tiny_llama(tmp_path / "student", 0),
+        save_tiny_llama(tmp_path / "teacher", 1),
+    )
     args = make_args(
         student,
         use_opd=True,
@@ -39,9 +44,15 @@ def test_the_teacher_scores_and_the_student_moves_towards_it(tmp_path: Path) -> 
         assert "teacher_log_probs" in seconds
         gaps.append(float(torch.cat(batch["opd_reverse_kl"]).square().mean()))
         if len(gaps) == 1:
-            for i, (tokens, n) in enumerate(zip(batch["tokens"], batch["response_lengths"], strict=True)):
+            for i, (tokens, n) in enumerate(
+                zip(batch["tokens"], batch["response_lengths"], strict=True)
+            ):
                 gap = log_probs_of(student, tokens, n) - log_probs_of(teacher, tokens, n)
                 expected = -0.5 * gap * batch["loss_masks"][i]
-                torch.testing.assert_close(batch["advantages"][i].double(), expected, rtol=1e-4, atol=1e-4)
-            assert metrics["train/opd_reverse_kl"] == pytest.approx(metrics["rollout/opd_reverse_kl"], rel=1e-5)
+                torch.testing.assert_close(
+                    batch["advantages"][i].double(), expected, rtol=1e-4, atol=1e-4
+                )
+            assert metrics["train/opd_reverse_kl"] == pytest.approx(
+                metrics["rollout/opd_reverse_kl"], rel=1e-5
+            )
     assert gaps[2] < gaps[1] < gaps[0]

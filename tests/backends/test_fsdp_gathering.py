@@ -1,4 +1,6 @@
-"""Whole tensors out of FSDP's shards: equal to ``full_tensor``, in few collectives and in bounded memory."""
+"""Whole tensors out of FSDP's shards: equal to ``full_tensor``, in few collectives and in bounded
+memory.
+"""
 
 from __future__ import annotations
 
@@ -80,10 +82,12 @@ def test_batches_of_any_size_give_what_single_gathers_give(tmp_path: Path) -> No
         assert all(all(result["same"]) for result in found.values()), rank
         for layout in ("one dimension", "copies of shards"):
             sizes = [found[layout, limit]["sizes"] for limit in LIMITS]
-            # Of one dtype in a row: float32, bfloat16, float32; the tensor that is cut by columns goes alone.
+            # Of one dtype in a row: float32, bfloat16, float32; the tensor that is cut by columns
+            # goes alone.
             assert [len(each) for each in sizes] == sorted(len(each) for each in sizes)
             assert len(sizes[0]) <= 5 and len(sizes[-1]) == len(SHAPES)
-            # Padding to a multiple of the ranks comes on top of the limit; a larger tensor goes alone.
+            # Padding to a multiple of the ranks comes on top of the limit; a larger tensor goes
+            # alone.
             assert all(size <= 2 * 700 or size == 64 * 16 * 4 for size in sizes[1])
         assert not any(found["shards of one rank", limit]["sizes"] for limit in LIMITS)
 

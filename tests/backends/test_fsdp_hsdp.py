@@ -28,7 +28,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def ranks(paths: dict[str, Path]) -> Ranks:
     """The results of every rank; started once, and ended also when one of them hangs."""
-    return results_of_ranks(worker, (paths, [free_port() for _ in range(3)]), paths["output"], DEADLINE_SECONDS)
+    return results_of_ranks(
+        worker, (paths, [free_port() for _ in range(3)]), paths["output"], DEADLINE_SECONDS
+    )
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "flat"])
@@ -42,7 +44,9 @@ def test_every_way_to_communicate_gives_the_same_steps(ranks: Ranks, variant: st
         assert_close(got["weights"], want["weights"], rtol=1e-5)
         assert_close(got["next_weights"], want["next_weights"], rtol=1e-5)
         assert got["placement"] == want["placement"]
-    assert any(step["train/grad_norm"] > 1.0 for step in ranks[0]["flat"]["metrics"][:3]), "clipping is tested, too"
+    assert any(step["train/grad_norm"] > 1.0 for step in ranks[0]["flat"]["metrics"][:3]), (
+        "clipping is tested, too"
+    )
 
 
 @pytest.mark.parametrize("variant", ["hybrid", "replicas_of_one", "hybrid_accumulate_keep"])
@@ -51,13 +55,21 @@ def test_replicas_stay_equal_to_the_bit(ranks: Ranks, variant: str) -> None:
     for rank in range(4):
         assert_equal(ranks[rank][variant]["held"], ranks[rank % size][variant]["held"])
         assert_equal(ranks[rank][variant]["weights"], ranks[0][variant]["weights"])
-        for mine, first in zip(ranks[rank][variant]["metrics"], ranks[0][variant]["metrics"], strict=True):
+        for mine, first in zip(
+            ranks[rank][variant]["metrics"], ranks[0][variant]["metrics"], strict=True
+        ):
             assert_same_metrics(mine, first, rel=0.0)
 
 
-@pytest.mark.parametrize(("variant", "size"), [("flat", 4), ("one_group", 4), ("hybrid", 2), ("replicas_of_one", 1)])
+@pytest.mark.parametrize(
+    ("variant", "size"), [("flat", 4), ("one_group", 4), ("hybrid", 2), ("replicas_of_one", 1)]
+)
 def test_a_rank_holds_its_share_of_a_replica(ranks: Ranks, variant: str, size: int) -> None:
-    whole = {name: t for name, t in ranks[0][variant]["weights"].items() if name in ranks[0][variant]["held"]}
+    whole = {
+        name: t
+        for name, t in ranks[0][variant]["weights"].items()
+        if name in ranks[0][variant]["held"]
+    }
     assert whole
     for rank in range(4):
         for name, tensor in whole.items():
@@ -68,7 +80,9 @@ def test_a_rank_holds_its_share_of_a_replica(ranks: Ranks, variant: str, size: i
 def test_gradients_cross_between_replicas_once_per_step(ranks: Ranks) -> None:
     """Within a replica they are reduced after each micro-batch."""
     flat, hybrid = (ranks[0][name]["counts"] for name in ("flat", "hybrid"))
-    assert flat["_reduce_scatter_base_"] == hybrid["_reduce_scatter_base_"] == GROUPS * MICRO_BATCHES
+    assert (
+        flat["_reduce_scatter_base_"] == hybrid["_reduce_scatter_base_"] == GROUPS * MICRO_BATCHES
+    )
     assert hybrid["allreduce_"] - flat["allreduce_"] == GROUPS
 
 
@@ -139,9 +153,14 @@ def test_any_layout_reads_a_snapshot_of_any_other(ranks: Ranks, writer: str, rea
     assert f"loaded_{writer}_by_{reader}" in ranks[0]
 
 
-def test_replicas_write_a_snapshot_once_and_share_the_work(ranks: Ranks, paths: dict[str, Path]) -> None:
+def test_replicas_write_a_snapshot_once_and_share_the_work(
+    ranks: Ranks, paths: dict[str, Path]
+) -> None:
     def sizes(name: str) -> list[int]:
-        return [file.stat().st_size for file in sorted((paths["output"] / name / "dcp").glob("*.distcp"))]
+        return [
+            file.stat().st_size
+            for file in sorted((paths["output"] / name / "dcp").glob("*.distcp"))
+        ]
 
     flat, hybrid = sizes("snapshot_flat"), sizes("snapshot_hybrid")
     assert len(flat) == len(hybrid) == 4

@@ -42,7 +42,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(backend: FsdpBackend, seed: int = 0, **changes: Any) -> dict[str, float]:
-    return train_on_rollout(backend, backend.args, whole_batch(make_samples(seed=seed), **changes))[0]
+    return train_on_rollout(backend, backend.args, whole_batch(make_samples(seed=seed), **changes))[
+        0
+    ]
 
 
 def randomize(backend: FsdpBackend, seed: int = 5) -> None:
@@ -70,9 +72,13 @@ def gradients(backend: FsdpBackend, batch: RankBatch) -> dict[str, torch.Tensor]
     return {name: p.grad.clone() for name, p in backend.named_parameters if p.grad is not None}
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"lora_target_modules": ["q_proj", "mlp.down_proj"]}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_rslora": True}, {"lora_target_modules": ["q_proj", "mlp.down_proj"]}]
+)
 def test_gradients_are_those_of_merged_weights(llama: Path, changes: dict[str, Any]) -> None:
-    """dA = s Bᵀ dW and dB = s dW Aᵀ, where dW is autograd's gradient of the merged weights, through the whole loss."""
+    """dA = s Bᵀ dW and dB = s dW Aᵀ, where dW is autograd's gradient of the merged weights, through
+    the whole loss.
+    """
     adapter = make_backend(lora_args(llama, **changes))
     randomize(adapter)
     whole = make_backend(make_args(llama))
@@ -84,7 +90,9 @@ def test_gradients_are_those_of_merged_weights(llama: Path, changes: dict[str, A
                 p.copy_(merged(layer.weight, layer.lora_A, layer.lora_B, layer.lora_scale))
     mine = gradients(adapter, whole_batch(make_samples()))
     theirs = gradients(whole, whole_batch(make_samples()))
-    assert set(mine) == {name for name, p in adapter.named_parameters if name.endswith(("lora_A", "lora_B"))}
+    assert set(mine) == {
+        name for name, p in adapter.named_parameters if name.endswith(("lora_A", "lora_B"))
+    }
     assert len(mine) == 2 * len(layers)
     for name, layer in layers.items():
         d_w = theirs[f"{name}.weight"]
@@ -97,16 +105,22 @@ def test_gradients_are_those_of_merged_weights(llama: Path, changes: dict[str, A
 
 
 def test_one_step_is_that_of_the_merged_model(llama: Path) -> None:
-    """A step of the adapter moves the weights as AdamW on A and B does, if autograd runs on ``W + s B A``."""
+    """A step of the adapter moves the weights as AdamW on A and B does, if autograd runs on ``W + s
+    B A``.
+    """
     backend = make_backend(lora_args(llama))
     randomize(backend)
     twin = copy.deepcopy(backend.adapter.trained)  # type: ignore[union-attr]
     base, layers = base_of(backend), backend.adapter.layers  # type: ignore[union-attr]
     whole = make_backend(make_args(llama))
     factors = {name: p.detach().clone().requires_grad_() for name, p in twin}
-    optimizer = torch.optim.AdamW(factors.values(), lr=LORA["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(
+        factors.values(), lr=LORA["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01
+    )  # type: ignore[arg-type]
     merged_now = {
-        f"hf.{name}.weight": merged(base[f"{name}.weight"], factors[f"{name}.lora_A"], factors[f"{name}.lora_B"], 2.0)
+        f"hf.{name}.weight": merged(
+            base[f"{name}.weight"], factors[f"{name}.lora_A"], factors[f"{name}.lora_B"], 2.0
+        )
         for name in layers
     }
     scorer = whole.scorer
@@ -118,7 +132,9 @@ def test_one_step_is_that_of_the_merged_model(llama: Path) -> None:
     for p in scorer.parameters():
         p.requires_grad_(False)
     batch = whole_batch(make_samples(), micro_batch_size=16)
-    metrics = train_on_rollout(backend, backend.args, whole_batch(make_samples(), micro_batch_size=16))[0]
+    metrics = train_on_rollout(
+        backend, backend.args, whole_batch(make_samples(), micro_batch_size=16)
+    )[0]
     whole.optimizer.grad_norm = lambda: _norm(factors.values())  # type: ignore[method-assign]
     whole.optimizer.step = lambda norm: _clipped_step(optimizer, factors.values(), norm)  # type: ignore[method-assign]
     expected = train_on_rollout(whole, whole.args, batch)[0]
@@ -151,7 +167,9 @@ def test_only_the_adapter_is_trained_and_starts_at_the_base(llama: Path) -> None
     moved = {name for name, x in weights_of(backend).items() if not torch.equal(x, before[name])}
     assert moved == {name for name in before if "proj" in name} == backend.adapter_sync.changing  # type: ignore[union-attr]
     state = backend.optimizer.tensors()
-    assert {name.partition("/")[2] for name in state} == {name for name, _ in backend.adapter.trained}  # type: ignore[union-attr]
+    assert {name.partition("/")[2] for name in state} == {
+        name for name, _ in backend.adapter.trained
+    }  # type: ignore[union-attr]
 
 
 def test_merged_weights_compute_what_the_adapter_computes(llama: Path, tmp_path: Path) -> None:
@@ -203,7 +221,9 @@ def test_copies_are_copies_of_the_adapter(llama: Path) -> None:
     assert torch.equal(log_probs(backend, "old_actor"), base)
     backend.copy_weights("actor", "ref")
     randomize(backend, seed=6)
-    assert torch.equal(log_probs(backend, "ref"), mine) and not torch.equal(log_probs(backend), mine)
+    assert torch.equal(log_probs(backend, "ref"), mine) and not torch.equal(
+        log_probs(backend), mine
+    )
     assert backend.bank.copies.keys() == {"ref", "old_actor"} == backend.moving_copies
     assert not backend._whole_bank.copies
 
@@ -213,15 +233,21 @@ def test_a_critic_trains_its_own_adapter_and_head(llama: Path) -> None:
     base = base_of(backend)
     names = {name for name, _ in backend.adapter.trained}  # type: ignore[union-attr]
     assert {"value_head.weight", "value_head.bias"} < names
-    assert all(name.startswith("value_head") or name.endswith(("lora_A", "lora_B")) for name in names)
+    assert all(
+        name.startswith("value_head") or name.endswith(("lora_A", "lora_B")) for name in names
+    )
     before = {name: p.detach().clone() for name, p in backend.named_parameters}
     metrics = [train(backend) for _ in range(2)]
     assert metrics[1]["train/critic-value_loss"] < metrics[0]["train/critic-value_loss"]
     assert all(torch.equal(x, base[name]) for name, x in base_of(backend).items())
-    assert {name for name, p in backend.named_parameters if not torch.equal(p, before[name])} == names
+    assert {
+        name for name, p in backend.named_parameters if not torch.equal(p, before[name])
+    } == names
 
 
-@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"share_prompt_in_pack": False}])
+@pytest.mark.parametrize(
+    "changes", [{"gradient_checkpointing": True}, {"share_prompt_in_pack": False}]
+)
 def test_ways_to_compute_do_not_change_the_step(llama: Path, changes: dict[str, Any]) -> None:
     results = []
     for more in ({}, changes):
@@ -252,8 +278,12 @@ def test_layers_are_chosen_by_name(llama: Path) -> None:
 
     every = layers()
     assert len(every) == 14
-    assert layers(lora_exclude_modules=["mlp.up_proj"]) == {name for name in every if "up_proj" not in name}
-    assert layers(lora_target_modules=["q_proj"]) == {f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
+    assert layers(lora_exclude_modules=["mlp.up_proj"]) == {
+        name for name in every if "up_proj" not in name
+    }
+    assert layers(lora_target_modules=["q_proj"]) == {
+        f"model.layers.{i}.self_attn.q_proj" for i in range(2)
+    }
     first = {name for name in every if ".layers.0." in name}
     assert layers(lora_target_modules=[r"model\.layers\.0\..*"]) == first
     for changes, named in (
@@ -272,7 +302,9 @@ def test_initial_values_follow_seed_and_flag(llama: Path) -> None:
         return torch.cat([layer.lora_A.detach().flatten() for layer in layers.values()])
 
     kaiming, gaussian = factors(), factors(lora_init="gaussian")
-    assert torch.equal(kaiming, factors(lora_init="kaiming")) and not torch.equal(kaiming, factors(seed=2))
+    assert torch.equal(kaiming, factors(lora_init="kaiming")) and not torch.equal(
+        kaiming, factors(seed=2)
+    )
     assert gaussian.std() == pytest.approx(1 / 4, rel=0.1)
     assert 48**-0.5 < kaiming.abs().max() <= 32**-0.5
 
@@ -293,7 +325,9 @@ def test_gradients_of_experts_are_those_of_merged_weights(moe: Path) -> None:
     experts = adapter.adapter.experts  # type: ignore[union-attr]
     assert {name.rpartition(".")[2] for name in experts} == {"gate_up_proj", "down_proj"}
     with torch.no_grad():
-        layers = {f"{name}.weight": layer for name, layer in adapter.adapter.layers.items()} | experts  # type: ignore[union-attr]
+        layers = {
+            f"{name}.weight": layer for name, layer in adapter.adapter.layers.items()
+        } | experts  # type: ignore[union-attr]
         for name, p in whole.scorer.hf.named_parameters():
             if (layer := layers.get(name)) is not None:
                 base = adapter.scorer.hf.get_parameter(name)
@@ -305,11 +339,15 @@ def test_gradients_of_experts_are_those_of_merged_weights(moe: Path) -> None:
         assert d_w.abs().max() > 0
         expected = x.lora_scale * x.lora_B.mT @ d_w, x.lora_scale * d_w @ x.lora_A.mT
         for factor, values in zip("AB", expected, strict=True):
-            torch.testing.assert_close(mine[f"{name}_lora.lora_{factor}"], values, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                mine[f"{name}_lora.lora_{factor}"], values, rtol=1e-4, atol=1e-6
+            )
 
 
 def test_adapters_of_experts_train_are_switched_off_and_stored(moe: Path, tmp_path: Path) -> None:
-    """The reference is the base bit for bit; exports name each expert; they are loaded again, and merged."""
+    """The reference is the base bit for bit; exports name each expert; they are loaded again, and
+    merged.
+    """
     flags = EXPERTS | dict(lr=3e-3, use_kl_loss=True, kl_loss_coef=0.1)
     backend, base = make_backend(lora_args(moe, **flags)), log_probs(make_backend(make_args(moe)))
     assert torch.equal(log_probs(backend), base)
@@ -326,10 +364,18 @@ def test_adapters_of_experts_train_are_switched_off_and_stored(moe: Path, tmp_pa
     assert torch.equal(log_probs(again), log_probs(backend))
     merge_lora(tmp_path / "adapter", None, tmp_path / "merged")
     torch.testing.assert_close(
-        log_probs(make_backend(make_args(tmp_path / "merged"))), log_probs(backend), rtol=0, atol=1e-5
+        log_probs(make_backend(make_args(tmp_path / "merged"))),
+        log_probs(backend),
+        rtol=0,
+        atol=1e-5,
     )
-    sent, stored = dict(backend.named_weights()), dict(make_backend(make_args(tmp_path / "merged")).named_weights())
-    assert backend.adapter_sync is not None and any(".experts.0.up_proj" in x for x in backend.adapter_sync.changing)
+    sent, stored = (
+        dict(backend.named_weights()),
+        dict(make_backend(make_args(tmp_path / "merged")).named_weights()),
+    )
+    assert backend.adapter_sync is not None and any(
+        ".experts.0.up_proj" in x for x in backend.adapter_sync.changing
+    )
     for name, weight in sent.items():
         torch.testing.assert_close(weight, stored[name], rtol=0, atol=1e-6)
     resumed = make_backend(lora_args(moe, **flags))
@@ -358,13 +404,19 @@ def test_what_adapters_of_experts_need(llama: Path, moe: Path, tmp_path: Path) -
 
 def test_experts_have_no_adapters_unless_they_are_named(tmp_path: Path) -> None:
     backend = make_backend(lora_args(save_tiny_qwen3_moe(tmp_path / "moe")))
-    assert {name.rpartition(".")[2] for name in backend.adapter.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}  # type: ignore[union-attr]
+    assert {name.rpartition(".")[2] for name in backend.adapter.layers} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }  # type: ignore[union-attr]
     assert all("self_attn" in name for name in backend.adapter_sync.changing)
     with pytest.raises(ModelError, match="Fused experts"):
         make_backend(lora_args(tmp_path / "moe", lora_target_modules=["up_proj"]))
 
 
-# --- snapshots and exports -------------------------------------------------------------------------
+# --- snapshots and exports
+# -------------------------------------------------------------------------
 
 
 def stored_tensors(folder: Path) -> set[str]:
@@ -389,7 +441,9 @@ def test_snapshots_hold_the_adapter_and_resume_exactly(llama: Path, tmp_path: Pa
     left, right = weights_of(backend), weights_of(again)
     assert all(torch.equal(x, right[name]) for name, x in left.items())
     names = stored_tensors(tmp_path / "snapshot")
-    assert all(".lora_" in name for name in names) and any(name.startswith("copy/old_actor/") for name in names)
+    assert all(".lora_" in name for name in names) and any(
+        name.startswith("copy/old_actor/") for name in names
+    )
 
 
 def test_a_snapshot_needs_its_base_and_its_shape(llama: Path, tmp_path: Path) -> None:
@@ -419,19 +473,33 @@ def test_a_snapshot_needs_its_base_and_its_shape(llama: Path, tmp_path: Path) ->
 
 def test_exports_are_in_the_format_of_peft_and_can_be_loaded(tmp_path: Path) -> None:
     qwen = save_tiny_qwen3(tmp_path / "qwen")
-    backend = make_backend(lora_args(qwen, lora_target_modules=["q_proj", "down_proj"], use_rslora=True))
+    backend = make_backend(
+        lora_args(qwen, lora_target_modules=["q_proj", "down_proj"], use_rslora=True)
+    )
     randomize(backend)
     backend.save_hf(tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (config["peft_type"], config["r"], config["lora_alpha"], config["use_rslora"]) == ("LORA", 4, 8.0, True)
-    assert config["target_modules"] == ["down_proj", "q_proj"] and config["base_model_name_or_path"] == str(qwen)
+    assert (config["peft_type"], config["r"], config["lora_alpha"], config["use_rslora"]) == (
+        "LORA",
+        4,
+        8.0,
+        True,
+    )
+    assert config["target_modules"] == ["down_proj", "q_proj"] and config[
+        "base_model_name_or_path"
+    ] == str(qwen)
     from safetensors.torch import load_file
 
     tensors = load_file(str(tmp_path / "adapter" / "adapter_model.safetensors"))
-    assert tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"].shape == (4, 32)
+    assert tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"].shape == (
+        4,
+        32,
+    )
     assert tensors["base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"].shape == (32, 4)
     assert len(tensors) == 8
-    flags = dict(lora_target_modules=["q_proj", "down_proj"], use_rslora=True, load=str(tmp_path / "adapter"))
+    flags = dict(
+        lora_target_modules=["q_proj", "down_proj"], use_rslora=True, load=str(tmp_path / "adapter")
+    )
     again = make_backend(lora_args(qwen, **flags, use_kl_loss=True))
     assert torch.equal(log_probs(again), log_probs(backend))
     assert torch.equal(log_probs(again, "ref"), log_probs(make_backend(make_args(qwen))))
@@ -450,7 +518,9 @@ def test_merge_lora_writes_the_merged_model(llama: Path, tmp_path: Path) -> None
     merge_lora(tmp_path / "iter_0000001", str(llama), tmp_path / "of_snapshot")
     expected = log_probs(backend)
     for name in ("merged", "of_snapshot"):
-        torch.testing.assert_close(log_probs(make_backend(make_args(tmp_path / name))), expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            log_probs(make_backend(make_args(tmp_path / name))), expected, rtol=0, atol=2e-5
+        )
     with pytest.raises(CommandError, match="exists already"):
         merge_lora(tmp_path / "adapter", None, tmp_path / "merged")
     with pytest.raises(CommandError, match="adapter"):
@@ -462,7 +532,9 @@ def test_merge_lora_writes_the_merged_model(llama: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_reads_and_writes_the_same_adapters(llama: Path, tmp_path: Path, rslora: bool) -> None:
-    """Where PEFT is installed, which slime does not need: an export in PEFT, and an adapter of PEFT in slime."""
+    """Where PEFT is installed, which slime does not need: an export in PEFT, and an adapter of PEFT
+    in slime.
+    """
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 

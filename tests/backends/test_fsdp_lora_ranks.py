@@ -1,4 +1,6 @@
-"""Two ranks train an adapter as one does: shards, replicas, context parallelism, recomputation, bfloat16, a critic."""
+"""Two ranks train an adapter as one does: shards, replicas, context parallelism, recomputation,
+bfloat16, a critic.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_two_ranks_train_as_one(results: Results, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["plain", "bfloat16"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_reference_is_a_separate_base_bit_for_bit(results: Results, layout: str, ranks: int) -> None:
+def test_the_reference_is_a_separate_base_bit_for_bit(
+    results: Results, layout: str, ranks: int
+) -> None:
     found = results[layout, ranks]
     assert len(found["ref"]) and all(map(torch.equal, found["ref"], found["separate"]))
 
@@ -62,7 +66,11 @@ def test_bfloat16_keeps_its_base_in_bfloat16_and_trains_alike(results: Results) 
 
 
 def test_the_identity_of_the_base_does_not_depend_on_the_layout(results: Results) -> None:
-    found = [result["identity"] for (layout, _), result in results.items() if layout not in ("critic", *MODELS)]
+    found = [
+        result["identity"]
+        for (layout, _), result in results.items()
+        if layout not in ("critic", *MODELS)
+    ]
     assert len({identity["bfloat16"] for identity in found}) == 1
     assert len({identity["float32"] for identity in found if "float32" in identity}) == 1
 
@@ -99,7 +107,10 @@ def test_exports_hold_the_factors_of_each_expert(results: Results, paths: dict[s
         module, _, fused = name.removesuffix("_lora.lora_B").rpartition(".")
         if fused == "gate_up_proj":
             parts = [
-                [stored[f"base_model.model.{module}.{e}.{x}_proj.lora_B.weight"] for x in ("gate", "up")]
+                [
+                    stored[f"base_model.model.{module}.{e}.{x}_proj.lora_B.weight"]
+                    for x in ("gate", "up")
+                ]
                 for e in range(4)
             ]
             assert torch.equal(torch.stack([torch.cat(both) for both in parts]), tensor)

@@ -1,4 +1,6 @@
-"""A tiny vision-language model walks the training step: pixels in, log-probs as transformers computes them."""
+"""A tiny vision-language model walks the training step: pixels in, log-probs as transformers
+computes them.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,33 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from slime.backends.train_loop import train_on_rollout
 
 IMAGE, VISION_START, VISION_END = 60, 58, 59
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    text = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    text = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
     text |= dict(num_key_value_heads=2, head_dim=8, initializer_range=0.2, rope_parameters=ROPE)
-    vision = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=4, patch_size=4, spatial_merge_size=2)
+    vision = dict(
+        depth=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        patch_size=4,
+        spatial_merge_size=2,
+    )
     vision |= dict(temporal_patch_size=1, out_hidden_size=32, num_position_embeddings=64)
     vision |= dict(deepstack_visual_indexes=[0], initializer_range=0.2)
     config = Qwen3VLConfig(
@@ -46,7 +66,9 @@ def image(seed: int) -> dict[str, Any]:
 
 
 def mixed_batch() -> dict[str, Any]:
-    """Two groups of three: the first with an image each, the second text only (those share their prompt)."""
+    """Two groups of three: the first with an image each, the second text only (those share their
+    prompt).
+    """
     samples = make_samples(groups=2, size=3)
     for sample in samples:
         sample["tokens"] = [t % 50 for t in sample["tokens"]]
@@ -58,7 +80,9 @@ def mixed_batch() -> dict[str, Any]:
 
 
 def expected_log_probs(checkpoint: Path, batch: dict[str, Any]) -> list[torch.Tensor]:
-    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, attn_implementation="eager").double()
+    model = Qwen3VLForConditionalGeneration.from_pretrained(
+        checkpoint, attn_implementation="eager"
+    ).double()
     out = []
     for tokens, response, media in zip(
         batch["tokens"], batch["response_lengths"], batch["multimodal_train_inputs"], strict=True
@@ -66,9 +90,13 @@ def expected_log_probs(checkpoint: Path, batch: dict[str, Any]) -> list[torch.Te
         extra = {}
         if media:
             types = (tokens == IMAGE).int()[None]
-            extra = dict(media, pixel_values=media["pixel_values"].double(), mm_token_type_ids=types)
+            extra = dict(
+                media, pixel_values=media["pixel_values"].double(), mm_token_type_ids=types
+            )
         with torch.no_grad():
-            log_p = model(input_ids=tokens[None], **extra).logits[0].log_softmax(-1)[-response - 1 : -1]
+            log_p = (
+                model(input_ids=tokens[None], **extra).logits[0].log_softmax(-1)[-response - 1 : -1]
+            )
         out.append(log_p.gather(-1, tokens[-response:, None]).squeeze(-1))
     return out
 
@@ -91,13 +119,17 @@ def test_training_moves_the_vision_tower_too(checkpoint: Path) -> None:
     before = {name: tensor.clone() for name, tensor in backend.named_weights()}
     metrics, _ = train_on_rollout(backend, args, mixed_batch())
     assert metrics["train/grad_norm"] > 0.0
-    changed = [name for name, tensor in backend.named_weights() if not torch.equal(before[name], tensor)]
+    changed = [
+        name for name, tensor in backend.named_weights() if not torch.equal(before[name], tensor)
+    ]
     assert any(".visual." in name for name in changed)
     assert any(".language_model." in name for name in changed)
 
 
 @pytest.mark.parametrize("of_logits", [False, True])
-def test_every_loss_of_text_gives_the_vision_parameters_a_gradient(checkpoint: Path, of_logits: bool) -> None:
+def test_every_loss_of_text_gives_the_vision_parameters_a_gradient(
+    checkpoint: Path, of_logits: bool
+) -> None:
     """On several ranks, those without images reduce the same parameters as the others."""
     backend = make_backend(make_args(checkpoint))
     scorer: Any = backend.scorer

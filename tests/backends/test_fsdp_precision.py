@@ -1,4 +1,6 @@
-"""Options of the FSDP trainer for precision and memory, each compared with the plain path on the CPU."""
+"""Options of the FSDP trainer for precision and memory, each compared with the plain path on the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_llama, weights_of, whole_batch
+from fsdp_helpers import (
+    make_args,
+    make_backend,
+    make_samples,
+    save_tiny_llama,
+    weights_of,
+    whole_batch,
+)
 from torch import nn
 
 from slime.backends.fsdp.low_precision import use_float8
@@ -26,9 +35,14 @@ def torchao() -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wide enough for moments of 8 bits: rows of 128 and 192 values, 4,096 of them or more in each matrix."""
+    """Wide enough for moments of 8 bits: rows of 128 and 192 values, 4,096 of them or more in each
+    matrix.
+    """
     return save_tiny_llama(
-        tmp_path_factory.mktemp("tiny"), hidden_size=128, intermediate_size=192, initializer_range=0.05
+        tmp_path_factory.mktemp("tiny"),
+        hidden_size=128,
+        intermediate_size=192,
+        initializer_range=0.05,
     )
 
 
@@ -43,7 +57,10 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def test_moments_of_8_bits_follow_those_of_32(llama: Path, torchao: None) -> None:
-    plain, small = make_backend(make_args(llama)), make_backend(make_args(llama, optimizer_8bit=True))
+    plain, small = (
+        make_backend(make_args(llama)),
+        make_backend(make_args(llama, optimizer_8bit=True)),
+    )
     start = {name: tensor.clone() for name, tensor in weights_of(plain).items()}
     for seed in range(3):
         want, got = train(plain, seed), train(small, seed)
@@ -58,8 +75,9 @@ def test_moments_of_8_bits_follow_those_of_32(llama: Path, torchao: None) -> Non
 
 
 def test_weights_in_bfloat16_move_by_updates_below_half_a_step(llama: Path, torchao: None) -> None:
-    """With a rate of 1e-5 an update is far less than half a step of most weights (2**-9 of 0.05): rounded to the
-    nearest, they would not move. Rounded stochastically, the sum of many moves is that of the updates."""
+    """With a rate of 1e-5 an update is far less than half a step of most weights (2**-9 of 0.05):
+    rounded to the nearest, they would not move. Rounded stochastically, the sum of many moves is
+    that of the updates."""
     flags = dict(lr=1e-5, train_dtype="bfloat16", weight_decay=0.0, clip_grad=0.0)
     plain, small = (
         make_backend(make_args(llama, **flags)),
@@ -73,7 +91,8 @@ def test_weights_in_bfloat16_move_by_updates_below_half_a_step(llama: Path, torc
         generator = torch.Generator().manual_seed(1)
         for _ in range(8):
             for _, p in backend.named_parameters:
-                sign = torch.rand(p.shape, generator=generator).sub(0.25).sign()  # mostly one direction
+                # mostly one direction
+                sign = torch.rand(p.shape, generator=generator).sub(0.25).sign()
                 p.grad = sign.to(p.dtype)
             backend.optimizer.step(backend.optimizer.grad_norm())
     want = (dict(plain.named_parameters)[name].detach() - before).mean()
@@ -82,11 +101,17 @@ def test_weights_in_bfloat16_move_by_updates_below_half_a_step(llama: Path, torc
     assert (weights_of(small)[name].float() != start).float().mean() < 0.5, (
         "each step moves few weights, by a whole step"
     )
-    assert {t.dtype for n, t in small.optimizer.tensors().items() if n.startswith("exp_avg")} == {torch.float32}
+    assert {t.dtype for n, t in small.optimizer.tensors().items() if n.startswith("exp_avg")} == {
+        torch.float32
+    }
 
 
-@pytest.mark.parametrize("flags", [{"optimizer_8bit": True}, {"bf16_master_weights": True, "train_dtype": "bfloat16"}])
-def test_resume_is_exact_to_the_bit(flags: dict[str, Any], llama: Path, tmp_path: Path, torchao: None) -> None:
+@pytest.mark.parametrize(
+    "flags", [{"optimizer_8bit": True}, {"bf16_master_weights": True, "train_dtype": "bfloat16"}]
+)
+def test_resume_is_exact_to_the_bit(
+    flags: dict[str, Any], llama: Path, tmp_path: Path, torchao: None
+) -> None:
     first = make_backend(make_args(llama, **flags))
     for seed in range(2):
         train(first, seed)
@@ -113,7 +138,9 @@ def test_moments_are_zero_after_a_reset(llama: Path, torchao: None) -> None:
     [((64, 512), 256), ((64, 384), 128), ((64, 576), 64), ((64, 100), None), ((4, 256), None), ((8192,), None),
      ((8, 32, 384), 128), ((8, 32, 100), None)],
 )  # fmt: skip
-def test_blocks_divide_the_rows_of_matrices(shape: tuple[int, ...], block: int | None, torchao: None) -> None:
+def test_blocks_divide_the_rows_of_matrices(
+    shape: tuple[int, ...], block: int | None, torchao: None
+) -> None:
     parameter = nn.Parameter(torch.zeros(shape))
     tensors = plain_tensors(parameter, first_state(parameter, True))
     if block is None:
@@ -122,7 +149,8 @@ def test_blocks_divide_the_rows_of_matrices(shape: tuple[int, ...], block: int |
         assert tensors["exp_avg.scale"].shape == (shape[0], parameter[0].numel() // block)
 
 
-# --- float8 ----------------------------------------------------------------------------------------
+# --- float8
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -132,8 +160,13 @@ def test_gradients_of_float8_layers_are_near_the_plain_ones(recipe: str, torchao
     plain = nn.Sequential(nn.Linear(32, 64, bias=False), nn.SiLU(), nn.Linear(64, 32)).bfloat16()
     plain.load_state_dict(layer.state_dict())
     assert use_float8([layer], recipe, emulate=True) == 2
-    assert all(p is q for p, q in zip(layer.parameters(), dict(layer.named_parameters()).values(), strict=True))
-    assert [name for name, _ in layer.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert all(
+        p is q
+        for p, q in zip(layer.parameters(), dict(layer.named_parameters()).values(), strict=True)
+    )
+    assert [name for name, _ in layer.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
     x = torch.randn(16, 32).bfloat16()
     results = []
     for model in (layer, plain):
@@ -154,7 +187,8 @@ def test_layers_of_other_sizes_stay_as_they_are(torchao: None) -> None:
         use_float8([nn.Sequential(nn.Linear(20, 20))], "tensorwise", emulate=True)
 
 
-# --- activations in CPU memory ---------------------------------------------------------------------
+# --- activations in CPU memory
+# ---------------------------------------------------------------------
 
 
 def test_offloaded_activations_change_nothing(llama: Path) -> None:
@@ -183,22 +217,29 @@ def test_the_input_of_a_layer_is_not_kept() -> None:
     assert runs[0]() is None, "the graph, or the closure, holds the input"
     out.sum().backward()
     assert len(runs) == 2
-    want_first, want_weight = torch.autograd.grad((((first * 2) @ weight).sin() * 0.5).sum(), [first, weight])
+    want_first, want_weight = torch.autograd.grad(
+        (((first * 2) @ weight).sin() * 0.5).sum(), [first, weight]
+    )
     assert torch.equal(first.grad, want_first) and torch.equal(weight.grad, want_weight)  # type: ignore[arg-type]
     with torch.no_grad():
         checkpoint_offloaded(layer, first, 0.5)
     assert len(runs) == 3, "a log-prob pass runs each layer once"
 
 
-# --- master weights in CPU memory ------------------------------------------------------------------
+# --- master weights in CPU memory
+# ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_offloaded_masters_train_as_those_on_the_device(dtype: str, keep: bool, llama: Path, tmp_path: Path) -> None:
-    """Here both are in CPU memory; what is tested is that passes compute with copies of the current weights, and that
-    all gradients reach the masters (test_fsdp_cuda.py: on a GPU)."""
-    flags = dict(train_dtype=dtype, fsdp_reshard_after_forward=not keep, use_kl_loss=True, kl_loss_coef=0.1)
+def test_offloaded_masters_train_as_those_on_the_device(
+    dtype: str, keep: bool, llama: Path, tmp_path: Path
+) -> None:
+    """Here both are in CPU memory; what is tested is that passes compute with copies of the current
+    weights, and that all gradients reach the masters (test_fsdp_cuda.py: on a GPU)."""
+    flags = dict(
+        train_dtype=dtype, fsdp_reshard_after_forward=not keep, use_kl_loss=True, kl_loss_coef=0.1
+    )
     plain = make_backend(make_args(llama, **flags))
     moved = make_backend(make_args(llama, fsdp_cpu_offload=True, **flags))
     assert moved.cast is not None
@@ -206,18 +247,24 @@ def test_offloaded_masters_train_as_those_on_the_device(dtype: str, keep: bool, 
         assert train(moved, seed) == train(plain, seed)
     assert all(torch.equal(t, weights_of(moved)[name]) for name, t in weights_of(plain).items())
     for group in [*moved.cast.layers, moved.cast.rest]:
-        assert all(copy.untyped_storage().nbytes() == 0 for copy in group.copies), "a pass leaves nothing on the device"
+        assert all(copy.untyped_storage().nbytes() == 0 for copy in group.copies), (
+            "a pass leaves nothing on the device"
+        )
     moved.save(tmp_path / "state")
     again = make_backend(make_args(llama, fsdp_cpu_offload=True, **flags))
     again.load(tmp_path / "state")
     assert train(again, 3) == train(moved, 3)
 
 
-# --- float16 ---------------------------------------------------------------------------------------
+# --- float16
+# ---------------------------------------------------------------------------------------
 
 
 def test_float16_follows_float32(llama: Path) -> None:
-    plain, half = make_backend(make_args(llama)), make_backend(make_args(llama, train_dtype="float16"))
+    plain, half = (
+        make_backend(make_args(llama)),
+        make_backend(make_args(llama, train_dtype="float16")),
+    )
     assert {p.dtype for _, p in half.named_parameters} == {torch.float32}
     for seed in range(2):
         want, got = train(plain, seed), train(half, seed)

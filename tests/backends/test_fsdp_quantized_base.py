@@ -1,6 +1,8 @@
-"""An adapter whose base is in 8 or 4 bits: the same as on a base with the rounded weights, in fewer bytes.
+"""An adapter whose base is in 8 or 4 bits: the same as on a base with the rounded weights, in fewer
+bytes.
 
-These tests need torchao, an extra: ``bash scripts/test_torchao.sh tests/backends/test_fsdp_quantized_base.py``.
+These tests need torchao, an extra: ``bash scripts/test_torchao.sh
+tests/backends/test_fsdp_quantized_base.py``.
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ FORMS = ("int8", "nf4")
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With biases; rows of 64 and 96 weights."""
-    return save_tiny_llama(tmp_path_factory.mktemp("base"), hidden_size=64, intermediate_size=96, attention_bias=True)
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("base"), hidden_size=64, intermediate_size=96, attention_bias=True
+    )
 
 
 def quantized(folder: Path, form: str | None, **changes: Any) -> FsdpBackend:
     flags = dict(lora_target_modules=["q_proj", "k_proj", "down_proj"], lora_sync="adapter")
-    return make_backend(make_args(folder, **(LORA | flags | {"lora_base_quantization": form} | changes)))
+    return make_backend(
+        make_args(folder, **(LORA | flags | {"lora_base_quantization": form} | changes))
+    )
 
 
 def randomize(backend: FsdpBackend) -> None:
@@ -45,7 +51,10 @@ def randomize(backend: FsdpBackend) -> None:
 
 
 def base_of(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    return {name: x.clone() for name, x in iter_hf_weights(backend.scorer.hf, torch.float32, merge=False)}  # type: ignore[arg-type]
+    return {
+        name: x.clone()
+        for name, x in iter_hf_weights(backend.scorer.hf, torch.float32, merge=False)
+    }  # type: ignore[arg-type]
 
 
 def train(backend: FsdpBackend, seed: int = 0) -> dict[str, float]:
@@ -66,12 +75,18 @@ def rounded_twin(backend: FsdpBackend, folder: Path, **changes: Any) -> FsdpBack
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}, {"train_dtype": "bfloat16"}])
-def test_log_probs_and_gradients_are_those_of_the_rounded_base(llama: Path, form: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"gradient_checkpointing": True}, {"train_dtype": "bfloat16"}]
+)
+def test_log_probs_and_gradients_are_those_of_the_rounded_base(
+    llama: Path, form: str, changes: dict[str, Any]
+) -> None:
     backend = quantized(llama, form, **changes)
     randomize(backend)
     twin = rounded_twin(backend, llama, **changes)
-    near: dict[str, Any] = dict(rtol=2e-2, atol=1e-3) if "train_dtype" in changes else dict(rtol=1e-4, atol=1e-6)
+    near: dict[str, Any] = (
+        dict(rtol=2e-2, atol=1e-3) if "train_dtype" in changes else dict(rtol=1e-4, atol=1e-6)
+    )
     batch = whole_batch(make_samples())
     for tag in ("actor", "ref"):
         mine, theirs = (x.log_probs(batch, tag)["log_probs"] for x in (backend, twin))  # type: ignore[arg-type]
@@ -88,8 +103,12 @@ def test_log_probs_and_gradients_are_those_of_the_rounded_base(llama: Path, form
 
 
 @pytest.mark.parametrize(("form", "share", "near"), [("int8", 0.29, 0.01), ("nf4", 0.15, 0.12)])
-def test_codes_take_a_fraction_of_the_bytes(llama: Path, form: str, share: float, near: float) -> None:
-    """Of float32, with the scales. The rounded weights are near the weights, and all other weights are the same."""
+def test_codes_take_a_fraction_of_the_bytes(
+    llama: Path, form: str, share: float, near: float
+) -> None:
+    """Of float32, with the scales. The rounded weights are near the weights, and all other weights
+    are the same.
+    """
     backend, plain = quantized(llama, form), base_of(quantized(llama, None))
     layers = quantized_layers(backend.scorer.hf)  # type: ignore[arg-type]
     assert len(layers) == 2 * 7  # also those without an adapter
@@ -103,8 +122,12 @@ def test_codes_take_a_fraction_of_the_bytes(llama: Path, form: str, share: float
         assert 0 < (weights[name] - weight).norm() < near * weight.norm()
         held = [x for key, x in layer.named_buffers(recurse=False) if key.startswith("weight_")]
         assert sum(x.nbytes for x in held) < share * weight.nbytes
-        assert not any(p.shape == weight.shape for p in layer.parameters(recurse=False)), "the weight is not kept"
-    assert sum(p.numel() for _, p in backend.adapter.base) < 0.2 * sum(x.numel() for x in plain.values())  # type: ignore[union-attr]
+        assert not any(p.shape == weight.shape for p in layer.parameters(recurse=False)), (
+            "the weight is not kept"
+        )
+    assert sum(p.numel() for _, p in backend.adapter.base) < 0.2 * sum(
+        x.numel() for x in plain.values()
+    )  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -140,10 +163,15 @@ def test_resume_is_exact_and_needs_the_same_base(llama: Path, form: str, tmp_pat
     again = quantized(llama, form)
     again.load(tmp_path / "iter_0000001" / "actor")
     assert train(again, 1) == expected
-    for (name, mine), (_, theirs) in zip(again.adapter.trained, backend.adapter.trained, strict=True):  # type: ignore[union-attr]
+    for (name, mine), (_, theirs) in zip(
+        again.adapter.trained, backend.adapter.trained, strict=True
+    ):  # type: ignore[union-attr]
         assert torch.equal(mine, theirs), name
     other = FORMS[1 - FORMS.index(form)]
-    cases = (other, f"base that is in {form}, but here it is in {other}"), (None, "but here it is not quantized")
+    cases = (
+        (other, f"base that is in {form}, but here it is in {other}"),
+        (None, "but here it is not quantized"),
+    )
     for wrong, said in cases:
         with pytest.raises(ValueError, match=said):
             quantized(llama, wrong).load(tmp_path / "iter_0000001" / "actor")
@@ -162,8 +190,14 @@ def test_resume_is_exact_and_needs_the_same_base(llama: Path, form: str, tmp_pat
 
 
 def test_the_identity_of_the_base_follows_from_its_codes(llama: Path, tmp_path: Path) -> None:
-    other = save_tiny_llama(tmp_path, seed=1, hidden_size=64, intermediate_size=96, attention_bias=True)
-    found = [quantized(folder, form).adapter.identity() for folder in (llama, other) for form in (*FORMS, None)]  # type: ignore[union-attr]
+    other = save_tiny_llama(
+        tmp_path, seed=1, hidden_size=64, intermediate_size=96, attention_bias=True
+    )
+    found = [
+        quantized(folder, form).adapter.identity()
+        for folder in (llama, other)
+        for form in (*FORMS, None)
+    ]  # type: ignore[union-attr]
     assert len({str(identity) for identity in found}) == 6
     assert quantized(llama, "nf4").adapter.identity() == found[1]  # type: ignore[union-attr]
 

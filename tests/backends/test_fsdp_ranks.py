@@ -1,4 +1,6 @@
-"""1, 2 and 4 ranks over gloo give the same losses, gradients and weights; snapshots move between them."""
+"""1, 2 and 4 ranks over gloo give the same losses, gradients and weights; snapshots move between
+them.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ def test_ranks_agree_with_one(results: Results, scenario: str, world_size: int) 
     many, one = results[scenario, world_size], results[scenario, 1]
     for got, want in zip(many["metrics"], one["metrics"], strict=True):
         assert_same_metrics(got, want)
-    # Adam's first steps are ±lr where a gradient is rounding noise, so weights are looser than gradients.
+    # Adam's first steps are ±lr where a gradient is rounding noise, so weights are looser than
+    # gradients.
     assert_close(many["weights"], one["weights"], rtol=1e-4)
 
 
@@ -102,9 +105,13 @@ def test_moments_of_8_bits_on_ranks(results: Results, scenario: str) -> None:
     in_layers = [{name for name in result["saved"] if "layers." in name} for result in (two, one)]
     assert in_layers[0] == in_layers[1] and any(".codes/" in name for name in in_layers[0])
     if scenario == "small_states":
-        assert "exp_avg/model.embed_tokens.weight" in two["saved"], "two ranks cannot divide its 61 rows"
+        assert "exp_avg/model.embed_tokens.weight" in two["saved"], (
+            "two ranks cannot divide its 61 rows"
+        )
     else:
-        assert any(name.startswith("exp_avg.codes/") and "experts." in name for name in two["saved"])
+        assert any(
+            name.startswith("exp_avg.codes/") and "experts." in name for name in two["saved"]
+        )
 
 
 def test_all_ranks_keep_copies_of_the_weights_in_one_place(ranks: list[Results]) -> None:
@@ -117,19 +124,31 @@ def test_context_parallel_scores_are_those_of_one_rank(ranks: list[Results]) -> 
     """Both ranks of a pair have all of each sample's log-probs."""
     expected = ranks[0]["context_parallel", 1]["log_probs"]
     for rank in range(2):
-        for got, want in zip(ranks[rank]["context_parallel", 2]["log_probs"], expected, strict=True):
+        for got, want in zip(
+            ranks[rank]["context_parallel", 2]["log_probs"], expected, strict=True
+        ):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("world_size", "context"), [(2, 1), (2, 2), (4, 1), (4, 2)])
-def test_ranks_run_as_many_packs_of_their_own_size(ranks: list[Results], world_size: int, context: int) -> None:
-    """As many on each rank although some have twice the samples, and each sample gets its own log-probs."""
+def test_ranks_run_as_many_packs_of_their_own_size(
+    ranks: list[Results], world_size: int, context: int
+) -> None:
+    """As many on each rank although some have twice the samples, and each sample gets its own
+    log-probs.
+    """
     one = ranks[0]["forward_packs", 1]["context 1"]
-    mine = [ranks[rank]["forward_packs", world_size][f"context {context}"] for rank in range(world_size)]
+    mine = [
+        ranks[rank]["forward_packs", world_size][f"context {context}"] for rank in range(world_size)
+    ]
     assert len({found["runs"] for found in mine}) == 1, [found["runs"] for found in mine]
-    assert mine[0]["runs"] > max(found["training"] for found in mine), "training has one micro-batch a group"
+    assert mine[0]["runs"] > max(found["training"] for found in mine), (
+        "training has one micro-batch a group"
+    )
     for found in mine:
-        assert found["own"] == min(found["runs"], len(found["groups"])), "none runs an empty one that has samples"
+        assert found["own"] == min(found["runs"], len(found["groups"])), (
+            "none runs an empty one that has samples"
+        )
         wanted = [i for i, group in enumerate(one["groups"]) if group in found["groups"]]
         for i, got in zip(wanted, found["log_probs"], strict=True):
             torch.testing.assert_close(got, one["log_probs"][i], atol=1e-5, rtol=0)
@@ -150,7 +169,9 @@ def test_second_step_left_groups_out(results: Results) -> None:
     for world_size in (1, 2, 4):
         metrics = results["two_steps", world_size]["metrics"]
         assert [m["train/skipped_sample_ratio"] for m in metrics] == [0.0, 0.5, 0.0]
-        assert metrics[0]["rollout/ref_log_probs"] != pytest.approx(metrics[0]["rollout/log_probs"], rel=1e-3)
+        assert metrics[0]["rollout/ref_log_probs"] != pytest.approx(
+            metrics[0]["rollout/log_probs"], rel=1e-3
+        )
 
 
 def test_log_probs_of_a_sample_do_not_depend_on_its_rank(ranks: list[Results]) -> None:
@@ -211,7 +232,9 @@ def test_experts_are_exported_one_by_one(results: Results, paths: dict[str, Path
         exported = load_file(paths["output"] / f"hf_{world_size}" / "model.safetensors")
         assert exported.keys() == original.keys()
         assert any("experts.3.down_proj" in name for name in exported)
-        assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in original.items()}
+        assert {n: t.shape for n, t in exported.items()} == {
+            n: t.shape for n, t in original.items()
+        }
         assert_equal(exported, results["hf_export", world_size]["weights"])
         model, info = AutoModelForCausalLM.from_pretrained(
             paths["output"] / f"hf_{world_size}", output_loading_info=True
@@ -229,7 +252,9 @@ def test_every_rank_names_its_weights_as_the_checkpoint_does(
         assert sorted(ranks[rank]["names", 2][model]) == on_disk, f"rank {rank}"
 
 
-def test_a_weight_sync_takes_one_collective_for_many_tensors(ranks: list[Results], paths: dict[str, Path]) -> None:
+def test_a_weight_sync_takes_one_collective_for_many_tensors(
+    ranks: list[Results], paths: dict[str, Path]
+) -> None:
     on_disk = load_file(paths["qwen3_moe"] / "model.safetensors")
     for rank in range(2):
         found = ranks[rank]["collectives", 2]
@@ -237,7 +262,9 @@ def test_a_weight_sync_takes_one_collective_for_many_tensors(ranks: list[Results
         assert_equal(found["weights"], on_disk)
 
 
-def test_the_reference_is_never_whole_on_other_ranks_than_the_one_that_reads_it(ranks: list[Results]) -> None:
+def test_the_reference_is_never_whole_on_other_ranks_than_the_one_that_reads_it(
+    ranks: list[Results],
+) -> None:
     """Tied weights once: of two ranks each keeps half, and sees one whole tensor at a time."""
     reader, other = (ranks[rank]["reference_in_shards", 2] for rank in range(2))
     assert reader["peak"] > reader["whole"]

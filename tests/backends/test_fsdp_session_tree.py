@@ -1,4 +1,6 @@
-"""The branches of agents' sessions are trained as one tree: loss and gradients of their copies, with fewer tokens."""
+"""The branches of agents' sessions are trained as one tree: loss and gradients of their copies,
+with fewer tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,22 @@ class NoText:
 
 
 def session(args: Args, index: int, draw: random.Random) -> list[Sample]:
-    """A question, a long first answer, and three ways to go on from there, one of which branches again."""
+    """A question, a long first answer, and three ways to go on from there, one of which branches
+    again.
+    """
     tree = Tree()
 
     def turn(parent: Turn | None, added: list[int], answer: int) -> Turn:
         scored = [[-draw.random(), draw.randrange(VOCAB), None] for _ in range(answer)]
-        meta = {"output_token_logprobs": scored, "finish_reason": {"type": "stop"}, "weight_version": "1"}
+        meta = {
+            "output_token_logprobs": scored,
+            "finish_reason": {"type": "stop"},
+            "weight_version": "1",
+        }
         said = {"role": "assistant", "content": str(len(tree.turns))}
-        made = Turn(parent, [], [], said, added, [{"text": "", "meta_info": meta}], id=str(len(tree.turns)))  # type: ignore[typeddict-item]
+        made = Turn(
+            parent, [], [], said, added, [{"text": "", "meta_info": meta}], id=str(len(tree.turns))
+        )  # type: ignore[typeddict-item]
         tree.add(made)
         return made
 
@@ -71,7 +81,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("llama"), max_position_embeddings=256)
 
 
-def test_a_tree_gives_the_loss_and_gradients_of_its_copies(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_gives_the_loss_and_gradients_of_its_copies(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, scored = {}, []
 
     def token_log_probs(hidden: Any, *arguments: Any, **options: Any) -> Any:
@@ -80,7 +92,9 @@ def test_a_tree_gives_the_loss_and_gradients_of_its_copies(llama: Path, monkeypa
 
     monkeypatch.setattr(scorer, "token_log_probs", token_log_probs)
     for share in (True, False):
-        args = arguments(llama, share_prompt_in_pack=share, max_tokens_per_gpu=200 if share else 1000)
+        args = arguments(
+            llama, share_prompt_in_pack=share, max_tokens_per_gpu=200 if share else 1000
+        )
         backend: FsdpBackend = make_backend(args)
         rows: list[int] = []
         count = lambda _, given, rows=rows: rows.append(given[0].kwargs["input_ids"].numel())  # noqa: E731
@@ -91,11 +105,14 @@ def test_a_tree_gives_the_loss_and_gradients_of_its_copies(llama: Path, monkeypa
         grads = {name: p.grad.clone() for name, p in backend.named_parameters if p.grad is not None}
         found[share] = metrics, grads, rows, sum(scored)
     (metrics, grads, rows, logits), (copied, want, all_rows, all_logits) = found[True], found[False]
-    # Of a session: the question and the first answer (4 + 40), the branch that ends there (2 + 7), the second answer
-    # (1 + 35), and three ends (1 + 4). As copies, a branch has all that comes before it.
+    # Of a session: the question and the first answer (4 + 40), the branch that ends there (2 + 7),
+    # the second answer (1 + 35), and three ends (1 + 4). As copies, a branch has all that comes
+    # before it.
     assert rows == [44 + 9 + 36 + 15] * 2, "a micro-batch per session"
     assert sum(all_rows) == 2 * (44 + 9 + 3 * (44 + 36 + 5))
-    assert logits == 2 * (40 + 9 + 36 + 15) and all_logits == sum(all_rows) - 2 * 4 * 4, "so does the output layer"
+    assert logits == 2 * (40 + 9 + 36 + 15) and all_logits == sum(all_rows) - 2 * 4 * 4, (
+        "so does the output layer"
+    )
     for name in ("train/loss", "train/pg_loss", "train/grad_norm", "train/entropy_loss"):
         assert metrics[name] == pytest.approx(copied[name], rel=1e-5, abs=1e-7), name
     assert metrics["train/grad_norm"] > 0.01 and grads.keys() == want.keys()
@@ -105,10 +122,14 @@ def test_a_tree_gives_the_loss_and_gradients_of_its_copies(llama: Path, monkeypa
 
 
 def test_branches_stay_together_when_samples_are_distributed(llama: Path) -> None:
-    """The cap has room for one session as a tree, and not for two. As copies, a session needs two micro-batches."""
+    """The cap has room for one session as a tree, and not for two. As copies, a session needs two
+    micro-batches.
+    """
     args = arguments(llama, max_tokens_per_gpu=200)
     batch = batch_of(args)
-    sessions = [{batch["sample_indices"][i] for i in micro} for micro in batch["micro_batch_indices"]]
+    sessions = [
+        {batch["sample_indices"][i] for i in micro} for micro in batch["micro_batch_indices"]
+    ]
     assert sessions in ([{0}, {1}], [{1}, {0}])
     copies = batch_of(arguments(llama, max_tokens_per_gpu=200, share_prompt_in_pack=False))
     assert copies["num_microbatches"] == [4]

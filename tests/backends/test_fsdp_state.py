@@ -64,7 +64,13 @@ def test_bfloat16_weights_are_what_computes(llama: Path) -> None:
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_resume_is_exact_to_the_bit(llama: Path, tmp_path: Path, async_save: bool) -> None:
-    flags = dict(lr_decay_style="cosine", lr_warmup_iters=2, use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)
+    flags = dict(
+        lr_decay_style="cosine",
+        lr_warmup_iters=2,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        ref_update_interval=1,
+    )
     flags["async_save"] = async_save
     first = make_backend(make_args(llama, **flags))
     train(first, 0)
@@ -102,7 +108,10 @@ def test_snapshot_without_optimizer_and_for_the_wrong_role(llama: Path, tmp_path
     backend.save(tmp_path)
     other = make_backend(make_args(llama))
     other.load(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(backend).values(), weights_of(other).values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(weights_of(backend).values(), weights_of(other).values(), strict=True)
+    )
     assert all(not t.any() for t in other.optimizer.tensors().values())
     with pytest.raises(ValueError, match=r"actor.*critic"):
         make_backend(make_args(llama), "critic").load(tmp_path)
@@ -110,7 +119,9 @@ def test_snapshot_without_optimizer_and_for_the_wrong_role(llama: Path, tmp_path
         other.load(tmp_path / "nowhere")
 
 
-def test_a_snapshot_with_another_optimizer_tells_how_to_leave_it_out(llama: Path, tmp_path: Path) -> None:
+def test_a_snapshot_with_another_optimizer_tells_how_to_leave_it_out(
+    llama: Path, tmp_path: Path
+) -> None:
     make_backend(make_args(llama, use_stateless_adam=True)).save(tmp_path)
     with pytest.raises(ValueError, match=r"optimizer/step/.*--no-load-optim"):
         make_backend(make_args(llama)).load(tmp_path)
@@ -136,7 +147,11 @@ def test_parts_of_a_snapshot_may_be_left_aside(llama: Path, tmp_path: Path) -> N
         held = weights_of(first)
         assert all(torch.equal(held[n], t) for n, t in other.named_weights())
         reference = fresh if "finetune" in left_out else held
-        assert all(torch.equal(reference[n], t) for n, t in other.bank.tensors("ref").items() if n in reference)
+        assert all(
+            torch.equal(reference[n], t)
+            for n, t in other.bank.tensors("ref").items()
+            if n in reference
+        )
 
 
 @pytest.fixture
@@ -144,18 +159,23 @@ def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of one rank."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("flag", [{"ref_update_interval": 1, "use_kl_loss": True}, {"keep_old_actor": True}])
+@pytest.mark.parametrize(
+    "flag", [{"ref_update_interval": 1, "use_kl_loss": True}, {"keep_old_actor": True}]
+)
 def test_moved_copies_come_back_where_parameters_are_on_an_accelerator(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: dict[str, Any]
 ) -> None:
-    """On CUDA ``DTensor.from_local`` moves a CPU tensor to the mesh's device, so what it returns is not the copy that
-    lies in CPU memory. Simulated: on the parameters' mesh it returns a copy, and one rank is sharded, too."""
+    """On CUDA ``DTensor.from_local`` moves a CPU tensor to the mesh's device, so what it returns is
+    not the copy that lies in CPU memory. Simulated: on the parameters' mesh it returns a copy, and
+    one rank is sharded, too."""
 
     def on_a_mesh(scorer: Any, hf: Any, device: torch.device, mesh: None, *args: Any) -> None:
         shard(scorer, hf, device, model.shard_mesh(device, 1, None), *args)
@@ -164,7 +184,11 @@ def test_moved_copies_come_back_where_parameters_are_on_an_accelerator(
     monkeypatch.setattr(model, "shard", on_a_mesh)
     tag = "ref" if "use_kl_loss" in flag else "old_actor"
     first, second = (make_backend(make_args(llama, **flag)) for _ in range(2))
-    meshes = [p.device_mesh for backend in (first, second) for p in map(itemgetter(1), backend.named_parameters)]
+    meshes = [
+        p.device_mesh
+        for backend in (first, second)
+        for p in map(itemgetter(1), backend.named_parameters)
+    ]
     from_local = DTensor.from_local
 
     def as_on_cuda(tensor: torch.Tensor, mesh: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +223,11 @@ def test_reset_of_optimizer_states(llama: Path) -> None:
     train(backend, 0)
     steps = {float(t) for n, t in backend.optimizer.tensors().items() if n.startswith("step/")}
     train(backend, 1)
-    assert steps == {float(t) for n, t in backend.optimizer.tensors().items() if n.startswith("step/")} == {1.0}
+    assert (
+        steps
+        == {float(t) for n, t in backend.optimizer.tensors().items() if n.startswith("step/")}
+        == {1.0}
+    )
 
 
 def test_stateless_adam_keeps_no_moments_and_moves_every_weight_by_the_learning_rate(
@@ -210,8 +238,13 @@ def test_stateless_adam_keeps_no_moments_and_moves_every_weight_by_the_learning_
     before = weights_of(backend)
     train(backend, 0)
     moved = {name: after - before[name] for name, after in weights_of(backend).items()}
-    steps = {float(x) for delta in moved.values() for x in delta.abs().flatten().double().mul(1e3).round(decimals=2)}
-    assert max(steps) == 1.0 and moved["model.norm.weight"].abs().min() > 0.9e-3  # lr 1e-3 by the sign
+    steps = {
+        float(x)
+        for delta in moved.values()
+        for x in delta.abs().flatten().double().mul(1e3).round(decimals=2)
+    }
+    # lr 1e-3 by the sign
+    assert max(steps) == 1.0 and moved["model.norm.weight"].abs().min() > 0.9e-3
     assert backend.optimizer.tensors() == {}
     backend.save(tmp_path)
     other = make_backend(make_args(llama, **flags))
@@ -219,7 +252,9 @@ def test_stateless_adam_keeps_no_moments_and_moves_every_weight_by_the_learning_
     assert train(backend, 1) == train(other, 1)
 
 
-def test_hf_export_loads_again(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_export_loads_again(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = make_backend(make_args(llama))
     train(backend, 0)
     monkeypatch.setattr("slime.models.stored.SHARD_BYTES", 10_000)
@@ -281,13 +316,17 @@ def test_sleep_and_wake_leave_the_cpu_alone(llama: Path) -> None:
         ({"advantage_estimator": "nothing"}, "actor", "--advantage-estimator 'nothing'"),
     ],
 )
-def test_create_backend_refuses(llama: Path, changes: dict[str, Any], role: str, message: str) -> None:
+def test_create_backend_refuses(
+    llama: Path, changes: dict[str, Any], role: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         create_backend(make_args(llama, **changes), role, 0, 1, "127.0.0.1", 1)
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_digests_of_the_writer_are_checked_by_the_reader(llama: Path, tmp_path: Path, async_save: bool) -> None:
+def test_digests_of_the_writer_are_checked_by_the_reader(
+    llama: Path, tmp_path: Path, async_save: bool
+) -> None:
     backend = make_backend(make_args(llama, async_save=async_save))
     temp = snapshot.begin(tmp_path, 0)
     written = backend.save(temp / "actor")
@@ -295,8 +334,12 @@ def test_digests_of_the_writer_are_checked_by_the_reader(llama: Path, tmp_path: 
         assert written == []
         written = backend.saving.finish(60)
     names = {entry["path"] for entry in written}
-    assert names == {p.relative_to(temp / "actor").as_posix() for p in temp.rglob("*") if p.is_file()}
-    entries = [FileEntry(**{**entry, "path": f"actor/{entry['path']}", "rank": 0}) for entry in written]
+    assert names == {
+        p.relative_to(temp / "actor").as_posix() for p in temp.rglob("*") if p.is_file()
+    }
+    entries = [
+        FileEntry(**{**entry, "path": f"actor/{entry['path']}", "rank": 0}) for entry in written
+    ]
     final = snapshot.commit(temp, {"rollout_id": 0}, entries)
     found = snapshot.latest(tmp_path)
     assert found is not None

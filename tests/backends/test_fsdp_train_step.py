@@ -43,28 +43,41 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def advantages_set(batch: dict[str, Any]) -> dict[str, Any]:
     batch["advantages"] = [
-        torch.full((n,), r) for n, r in zip(batch["response_lengths"], batch["rewards"], strict=True)
+        torch.full((n,), r)
+        for n, r in zip(batch["response_lengths"], batch["rewards"], strict=True)
     ]
     return batch
 
 
-def step(backend: FsdpBackend, batch: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def step(
+    backend: FsdpBackend, batch: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     metrics = backend.train_step(advantages_set(batch), 0)
-    return metrics, {name: p.grad.clone() for name, p in backend.named_parameters if p.grad is not None}
+    return metrics, {
+        name: p.grad.clone() for name, p in backend.named_parameters if p.grad is not None
+    }
 
 
 def oracle(
     checkpoint: Path, args: Any, batch: dict[str, Any]
 ) -> tuple[float, dict[str, torch.Tensor], list[torch.Tensor]]:
-    """transformers' own forward in float64, one sample at a time, and the shared loss over everything."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, attn_implementation="eager")
+    """transformers' own forward in float64, one sample at a time, and the shared loss over
+    everything.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float64, attn_implementation="eager"
+    )
     log_probs, entropies = [], []
     for tokens, response in zip(batch["tokens"], batch["response_lengths"], strict=True):
-        log_p = (model(tokens[None]).logits[0] / args.rollout_temperature).log_softmax(-1)[-response - 1 : -1]
+        log_p = (model(tokens[None]).logits[0] / args.rollout_temperature).log_softmax(-1)[
+            -response - 1 : -1
+        ]
         log_probs.append(log_p.gather(-1, tokens[-response:, None]).squeeze(-1))
         entropies.append(-(log_p.exp() * log_p).sum(-1))
     order = list(range(len(batch["tokens"])))
-    tokens_ = TokenBatch.from_rank_batch(batch, order, log_probs=torch.cat(log_probs), entropy=torch.cat(entropies))
+    tokens_ = TokenBatch.from_rank_batch(
+        batch, order, log_probs=torch.cat(log_probs), entropy=torch.cat(entropies)
+    )
     loss, _ = compute_loss(
         LossSettings.from_args(args),
         tokens_,
@@ -77,12 +90,18 @@ def oracle(
     return float(loss.detach()), grads, [x.detach() for x in log_probs]
 
 
-def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float = 1e-5) -> None:
+def assert_close(
+    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float = 1e-5
+) -> None:
     """Relative to the size of each tensor: 1e-5 of its norm."""
     assert got.keys() == want.keys()
     for name in want:
         error = (got[name].double() - want[name].double()).norm()
-        assert error <= rtol * want[name].double().norm() + 1e-9, (name, float(error), float(want[name].norm()))
+        assert error <= rtol * want[name].double().norm() + 1e-9, (
+            name,
+            float(error),
+            float(want[name].norm()),
+        )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +119,9 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rt
     ids=lambda flags: ",".join(flags) or "shared",
 )
 @pytest.mark.parametrize("micro_batch_size", [16, 3])
-def test_every_layout_equals_transformers(checkpoint: Path, flags: dict[str, Any], micro_batch_size: int) -> None:
+def test_every_layout_equals_transformers(
+    checkpoint: Path, flags: dict[str, Any], micro_batch_size: int
+) -> None:
     args = make_args(checkpoint, clip_grad=0.0, **flags)
     batch = advantages_set(whole_batch(make_samples(), micro_batch_size))
     backend = make_backend(args)
@@ -116,10 +137,14 @@ def test_every_layout_equals_transformers(checkpoint: Path, flags: dict[str, Any
 
 
 @pytest.mark.parametrize(("method", "recomputed"), [(None, [True, True]), ("block", [True, False])])
-def test_a_block_of_layers_is_recomputed(llama: Path, method: str | None, recomputed: list[bool]) -> None:
+def test_a_block_of_layers_is_recomputed(
+    llama: Path, method: str | None, recomputed: list[bool]
+) -> None:
     plain = make_backend(make_args(llama))
     args = make_args(llama, gradient_checkpointing=True)
-    args.megatron = {} if method is None else {"recompute_method": method, "recompute_num_layers": 1}
+    args.megatron = (
+        {} if method is None else {"recompute_method": method, "recompute_num_layers": 1}
+    )
     backend = make_backend(args)
     assert [layer.training for layer in decoder_layers(backend.scorer.hf)] == recomputed
     (_, grads), (_, same) = (step(one, whole_batch(make_samples())) for one in (backend, plain))
@@ -141,7 +166,9 @@ def test_zero_advantage_samples_are_left_out_without_a_trace(llama: Path) -> Non
     assert_close(grads, full_grads)
     assert_close(weights, full_weights)
     # A diagnostic speaks of what was trained.
-    trained = make_backend(make_args(llama)).log_probs(whole_batch(samples), with_entropy=True)["entropy"][:8]
+    trained = make_backend(make_args(llama)).log_probs(whole_batch(samples), with_entropy=True)[
+        "entropy"
+    ][:8]
     masks = [torch.tensor(s["mask"]) for s in samples[:8]]
     entropy = sum(float((e * m).sum() / m.sum()) for e, m in zip(trained, masks, strict=True)) / 8
     assert metrics["entropy_loss"] == pytest.approx(entropy, rel=1e-4)
@@ -149,7 +176,9 @@ def test_zero_advantage_samples_are_left_out_without_a_trace(llama: Path) -> Non
 
 @pytest.mark.parametrize("attention", [None, "sdpa"])
 def test_a_response_that_was_cut_to_nothing(llama: Path, attention: str | None) -> None:
-    """It is in the batch without a token to train on (an image token was the first that was sampled)."""
+    """It is in the batch without a token to train on (an image token was the first that was
+    sampled).
+    """
     samples = make_samples()
     for i in (0, 5):
         samples[i]["tokens"] = samples[i]["tokens"][: -len(samples[i]["mask"])]
@@ -242,7 +271,10 @@ def test_nan_names_step_and_rank_and_changes_nothing(llama: Path) -> None:
 
 def test_whole_rollout_two_steps_with_reference_and_hook(llama: Path, tmp_path: Path) -> None:
     hook = tmp_path / "hook.py"
-    hook.write_text("def post(args, rollout_id, data):\n    data['advantages'] = [a * 2 for a in data['advantages']]\n")
+    hook.write_text(
+        "def post(args, rollout_id, data):\n"
+        "    data['advantages'] = [a * 2 for a in data['advantages']]\n"
+    )
     args = make_args(
         llama,
         use_kl_loss=True,
@@ -311,7 +343,9 @@ def test_ppo_actor_uses_the_critics_values(llama: Path) -> None:
     assert metrics["train/grad_norm"] > 0.0
 
 
-def test_the_critic_learns_the_returns_with_the_kl_penalty_of_the_actors_rewards(llama: Path, tmp_path: Path) -> None:
+def test_the_critic_learns_the_returns_with_the_kl_penalty_of_the_actors_rewards(
+    llama: Path, tmp_path: Path
+) -> None:
     reference = save_tiny_llama(tmp_path / "reference", seed=1)
     flags = dict(advantage_estimator="ppo", kl_coef=0.3, kl_loss_type="k1", gamma=0.9, lambd=0.8)
     args = make_args(llama, ref_load=str(reference), use_rollout_entropy=True, **flags)
@@ -326,18 +360,27 @@ def test_the_critic_learns_the_returns_with_the_kl_penalty_of_the_actors_rewards
     for i, mask in enumerate(batch["loss_masks"]):
         trained = mask.bool()
         kl = (scores["old_log_probs"][i] - scores["ref_log_probs"][i])[trained].tolist()
-        values, following, advantage, losses = batch["old_values"][i][trained].tolist(), 0.0, 0.0, []
+        values, following, advantage, losses = (
+            batch["old_values"][i][trained].tolist(),
+            0.0,
+            0.0,
+            [],
+        )
         for t in reversed(range(len(kl))):
             reward = -0.3 * kl[t] + (batch["rewards"][i] if t == len(kl) - 1 else 0.0)
             advantage = reward + 0.9 * following - values[t] + 0.9 * 0.8 * advantage
             following = values[t]
             losses.append(advantage**2)  # return - value
         expected.append(math.fsum(losses) / len(losses))
-    assert metrics["train/critic-value_loss"] == pytest.approx(math.fsum(expected) / len(expected), rel=1e-5)
+    assert metrics["train/critic-value_loss"] == pytest.approx(
+        math.fsum(expected) / len(expected), rel=1e-5
+    )
     mine = whole_batch(make_samples())
     mine |= scores | {"old_values": batch["old_values"]}
     _, timings = train_on_rollout(actor, args, mine)
-    assert set(timings) == {"data_preprocess", "actor_train"}, "the log-probs are not computed again"
+    assert set(timings) == {"data_preprocess", "actor_train"}, (
+        "the log-probs are not computed again"
+    )
     assert all(torch.equal(a, b) for a, b in zip(mine["returns"], batch["returns"], strict=True))
 
 
@@ -350,7 +393,9 @@ def test_sft_and_custom_loss(llama: Path, tmp_path: Path) -> None:
     )
     flags = dict(compute_advantages_and_returns=False, clip_grad=0.0)
     sft = make_backend(make_args(llama, loss_type="sft_loss", **flags))
-    custom_args = make_args(llama, loss_type="custom_loss", custom_loss_function_path=f"{hook}:nll", **flags)
+    custom_args = make_args(
+        llama, loss_type="custom_loss", custom_loss_function_path=f"{hook}:nll", **flags
+    )
     custom = make_backend(custom_args)
     a, _ = train_on_rollout(sft, sft.args, whole_batch(make_samples()))
     b, _ = train_on_rollout(custom, custom_args, whole_batch(make_samples()))
@@ -361,9 +406,14 @@ def test_sft_and_custom_loss(llama: Path, tmp_path: Path) -> None:
 
 def test_fine_tuning_minimises_the_likelihood_at_temperature_1(llama: Path) -> None:
     flags = dict(loss_type="sft_loss", compute_advantages_and_returns=False)
-    backend, batch = make_backend(make_args(llama, rollout_temperature=0.6, **flags)), whole_batch(make_samples())
+    backend, batch = (
+        make_backend(make_args(llama, rollout_temperature=0.6, **flags)),
+        whole_batch(make_samples()),
+    )
     model, losses = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64), []
-    for tokens, n, mask in zip(batch["tokens"], batch["response_lengths"], batch["loss_masks"], strict=True):
+    for tokens, n, mask in zip(
+        batch["tokens"], batch["response_lengths"], batch["loss_masks"], strict=True
+    ):
         log_p = model(torch.as_tensor(tokens)[None]).logits[0].log_softmax(-1)[-n - 1 : -1]
         chosen = -log_p.gather(-1, torch.as_tensor(tokens)[-n:, None])[:, 0]
         losses.append((chosen * mask).sum() / max(float(mask.sum()), 1.0))
@@ -373,15 +423,21 @@ def test_fine_tuning_minimises_the_likelihood_at_temperature_1(llama: Path) -> N
 
 @pytest.mark.parametrize("attention", [None, "sdpa"])
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_the_padding_tokens_embedding_is_trained_as_any_other(tmp_path: Path, attention: str | None, role: str) -> None:
-    """In many models it is the end-of-sequence token; transformers leaves it out of the gradient."""
+def test_the_padding_tokens_embedding_is_trained_as_any_other(
+    tmp_path: Path, attention: str | None, role: str
+) -> None:
+    """In many models it is the end-of-sequence token; transformers leaves it out of the
+    gradient.
+    """
     plain = save_tiny_llama(tmp_path / "plain", tie_word_embeddings=False)
     padding = shutil.copytree(plain, tmp_path / "padding")
     config = json.loads((padding / "config.json").read_text())
     (padding / "config.json").write_text(json.dumps(config | {"pad_token_id": 5}))
     gradients = []
     for path in (plain, padding):
-        flags = dict(attn_implementation=attention, advantage_estimator="ppo" if role == "critic" else "grpo")
+        flags = dict(
+            attn_implementation=attention, advantage_estimator="ppo" if role == "critic" else "grpo"
+        )
         backend = make_backend(make_args(path, clip_grad=0.0, **flags), role)
         batch = whole_batch(make_samples())
         assert any(5 in tokens for tokens in batch["tokens"])
@@ -390,7 +446,9 @@ def test_the_padding_tokens_embedding_is_trained_as_any_other(tmp_path: Path, at
             batch["old_values"] = [torch.zeros(n) for n in batch["response_lengths"]]
         backend.train_step(advantages_set(batch), 0)
         gradients.append({name: p.grad for name, p in backend.named_parameters})
-    (embedding,) = (gradient for name, gradient in gradients[1].items() if name.endswith("embed_tokens.weight"))
+    (embedding,) = (
+        gradient for name, gradient in gradients[1].items() if name.endswith("embed_tokens.weight")
+    )
     assert embedding is not None and embedding[5].any()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-6, atol=1e-8)

@@ -10,19 +10,28 @@ import torch
 from slime.backends import loss
 from slime.backends.loss_inputs import LossSettings, TokenBatch
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_responses, policy_loss_function
+from slime.backends.megatron_utils.loss import (
+    get_log_probs_and_entropy,
+    get_responses,
+    policy_loss_function,
+)
 from tests.make_args import make_args
 
 VOCAB = 11
 
 
 def micro_batch() -> tuple[dict[str, Any], torch.Tensor]:
-    """Two samples of 5 and 4 tokens, with responses of 3 and 2; the entries of the batch of a custom loss."""
+    """Two samples of 5 and 4 tokens, with responses of 3 and 2; the entries of the batch of a
+    custom loss.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(VOCAB, (n,), generator=generator) for n in (5, 4)]
     lengths = [3, 2]
     batch: dict[str, Any] = {"tokens": tokens, "unconcat_tokens": tokens, "total_lengths": [5, 4]}
-    batch |= {"response_lengths": lengths, "loss_masks": [torch.tensor([1, 0, 1]), torch.tensor([1, 1])]}
+    batch |= {
+        "response_lengths": lengths,
+        "loss_masks": [torch.tensor([1, 0, 1]), torch.tensor([1, 1])],
+    }
     batch |= {"rollout_mask_sums": [2.0, 2.0], "sample_indices": [0, 1]}
     for name in ("log_probs", "advantages", "ref_log_probs"):
         batch[name] = [torch.randn(n, generator=generator) - 1 for n in lengths]
@@ -38,7 +47,10 @@ def test_log_probs_and_entropy_of_responses() -> None:
     args = make_args()
     rows = list(get_responses(logits, args=args, **shapes(batch)))
     assert [tuple(part.shape) for part, _ in rows] == [(3, VOCAB), (2, VOCAB)]
-    assert [ids.tolist() for _, ids in rows] == [batch["tokens"][0][2:].tolist(), batch["tokens"][1][2:].tolist()]
+    assert [ids.tolist() for _, ids in rows] == [
+        batch["tokens"][0][2:].tolist(),
+        batch["tokens"][1][2:].tolist(),
+    ]
     empty, found = get_log_probs_and_entropy(logits, args=args, with_entropy=True, **shapes(batch))
     assert empty.numel() == 0 and found["log_probs"][0].requires_grad
     distribution = torch.distributions.Categorical(logits=logits)
@@ -57,7 +69,9 @@ def test_what_the_helpers_cannot_do_is_refused() -> None:
         list(get_responses(logits, args=split, **shapes(batch)))
 
 
-@pytest.mark.parametrize("flags", [{}, {"entropy_coef": 0.1}, {"use_kl_loss": True, "kl_loss_coef": 0.2}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"entropy_coef": 0.1}, {"use_kl_loss": True, "kl_loss_coef": 0.2}]
+)
 def test_the_policy_loss_of_the_flags(flags: dict[str, Any]) -> None:
     batch, logits = micro_batch()
     args = make_args(loss_type="custom_loss", custom_loss_function_path="os.path.join", **flags)
@@ -73,13 +87,18 @@ def test_the_policy_loss_of_the_flags(flags: dict[str, Any]) -> None:
     settings = LossSettings.from_args(make_args(**flags))
     whole, _ = loss.compute_loss(settings, tokens, num_rollouts=2, num_tokens=4)
     torch.testing.assert_close(mine / 2, whole)
-    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (mine / 2, whole)]
+    gradients = [
+        torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (mine / 2, whole)
+    ]
     torch.testing.assert_close(*gradients)
     assert {"pg_loss", "pg_clipfrac"} <= set(metrics)
 
 
 def test_whole_responses_pass_through() -> None:
     values = torch.arange(3.0)
-    assert all_gather_with_cp(values, 5, 3) is values and slice_log_prob_with_cp(values, 5, 3) is values
+    assert (
+        all_gather_with_cp(values, 5, 3) is values
+        and slice_log_prob_with_cp(values, 5, 3) is values
+    )
     with pytest.raises(ValueError, match=r"2 values.*3 tokens"):
         all_gather_with_cp(values[:2], 5, 3)

@@ -1,4 +1,6 @@
-"""The shared loss path: against a scalar reference, independent of how a step is split, deaf to masked tokens."""
+"""The shared loss path: against a scalar reference, independent of how a step is split, deaf to
+masked tokens.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def compute_advantages(args: Args, batch: dict[str, Any], reduce: Identity) -> N
     advantages.compute_advantages(AdvantageSettings.from_args(args), batch, reduce)
 
 
-def make_tokens(lengths: list[int], seed: int = 0, siblings: int = 1, dtype: torch.dtype = torch.float64) -> TokenBatch:
+def make_tokens(
+    lengths: list[int], seed: int = 0, siblings: int = 1, dtype: torch.dtype = torch.float64
+) -> TokenBatch:
     """Random tokens; each run of ``siblings`` samples is one rollout."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
@@ -60,8 +64,14 @@ def make_tokens(lengths: list[int], seed: int = 0, siblings: int = 1, dtype: tor
     base = -draw().abs() - 0.1
     mask = (torch.rand(total, generator=generator) < 0.7).int()
     sums = torch.tensor([float(m.sum()) for m in mask.split(lengths)])
-    rollout_sums = torch.cat([part.sum().repeat(len(part)) for part in sums.split(siblings)]) if lengths else sums
-    advantages = torch.cat([torch.randn(1, generator=generator, dtype=torch.float64).repeat(n) for n in lengths])
+    rollout_sums = (
+        torch.cat([part.sum().repeat(len(part)) for part in sums.split(siblings)])
+        if lengths
+        else sums
+    )
+    advantages = torch.cat(
+        [torch.randn(1, generator=generator, dtype=torch.float64).repeat(n) for n in lengths]
+    )
     return TokenBatch(
         response_lengths=list(lengths),
         total_lengths=[n + 3 for n in lengths],
@@ -116,7 +126,10 @@ def reference_policy_loss(a: Args, t: TokenBatch, siblings: int) -> dict[str, An
         position += length
         inside = [j for j in span if t.loss_mask[j]]
         divisor = 1.0 if a.calculate_per_token_loss else max(float(t.rollout_mask_sums[i]), 1.0)
-        old = {j: t.rollout_log_probs[j] if a.use_rollout_logprobs else t.old_log_probs[j] for j in inside}
+        old = {
+            j: t.rollout_log_probs[j] if a.use_rollout_logprobs else t.old_log_probs[j]
+            for j in inside
+        }
         kl = {j: old[j] - t.log_probs[j] for j in inside}
         mean_kl = sum(kl.values()) / max(len(inside), 1)
         for j in inside:
@@ -125,7 +138,10 @@ def reference_policy_loss(a: Args, t: TokenBatch, siblings: int) -> dict[str, An
             ratio, advantage = torch.exp(-ppo_kl), t.advantages[j]
             bounded = torch.clamp(ratio, 1 - a.eps_clip, 1 + high)
             if a.advantage_estimator == "cispo":
-                pg, clipped = -bounded.detach() * advantage * t.log_probs[j], float(bounded != ratio)
+                pg, clipped = (
+                    -bounded.detach() * advantage * t.log_probs[j],
+                    float(bounded != ratio),
+                )
             elif a.advantage_estimator in scalar_losses.LOSSES:
                 of_token = scalar_losses.LOSSES[a.advantage_estimator]
                 pg, clipped = of_token(a, ppo_kl, t.log_probs[j], float(advantage))
@@ -153,15 +169,23 @@ def reference_policy_loss(a: Args, t: TokenBatch, siblings: int) -> dict[str, An
                 "tis_clipfrac": float(kept != weight), "train_rollout_logprob_abs_diff": abs(gap),
                 "opd_reverse_kl": t.opd_reverse_kl[j],
             }  # fmt: skip
-            own_divisor = {"dr_grpo": a.rollout_max_response_len, "luspo": 1}.get(a.advantage_estimator)
+            own_divisor = {"dr_grpo": a.rollout_max_response_len, "luspo": 1}.get(
+                a.advantage_estimator
+            )
             if own_divisor is not None:  # for the policy loss alone
                 terms["pg_loss"] = pg = pg * (divisor / own_divisor)
-            terms["loss"] = pg - a.entropy_coef * t.entropy[j] + (a.kl_loss_coef * ref_kl if a.use_kl_loss else 0)
+            terms["loss"] = (
+                pg
+                - a.entropy_coef * t.entropy[j]
+                + (a.kl_loss_coef * ref_kl if a.use_kl_loss else 0)
+            )
             for name, x in terms.items():
                 sums[name] = sums[name] + x / divisor
     n = counts(t, siblings)
     count = n["num_tokens"] if a.calculate_per_token_loss else n["num_rollouts"]
-    return {name: x / count for name, x in sums.items()} | {"train_rollout_logprob_abs_diff_max": largest}
+    return {name: x / count for name, x in sums.items()} | {
+        "train_rollout_logprob_abs_diff_max": largest
+    }
 
 
 flags = st.fixed_dictionaries(
@@ -175,7 +199,9 @@ flags = st.fixed_dictionaries(
         "kl_loss_coef": st.sampled_from([0.0, 0.3]),
         "use_unbiased_kl": st.booleans(),
         "use_opsm": st.booleans(),
-        "off_policy": st.sampled_from([{}, {"use_tis": True, "tis_clip_low": 0.8}, {"use_rollout_logprobs": True}]),
+        "off_policy": st.sampled_from(
+            [{}, {"use_tis": True, "tis_clip_low": 0.8}, {"use_rollout_logprobs": True}]
+        ),
     }
 )
 
@@ -187,7 +213,9 @@ flags = st.fixed_dictionaries(
     seed=st.integers(0, 99),
     fan_out=st.booleans(),
 )
-def test_policy_loss_metrics_and_gradient(flag: dict[str, Any], lengths: list[int], seed: int, fan_out: bool) -> None:
+def test_policy_loss_metrics_and_gradient(
+    flag: dict[str, Any], lengths: list[int], seed: int, fan_out: bool
+) -> None:
     off_policy = flag.pop("off_policy")
     args = make_args(**flag, **off_policy)
     siblings = len(lengths) if fan_out else 1
@@ -198,7 +226,9 @@ def test_policy_loss_metrics_and_gradient(flag: dict[str, Any], lengths: list[in
     got = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     expected = reference_policy_loss(args, tokens, siblings)
     if tokens.loss_mask.any():
-        wanted = torch.autograd.grad(expected["loss"], leaves, allow_unused=True, materialize_grads=True)
+        wanted = torch.autograd.grad(
+            expected["loss"], leaves, allow_unused=True, materialize_grads=True
+        )
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
     absent = {"kl_loss": not args.use_kl_loss, "opsm_clipfrac": not args.use_opsm}
     absent |= dict.fromkeys(("tis", "tis_clipfrac", "tis_abs"), not args.use_tis)
@@ -212,7 +242,9 @@ def test_policy_loss_metrics_and_gradient(flag: dict[str, Any], lengths: list[in
 
 
 def test_one_step_worked_by_hand() -> None:
-    """Two samples, three trained tokens, ratio 1: the loss is the mean over samples of -A, plus 0.1 k3 - 0.01 H."""
+    """Two samples, three trained tokens, ratio 1: the loss is the mean over samples of -A, plus 0.1
+    k3 - 0.01 H.
+    """
     tokens = TokenBatch(
         response_lengths=[2, 2],
         total_lengths=[4, 4],
@@ -243,8 +275,11 @@ def test_the_value_loss_of_two_samples_is_the_one_worked_by_hand() -> None:
     tokens.values = torch.tensor([1.0, 0.5, 3.0], dtype=torch.float64)
     tokens.old_values = torch.tensor([0.0, 0.4, 2.0], dtype=torch.float64)
     tokens.returns = torch.tensor([2.0, 0.0, 2.5], dtype=torch.float64)
-    loss, metrics = compute_loss(make_args(loss_type="value_loss", value_clip=0.3), tokens, **counts(tokens))
-    # Errors: max((1 - 2)^2, (0.3 - 2)^2) = 2.89; max(0.5^2, 0.5^2) = 0.25; max((3 - 2.5)^2, (2.3 - 2.5)^2) = 0.25.
+    loss, metrics = compute_loss(
+        make_args(loss_type="value_loss", value_clip=0.3), tokens, **counts(tokens)
+    )
+    # Errors: max((1 - 2)^2, (0.3 - 2)^2) = 2.89; max(0.5^2, 0.5^2) = 0.25; max((3 - 2.5)^2, (2.3 -
+    # 2.5)^2) = 0.25.
     assert loss.item() == pytest.approx(((2.89 + 0.25) / 2 + 0.25) / 2)
     assert metrics["value_clipfrac"].item() == pytest.approx(0.25)
 
@@ -278,7 +313,9 @@ def test_shares_add_up_however_a_step_is_split(
     (whole_grad,) = torch.autograd.grad(whole, tokens.log_probs)
     parts = [[i for i in range(len(lengths)) if owner[i] == k] for k in range(4)]
     shares = [compute_loss(args, take(tokens, part), **count) for part in parts if part]
-    torch.testing.assert_close(torch.stack([s for s, _ in shares]).sum(), whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.stack([s for s, _ in shares]).sum(), whole, rtol=1e-5, atol=1e-6
+    )
     grad = sum(torch.autograd.grad(s, tokens.log_probs)[0] for s, _ in shares)
     torch.testing.assert_close(grad, whole_grad, rtol=1e-5, atol=1e-7)
     for name, value in whole_metrics.items():
@@ -288,8 +325,13 @@ def test_shares_add_up_however_a_step_is_split(
 
 
 def test_batch_normalised_weights_do_not_depend_on_micro_batches_either() -> None:
-    """The divisor is the mean weight of the whole rollout, taken with the advantages (mis_weight_mean)."""
-    lengths, off_policy = [3, 2, 4], dict(use_tis=True, tis_level="geometric", tis_batch_normalize=True)
+    """The divisor is the mean weight of the whole rollout, taken with the advantages
+    (mis_weight_mean).
+    """
+    lengths, off_policy = (
+        [3, 2, 4],
+        dict(use_tis=True, tis_level="geometric", tis_batch_normalize=True),
+    )
     args = make_args(
         **off_policy, custom_tis_function_path="slime.algorithms.mis.compute_mis_weights", kl_coef=0.0, use_opd=False,
         normalize_advantages=False, compute_advantages_and_returns=True, custom_advantage_function_path=None,
@@ -310,7 +352,9 @@ def test_batch_normalised_weights_do_not_depend_on_micro_batches_either() -> Non
     current = tokens.log_probs.split(lengths)
 
     def share(picked: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        part = TokenBatch.from_rank_batch(batch, picked, log_probs=torch.cat([current[i] for i in picked]))
+        part = TokenBatch.from_rank_batch(
+            batch, picked, log_probs=torch.cat([current[i] for i in picked])
+        )
         return compute_loss(args, part, num_rollouts=3, num_tokens=1)
 
     whole, _ = share([0, 1, 2])
@@ -322,14 +366,21 @@ def test_batch_normalised_weights_do_not_depend_on_micro_batches_either() -> Non
         num_rollouts=3,
         num_tokens=float(tokens.loss_mask.sum()),
     )[1]
-    assert per_token["mis_weight"].item() == pytest.approx(1.0)  # the mean weight after normalisation
+    # the mean weight after normalisation
+    assert per_token["mis_weight"].item() == pytest.approx(1.0)
 
 
 class ThreadSum:
-    """over_sequence for ranks that are threads: forward sums the shares, backward sums the gradients."""
+    """over_sequence for ranks that are threads: forward sums the shares, backward sums the
+    gradients.
+    """
 
     def __init__(self, ranks: int) -> None:
-        self.barrier, self.shared, self.local = threading.Barrier(ranks, timeout=120), [None] * ranks, threading.local()
+        self.barrier, self.shared, self.local = (
+            threading.Barrier(ranks, timeout=120),
+            [None] * ranks,
+            threading.local(),
+        )
 
     def total(self, x: Tensor) -> Tensor:
         self.shared[self.local.rank] = x
@@ -368,7 +419,9 @@ class ThreadSum:
 def test_a_context_parallel_group_agrees_with_one_rank(
     estimator: str, level: str, mode: str, lengths: list[int], ranks: int, seed: int
 ) -> None:
-    """Every token on a rank of its own choice; a rank may hold none of a response, or nothing at all."""
+    """Every token on a rank of its own choice; a rank may hold none of a response, or nothing at
+    all.
+    """
     args = make_args(
         advantage_estimator=estimator, use_opsm=True, opsm_delta=0.0, use_tis=True, tis_level=level, tis_mode=mode,
         rs_veto_threshold=0.4, custom_tis_function_path="slime.algorithms.mis.compute_mis_weights",
@@ -403,7 +456,9 @@ def test_a_context_parallel_group_agrees_with_one_rank(
     for _, _, mine, grad in results:
         torch.testing.assert_close(grad, expected[mine])
     for name in ("pg_clipfrac", "opsm_clipfrac", "mis_rejected_frac", "mis_train_ppl", "ppo_kl"):
-        torch.testing.assert_close(torch.stack([m[name] for _, m, *_ in results]).sum(), whole_metrics[name])
+        torch.testing.assert_close(
+            torch.stack([m[name] for _, m, *_ in results]).sum(), whole_metrics[name]
+        )
 
 
 # --- what must not matter ----------------------------------------------------------------------
@@ -425,7 +480,9 @@ def test_masked_tokens_reach_neither_loss_nor_gradient(kind: str, poison: float)
     off = clean.loss_mask == 0
     assert off.any()
     changes = {
-        name: torch.where(off, torch.full_like(getattr(clean, name), poison), getattr(clean, name)).detach()
+        name: torch.where(
+            off, torch.full_like(getattr(clean, name), poison), getattr(clean, name)
+        ).detach()
         for name in PER_TOKEN
     }
     for name in ("log_probs", "entropy"):
@@ -435,8 +492,13 @@ def test_masked_tokens_reach_neither_loss_nor_gradient(kind: str, poison: float)
         clean.values, dirty.values = clean.log_probs, dirty.log_probs
     losses = [compute_loss(args, t, **counts(t)) for t in (clean, dirty)]
     assert losses[0][0].item() == losses[1][0].item()
-    assert {k: v.item() for k, v in losses[0][1].items()} == {k: v.item() for k, v in losses[1][1].items()}
-    grads = [torch.autograd.grad(loss, t.log_probs)[0] for (loss, _), t in zip(losses, (clean, dirty), strict=True)]
+    assert {k: v.item() for k, v in losses[0][1].items()} == {
+        k: v.item() for k, v in losses[1][1].items()
+    }
+    grads = [
+        torch.autograd.grad(loss, t.log_probs)[0]
+        for (loss, _), t in zip(losses, (clean, dirty), strict=True)
+    ]
     assert torch.equal(*grads) and grads[0][off].abs().sum() == 0
 
 
@@ -462,7 +524,8 @@ def test_reused_log_probs_give_ratio_one_and_the_plain_policy_gradient() -> None
     assert metrics["ppo_kl"].item() == 0 and metrics["pg_clipfrac"].item() == 0
     difference = tokens.log_probs.detach() - tokens.rollout_log_probs  # type: ignore[operator]
     expected = float((difference.abs() * weights).sum())
-    assert metrics["train_rollout_logprob_abs_diff"].item() == pytest.approx(expected)  # measured all the same
+    # measured all the same
+    assert metrics["train_rollout_logprob_abs_diff"].item() == pytest.approx(expected)
     k3 = float(((difference.exp() - 1 - difference) * weights).sum())  # of KL(engine ‖ trainer)
     assert metrics["train_rollout_k3"].item() == pytest.approx(k3)
 
@@ -470,7 +533,9 @@ def test_reused_log_probs_give_ratio_one_and_the_plain_policy_gradient() -> None
 def test_zero_advantages_have_exactly_zero_gradient_so_those_groups_can_be_left_out() -> None:
     tokens = make_tokens([4, 3, 2], seed=5)
     tokens.advantages = torch.cat([tokens.advantages[:4], torch.zeros(5)])  # type: ignore[index]
-    args = make_args(use_tis=True, use_opsm=True, eps_clip_c=3.0, use_kl_loss=True, kl_loss_coef=0.0)
+    args = make_args(
+        use_tis=True, use_opsm=True, eps_clip_c=3.0, use_kl_loss=True, kl_loss_coef=0.0
+    )
     count = counts(tokens)
     assert tokens.log_probs is not None
     loss, metrics = compute_loss(args, tokens, **count)
@@ -480,7 +545,13 @@ def test_zero_advantages_have_exactly_zero_gradient_so_those_groups_can_be_left_
     assert left.item() == loss.item() and left_metrics["pg_clipfrac"] == metrics["pg_clipfrac"]
     scaled = rescale_diagnostics({k: v.item() for k, v in left_metrics.items()}, 1 / 3)
     alone = compute_loss(args, take(tokens, [0]), num_rollouts=1, num_tokens=4)[1]
-    for name in ("ppo_kl", "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max", "tis", "kl_loss"):
+    for name in (
+        "ppo_kl",
+        "train_rollout_logprob_abs_diff",
+        "train_rollout_logprob_abs_diff_max",
+        "tis",
+        "kl_loss",
+    ):
         assert scaled[name] == pytest.approx(alone[name].item()), name
     assert scaled["pg_loss"] == left_metrics["pg_loss"].item()
 
@@ -542,13 +613,19 @@ def test_mismatch_metrics_alone_change_nothing(hooks: str) -> None:
 def test_custom_pg_reducer_replaces_the_reduction_of_pg_loss_only(hooks: str) -> None:
     tokens = make_tokens([4, 3], seed=2)
     args = make_args(
-        custom_pg_loss_reducer_function_path=f"{hooks}:reducer", entropy_coef=0.1, calculate_per_token_loss=True
+        custom_pg_loss_reducer_function_path=f"{hooks}:reducer",
+        entropy_coef=0.1,
+        calculate_per_token_loss=True,
     )
     loss, metrics = compute_loss(args, tokens, num_rollouts=2, num_tokens=5)
-    summed = compute_loss(make_args(calculate_per_token_loss=True), tokens, num_rollouts=2, num_tokens=5)[1]
+    summed = compute_loss(
+        make_args(calculate_per_token_loss=True), tokens, num_rollouts=2, num_tokens=5
+    )[1]
     assert metrics["pg_loss"].item() == pytest.approx(summed["pg_loss"].item() / 100)
     assert metrics["entropy_loss"].item() == pytest.approx(summed["entropy_loss"].item())
-    assert loss.item() == pytest.approx(metrics["pg_loss"].item() - 0.1 * metrics["entropy_loss"].item())
+    assert loss.item() == pytest.approx(
+        metrics["pg_loss"].item() - 0.1 * metrics["entropy_loss"].item()
+    )
 
 
 @pytest.mark.parametrize("divisor", [None, 50])
@@ -560,7 +637,9 @@ def test_custom_pg_reducer_replaces_the_reduction_of_pg_loss_only(hooks: str) ->
     ],
     ids=["estimator", "reducer alone"],
 )
-def test_dr_grpo_divides_every_response_by_the_same_constant(flag: dict[str, str], divisor: int | None) -> None:
+def test_dr_grpo_divides_every_response_by_the_same_constant(
+    flag: dict[str, str], divisor: int | None
+) -> None:
     tokens = make_tokens([4, 3], seed=2)
     args = make_args(**flag, rollout_max_response_len=20)
     if divisor:
@@ -580,7 +659,8 @@ def test_custom_loss_gets_logits_batch_and_reduction(hooks: str) -> None:
         "total_lengths": [4, 3],
         "response_lengths": [3, 2],
         "loss_masks": [torch.tensor([1, 1, 0]), torch.tensor([1, 1])],
-        "rollout_mask_sums": [2.0, 4.0],  # the rollout of the second sample has another one elsewhere
+        # the rollout of the second sample has another one elsewhere
+        "rollout_mask_sums": [2.0, 4.0],
         "train_metadata": [{"row": 1}, {"row": 2}],
         "micro_batch_indices": [[0], [1]],
         "global_batch_sizes": [2],
@@ -599,13 +679,21 @@ def test_custom_loss_gets_logits_batch_and_reduction(hooks: str) -> None:
 
 
 def test_metrics_of_a_custom_loss_are_numbers_on_its_device(tmp_path: Path) -> None:
-    """Also floats, and tensors on the CPU: on a GPU they could otherwise not be copied to the host together."""
+    """Also floats, and tensors on the CPU: on a GPU they could otherwise not be copied to the host
+    together.
+    """
     hook = tmp_path / "numbers.py"
     hook.write_text(
         "def loss(args, batch, logits, mean):\n    return logits.sum(), {'one': 0.5}\n\n\n"
         "def long(args, batch, logits, mean):\n    return logits.sum(), {'one': logits[:, 0]}\n"
     )
-    tokens = TokenBatch([2], [3], torch.ones(2, device="meta"), torch.ones(1), logits=torch.ones(2, 5, device="meta"))
+    tokens = TokenBatch(
+        [2],
+        [3],
+        torch.ones(2, device="meta"),
+        torch.ones(1),
+        logits=torch.ones(2, 5, device="meta"),
+    )
     loss, metrics = compute_loss(custom_loss(f"{hook}:loss"), tokens, num_rollouts=1, num_tokens=2)
     assert {x.device for x in [loss, *metrics.values()]} == {torch.device("meta")}
     with pytest.raises(ValueError, match=r"'one'.*\(2,\).*sum_of_sample_mean"):
@@ -646,11 +734,17 @@ def test_a_custom_loss_sees_its_ranks_share_and_the_shares_add_up(tmp_path: Path
         rows = torch.tensor([*own[0], *(4 + i for i in own[1])])
         scores = whole.log_probs.detach()[rows]  # type: ignore[union-attr]
         tokens = TokenBatch.from_rank_batch(
-            batch, [0, 1], log_probs=scores, logits=scores[:, None], response_index=[torch.tensor(x) for x in own]
+            batch,
+            [0, 1],
+            log_probs=scores,
+            logits=scores[:, None],
+            response_index=[torch.tensor(x) for x in own],
         )
         return compute_loss(args, tokens, **counts(whole))[0].item()
 
-    assert share([0, 3], [1]) + share([1, 2], [0, 2]) == pytest.approx(share([0, 1, 2, 3], [0, 1, 2]))
+    assert share([0, 3], [1]) + share([1, 2], [0, 2]) == pytest.approx(
+        share([0, 1, 2, 3], [0, 1, 2])
+    )
 
 
 # --- the batch ---------------------------------------------------------------------------------
@@ -704,7 +798,10 @@ def test_a_tensor_of_another_length_is_named() -> None:
 def test_identity_is_the_default_reduce() -> None:
     tokens = make_tokens([3, 2])
     args = make_args(advantage_estimator="gspo")
-    same = [compute_loss(args, tokens, **counts(tokens), **kw)[0].item() for kw in ({}, {"reduce": Identity()})]
+    same = [
+        compute_loss(args, tokens, **counts(tokens), **kw)[0].item()
+        for kw in ({}, {"reduce": Identity()})
+    ]
     assert same[0] == same[1]
 
 
@@ -721,11 +818,16 @@ def test_identity_is_the_default_reduce() -> None:
 def test_the_log_prob_gap_of_each_age_is_its_tokens_mean(
     lengths: list[int], seed: int, per_token: bool, data: st.DataObject
 ) -> None:
-    """Whatever the micro-batches: shares summed, then divided, weigh each token as the gap over all tokens does."""
+    """Whatever the micro-batches: shares summed, then divided, weigh each token as the gap over all
+    tokens does.
+    """
     args, tokens = make_args(calculate_per_token_loss=per_token), make_tokens(lengths, seed)
     ages = st.lists(st.sampled_from([-1, 0, 1, 2, 5]), min_size=sum(lengths), max_size=sum(lengths))
     age = torch.tensor(data.draw(ages), dtype=torch.float32)
-    parts = [dataclasses.replace(part, staleness=own) for part, own in zip(*split_samples(tokens, age), strict=True)]
+    parts = [
+        dataclasses.replace(part, staleness=own)
+        for part, own in zip(*split_samples(tokens, age), strict=True)
+    ]
     total: dict[str, float] = {}
     for part in parts:
         _, metrics = compute_loss(args, part, **counts(tokens, 1))
@@ -734,11 +836,18 @@ def test_the_log_prob_gap_of_each_age_is_its_tokens_mean(
     got = divide_by_weights(total)
     assert tokens.old_log_probs is not None and tokens.rollout_log_probs is not None
     gap = (tokens.old_log_probs - tokens.rollout_log_probs).abs().double()
-    lone = torch.cat([(m / (1.0 if per_token else max(float(m.sum()), 1.0))) for m in tokens.loss_mask.split(lengths)])
+    lone = torch.cat(
+        [
+            (m / (1.0 if per_token else max(float(m.sum()), 1.0)))
+            for m in tokens.loss_mask.split(lengths)
+        ]
+    )
     for name, chosen in (("0", age == 0), ("1", age == 1), ("2+", age >= 2)):
         weight = (lone * chosen).sum()
         if weight:
-            assert got[f"logprob_gap_staleness_{name}"] == pytest.approx(float((gap * lone * chosen).sum() / weight))
+            assert got[f"logprob_gap_staleness_{name}"] == pytest.approx(
+                float((gap * lone * chosen).sum() / weight)
+            )
         else:
             assert f"logprob_gap_staleness_{name}" not in got
     assert not [name for name in got if name.endswith("/weight")]
@@ -748,11 +857,23 @@ def split_samples(tokens: TokenBatch, age: Tensor) -> tuple[list[TokenBatch], li
     """Each sample as a micro-batch of its own, and its ages."""
     rows = {
         name: getattr(tokens, name).detach().split(tokens.response_lengths)
-        for name in ("loss_mask", "log_probs", "old_log_probs", "rollout_log_probs", "advantages", "entropy")
+        for name in (
+            "loss_mask",
+            "log_probs",
+            "old_log_probs",
+            "rollout_log_probs",
+            "advantages",
+            "entropy",
+        )
     }
     sums = tokens.rollout_mask_sums
     parts = [
-        TokenBatch([n], [n + 3], rollout_mask_sums=sums[i : i + 1], **{name: of[i] for name, of in rows.items()})
+        TokenBatch(
+            [n],
+            [n + 3],
+            rollout_mask_sums=sums[i : i + 1],
+            **{name: of[i] for name, of in rows.items()},
+        )
         for i, n in enumerate(tokens.response_lengths)
     ]
     return parts, list(age.split(tokens.response_lengths))
@@ -761,7 +882,11 @@ def split_samples(tokens: TokenBatch, age: Tensor) -> tuple[list[TokenBatch], li
 def test_a_correction_by_default_leaves_samples_without_engine_log_probs_alone() -> None:
     tokens = dataclasses.replace(make_tokens([3, 2]), rollout_log_probs=None)
     plain, _ = compute_loss(make_args(), tokens, num_rollouts=2, num_tokens=5)
-    loss, metrics = compute_loss(make_args(use_tis=True, explicit=frozenset()), tokens, num_rollouts=2, num_tokens=5)
+    loss, metrics = compute_loss(
+        make_args(use_tis=True, explicit=frozenset()), tokens, num_rollouts=2, num_tokens=5
+    )
     assert loss == plain and "tis_clipfrac" not in metrics
     with pytest.raises(ValueError, match="--use-tis"):
-        compute_loss(make_args(use_tis=True, explicit={"use_tis"}), tokens, num_rollouts=2, num_tokens=5)
+        compute_loss(
+            make_args(use_tis=True, explicit={"use_tis"}), tokens, num_rollouts=2, num_tokens=5
+        )

@@ -1,5 +1,5 @@
-"""Every loss, correction and estimator over real gloo groups, two data-parallel by two context-parallel ranks,
-against one rank that holds everything: value, gradient and metrics."""
+"""Every loss, correction and estimator over real gloo groups, two data-parallel by two
+context-parallel ranks, against one rank that holds everything: value, gradient and metrics."""
 
 from __future__ import annotations
 

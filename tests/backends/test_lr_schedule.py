@@ -34,17 +34,26 @@ def test_linear_and_cosine() -> None:
 
 
 def test_inverse_square_root() -> None:
-    schedule = LrSchedule(max_lr=1.0, min_lr=0.01, style="inverse-square-root", warmup_steps=4, decay_steps=10000)
+    schedule = LrSchedule(
+        max_lr=1.0, min_lr=0.01, style="inverse-square-root", warmup_steps=4, decay_steps=10000
+    )
     assert schedule.lr(16) == pytest.approx(0.5)
     assert schedule.lr(9999) == pytest.approx(math.sqrt(4 / 9999))
 
 
 @pytest.mark.parametrize(
     ("style", "half"),
-    [("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - math.sqrt(0.5))],
+    [
+        ("linear", 0.5),
+        ("cosine", 0.5),
+        ("exponential", 2 * 0.5**0.5 - 1),
+        ("minus_sqrt", 1 - math.sqrt(0.5)),
+    ],
 )
 def test_wsd_is_flat_then_falls(style: str, half: float) -> None:
-    schedule = LrSchedule(max_lr=1.0, style="WSD", decay_steps=10, wsd_decay_steps=4, wsd_style=style)
+    schedule = LrSchedule(
+        max_lr=1.0, style="WSD", decay_steps=10, wsd_decay_steps=4, wsd_style=style
+    )
     assert schedule.lr(6) == 1.0
     assert schedule.lr(8) == pytest.approx(half)
     assert schedule.lr(10) == pytest.approx(0.0, abs=1e-12)
@@ -59,7 +68,9 @@ def test_rate_stays_between_its_bounds(style: str, warmup: int, step: int) -> No
 
 
 def test_from_args() -> None:
-    args = make_args("x", num_rollout=10, lr_decay_style="cosine", lr_warmup_fraction=0.2, min_lr=1e-5)
+    args = make_args(
+        "x", num_rollout=10, lr_decay_style="cosine", lr_warmup_fraction=0.2, min_lr=1e-5
+    )
     schedule = LrSchedule.from_args(args)
     assert (schedule.decay_steps, schedule.warmup_steps, schedule.min_lr) == (10, 2, 1e-5)
     args.global_batch_size = 8
@@ -76,7 +87,9 @@ def test_warmup_as_long_as_the_decay_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("flags", [{"lr_decay_style": "cosine"}, {"lr_warmup_fraction": 0.1}])
-def test_a_schedule_that_needs_the_length_of_the_run_raises_when_it_is_unknown(flags: dict[str, object]) -> None:
+def test_a_schedule_that_needs_the_length_of_the_run_raises_when_it_is_unknown(
+    flags: dict[str, object],
+) -> None:
     args = make_args("x", num_rollout=None, **flags)
     with pytest.raises(ValueError, match="number of rollouts"):
         LrSchedule.from_args(args)
@@ -85,7 +98,9 @@ def test_a_schedule_that_needs_the_length_of_the_run_raises_when_it_is_unknown(f
 
 
 def test_the_actors_decay_leaves_out_the_rollouts_that_train_the_critic_alone() -> None:
-    args = make_args("x", advantage_estimator="ppo", num_critic_only_steps=4, lr_decay_style="cosine")
+    args = make_args(
+        "x", advantage_estimator="ppo", num_critic_only_steps=4, lr_decay_style="cosine"
+    )
     assert LrSchedule.from_args(args).decay_steps == 6
     assert LrSchedule.from_args(args, "critic").decay_steps == 10
 
@@ -96,9 +111,13 @@ def test_a_constant_rate_needs_no_length() -> None:
 
 
 def test_a_step_with_a_learning_rate_of_zero_is_told() -> None:
-    warning = zero_lr_warning({"train/lr-pg_0": 0.0, "train/critic-lr-pg_0": 1e-5}, 3, warms_up=False)
+    warning = zero_lr_warning(
+        {"train/lr-pg_0": 0.0, "train/critic-lr-pg_0": 1e-5}, 3, warms_up=False
+    )
     assert warning is not None and "0 in step 3" in warning
     assert zero_lr_warning({"train/lr-pg_0": 1e-6}, 3, warms_up=False) is None
     assert zero_lr_warning({}, 3, warms_up=False) is None
-    assert zero_lr_warning({"train/lr-pg_0": 0.0}, 0, warms_up=True) is None, "a warm-up starts from 0"
+    assert zero_lr_warning({"train/lr-pg_0": 0.0}, 0, warms_up=True) is None, (
+        "a warm-up starts from 0"
+    )
     assert zero_lr_warning({"train/lr-pg_0": 0.0}, 1, warms_up=True) is not None

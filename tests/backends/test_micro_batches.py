@@ -1,4 +1,6 @@
-"""The weight of samples in the mean of a step, and packs whose tokens are divided among context-parallel ranks."""
+"""The weight of samples in the mean of a step, and packs whose tokens are divided among
+context-parallel ranks.
+"""
 
 from __future__ import annotations
 

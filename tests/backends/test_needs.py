@@ -14,7 +14,9 @@ from tests.make_args import make_args as resolved_args
 
 
 def needs(**changes: Any) -> TrainNeeds:
-    """One optimizer step per rollout, unless ``changes`` say otherwise; also names of ``--custom-config-path``."""
+    """One optimizer step per rollout, unless ``changes`` say otherwise; also names of
+    ``--custom-config-path``.
+    """
     own = {name: changes.pop(name) for name in ("tis_batch_normalize",) if name in changes}
     shape = dict(num_steps_per_rollout=1, rollout_batch_size=8, n_samples_per_prompt=8)
     args = resolved_args(**(shape | changes))

@@ -59,11 +59,15 @@ def test_some_sleep_first_and_the_others_later() -> None:
     expected = [tensor.clone() for tensor in (weights, moments, master)]
     assert offloader.sleep([weights, moments, master], keep=[weights]) == 200
     assert moments.untyped_storage().nbytes() == 0 and torch.equal(weights, expected[0])
-    assert offloader.sleep([weights, moments, master], keep=[weights]) == 0, "a repeated call changes nothing"
+    assert offloader.sleep([weights, moments, master], keep=[weights]) == 0, (
+        "a repeated call changes nothing"
+    )
     assert offloader.sleep([weights, moments, master]) == 240
     assert weights.untyped_storage().nbytes() == master.untyped_storage().nbytes() == 0
     offloader.wake()
-    assert [torch.equal(*pair) for pair in zip((weights, moments, master), expected, strict=True)] == [True] * 3
+    assert [
+        torch.equal(*pair) for pair in zip((weights, moments, master), expected, strict=True)
+    ] == [True] * 3
 
 
 def test_memory_that_grows_keeps_what_sleeps_in_it() -> None:

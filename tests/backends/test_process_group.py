@@ -37,7 +37,9 @@ def run_ranks(script: str, world_size: int) -> list[Any]:
         port = str(probe.getsockname()[1])
     command = [sys.executable, "-c", script]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(world_size), port], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(world_size), port], stdout=subprocess.PIPE, text=True
+        )
         for rank in range(world_size)
     ]
     try:
@@ -123,9 +125,20 @@ dist.destroy_process_group()
 def test_under_torchrun_the_agents_store_and_its_host_name_are_used(tmp_path: Path) -> None:
     """As tools/convert_to_hf.py is started."""
     (tmp_path / "worker.py").write_text(UNDER_TORCHRUN)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run(
-        [*launcher, str(tmp_path / "worker.py")], env=environment, capture_output=True, text=True, timeout=200
+        [*launcher, str(tmp_path / "worker.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Tensors as rectangles: every element in exactly one, and any division reads what any other wrote."""
+"""Tensors as rectangles: every element in exactly one, and any division reads what any other
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -70,15 +72,24 @@ def test_another_division_reads_it_and_the_digests_are_those_of_the_files(tmp_pa
         "vector": torch.randn(11),
         "number": torch.tensor(3.0),
     }
-    shards = [shard for name, x in tensors.items() for shard in flat_shards(name, x, [x.numel() // 3])]
+    shards = [
+        shard for name, x in tensors.items() for shard in flat_shards(name, x, [x.numel() // 3])
+    ]
     (tmp_path / "actor").mkdir()
     entries = write_shards(ShardMemory().copied(shards), tmp_path / "actor" / "dcp", tmp_path)
-    assert sorted(entry["path"] for entry in entries) == ["actor/dcp/.metadata", "actor/dcp/__0_0.distcp"]
+    assert sorted(entry["path"] for entry in entries) == [
+        "actor/dcp/.metadata",
+        "actor/dcp/__0_0.distcp",
+    ]
     for entry in entries:
         path = tmp_path / entry["path"]
         assert (entry["size"], entry["digest"]) == (path.stat().st_size, file_digest(path))
     read = {name: torch.zeros(x.shape) for name, x in tensors.items()}  # in float32
-    cuts = [s for name, x in read.items() for s in flat_shards(name, x, sorted({x.numel() // 2, x.numel() - 1}))]
+    cuts = [
+        s
+        for name, x in read.items()
+        for s in flat_shards(name, x, sorted({x.numel() // 2, x.numel() - 1}))
+    ]
     StoredTensors(tmp_path / "actor" / "dcp").read([shard for shard in cuts if shard.data.numel()])
     for name, x in tensors.items():
         assert torch.equal(read[name], x.float()), name
@@ -99,7 +110,11 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_parts_that_overlap_or_miss_something_are_refused(tmp_path: Path) -> None:
     whole = flat_shards("a", torch.zeros(4, 3), [])
     with pytest.raises(RuntimeError, match="rank 0"):
-        write_shards([*whole, whole[0]._replace(offsets=(1, 0), data=torch.zeros(1, 3))], tmp_path / "dcp", tmp_path)
+        write_shards(
+            [*whole, whole[0]._replace(offsets=(1, 0), data=torch.zeros(1, 3))],
+            tmp_path / "dcp",
+            tmp_path,
+        )
 
 
 def test_copies_are_made_in_the_same_memory_each_time() -> None:
@@ -107,7 +122,9 @@ def test_copies_are_made_in_the_same_memory_each_time() -> None:
     tensors = [torch.randn(3, 5), torch.randn(7).to(torch.bfloat16), torch.tensor(2.0)]
 
     def shards() -> list[TensorShard]:
-        return [TensorShard(str(i), x, (0,) * x.dim(), tuple(x.shape)) for i, x in enumerate(tensors)]
+        return [
+            TensorShard(str(i), x, (0,) * x.dim(), tuple(x.shape)) for i, x in enumerate(tensors)
+        ]
 
     first = memory.copied(shards())
     before = [tensor.clone() for tensor in tensors]
@@ -117,10 +134,14 @@ def test_copies_are_made_in_the_same_memory_each_time() -> None:
     assert all(torch.equal(shard.data, tensor) for shard, tensor in zip(first, before, strict=True))
     second = memory.copied(shards())
     assert [shard.data.data_ptr() for shard in second] == places
-    assert all(torch.equal(shard.data, tensor) for shard, tensor in zip(second, tensors, strict=True))
+    assert all(
+        torch.equal(shard.data, tensor) for shard, tensor in zip(second, tensors, strict=True)
+    )
     tensors.append(torch.randn(4))  # the moments of an optimizer after its first step
     third = memory.copied(iter(shards()))
-    assert all(torch.equal(shard.data, tensor) for shard, tensor in zip(third, tensors, strict=True))
+    assert all(
+        torch.equal(shard.data, tensor) for shard, tensor in zip(third, tensors, strict=True)
+    )
     assert [shard.name for shard in third] == ["0", "1", "2", "3"]
 
 
@@ -134,11 +155,15 @@ def test_memory_that_was_taken_before_is_used() -> None:
     places = [tensor.data_ptr() for tensor in memory.tensors]
     copies = memory.copied(shards)
     assert [shard.data.data_ptr() for shard in copies] == places
-    assert all(torch.equal(shard.data, tensor) for shard, tensor in zip(copies, tensors, strict=True))
+    assert all(
+        torch.equal(shard.data, tensor) for shard, tensor in zip(copies, tensors, strict=True)
+    )
     assert memory.is_taken
 
 
-def test_one_stored_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_stored_tensor_is_in_memory_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shards = [TensorShard(name, torch.randn(5), (0,), (5,)) for name in "abc"]
     (tmp_path / "actor").mkdir()
     write_shards(shards, tmp_path / "actor" / "dcp", tmp_path)
@@ -156,14 +181,24 @@ def test_one_stored_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: p
     assert alive == [0, 0, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]
+)
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3)])
-def test_a_view_is_written_alone_and_without_a_copy(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_view_is_written_alone_and_without_a_copy(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     numel = math.prod(shape)
     view = torch.arange(3, 12).to(dtype)[2 : 2 + numel].view(shape)
     own = own_storage(view)
-    assert own.untyped_storage().nbytes() == numel * dtype.itemsize and own.dtype == dtype and own.shape == view.shape
-    assert torch.equal(own.double(), view.double()) and (not numel or own.data_ptr() == view.data_ptr())
+    assert (
+        own.untyped_storage().nbytes() == numel * dtype.itemsize
+        and own.dtype == dtype
+        and own.shape == view.shape
+    )
+    assert torch.equal(own.double(), view.double()) and (
+        not numel or own.data_ptr() == view.data_ptr()
+    )
 
 
 def test_a_view_with_gaps_is_written_alone() -> None:

@@ -1,4 +1,6 @@
-"""The token budget of a micro-batch: arithmetic, agreement of ranks, and a rehearsal that leaves no trace."""
+"""The token budget of a micro-batch: arithmetic, agreement of ranks, and a rehearsal that leaves no
+trace.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(per_token=st.integers(2, 10**7), fixed=st.integers(0, 10**11), usable=st.integers(0, 10**12))
 def test_a_line_through_two_peaks(per_token: int, fixed: int, usable: int) -> None:
-    found = fit({4096: fixed + 4096 * per_token, 8192: fixed + 8192 * per_token}, idle=0, usable=usable)
+    found = fit(
+        {4096: fixed + 4096 * per_token, 8192: fixed + 8192 * per_token}, idle=0, usable=usable
+    )
     assert found.bytes_per_token == per_token
     assert found.tokens == max((usable - fixed) // per_token, 0)
     assert found.bytes_for_tokens == max(usable - fixed, 0)
@@ -94,7 +98,8 @@ class TokenMeter:
     "available, sizes, expected",
     [
         (10_000_000, [64, 64, 64, 64, 128, 128, 128, 128], (8_000_000 - 5000) // 100),
-        (17_000, [64, 64, 64, 64], (13_600 - 5000) // 100),  # twice as many tokens might not fit: not tried
+        # twice as many tokens might not fit: not tried
+        (17_000, [64, 64, 64, 64], (13_600 - 5000) // 100),
     ],
 )
 def test_measured_by_passes_of_the_backend(
@@ -127,7 +132,9 @@ def test_the_first_pack_is_no_larger_than_the_smallest_default() -> None:
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_rehearsal_leaves_no_trace(llama: Path, role: str) -> None:
-    flags: dict[str, Any] = dict(advantage_estimator="ppo") if role == "critic" else dict(entropy_coef=0.01)
+    flags: dict[str, Any] = (
+        dict(advantage_estimator="ppo") if role == "critic" else dict(entropy_coef=0.01)
+    )
     plain, rehearsed = (make_backend(make_args(llama, **flags), role) for _ in range(2))
     state = torch.get_rng_state()
     rehearsed.rehearse(200)

@@ -26,9 +26,17 @@ def event(name: str, start: float, end: float) -> dict[str, object]:
     return {"ph": "X", "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6}
 
 
-def test_overlap_is_the_share_of_training_in_which_engines_generate(bench: ModuleType, tmp_path: Path) -> None:
-    """Training from 10 to 20 and from 30 to 40; answers cover 5-13, 12-15 and 38-50: 7 of 20 seconds."""
-    first = [event("sglang_generate", 5, 13), event("sglang_generate", 12, 15), event("train", 10, 20)]
+def test_overlap_is_the_share_of_training_in_which_engines_generate(
+    bench: ModuleType, tmp_path: Path
+) -> None:
+    """Training from 10 to 20 and from 30 to 40; answers cover 5-13, 12-15 and 38-50: 7 of 20
+    seconds.
+    """
+    first = [
+        event("sglang_generate", 5, 13),
+        event("sglang_generate", 12, 15),
+        event("train", 10, 20),
+    ]
     second = [
         event("train", 10, 20),
         event("train", 30, 40),
@@ -56,9 +64,15 @@ def row(kind: str, late: float, seconds: float = 10.0, versions: int = 4) -> dic
     return {"kind": kind, "by_version": by_version, "seconds": seconds, "step_seconds": seconds / 4}
 
 
-def test_an_asynchronous_run_is_held_to_the_spread_of_the_synchronous_seeds(bench: ModuleType) -> None:
+def test_an_asynchronous_run_is_held_to_the_spread_of_the_synchronous_seeds(
+    bench: ModuleType,
+) -> None:
     sync = [row("sync", 0.6), row("sync", 0.7, 11.0), row("sync", 0.64)]
-    rows = [*sync, row("one-step", 0.56, 8.0, versions=3), row("fully-async", 0.75, 5.0, versions=2)]
+    rows = [
+        *sync,
+        row("one-step", 0.56, 8.0, versions=3),
+        row("fully-async", 0.75, 5.0, versions=2),
+    ]
     verdict = bench.judge(rows)
     assert [r["late_reward"] for r in rows] == [0.6, 0.7, 0.64, 0.56, 0.75]
     assert verdict["within_spread"] and verdict["sync_reward_spread"] == [0.6, 0.7]
@@ -79,6 +93,9 @@ def test_rewards_belong_to_the_weights_that_made_them(bench: ModuleType, tmp_pat
     folder = tmp_path / "samples"
     folder.mkdir()
     for number, samples in enumerate(made):
-        lines = [json.dumps({"weight_versions": ["0.0", version], "reward": reward}) for version, reward in samples]
+        lines = [
+            json.dumps({"weight_versions": ["0.0", version], "reward": reward})
+            for version, reward in samples
+        ]
         (folder / f"rollout_{number:06d}.jsonl").write_text("\n".join(lines) + "\n")
     assert bench.reward_by_version(tmp_path) == {0: (0.667, 3), 1: (0.5, 2)}

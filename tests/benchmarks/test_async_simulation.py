@@ -1,4 +1,6 @@
-"""The scheduling code on a simulated clock: nobody starves, nothing is lost or too old, and the figures are sane."""
+"""The scheduling code on a simulated clock: nobody starves, nothing is lost or too old, and the
+figures are sane.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ import async_simulation as benchmark
 from async_simulation import MODES, Tail, gains
 
 from slime.plugins.tools.plan import simulation
-from slime.plugins.tools.plan.simulated_engines import H200_CURVE, Engines, SimulatedLoop, SpeedCurve
+from slime.plugins.tools.plan.simulated_engines import (
+    H200_CURVE,
+    Engines,
+    SimulatedLoop,
+    SpeedCurve,
+)
 from slime.plugins.tools.plan.simulation import SYNCHRONOUS, Mode, simulate
 
 SMALL = Tail(engines=2, slots=16, batch=8, samples=4, steps=12, median=256)
@@ -35,7 +42,9 @@ def test_what_is_asked_is_trained_in_that_order_so_slow_prompts_do_not_starve(mo
     assert sorted(run.trained) == run.asked, "at the drain, both are the same multiset"
 
 
-def test_taking_what_is_finished_first_would_starve_the_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taking_what_is_finished_first_would_starve_the_slow_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The measure sees it: the same pool, but judging groups as they finish."""
 
     def quickest_first(*words: Any) -> simulation.StandingPool:
@@ -87,7 +96,9 @@ def test_no_trained_token_is_older_than_the_bound(
 ) -> None:
     staleness = None if spare is None else interval - 1 + spare
     setting = Tail(2, 8, batch, 2, 10, median=64, sigma=sigma, drop_share=drop_share, seed=seed)
-    run = simulate(setting, Mode("any", "groups", buffer, interval, staleness, drains), train_seconds)
+    run = simulate(
+        setting, Mode("any", "groups", buffer, interval, staleness, drains), train_seconds
+    )
     assert max(run.staleness) <= simulation.Admission(batch, buffer, interval, staleness).bound
     assert run.trained == sorted(run.trained)
     assert len(run.trained) == 10 * batch * 2
@@ -101,7 +112,9 @@ def test_modes_gain_in_their_order_and_a_seed_repeats_itself() -> None:
     over = {name: row["over_synchronous"] for name, row in rows.items()}
     assert 1 > over["one-step"] > over["buffered"] > over["fully asynchronous"] > 1 / 3
     assert rows["one-step"]["staleness_max"] == 1
-    assert [row["several_versions"] > 0 for row in rows.values()] == [False, False, True], "only the last mixes weights"
+    assert [row["several_versions"] > 0 for row in rows.values()] == [False, False, True], (
+        "only the last mixes weights"
+    )
 
 
 @pytest.mark.parametrize(("running", "rate"), H200_CURVE)
@@ -120,7 +133,9 @@ def test_the_engine_decodes_at_the_measured_speed(running: int, rate: float) -> 
 
 
 def test_starts_and_updates_keep_the_other_requests_of_an_engine_waiting() -> None:
-    """Four requests of 100 tokens: 4 x 2 s to start, 1 s of update and 4 x 3 s to refill, around 100 decode steps."""
+    """Four requests of 100 tokens: 4 x 2 s to start, 1 s of update and 4 x 3 s to refill, around
+    100 decode steps.
+    """
     loop = SimulatedLoop()
     curve = SpeedCurve(((1, 1.0), (4, 4.0)))  # a step takes a second
 
@@ -140,7 +155,9 @@ def test_starts_and_updates_keep_the_other_requests_of_an_engine_waiting() -> No
 
 @pytest.mark.slow
 def test_all_parts_end_with_json(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--parts gain --engines 2 --slots 16 --batch 4 --samples 2 --steps 3 --median 64 --seeds 1"
+    words = (
+        "--parts gain --engines 2 --slots 16 --batch 4 --samples 2 --steps 3 --median 64 --seeds 1"
+    )
     benchmark.main(words.split())
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["setting"]["batch"] == 4

@@ -37,12 +37,16 @@ def write_run(folder: Path, rewards: list[float], value_losses: list[float] | No
 
 
 def test_every_estimator_of_the_registry_has_a_run(bench: Any) -> None:
-    named = {flags.split("--advantage-estimator ")[1].split()[0] for flags in bench.ESTIMATORS.values()}
+    named = {
+        flags.split("--advantage-estimator ")[1].split()[0] for flags in bench.ESTIMATORS.values()
+    }
     assert named == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_commands_are_ones_that_train_py_takes(bench: Any, smollm2: Path, tmp_path: Path, device: str) -> None:
+def test_the_commands_are_ones_that_train_py_takes(
+    bench: Any, smollm2: Path, tmp_path: Path, device: str
+) -> None:
     from slime.plugins.tools.commands.make_data import make_products
 
     rows, _ = make_products(tmp_path / "data")
@@ -50,7 +54,11 @@ def test_the_commands_are_ones_that_train_py_takes(bench: Any, smollm2: Path, tm
     args = bench.parse_args(words)
     for estimator in bench.ESTIMATORS:
         parsed = parse_train_args(bench.train_flags(args, bench.Job(estimator, 2), rows))
-        assert parsed.num_steps_per_rollout == 2 and parsed.seed == 2 and parsed.run_name == f"{estimator}-seed2"
+        assert (
+            parsed.num_steps_per_rollout == 2
+            and parsed.seed == 2
+            and parsed.run_name == f"{estimator}-seed2"
+        )
 
 
 def test_groups_that_a_filter_dropped_count_in_the_reward(bench: Any) -> None:
@@ -59,7 +67,9 @@ def test_groups_that_a_filter_dropped_count_in_the_reward(bench: Any) -> None:
     assert bench.over_all_judged(row) == pytest.approx((8 * 0.5 + 3 * 1.0) / 12)
 
 
-def test_figures_plot_and_what_is_finished(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_plot_and_what_is_finished(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--plot-only", "--estimators", "grpo,ppo,rloo", "--seeds", "1,2", "--num-rollout", "8"]
     args = bench.parse_args([*words, "--output-dir", str(tmp_path)])
     rising = [0.1, 0.3, 0.3, 0.5, 0.6, 0.7, 0.8, 0.8]
@@ -67,9 +77,13 @@ def test_figures_plot_and_what_is_finished(bench: Any, tmp_path: Path, capsys: p
     for seed in (1, 2):
         write_run(tmp_path / "runs" / f"grpo-seed{seed}", rising)
         write_run(tmp_path / "runs" / f"ppo-seed{seed}", rising, losses)
-    write_run(tmp_path / "runs" / "rloo-seed1", [0.2] * 5)  # not all of its rollouts, and no progress
+    # not all of its rollouts, and no progress
+    write_run(tmp_path / "runs" / "rloo-seed1", [0.2] * 5)
     jobs = [bench.Job(estimator, seed) for seed in args.seeds for estimator in args.estimators]
-    assert [job.name for job in jobs if not bench.finished(args, job)] == ["rloo-seed1", "rloo-seed2"]
+    assert [job.name for job in jobs if not bench.finished(args, job)] == [
+        "rloo-seed1",
+        "rloo-seed2",
+    ]
     result = bench.report(args, jobs, {"rloo-seed2": "train.py ended with status 1"})
     grpo, ppo, rloo = (result["estimators"][name]["1"] for name in args.estimators)
     assert grpo == {"first": 0.2, "last": 0.8, "learned": True, "rollouts": 8}
@@ -79,10 +93,16 @@ def test_figures_plot_and_what_is_finished(bench: Any, tmp_path: Path, capsys: p
     assert (tmp_path / "estimators.png").stat().st_size > 10_000
     with (tmp_path / "estimators.csv").open() as lines:
         table = list(csv.DictReader(lines))
-    assert len(table) == 4 * 8 + 5 and table[0]["estimator"] == "grpo" and table[-1]["value_loss"] in ("", "0.06")
+    assert (
+        len(table) == 4 * 8 + 5
+        and table[0]["estimator"] == "grpo"
+        and table[-1]["value_loss"] in ("", "0.06")
+    )
 
 
-def test_a_run_that_fails_or_hangs_stops_no_other(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_or_hangs_stops_no_other(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Real processes: one that ends well, one with an error, one that sleeps past its deadline."""
     (tmp_path / "train.py").write_text(
         "import sys, time\n"
@@ -97,8 +117,19 @@ def test_a_run_that_fails_or_hangs_stops_no_other(bench: Any, tmp_path: Path, mo
     )
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
-    words = ["--model", str(tmp_path), "--estimators", "grpo,gspo,ppo", "--seeds", "1", "--num-rollout", "1"]
-    args = bench.parse_args([*words, "--parallel", "3", "--deadline", "2", "--output-dir", str(tmp_path / "out")])
+    words = [
+        "--model",
+        str(tmp_path),
+        "--estimators",
+        "grpo,gspo,ppo",
+        "--seeds",
+        "1",
+        "--num-rollout",
+        "1",
+    ]
+    args = bench.parse_args(
+        [*words, "--parallel", "3", "--deadline", "2", "--output-dir", str(tmp_path / "out")]
+    )
     jobs = [bench.Job(estimator, 1) for estimator in args.estimators]
     failed = bench.run_all(args, jobs)
     assert set(failed) == {"gspo-seed1", "ppo-seed1"}

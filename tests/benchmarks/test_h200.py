@@ -31,11 +31,15 @@ def part(h200: ModuleType, code: str, seconds: float = 30.0) -> Any:
     return h200.Part(seconds, lambda options, folder: [sys.executable, "-c", code], h200.show_any)
 
 
-def test_parts_fail_alone(h200: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_parts_fail_alone(
+    h200: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     hang = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-        "print(child.pid, flush=True)\ntime.sleep(600)"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], "
+        "start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)"
     )
     parts = {
         "good": part(h200, "print('noise'); print('{\"ratio\": 0.98}'); print('more')"),
@@ -66,7 +70,10 @@ def test_parts_fail_alone(h200: ModuleType, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_parts_of_one_gpu_run_side_by_side(
-    h200: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    h200: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     meets = f"""
 import os, pathlib, time
@@ -76,7 +83,9 @@ while not (here / f"gpu{{1 - int(gpu)}}").exists():  # the other part runs meanw
     time.sleep(0.05)
 print('{{"gpu": ' + gpu + "}}")
 """
-    sees = 'import os; print(\'{"seen": "\' + os.environ.get("CUDA_VISIBLE_DEVICES", "all") + \'"}\')'
+    sees = (
+        'import os; print(\'{"seen": "\' + os.environ.get("CUDA_VISIBLE_DEVICES", "all") + \'"}\')'
+    )
     parts = {"one": part(h200, meets), "all_gpus": part(h200, sees), "two": part(h200, meets)}
     monkeypatch.setattr(h200, "PARTS", parts)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -85,11 +94,24 @@ print('{{"gpu": ' + gpu + "}}")
     h200.main()
     results = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {results[name]["figures"]["gpu"] for name in ("one", "two")} == {0, 1}
-    assert results["all_gpus"]["figures"] == {"seen": "all"} and list(results) == ["one", "all_gpus", "two"]
+    assert results["all_gpus"]["figures"] == {"seen": "all"} and list(results) == [
+        "one",
+        "all_gpus",
+        "two",
+    ]
 
 
 NAMES = [
-    *("mfu", "mfu_gpus", "mfu_experts_gpus", "mfu_delta_nets", "mfu_megatron_gpus", "rollout", "colocate", "step"),
+    *(
+        "mfu",
+        "mfu_gpus",
+        "mfu_experts_gpus",
+        "mfu_delta_nets",
+        "mfu_megatron_gpus",
+        "rollout",
+        "colocate",
+        "step",
+    ),
     *("curve", "start", "adapter", "adapter_32b", "step_delta_nets"),
 ]
 

@@ -43,7 +43,9 @@ def test_logits_and_gradients_are_equal(script: ModuleType, llama: Path, tmp_pat
         out = model(input_ids=ids, labels=ids)
         out.loss.backward()
         logits.append(out.logits.detach())
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert model.config.num_attention_heads == 8 and model.config.num_key_value_heads == 4
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-6)
     assert gradients[0].keys() == gradients[1].keys() != set()
@@ -51,9 +53,13 @@ def test_logits_and_gradients_are_equal(script: ModuleType, llama: Path, tmp_pat
         before = gradients[0][name]
         held = grad[tuple(slice(n) for n in before.shape)]
         torch.testing.assert_close(before, held, rtol=1e-4, atol=1e-6)
-        assert grad.abs().sum() == pytest.approx(float(held.abs().sum())), f"{name}: an added head learns"
+        assert grad.abs().sum() == pytest.approx(float(held.abs().sum())), (
+            f"{name}: an added head learns"
+        )
 
 
-def test_a_model_that_has_enough_is_refused(script: ModuleType, llama: Path, tmp_path: Path) -> None:
+def test_a_model_that_has_enough_is_refused(
+    script: ModuleType, llama: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="has 3 key-value heads"):
         script.pad_heads(llama, tmp_path / "copy", 3)

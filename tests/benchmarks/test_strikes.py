@@ -57,7 +57,12 @@ class Small(Work):
     """Runs of one process, with a parent that starts it again."""
 
     def command(self, mode: strike_cells.Mode, steps: int, name: str) -> list[str]:
-        return [sys.executable, str(self.folder / "parent.py"), str(self.folder / "train.py"), str(steps)]
+        return [
+            sys.executable,
+            str(self.folder / "parent.py"),
+            str(self.folder / "train.py"),
+            str(steps),
+        ]
 
 
 @pytest.fixture
@@ -68,7 +73,9 @@ def campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Campaign:
     return Campaign(Small(tmp_path), tmp_path / "out.jsonl", deadline=60.0)
 
 
-def cell(phase: str, target: str = "driver", signal: str = "SIGKILL", mode: str = "synchronous") -> Cell:
+def cell(
+    phase: str, target: str = "driver", signal: str = "SIGKILL", mode: str = "synchronous"
+) -> Cell:
     return Cell(mode, target, phase, signal)
 
 
@@ -89,7 +96,10 @@ def test_every_cell_is_in_one_chain_in_the_order_of_time() -> None:
         middle = [cell for cell in chain if cell.phase in strike_cells.MIDDLE]
         assert len(middle) <= 4 and len({cell.target for cell in middle}) == len(middle)
         struck = [rollout for rollout in strike_cells.rollouts_of(chain) if rollout >= 0]
-        assert struck == sorted(set(struck)) and strike_cells.steps_of(chain) > max(struck, default=-1) + 1
+        assert (
+            struck == sorted(set(struck))
+            and strike_cells.steps_of(chain) > max(struck, default=-1) + 1
+        )
 
 
 def test_a_process_that_nothing_watches_is_frozen_last() -> None:
@@ -112,7 +122,11 @@ def test_a_cover_has_each_pair_and_takes_little() -> None:
 
 def test_cells_of_the_output_are_skipped_and_samples_repeat() -> None:
     ask = argparse.Namespace(
-        mode=["one-step"], only=["engine:*:SIGKILL", "router:end:*"], sample=None, cover=False, seed=0
+        mode=["one-step"],
+        only=["engine:*:SIGKILL", "router:end:*"],
+        sample=None,
+        cover=False,
+        seed=0,
     )
     found = strikes.chosen(ask, [])
     assert len(found) == 10 and {cell.mode for cell in found} == {"one-step"}
@@ -122,32 +136,46 @@ def test_cells_of_the_output_are_skipped_and_samples_repeat() -> None:
     assert len(drawn) == 3 and drawn == strikes.chosen(ask, [])
     ask.only, ask.sample, ask.cover = None, None, True
     covering = strikes.chosen(ask, found)
-    assert covering == strike_cover.cover([cell for cell in strike_cells.all_cells() if cell.mode == "one-step"], found)
+    assert covering == strike_cover.cover(
+        [cell for cell in strike_cells.all_cells() if cell.mode == "one-step"], found
+    )
 
 
 @pytest.mark.real
 def test_a_run_goes_on_restarts_or_hangs(campaign: Campaign) -> None:
-    """A killed driver comes back; one that is stopped for good hangs, which is no promised outcome."""
+    """A killed driver comes back; one that is stopped for good hangs, which is no promised
+    outcome.
+    """
     campaign.strike([cell("train"), cell("save"), cell("end")])
     lines = strike_results.read_results(campaign.output)
     assert [values["outcome"] for values in lines.values()] == ["restarted"] * 3
-    assert all(values["ok"] and values["equal"] and len(values["chain"]) == 2 for values in lines.values())
+    assert all(
+        values["ok"] and values["equal"] and len(values["chain"]) == 2 for values in lines.values()
+    )
     campaign.deadline = 5.0
     campaign.strike([cell("generate", signal="SIGSTOP"), cell("train", signal="SIGSTOP")])
     lines = strike_results.read_results(campaign.output)
-    assert [(values["outcome"], values["ok"]) for values in lines.values()][3:] == [("hung", False)] * 2
+    assert [(values["outcome"], values["ok"]) for values in lines.values()][3:] == [
+        ("hung", False)
+    ] * 2
 
 
 def test_a_message_names_what_was_lost() -> None:
-    assert strike_results.clear("slime.ServerFailed: embedded engine 0 (pid 7) ended with status -9")
+    assert strike_results.clear(
+        "slime.ServerFailed: embedded engine 0 (pid 7) ended with status -9"
+    )
     assert strike_results.clear("the actor's rank 0 did not answer for 30 s (--status-timeout)")
     assert not strike_results.clear("ray.exceptions.ActorUnavailableError: the actor was lost")
-    assert strike_results.clear("slime.ServerFailed: embedded engine 0 (pid 7) was not healthy after 100 s")
+    assert strike_results.clear(
+        "slime.ServerFailed: embedded engine 0 (pid 7) was not healthy after 100 s"
+    )
     assert not strike_results.clear("KeyError: 3")
 
 
 @pytest.mark.real
-def test_a_chain_that_differs_is_struck_again_cell_by_cell(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_that_differs_is_struck_again_cell_by_cell(
+    campaign: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here the run of the chain has other numbers, and those of single cells have not."""
     struck = strikes.StruckRun.strike_all
 
@@ -166,23 +194,43 @@ def test_numbers_and_weights_are_compared_as_far_as_both_went(tmp_path: Path) ->
     def write(name: str, losses: list[float], digests: list[str]) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        rows = [{"rollout/step": i, "train/loss": loss, "perf/x": name} for i, loss in enumerate(losses)]
+        rows = [
+            {"rollout/step": i, "train/loss": loss, "perf/x": name} for i, loss in enumerate(losses)
+        ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        sent = [{"version": f"0.{i}", "digest": one, "dtype": None, "tensors": 1} for i, one in enumerate(digests)]
+        sent = [
+            {"version": f"0.{i}", "digest": one, "dtype": None, "tensors": 1}
+            for i, one in enumerate(digests)
+        ]
         (folder / "weights.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sent))
         return folder
 
     right = write("right", [1.0, 2.0, 3.0], ["a", "b", "c"])
     assert strike_results.differences(write("same", [1.0, 2.0], ["a", "b"]), right) == []
-    assert strike_results.differences(write("loss", [1.0, 2.5], ["a", "b"]), right) == ["step 1: train/loss"]
-    assert strike_results.differences(write("weights", [1.0, 2.0], ["a", "x"]), right) == ["weights after 1 steps"]
+    assert strike_results.differences(write("loss", [1.0, 2.5], ["a", "b"]), right) == [
+        "step 1: train/loss"
+    ]
+    assert strike_results.differences(write("weights", [1.0, 2.0], ["a", "x"]), right) == [
+        "weights after 1 steps"
+    ]
 
 
 def test_the_table_shows_what_fell_short() -> None:
-    good = {"outcome": "went on", "seconds": 3.2, "ok": True, "message": "", "date": "2026-01-02", "commit": "abc"}
+    good = {
+        "outcome": "went on",
+        "seconds": 3.2,
+        "ok": True,
+        "message": "",
+        "date": "2026-01-02",
+        "commit": "abc",
+    }
     bad = {**good, "ok": False, "message": "differs: step 3"}
     none = {**good, "outcome": "absent"}
-    results = {cell("train", "engine"): good, cell("save", "engine"): bad, cell("start", "worker"): none}
+    results = {
+        cell("train", "engine"): good,
+        cell("save", "engine"): bad,
+        cell("start", "worker"): none,
+    }
     text = strike_results.table(results)
     assert "2 cells, 1" in text and "2026-01-02" in text
     (row,) = [line for line in text.splitlines() if line.startswith("| engine")]

@@ -1,4 +1,6 @@
-"""The table of a planned weight sync: it follows the plan of the code, and the page has what the script prints."""
+"""The table of a planned weight sync: it follows the plan of the code, and the page has what the
+script prints.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,20 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def table(**changes: Any) -> list[str]:
-    spec = importlib.util.spec_from_file_location("benchmark_sync_plan", CHECKOUT / "benchmarks" / "sync_plan.py")
+    spec = importlib.util.spec_from_file_location(
+        "benchmark_sync_plan", CHECKOUT / "benchmarks" / "sync_plan.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    given = {"parameters": 671e9, "engines": "8,32,128", "engine_gpus": 16, "ranks": 512, "nics": 1, "nic_gbit": 400.0}
+    given = {
+        "parameters": 671e9,
+        "engines": "8,32,128",
+        "engine_gpus": 16,
+        "ranks": 512,
+        "nics": 1,
+        "nic_gbit": 400.0,
+    }
     lines: list[str] = module.table(argparse.Namespace(**{**given, **changes}))
     return lines
 

@@ -40,7 +40,16 @@ def test_both_sides_reward_the_same_answers(trl_step: Any) -> None:
 
     from slime.rollout.rm_hub.simple import last_number_reward
 
-    answers = ["3 times 4 is 12.", "12", "It is 12, not 13", "no number", "1,234", "**12**", "3 * 4 = 12\n", "-12"]
+    answers = [
+        "3 times 4 is 12.",
+        "12",
+        "It is 12, not 13",
+        "no number",
+        "1,234",
+        "**12**",
+        "3 * 4 = 12\n",
+        "-12",
+    ]
     theirs = trl_step.last_number_reward(
         [[{"role": "assistant", "content": a}] for a in answers], ["12"] * len(answers)
     )
@@ -48,9 +57,13 @@ def test_both_sides_reward_the_same_answers(trl_step: Any) -> None:
     assert theirs == ours
 
 
-def test_the_command_is_one_that_train_py_takes(trl_step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_is_one_that_train_py_takes(
+    trl_step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["trl_step.py", "--model", str(tmp_path), "--our-flags=--use-router"])
+    monkeypatch.setattr(
+        sys, "argv", ["trl_step.py", "--model", str(tmp_path), "--our-flags=--use-router"]
+    )
     args = trl_step.parse_args()
     args.data = tmp_path / "rows.jsonl"
     words = trl_step.our_command(args, "run")
@@ -61,6 +74,8 @@ def test_the_command_is_one_that_train_py_takes(trl_step: Any, tmp_path: Path, m
     known = {field.name for field in dataclasses.fields(Args)}
     flags = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     assert flags <= known and "use_router" in flags
-    monkeypatch.setattr(sys, "argv", ["trl_step.py", "--model", str(tmp_path), "--trl-micro-batch", "24"])
+    monkeypatch.setattr(
+        sys, "argv", ["trl_step.py", "--model", str(tmp_path), "--trl-micro-batch", "24"]
+    )
     with pytest.raises(SystemExit):
         trl_step.parse_args()

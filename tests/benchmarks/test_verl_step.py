@@ -35,8 +35,24 @@ def settings(command: list[str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("more", [[], ["--offload", "--recompute"], ["--device", "cpu"]])
 def test_both_commands_ask_for_the_same_work(tmp_path: Path, more: list[str]) -> None:
-    words = ["--prompts", "4", "--group-size", "2", "--lengths", "log-normal:32:256", "--engine-memory", "0.5", *more]
-    args = parse(tmp_path, *words, "--our-flags=--lr 2e-6", "--verl-set", "actor_rollout_ref.actor.optim.lr=2e-6")
+    words = [
+        "--prompts",
+        "4",
+        "--group-size",
+        "2",
+        "--lengths",
+        "log-normal:32:256",
+        "--engine-memory",
+        "0.5",
+        *more,
+    ]
+    args = parse(
+        tmp_path,
+        *words,
+        "--our-flags=--lr 2e-6",
+        "--verl-set",
+        "actor_rollout_ref.actor.optim.lr=2e-6",
+    )
     verl = settings(verl_step.verl_command(args))
     command = verl_step.our_command(args)
     ours, problems = check_args(command[2:])
@@ -65,16 +81,26 @@ def test_both_commands_ask_for_the_same_work(tmp_path: Path, more: list[str]) ->
     assert not ours.skip_zero_advantage_groups and ours.colocate
     if args.device == "cuda":
         engine = f"{rollout}.engine_kwargs.sglang"
-        assert float(verl[f"{rollout}.gpu_memory_utilization"]) == ours.sglang_mem_fraction_static == 0.5
+        assert (
+            float(verl[f"{rollout}.gpu_memory_utilization"])
+            == ours.sglang_mem_fraction_static
+            == 0.5
+        )
         assert verl[f"{engine}.attention_backend"] == ours.sglang_attention_backend
-        assert int(verl[f"{engine}.cuda_graph_max_bs_decode"]) == ours.sglang_cuda_graph_max_bs_decode == 8
+        assert (
+            int(verl[f"{engine}.cuda_graph_max_bs_decode"])
+            == ours.sglang_cuda_graph_max_bs_decode
+            == 8
+        )
     for file in ("reward.custom_reward_function.path", "data.train_files"):
         assert Path(verl[file]).suffix == (".py" if "reward" in file else ".parquet")
     assert Path(verl["reward.custom_reward_function.path"]).is_file()
 
 
 def test_tuned_changes_what_an_expert_would_set_for_verl(tmp_path: Path) -> None:
-    """Nothing of the work changes apart from the pass for old log-probs, and nothing of slime's command."""
+    """Nothing of the work changes apart from the pass for old log-probs, and nothing of slime's
+    command.
+    """
     args = parse(tmp_path)
     plain, ours = settings(verl_step.verl_command(args)), verl_step.our_command(args)
     tuned_args = verl_step.parse_args(["--output-dir", str(tmp_path), "--tuned"])
@@ -89,7 +115,9 @@ def test_tuned_changes_what_an_expert_would_set_for_verl(tmp_path: Path) -> None
         f"{sampler}.name": "QuickSampler",
     }
     assert plain.keys() <= tuned.keys() and verl_step.our_command(tuned_args) == ours
-    classes = [node for node in ast.parse(Path(hooks).read_text()).body if isinstance(node, ast.ClassDef)]
+    classes = [
+        node for node in ast.parse(Path(hooks).read_text()).body if isinstance(node, ast.ClassDef)
+    ]
     assert tuned[f"{sampler}.name"] in [node.name for node in classes]
     told = verl_step.report(tuned_args, {})
     assert told["tuned"] and told["bypass"]
@@ -99,7 +127,9 @@ def test_both_sides_draw_the_same_lengths(tmp_path: Path, monkeypatch: pytest.Mo
     args = parse(tmp_path, "--lengths", "log-normal:512:4096")
     drawn = []
     for side in ("verl", "ours"):
-        monkeypatch.setenv(given_lengths.LENGTHS, verl_step.environment(args, side)[given_lengths.LENGTHS])
+        monkeypatch.setenv(
+            given_lengths.LENGTHS, verl_step.environment(args, side)[given_lengths.LENGTHS]
+        )
         drawn.append([given_lengths.limits(number)["max_new_tokens"] for number in range(2000)])
     assert drawn[0] == drawn[1] and len(set(drawn[0])) > 500
     assert 470 < statistics.median(drawn[0]) < 560 and max(drawn[0]) == 4096 == args.longest
@@ -117,7 +147,9 @@ def test_the_questions_are_the_same_in_both_files(tmp_path: Path) -> None:
     verl_step.write_questions(args)
     table = pyarrow.parquet.read_table(args.table).to_pylist()
     ours = [json.loads(line)["prompt"] for line in args.rows.read_text().splitlines()]
-    assert [row["prompt"] for row in table] == [[{"role": "user", "content": text}] for text in ours]
+    assert [row["prompt"] for row in table] == [
+        [{"role": "user", "content": text}] for text in ours
+    ]
     assert [row["extra_info"]["index"] for row in table] == list(range(9)) and len(set(ours)) == 9
 
 
@@ -131,12 +163,19 @@ def rows_of_both(args: argparse.Namespace) -> None:
     lines = [json.dumps({"step": number + 1, "data": row}) for number, row in enumerate(verl)]
     verl_step.metrics_file(args, "verl").write_text("\n".join(reversed(lines)))
     ours = [
-        {"rollout/step": number, "perf/step_time": s, "perf/rollout_time": s - 4, "rollout/response_len/mean": 1024.0}
+        {
+            "rollout/step": number,
+            "perf/step_time": s,
+            "perf/rollout_time": s - 4,
+            "rollout/response_len/mean": 1024.0,
+        }
         for number, s in enumerate((150.0, 16.0, 14.0, 13.0))
     ]
     verl_step.metrics_file(args, "ours").parent.mkdir(exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in ours)
-    verl_step.metrics_file(args, "ours").write_text(text + json.dumps({"eval/step": 3, "perf/eval_time": 1.0}) + "\n")
+    verl_step.metrics_file(args, "ours").write_text(
+        text + json.dumps({"eval/step": 3, "perf/eval_time": 1.0}) + "\n"
+    )
 
 
 def test_figures_are_those_of_the_counted_steps(tmp_path: Path) -> None:
@@ -144,11 +183,24 @@ def test_figures_are_those_of_the_counted_steps(tmp_path: Path) -> None:
     rows_of_both(args)
     results: dict[str, Any] = {}
     for side, gib in (("verl", 91.0), ("ours", 130.0)):
-        results[side] = verl_step.figures(side, verl_step.read_rows(args, side), 1) | {"peak_gib": gib}
-    assert results["verl"]["steps"]["step"] == [28.0, 27.0, 30.0] and results["verl"]["medians"]["training"] == 8.0
-    assert results["ours"]["medians"] == {"step": 14.0, "generation": 10.0, "response_tokens": 1024.0}
+        results[side] = verl_step.figures(side, verl_step.read_rows(args, side), 1) | {
+            "peak_gib": gib
+        }
+    assert (
+        results["verl"]["steps"]["step"] == [28.0, 27.0, 30.0]
+        and results["verl"]["medians"]["training"] == 8.0
+    )
+    assert results["ours"]["medians"] == {
+        "step": 14.0,
+        "generation": 10.0,
+        "response_tokens": 1024.0,
+    }
     made = verl_step.report(args, results)
-    assert made["ratio"] == 2.0 and made["ratio_without_old_log_probs"] == round(23 / 14, 2) and made["same_tokens"]
+    assert (
+        made["ratio"] == 2.0
+        and made["ratio_without_old_log_probs"] == round(23 / 14, 2)
+        and made["same_tokens"]
+    )
     results["ours"]["medians"]["response_tokens"] = 900.0
     assert not verl_step.report(args, results)["same_tokens"]
     results["ours"] = verl_step.figures("ours", [], 1) | {"peak_gib": None}
@@ -163,7 +215,10 @@ def test_the_page_has_the_ratios_of_the_kept_medians() -> None:
     readme = (checkout / "README.md").read_text()
     for row in rows:
         verl, ours = row["verl"]["step"], row["slime"]["step"]
-        ratios = [round(verl / ours, 2), round((verl - row["verl"].get("old_log_probs", 0.0)) / ours, 2)]
+        ratios = [
+            round(verl / ours, 2),
+            round((verl - row["verl"].get("old_log_probs", 0.0)) / ours, 2),
+        ]
         assert ratios == [row["ratio"], row["ratio_without_old_log_probs"]]
         assert f"{row['ratio']:.2f}" in page
         assert row["tuned"] or f"{row['ratio_without_old_log_probs']:.2f}" in page
@@ -174,20 +229,39 @@ def test_the_page_has_the_ratios_of_the_kept_medians() -> None:
 def test_a_side_that_fails_costs_the_other_no_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole script, with two small programs in the place of the two trainers: one hangs, the other works."""
+    """The whole script, with two small programs in the place of the two trainers: one hangs, the
+    other works.
+    """
     hangs = (
         "import pathlib, subprocess, time; child = subprocess.Popen(['sleep', '600']); "
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid)); time.sleep(600)"
     )
     row = json.dumps({"rollout/step": 1, "perf/step_time": 3.0, "rollout/response_len/mean": 2.0})
-    works = f"import pathlib; p = pathlib.Path('ours'); p.mkdir(); (p / 'metrics.jsonl').write_text({row!r})"
+    works = (
+        "import pathlib; p = pathlib.Path('ours'); p.mkdir(); (p / "
+        f"'metrics.jsonl').write_text({row!r})"
+    )
     monkeypatch.setattr(verl_step, "verl_command", lambda args: [sys.executable, "-c", hangs])
     monkeypatch.setattr(verl_step, "our_command", lambda args: [sys.executable, "-c", works])
-    words = ["--shape", "tiny", "--device", "cpu", "--warmup", "0", "--seconds", "2", "--output-dir", str(tmp_path)]
+    words = [
+        "--shape",
+        "tiny",
+        "--device",
+        "cpu",
+        "--warmup",
+        "0",
+        "--seconds",
+        "2",
+        "--output-dir",
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "argv", ["verl_step.py", *words])
     assert verl_step.main() == 1
     made = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert made["ours"]["medians"]["step"] == 3.0 and "failed" not in made["ours"]
     assert "status -15" in made["verl"]["failed"] and "ratio" not in made
     child = int((tmp_path / "pid").read_text())
-    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split(")")[1]
+    assert (
+        not Path(f"/proc/{child}").exists()
+        or "Z" in Path(f"/proc/{child}/stat").read_text().split(")")[1]
+    )

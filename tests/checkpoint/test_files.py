@@ -51,13 +51,18 @@ def test_a_folder_without_room_is_said(tmp_path: Path) -> None:
 
 def test_one_folder_for_all_passes_and_leaves_nothing(tmp_path: Path) -> None:
     with FolderTrial(tmp_path / "save") as trial:
-        answers = {who: answer(str(trial.folder), trial.token, who) for who in ("actor rank 0", "actor rank 1")}
+        answers = {
+            who: answer(str(trial.folder), trial.token, who)
+            for who in ("actor rank 0", "actor rank 1")
+        }
         trial.check(answers)
     assert list((tmp_path / "save").iterdir()) == []
 
 
 def test_folders_that_are_not_shared_are_named_with_their_hosts(tmp_path: Path) -> None:
-    """Another node's folder of the same name: here another folder, empty or with the same file copied into it."""
+    """Another node's folder of the same name: here another folder, empty or with the same file
+    copied into it.
+    """
     elsewhere = tmp_path / "other node"
     with FolderTrial(tmp_path / "save") as trial:
         near = answer(str(trial.folder), trial.token, "actor rank 0")
@@ -74,7 +79,8 @@ def test_folders_that_are_not_shared_are_named_with_their_hosts(tmp_path: Path) 
     assert list((tmp_path / "save").iterdir()) == []
 
 
-LARGE = torch.arange(2**19, dtype=torch.float32)  # 2 MiB: more than any buffer between torch and the disk
+# 2 MiB: more than any buffer between torch and the disk
+LARGE = torch.arange(2**19, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,9 @@ def test_what_counts_as_a_full_disk(error: Exception, full: bool) -> None:
     ],
     ids=["tensors of a snapshot", "state of the rollouts", "random state", "export"],
 )
-def test_a_full_disk_is_recognized_whoever_writes(tmp_path: Path, write: Callable[[Path], object]) -> None:
+def test_a_full_disk_is_recognized_whoever_writes(
+    tmp_path: Path, write: Callable[[Path], object]
+) -> None:
     """A real one. torch raises "unexpected pos 704 vs 598" there."""
     with small_disk(tmp_path / "disk", mib=4) as disk:
         ballast = fill(disk, free=1)

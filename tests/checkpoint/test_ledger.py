@@ -25,7 +25,10 @@ from slime.plugins.tools.summary.ledger_report import read_ledger
 
 def group(number: int, version: str | None = "0.0") -> list[Sample]:
     versions = [version] if version else []
-    return [Sample(group_index=number, index=2 * number + i, weight_versions=versions, reward=0.5) for i in range(2)]
+    return [
+        Sample(group_index=number, index=2 * number + i, weight_versions=versions, reward=0.5)
+        for i in range(2)
+    ]
 
 
 class Source:
@@ -42,8 +45,9 @@ class Source:
 
 
 class Account(RuleBasedStateMachine):
-    """Groups are asked for, judged, given back; rollouts are made ahead; the run is saved, killed and resumed.
-    A model of the run beside it knows which groups were trained on the lineage that is left."""
+    """Groups are asked for, judged, given back; rollouts are made ahead; the run is saved, killed
+    and resumed. A model of the run beside it knows which groups were trained on the lineage that is
+    left."""
 
     @initialize(ahead=st.integers(0, 3))
     def start(self, ahead: int) -> None:
@@ -76,7 +80,10 @@ class Account(RuleBasedStateMachine):
             self.tell("asked", number)
 
     @precondition(lambda self: self.source.pool)
-    @rule(which=st.integers(0, 9), verdict=st.sampled_from(["accepted", "accepted", "filtered", "replaced"]))
+    @rule(
+        which=st.integers(0, 9),
+        verdict=st.sampled_from(["accepted", "accepted", "filtered", "replaced"]),
+    )
     def judge(self, which: int, verdict: str) -> None:
         number = self.source.pool.pop(which % len(self.source.pool))
         self.tell(verdict, number, reason="because")
@@ -94,7 +101,9 @@ class Account(RuleBasedStateMachine):
     @rule()
     def complete(self) -> None:
         held = [group(number) for number in self.source.state()[1]]
-        self.ledger.complete(self.made, [group(number) for number in self.result], held, self.source.next)
+        self.ledger.complete(
+            self.made, [group(number) for number in self.result], held, self.source.next
+        )
         self.waiting[self.made], self.result = self.result, []
         self.states[self.made] = self.source.state()
         self.made += 1
@@ -166,7 +175,13 @@ def run_dir(tmp_path: Path) -> Path:
 def test_slime_ledger_prints_the_account(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ledger", str(run_dir)]) == 0
     shown = capsys.readouterr().out
-    for words in ("trained", "filtered", "consistent: 4 groups were requested", "open groups (1 of 1)", "0.1"):
+    for words in (
+        "trained",
+        "filtered",
+        "consistent: 4 groups were requested",
+        "open groups (1 of 1)",
+        "0.1",
+    ):
         assert words in shown, shown
     assert main(["ledger", str(run_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"] == {"trained": 2, "filtered": 1}
@@ -208,7 +223,9 @@ DOCTORS = [
 
 
 @pytest.mark.parametrize("doctor", DOCTORS, ids=lambda doctor: doctor.__name__)
-def test_a_doctored_ledger_does_not_close(run_dir: Path, doctor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_doctored_ledger_does_not_close(
+    run_dir: Path, doctor, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = run_dir / "ledger.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     doctor(lines)
@@ -240,7 +257,9 @@ def test_what_is_lost_or_used_twice_is_an_error_at_once(tmp_path: Path) -> None:
 
 
 def test_user_code_may_take_groups_and_put_them_back(tmp_path: Path) -> None:
-    """A replay buffer, a rollout function that reports nothing: the account follows what it finds."""
+    """A replay buffer, a rollout function that reports nothing: the account follows what it
+    finds.
+    """
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path, strict=False)
     ledger.complete(0, [group(0), group(1)], [group(2)], 4)  # 3 was taken by a hook
@@ -264,15 +283,20 @@ def test_a_source_without_a_buffer_loses_what_comes_back(tmp_path: Path) -> None
     assert ledger.cut(0, 0)["counts"] == {"lost": 1}
 
 
-def test_rows_beyond_the_snapshot_are_rolled_back(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_beyond_the_snapshot_are_rolled_back(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ledger = Ledger(run_dir / "ledger.jsonl")
     first = json.loads((run_dir / "ledger.jsonl").read_text().splitlines()[2])
-    position = sum(len(line) + 1 for line in (run_dir / "ledger.jsonl").read_text().splitlines()[:3])
+    position = sum(
+        len(line) + 1 for line in (run_dir / "ledger.jsonl").read_text().splitlines()[:3]
+    )
     ledger.restore({**first, "position": position, "complete": 1}, attempt=1)
     assert main(["ledger", str(run_dir)]) == 0
-    assert "attempt 1 continued after step 0: 1 groups that later steps had closed were rolled back (2)" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert (
+        "attempt 1 continued after step 0: 1 groups that later steps had closed were rolled back "
+        "(2)"
+    ) in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_long_run_is_small_in_memory(tmp_path: Path) -> None:
@@ -305,10 +329,16 @@ def test_groups_that_are_not_trained_are_left_out_and_the_others_are_not(tmp_pat
     ledger.trained(0)
     ledger.close()
     rows = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
-    assert [(row["group"], row["state"]) for row in rows] == [(0, "trained"), (1, "trained"), (2, "left out")]
+    assert [(row["group"], row["state"]) for row in rows] == [
+        (0, "trained"),
+        (1, "trained"),
+        (2, "left out"),
+    ]
 
 
-def test_a_group_belongs_to_the_rollout_that_asked_for_it_also_after_a_resume(tmp_path: Path) -> None:
+def test_a_group_belongs_to_the_rollout_that_asked_for_it_also_after_a_resume(
+    tmp_path: Path,
+) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
     steps(ledger, 0, 2)
     state = ledger.cut(1, 1)
@@ -321,7 +351,9 @@ def test_a_group_belongs_to_the_rollout_that_asked_for_it_also_after_a_resume(tm
     assert resumed.open[2].asked == 2
 
 
-def test_rows_wait_for_room_on_a_full_disk(tmp_path: Path, small_disk: Callable[[int], None]) -> None:
+def test_rows_wait_for_room_on_a_full_disk(
+    tmp_path: Path, small_disk: Callable[[int], None]
+) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger, room = Ledger(path), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     steps(ledger, 0, 2)
@@ -346,7 +378,9 @@ def test_rows_wait_for_room_on_a_full_disk(tmp_path: Path, small_disk: Callable[
 
 
 def test_a_file_that_lacks_rows_of_the_snapshot_is_moved_aside(tmp_path: Path) -> None:
-    """Killed while rows waited for room, or the machine lost power; the account goes on all the same."""
+    """Killed while rows waited for room, or the machine lost power; the account goes on all the
+    same.
+    """
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     steps(ledger, 0, 5)
@@ -394,8 +428,12 @@ def test_numbers_behave_like_a_set() -> None:
             (plain.add if add else plain.discard)(number)
         for number in others:
             other.add(number)
-        assert [n for n in range(-1, 14) if n in numbers] == sorted(plain) and len(numbers) == len(plain)
-        assert numbers.intervals == sorted(numbers.intervals) and all(a < b for a, b in numbers.intervals)
+        assert [n for n in range(-1, 14) if n in numbers] == sorted(plain) and len(numbers) == len(
+            plain
+        )
+        assert numbers.intervals == sorted(numbers.intervals) and all(
+            a < b for a, b in numbers.intervals
+        )
         assert numbers.missing_in(other) == sorted(plain - others)
 
     check()

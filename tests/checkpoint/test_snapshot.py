@@ -23,9 +23,13 @@ from slime.checkpoint.snapshot import SnapshotError
 from slime.observability.best_effort import take_warnings
 
 
-def save(folder: Path, rollout_id: int, files: dict[str, bytes] | None = None, **manifest: object) -> Path:
+def save(
+    folder: Path, rollout_id: int, files: dict[str, bytes] | None = None, **manifest: object
+) -> Path:
     temp = snapshot.begin(folder, rollout_id)
-    for name, content in (files or {"actor/shard_0.bin": b"w" * 1000, "counters.json": b"{}"}).items():
+    for name, content in (
+        files or {"actor/shard_0.bin": b"w" * 1000, "counters.json": b"{}"}
+    ).items():
         path = temp / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -38,7 +42,10 @@ def test_a_committed_snapshot_is_found_with_its_manifest(tmp_path: Path) -> None
     found = snapshot.latest(tmp_path)
     assert found is not None and found.path == path and found.iteration == 12
     assert (found.manifest["seed"], found.manifest["world_size"]) == (7, 2)
-    assert [entry["path"] for entry in found.manifest["files"]] == ["actor/shard_0.bin", "counters.json"]
+    assert [entry["path"] for entry in found.manifest["files"]] == [
+        "actor/shard_0.bin",
+        "counters.json",
+    ]
     assert (tmp_path / snapshot.TRACKER).read_text().strip() == "12"
     assert snapshot.latest(path) == found  # an iter folder may be named itself
 
@@ -122,7 +129,9 @@ def test_prune_keeps_what_was_committed_last(tmp_path: Path) -> None:
 def test_an_old_snapshot_that_cannot_be_deleted_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on NFS, where the file of a deleted name stays in its folder as long as another process reads it."""
+    """As on NFS, where the file of a deleted name stays in its folder as long as another process
+    reads it.
+    """
 
     def busy(folder: Path) -> None:
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
@@ -137,7 +146,11 @@ def test_an_old_snapshot_that_cannot_be_deleted_does_not_end_the_run(
         save(tmp_path, 2)
         assert [found.iteration for found in snapshot.snapshots(tmp_path)] == [1, 2]
     save(tmp_path, 3)
-    assert sorted(path.name for path in tmp_path.glob("*iter_0*")) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+    assert sorted(path.name for path in tmp_path.glob("*iter_0*")) == [
+        "iter_0000001",
+        "iter_0000002",
+        "iter_0000003",
+    ]
     assert all("next save" in told for told in take_warnings()), "the driver shows them"
 
 
@@ -153,10 +166,18 @@ def test_the_data_state_is_readable_at_the_documented_path(tmp_path: Path) -> No
     from slime.data.value_files import read_state, write_state
 
     temp = snapshot.begin(tmp_path, 6)
-    state = {"sample_offset": 64, "epoch_id": 1, "sample_group_index": 128, "sample_index": 1024, "metadata": {"x": 1}}
+    state = {
+        "sample_offset": 64,
+        "epoch_id": 1,
+        "sample_group_index": 128,
+        "sample_index": 1024,
+        "metadata": {"x": 1},
+    }
     write_state(temp / "rollout" / "global_dataset_state_dict_6.pt", state)
     final = snapshot.commit(temp, {"rollout_id": 6})
-    assert torch.load(tmp_path / "rollout/global_dataset_state_dict_6.pt", weights_only=True) == state
+    assert (
+        torch.load(tmp_path / "rollout/global_dataset_state_dict_6.pt", weights_only=True) == state
+    )
     assert read_state(final / "rollout/global_dataset_state_dict_6.pt") == state
     with pytest.raises(FileNotFoundError, match=r"global_dataset_state_dict_7.pt.*global_dataset"):
         read_state(final / "rollout/global_dataset_state_dict_7.pt")
@@ -203,11 +224,17 @@ def test_a_manifest_that_was_edited_is_an_error(tmp_path: Path) -> None:
         ("files", [{"path": 3, "size": 1, "digest": "x"}], "names '3'"),
     ],
 )
-def test_entries_of_a_manifest_that_were_edited_are_named(tmp_path: Path, name: str, value: object, said: str) -> None:
+def test_entries_of_a_manifest_that_were_edited_are_named(
+    tmp_path: Path, name: str, value: object, said: str
+) -> None:
     path = save(tmp_path, 3)
     values = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**values, name: value}))
-    for call in (snapshot.latest, lambda folder: snapshot.prune(folder, 1), lambda folder: save(folder, 4)):
+    for call in (
+        snapshot.latest,
+        lambda folder: snapshot.prune(folder, 1),
+        lambda folder: save(folder, 4),
+    ):
         with pytest.raises(SnapshotError, match=r"manifest.json") as caught:
             call(tmp_path)
         assert said in str(caught.value)
@@ -217,14 +244,25 @@ def test_entries_of_a_manifest_that_were_edited_are_named(tmp_path: Path, name: 
             snapshot.latest(tmp_path)
 
 
-@given(st.dictionaries(st.text(min_size=1, max_size=8), st.integers() | st.text() | st.none(), min_size=1))
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=8), st.integers() | st.text() | st.none(), min_size=1
+    )
+)
 @settings(max_examples=50)
 def test_changed_settings_are_named(values: dict[str, object]) -> None:
-    assert manifest.changes(manifest.settings(values), manifest.settings(dict(reversed(list(values.items()))))) == []
+    assert (
+        manifest.changes(
+            manifest.settings(values), manifest.settings(dict(reversed(list(values.items()))))
+        )
+        == []
+    )
     name = next(iter(values))
     now = manifest.settings({**values, name: "other than all", "save": "elsewhere"})
     then = manifest.settings({**values, "save": "here"})
-    assert manifest.changes(then, now) == [f"{name}: {values[name]} -> other than all"] * (name in then)
+    assert manifest.changes(then, now) == [f"{name}: {values[name]} -> other than all"] * (
+        name in then
+    )
     assert manifest.changes(then, {}) == []
 
 
@@ -284,10 +322,15 @@ def test_a_snapshot_moved_behind_a_symbolic_link_stays_usable(tmp_path: Path) ->
     assert snapshot.latest(folder).iteration == 3  # type: ignore[union-attr]
     assert save(folder, 3, {"a": b"new"}).is_dir() and not (folder / "iter_0000003").is_symlink()
     assert [path.name for path in snapshot.prune(folder, keep=2)] == ["iter_0000001"]
-    os.replace(folder / "iter_0000002", folder / ".iter_0000002.tmp-pruned-x")  # died before the link was deleted
+    # died before the link was deleted
+    os.replace(folder / "iter_0000002", folder / ".iter_0000002.tmp-pruned-x")
     save(folder, 4)
     assert [s.iteration for s in snapshot.snapshots(folder)] == [3, 4]
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+    assert sorted(path.name for path in elsewhere.iterdir()) == [
+        "iter_0000001",
+        "iter_0000002",
+        "iter_0000003",
+    ]
     (folder / "iter_0000005").symlink_to(elsewhere / "gone")  # the other disk is not mounted
     assert save(folder, 5).is_dir()
 
@@ -316,13 +359,17 @@ while True:
 
 @pytest.mark.real
 def test_killed_at_any_moment_leaves_a_complete_snapshot(tmp_path: Path) -> None:
-    """kill -9 at random moments: what ``latest`` gives is whole, and never older than what was seen before."""
+    """kill -9 at random moments: what ``latest`` gives is whole, and never older than what was seen
+    before.
+    """
     chance = random.Random(5)
     seen = -1
     for kills in range(250):
         if kills >= 25 and seen > 5:  # a busy machine takes more of them
             break
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE
+        )
         try:
             assert writer.stdout is not None and writer.stdout.readline() == b"up\n"
             time.sleep(chance.uniform(0.0, 0.3))
@@ -339,7 +386,9 @@ def test_killed_at_any_moment_leaves_a_complete_snapshot(tmp_path: Path) -> None
 
 
 def written_by_ranks(tmp_path: Path) -> tuple[Path, list[FileEntry]]:
-    """An open snapshot with a file of each of two ranks, which they have digested, and one of the driver's."""
+    """An open snapshot with a file of each of two ranks, which they have digested, and one of the
+    driver's.
+    """
     temp = snapshot.begin(tmp_path, 7)
     (temp / "actor").mkdir()
     entries: list[FileEntry] = []
@@ -354,7 +403,9 @@ def written_by_ranks(tmp_path: Path) -> tuple[Path, list[FileEntry]]:
 
 def test_what_ranks_digested_is_not_read_again(tmp_path: Path) -> None:
     temp, entries = written_by_ranks(tmp_path)
-    assert [entry["digest"] for entry in entries] == [file_digest(temp / entry["path"]) for entry in entries]
+    assert [entry["digest"] for entry in entries] == [
+        file_digest(temp / entry["path"]) for entry in entries
+    ]
     path = temp / "actor" / "__1_0.distcp"
     path.write_bytes(b"WEIGHTS " + path.read_bytes()[8:])
     final = snapshot.commit(temp, {"rollout_id": 7}, entries)
@@ -371,17 +422,23 @@ def test_what_ranks_digested_is_not_read_again(tmp_path: Path) -> None:
 def test_damage_is_found_by_the_rank_that_reads(ranks: int, tmp_path: Path) -> None:
     temp, entries = written_by_ranks(tmp_path)
     final = snapshot.commit(temp, {"rollout_id": 7}, entries)
-    assert [snapshot.damaged_part(final / "actor", rank, ranks) for rank in range(ranks)] == [None] * ranks
+    assert [snapshot.damaged_part(final / "actor", rank, ranks) for rank in range(ranks)] == [
+        None
+    ] * ranks
     path = final / "actor" / "__1_0.distcp"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     found = [snapshot.damaged_part(final / "actor", rank, ranks) for rank in range(ranks)]
     assert [bool(problem) for problem in found] == [rank == 1 % ranks for rank in range(ranks)]
-    assert "__1_0.distcp has changed" in (found[1 % ranks] or "") and "--ckpt-step" in (found[1 % ranks] or "")
+    assert "__1_0.distcp has changed" in (found[1 % ranks] or "") and "--ckpt-step" in (
+        found[1 % ranks] or ""
+    )
     assert snapshot.damaged_part(final / "critic", 1 % ranks, ranks) is None
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
-def test_what_a_rank_says_it_wrote_must_be_there(damage: Callable[[Path], object], tmp_path: Path) -> None:
+def test_what_a_rank_says_it_wrote_must_be_there(
+    damage: Callable[[Path], object], tmp_path: Path
+) -> None:
     temp, entries = written_by_ranks(tmp_path)
     damage(temp / "actor" / "__0_0.distcp")
     with pytest.raises(SnapshotError, match=r"actor/__0_0.distcp (is missing|has 0 bytes)"):

@@ -1,5 +1,7 @@
 # ruff: noqa: E501  (a table of wrong hooks, one a line)
-"""``slime check-hooks``: what it says of hooks that are right and of many that are wrong in their own ways."""
+"""``slime check-hooks``: what it says of hooks that are right and of many that are wrong in their
+own ways.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,14 @@ pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.fixture
-def check(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+def check(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str]]:
     """Write a file of hooks, check those that the flags name, return exit status and report."""
     from slime.utils.processing_utils import load_tokenizer
 
-    # Cached. On a busy machine, the first hook that needs it would otherwise block its event loop for too long.
+    # Cached. On a busy machine, the first hook that needs it would otherwise block its event loop
+    # for too long.
     load_tokenizer(str(smollm2))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
@@ -44,7 +49,14 @@ def check(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         hooks.load_function.cache_clear()
         hooks.load_file.cache_clear()
         lines: list[str] = []
-        common = ["--hf-checkpoint", str(smollm2), "--prompt-data", "data.jsonl", "--train-backend", "fsdp"]
+        common = [
+            "--hf-checkpoint",
+            str(smollm2),
+            "--prompt-data",
+            "data.jsonl",
+            "--train-backend",
+            "fsdp",
+        ]
         options, rest = build_parser().parse_known_args(["check-hooks", *common, *flags])
         status = check_hooks(rest, lines.append, options.check_timeout, options.check_tool_answer)
         return status, "\n".join(lines)
@@ -105,22 +117,43 @@ RIGHT = {
         "8 rewards from 0 to 1",
     ),
     "model": (["--custom-rm-path", "hooks.py:Model"], "8 rewards from"),
-    "filter": (["--dynamic-sampling-filter-path", "hooks.py:keep"], "mixed: kept, all 0: dropped, all 1: dropped"),
+    "filter": (
+        ["--dynamic-sampling-filter-path", "hooks.py:keep"],
+        "mixed: kept, all 0: dropped, all 1: dropped",
+    ),
     "sample hook": (["--rollout-sample-hook-path", "hooks.py:hook"], "returned None"),
     "buffer": (["--buffer-filter-path", "hooks.py:buffer"], "chose 2 of 4 groups, 2 remain"),
     "mark": (["--rollout-sample-filter-path", "hooks.py:mark"], "removes 1 of 8 samples"),
     "all": (["--rollout-all-samples-process-path", "hooks.py:everything"], "called with 2 groups"),
-    "post": (["--custom-reward-post-process-path", "hooks.py:post"], "8 rewards, processed from -0.5 to 0.5"),
+    "post": (
+        ["--custom-reward-post-process-path", "hooks.py:post"],
+        "8 rewards, processed from -0.5 to 0.5",
+    ),
     "log": (["--custom-rollout-log-function-path", "hooks.py:log"], "adds to the usual metrics"),
-    "evals": (["--custom-eval-rollout-log-function-path", "hooks.py:evals"], "replaces the usual metrics"),
+    "evals": (
+        ["--custom-eval-rollout-log-function-path", "hooks.py:evals"],
+        "replaces the usual metrics",
+    ),
     "advantages": (["--custom-advantage-function-path", "hooks.py:advantages"], "of 8 samples"),
-    "loss": (["--loss-type", "custom_loss", "--custom-loss-function-path", "hooks.py:loss"], "metrics loss, nll"),
+    "loss": (
+        ["--loss-type", "custom_loss", "--custom-loss-function-path", "hooks.py:loss"],
+        "metrics loss, nll",
+    ),
     "tis": (["--use-tis", "--custom-tis-function-path", "hooks.py:tis"], "mine"),
     "reducer": (["--custom-pg-loss-reducer-function-path", "hooks.py:reducer"], "with gradient"),
     "late": (["--rollout-data-postprocess-path", "hooks.py:late"], "called with advantages"),
-    "convert": (["--custom-convert-samples-to-train-data-path", "hooks.py:convert"], "8 samples with"),
-    "source": (["--data-source-path", "hooks.py:Source"], "groups of 4, has 7 prompts per epoch, saves and loads"),
-    "source with a state": (["--data-source-path", "hooks.py:Valued"], "has 7 prompts per epoch, saves and loads"),
+    "convert": (
+        ["--custom-convert-samples-to-train-data-path", "hooks.py:convert"],
+        "8 samples with",
+    ),
+    "source": (
+        ["--data-source-path", "hooks.py:Source"],
+        "groups of 4, has 7 prompts per epoch, saves and loads",
+    ),
+    "source with a state": (
+        ["--data-source-path", "hooks.py:Valued"],
+        "has 7 prompts per epoch, saves and loads",
+    ),
 }
 
 
@@ -132,41 +165,97 @@ def test_hooks_that_are_right(check: Callable[..., tuple[int, str]], name: str) 
     assert "1 of 1 hooks" in report
 
 
-RM, FILTER, POST = "--custom-rm-path", "--dynamic-sampling-filter-path", "--custom-reward-post-process-path"
+RM, FILTER, POST = (
+    "--custom-rm-path",
+    "--dynamic-sampling-filter-path",
+    "--custom-reward-post-process-path",
+)
 WRONG = {
     "signature": (RM, "async def f(sample): return 1.0", r"slime calls it as fn(args, sample), but it is defined as f(sample): too many positional arguments", 1),
-    "raises": (RM, "async def f(args, sample, **kw):\n    x = 1\n    return x / 0", "it raised ZeroDivisionError: division by zero", 3),
-    "none": (RM, "async def f(args, sample, **kw):\n    if sample.label == 'x':\n        return 1.0", "it returned None: a return statement is missing on some path", 1),
+    "raises": (RM,
+        "async def f(args, sample, **kw):\n"
+        "    x = 1\n"
+        "    return x / 0", "it raised ZeroDivisionError: division by zero", 3),
+    "none": (RM,
+        "async def f(args, sample, **kw):\n"
+        "    if sample.label == 'x':\n"
+        "        return 1.0", "it returned None: a return statement is missing on some path", 1),
     "text": (RM, "async def f(args, sample, **kw): return 'good'", "it returned 'good' (str), which is not a number", 1),
     "nan": (RM, "async def f(args, sample, **kw): return float('nan')", "a reward must be a finite number", 1),
     "dict without key": (RM, "async def f(args, sample, **kw): return {'acc': 1}", "a dict with the keys acc: select one with --reward-key", 1),
-    "hangs": (RM, "import threading\nstop = threading.Event()\ndef f(args, sample):\n    stop.wait(1000)", "it did not return within 2 s", 4),
+    "hangs": (RM,
+        "import threading\n"
+        "stop = threading.Event()\n"
+        "def f(args, sample):\n"
+        "    stop.wait(1000)", "it did not return within 2 s", 4),
     "list for one": (RM, "async def f(args, samples, **kw): return [1.0] * len(samples)", "without --group-rm it is called with one sample", 1),
-    "import": (RM, "import no_such_module_of_mine\nasync def f(args, sample): return 1.0", "importing it raised ModuleNotFoundError", 1),
-    "syntax": (RM, "async def f(args, sample)\n    return 1.0", "importing it raised SyntaxError", 1),
+    "import": (RM,
+        "import no_such_module_of_mine\n"
+        "async def f(args, sample): return 1.0", "importing it raised ModuleNotFoundError", 1),
+    "syntax": (RM,
+        "async def f(args, sample)\n"
+        "    return 1.0", "importing it raised SyntaxError", 1),
     "absent": (RM, "async def g(args, sample): return 1.0", "has no 'f'; it defines g", None),
-    "class": (RM, "class f:\n    def __init__(self, model_path): pass\n    def compute_reward(self, p, r): return [1.0]", "needs model_path: set --rm-model-path", 1),
+    "class": (RM,
+        "class f:\n"
+        "    def __init__(self, model_path): pass\n"
+        "    def compute_reward(self, p, r): return [1.0]", "needs model_path: set --rm-model-path", 1),
     "number": (RM, "f = 3", "it is a int, not a function", None),
-    "filter answer": (FILTER, "def f(args, group):\n    return 'yes'", "returned 'yes', not a bool or DynamicFilterOutput", 1),
-    "async filter": (FILTER, "async def f(args, group):\n    return True", "it is an async def, but slime calls this hook without await", 1),
-    "async object": ("--rollout-sample-filter-path", "class F:\n    async def __call__(self, args, groups): pass\nf = F()", "it is an async def, but slime calls this hook without await", None),
-    "one list": (POST, "def f(args, samples):\n    return [s.reward for s in samples]", "but must be (raw_rewards, rewards)", 1),
-    "short": (POST, "def f(args, samples):\n    return [0.0], [0.0]", "it returned 1 raw_rewards for 8 samples", 1),
-    "hook answer": ("--rollout-sample-hook-path", "def f(args, sample):\n    return 3", "its result has the type int, but must be None or a Sample", 1),
-    "pickle": ("--rollout-sample-hook-path", "import threading\ndef f(args, sample):\n    sample.lock = threading.Lock()", "sample.lock cannot be pickled", None),
-    "keys": ("--custom-convert-samples-to-train-data-path", "def f(args, samples):\n    return {'tokens': [s.tokens for s in samples]}", "response_lengths, rewards missing; it returned tokens", 1),
-    "advantages": ("--custom-advantage-function-path", "def f(args, data):\n    data['advantages'] = [a[:1] for a in data['log_probs']]\n    data['returns'] = data['advantages']", "advantages", 1),
-    "source": ("--data-source-path", "class f:\n    def __init__(self, args): pass\n    def get_samples(self, n): return []", "the class has no add_samples, __len__", 1),
-    "source without a state": ("--data-source-path", "class f:\n    def __init__(self, args): pass\n    def __len__(self): return 1\n    def get_samples(self, n): return []\n    def add_samples(self, s): pass", "neither state_dict and load_state_dict nor save and load", 1),
-    "detached": ("--custom-loss-function-path", "def f(args, batch, logits, mean):\n    return mean(logits.detach().sum(-1)), {}", "the loss has no gradient", 1),
-    "signature only": ("--custom-megatron-init-path", "def f():\n    pass", "slime calls it as fn(args), but it is defined as f()", 1),
+    "filter answer": (FILTER,
+        "def f(args, group):\n"
+        "    return 'yes'", "returned 'yes', not a bool or DynamicFilterOutput", 1),
+    "async filter": (FILTER,
+        "async def f(args, group):\n"
+        "    return True", "it is an async def, but slime calls this hook without await", 1),
+    "async object": ("--rollout-sample-filter-path",
+        "class F:\n"
+        "    async def __call__(self, args, groups): pass\n"
+        "f = F()", "it is an async def, but slime calls this hook without await", None),
+    "one list": (POST,
+        "def f(args, samples):\n"
+        "    return [s.reward for s in samples]", "but must be (raw_rewards, rewards)", 1),
+    "short": (POST,
+        "def f(args, samples):\n"
+        "    return [0.0], [0.0]", "it returned 1 raw_rewards for 8 samples", 1),
+    "hook answer": ("--rollout-sample-hook-path",
+        "def f(args, sample):\n"
+        "    return 3", "its result has the type int, but must be None or a Sample", 1),
+    "pickle": ("--rollout-sample-hook-path",
+        "import threading\n"
+        "def f(args, sample):\n"
+        "    sample.lock = threading.Lock()", "sample.lock cannot be pickled", None),
+    "keys": ("--custom-convert-samples-to-train-data-path",
+        "def f(args, samples):\n"
+        "    return {'tokens': [s.tokens for s in samples]}", "response_lengths, rewards missing; it returned tokens", 1),
+    "advantages": ("--custom-advantage-function-path",
+        "def f(args, data):\n"
+        "    data['advantages'] = [a[:1] for a in data['log_probs']]\n"
+        "    data['returns'] = data['advantages']", "advantages", 1),
+    "source": ("--data-source-path",
+        "class f:\n"
+        "    def __init__(self, args): pass\n"
+        "    def get_samples(self, n): return []", "the class has no add_samples, __len__", 1),
+    "source without a state": ("--data-source-path",
+        "class f:\n"
+        "    def __init__(self, args): pass\n"
+        "    def __len__(self): return 1\n"
+        "    def get_samples(self, n): return []\n"
+        "    def add_samples(self, s): pass", "neither state_dict and load_state_dict nor save and load", 1),
+    "detached": ("--custom-loss-function-path",
+        "def f(args, batch, logits, mean):\n"
+        "    return mean(logits.detach().sum(-1)), {}", "the loss has no gradient", 1),
+    "signature only": ("--custom-megatron-init-path",
+        "def f():\n"
+        "    pass", "slime calls it as fn(args), but it is defined as f()", 1),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_hooks_that_are_wrong(check: Callable[..., tuple[int, str]], name: str) -> None:
     option, code, said, line = WRONG[name]
-    status, report = check(code, option, "hooks.py:f", "--check-timeout", "2" if name == "hangs" else "30")
+    status, report = check(
+        code, option, "hooks.py:f", "--check-timeout", "2" if name == "hangs" else "30"
+    )
     first, *rest = report.splitlines()
     assert status == 1 and first == f"FAIL  {option} hooks.py:f", report
     assert said in "\n".join(rest), report
@@ -185,16 +274,32 @@ def test_surprises_are_notes(check: Callable[..., tuple[int, str]]) -> None:
     assert status == 0 and "all 8 answers" in report
     status, report = check("def f(args, group): return False", FILTER, "hooks.py:f")
     assert status == 0 and "all tested" in report
-    code = "import time\nasync def f(args, sample, **kw):\n    time.sleep(1.5 * (sample.index == 0))\n    return float(sample.index)"
+    code = (
+        "import time\n"
+        "async def f(args, sample, **kw):\n"
+        "    time.sleep(1.5 * (sample.index == 0))\n"
+        "    return float(sample.index)"
+    )
     status, report = check(code, RM, "hooks.py:f")
     assert status == 0 and "event loop" in report and "hooks.py:3 in f" in report
 
 
-def test_several_hooks_and_those_of_evaluation_sets(check: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_several_hooks_and_those_of_evaluation_sets(
+    check: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
     entry = {"name": "mine", "path": "data.jsonl", "custom_rm_path": "hooks.py:broken"}
     (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [entry]}}))
     code = GOOD + "\nasync def broken(args, sample, **kw): return sample.no_such_thing"
-    flags = [RM, "hooks.py:rm", FILTER, "hooks.py:keep", "--eval-config", "eval.yaml", "--rollout-batch-size", "0"]
+    flags = [
+        RM,
+        "hooks.py:rm",
+        FILTER,
+        "hooks.py:keep",
+        "--eval-config",
+        "eval.yaml",
+        "--rollout-batch-size",
+        "0",
+    ]
     status, report = check(code, *flags)
     assert status == 1 and "2 of 3 hooks" in report
     assert "custom_rm_path hooks.py:broken" in report and "AttributeError" in report
@@ -202,9 +307,14 @@ def test_several_hooks_and_those_of_evaluation_sets(check: Callable[..., tuple[i
 
 
 def test_a_filter_sees_all_entries_of_the_reward(check: Callable[..., tuple[int, str]]) -> None:
-    code = "async def rm(args, sample, **kw): return {'score': float(sample.label in sample.response), 'words': 3}"
+    code = (
+        "async def rm(args, sample, **kw): return {'score': float(sample.label in "
+        "sample.response), 'words': 3}"
+    )
     code += "\ndef keep(args, group): return all(s.reward['words'] < 9 for s in group)"
-    status, report = check(code, RM, "hooks.py:rm", "--reward-key", "score", FILTER, "hooks.py:keep")
+    status, report = check(
+        code, RM, "hooks.py:rm", "--reward-key", "score", FILTER, "hooks.py:keep"
+    )
     assert status == 0 and "mixed: kept" in report, report
 
 
@@ -212,18 +322,32 @@ def test_a_filter_sees_all_entries_of_the_reward(check: Callable[..., tuple[int,
     ("name", "flags", "status", "said"),
     [
         ("entry", ("--eval-reward-key", "score"), 0, "8 rewards from 0 to 1"),
-        ("entry", ("--eval-reward-key", "acc"), 1, "its dict has no 'acc' (--eval-reward-key), only score"),
+        (
+            "entry",
+            ("--eval-reward-key", "acc"),
+            1,
+            "its dict has no 'acc' (--eval-reward-key), only score",
+        ),
         ("entry", (), 1, "a dict with the keys score: select one with --reward-key"),
         ("rm", ("--group-rm",), 0, "8 rewards from 0 to 1"),
         ("group", ("--group-rm", "--reward-key", "score"), 0, "8 rewards from 0 to 1"),
     ],
 )
 def test_the_reward_of_an_evaluation_set_is_called_and_read_as_in_an_evaluation(
-    check: Callable[..., tuple[int, str]], tmp_path: Path, name: str, flags: tuple[str, ...], status: int, said: str
+    check: Callable[..., tuple[int, str]],
+    tmp_path: Path,
+    name: str,
+    flags: tuple[str, ...],
+    status: int,
+    said: str,
 ) -> None:
     mine = {"name": "mine", "path": "data.jsonl", "custom_rm_path": f"hooks.py:{name}"}
     (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [mine]}}))
-    code = GOOD + "\nasync def entry(args, sample, **kw): return {'score': float(sample.label in sample.response)}"
+    code = GOOD + (
+        "\n"
+        "async def entry(args, sample, **kw): return {'score': float(sample.label in "
+        "sample.response)}"
+    )
     got, report = check(code, "--eval-config", "eval.yaml", "--rm-type", "math", *flags)
     assert got == status and said in report, report
 
@@ -235,7 +359,8 @@ def test_without_hooks_or_tokenizer_it_says_so(check: Callable[..., tuple[int, s
         check_hooks(["--hf-checkpoint", "no-such-folder", RM, "hooks.py:rm"])
 
 
-# --- generate functions: with the real embedded engine ---------------------------------------------
+# --- generate functions: with the real embedded engine
+# ---------------------------------------------
 
 GENERATE = """
 from slime.utils.http_utils import post
@@ -432,20 +557,47 @@ def engine(smollm2: Path) -> Iterator[tuple[str, int]]:
             0,
             "note  without rollout_log_probs, the trainer needs another forward pass",
         ),
-        ("--custom-generate-function-path", "mask", 1, "has 2 entries in loss_mask, but response_length is"),
+        (
+            "--custom-generate-function-path",
+            "mask",
+            1,
+            "has 2 entries in loss_mask, but response_length is",
+        ),
         ("--custom-generate-function-path", "tool_turn", 0, ": 4 samples, 7 to 7 tokens"),
-        ("--custom-generate-function-path", "replaced", 1, "3 tokens that no engine sampled would be trained"),
-        ("--custom-generate-function-path", "nothing", 1, "returned NoneType, not a Sample or a list of them"),
-        ("--custom-generate-function-path", "response_only", 1, "it must be prompt tokens + response tokens"),
+        (
+            "--custom-generate-function-path",
+            "replaced",
+            1,
+            "3 tokens that no engine sampled would be trained",
+        ),
+        (
+            "--custom-generate-function-path",
+            "nothing",
+            1,
+            "returned NoneType, not a Sample or a list of them",
+        ),
+        (
+            "--custom-generate-function-path",
+            "response_only",
+            1,
+            "it must be prompt tokens + response tokens",
+        ),
         ("--custom-generate-function-path", "blocks", 1, "it blocks the event loop for"),
-        ("--custom-generate-function-path", "signature", 1, "slime calls it as fn(args, sample, sampling_params)"),
+        (
+            "--custom-generate-function-path",
+            "signature",
+            1,
+            "slime calls it as fn(args, sample, sampling_params)",
+        ),
         ("--custom-generate-function-path", "floats", 1, "which is not a token id"),
         ("--custom-generate-function-path", "wrong_address", 1, "answered 404"),
         ("--rollout-function-path", "generate_rollout", 0, ": 2 groups in"),
         ("--rollout-function-path", "flat", 1, "return a list of samples for each prompt"),
     ],
 )
-def test_generation(check, engine, monkeypatch, option: str, name: str, status: int, said: str) -> None:
+def test_generation(
+    check, engine, monkeypatch, option: str, name: str, status: int, said: str
+) -> None:
     def shared(bench: Bench) -> None:
         bench.args.sglang_router_ip, bench.args.sglang_router_port = engine
         bench.args.rollout_backend = "embedded"
@@ -463,12 +615,27 @@ PARTIAL = ("--partial-rollout",)
 @pytest.mark.parametrize(
     ("name", "flags", "status", "said"),
     [
-        ("turns", PARTIAL, 0, "; a tool turn of 2 answers, an abort, a truncated answer, a prompt that is too long"),
+        (
+            "turns",
+            PARTIAL,
+            0,
+            "; a tool turn of 2 answers, an abort, a truncated answer, a prompt that is too long",
+        ),
         ("looks_first", (), 0, "a prompt that is too long"),
-        ("made_up", (), 1, "for a prompt that the engine refused as too long, it returns 1 tokens to train on"),
+        (
+            "made_up",
+            (),
+            1,
+            "for a prompt that the engine refused as too long, it returns 1 tokens to train on",
+        ),
         ("careless", (), 1, "it raised KeyError: 'text'"),
         ("mask_lost", (), 1, "3 tokens that no engine sampled would be trained"),
-        ("no_status", (), 0, "whose answer was cut off at the length limit has the status completed"),
+        (
+            "no_status",
+            (),
+            0,
+            "whose answer was cut off at the length limit has the status completed",
+        ),
         ("good", (), 0, "; no tool turn with the tested forms of calls, an abort"),
         ("trains_results", (), 1, "tokens that no engine sampled would be trained"),
         ("turns_in_text", (), 0, "; a tool turn of 2 answers, an abort"),
@@ -476,17 +643,32 @@ PARTIAL = ("--partial-rollout",)
         ("trains_results_in_text", (), 1, "tokens that no engine sampled would be trained"),
         ("trains_results_in_own_text", (), 1, "tokens that no engine sampled would be trained"),
         ("turns_scores", (), 1, "differ from those of the engine"),
-        ("own_limit_no_status", (), 0, "whose answer was cut off at the length limit has the status completed"),
+        (
+            "own_limit_no_status",
+            (),
+            0,
+            "whose answer was cut off at the length limit has the status completed",
+        ),
         ("siblings", (), 0, ": 4 samples, "),
         ("fans_out", (), 0, ": 8 samples from 4 calls"),
         ("fans_out_scores", (), 1, "differ from those of the engine"),
-        ("no_status", PARTIAL, 1, "a sample whose last answer was aborted has the status completed"),
+        (
+            "no_status",
+            PARTIAL,
+            1,
+            "a sample whose last answer was aborted has the status completed",
+        ),
         ("no_status", (), 0, "These flags discard aborted samples"),
         ("ignores_abort", (), 1, "it keeps sending requests after an abort"),
         ("raises", (), 1, "no abort was foreseen"),
         ("doubles", PARTIAL, 1, "entries in rollout_log_probs, but response_length is"),
         ("turns", ("--check-tool-answer", "I <search>for</search>"), 0, "a tool turn of 2 answers"),
-        ("turns", ("--check-tool-answer", "<tool>x</tool>"), 1, "(--check-tool-answer), it sent no other request"),
+        (
+            "turns",
+            ("--check-tool-answer", "<tool>x</tool>"),
+            1,
+            "(--check-tool-answer), it sent no other request",
+        ),
     ],
 )
 def test_tool_turns_and_aborts_are_forced(
@@ -513,7 +695,11 @@ def test_tool_turns_and_aborts_are_forced(
             ),
             ": 2 groups in",
         ),
-        ("--eval-function-path", ("--eval-prompt-data", "large", "large.jsonl"), ": data sets large in"),
+        (
+            "--eval-function-path",
+            ("--eval-prompt-data", "large", "large.jsonl"),
+            ": data sets large in",
+        ),
         ("--eval-function-path", ("--eval-config", "eval.yaml"), ": data sets mine in"),
     ],
 )
@@ -527,10 +713,26 @@ def test_a_rollout_function_is_tested_with_few_prompts_and_without_a_filter(
         bench.args.rollout_backend = "embedded"
 
     monkeypatch.setattr(Bench, "start_engine", shared)
-    (tmp_path / "large.jsonl").write_text('{"prompt": "What is 3 times 4?", "label": "12"}\n' * 2000)
-    mine = {"name": "mine", "path": "large.jsonl", "rm_type": "math", "max_response_len": 400, "temperature": 0.5}
+    (tmp_path / "large.jsonl").write_text(
+        '{"prompt": "What is 3 times 4?", "label": "12"}\n' * 2000
+    )
+    mine = {
+        "name": "mine",
+        "path": "large.jsonl",
+        "rm_type": "math",
+        "max_response_len": 400,
+        "temperature": 0.5,
+    }
     (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [mine]}}))
-    flags = (option, "hooks.py:generate_rollout", "--rm-type", "math", "--check-timeout", "20", *flags)
+    flags = (
+        option,
+        "hooks.py:generate_rollout",
+        "--rm-type",
+        "math",
+        "--check-timeout",
+        "20",
+        *flags,
+    )
     status, report = check(GENERATE, *flags)
     assert status == 0 and said in report, report
 
@@ -551,8 +753,16 @@ def test_an_answer_within_the_limits_of_the_function_is_not_called_cut_off(
 
 @pytest.mark.real
 def test_the_command_itself(smollm2: Path, tmp_path: Path) -> None:
-    (tmp_path / "hooks.py").write_text(GENERATE + "\nasync def rm(args, sample, **kw): return 1.0\n")
-    flags = ["--hf-checkpoint", str(smollm2), "--custom-rm-path", "hooks:rm", "--apply-chat-template"]
+    (tmp_path / "hooks.py").write_text(
+        GENERATE + "\nasync def rm(args, sample, **kw): return 1.0\n"
+    )
+    flags = [
+        "--hf-checkpoint",
+        str(smollm2),
+        "--custom-rm-path",
+        "hooks:rm",
+        "--apply-chat-template",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "slime.cli.main", "check-hooks", *flags], cwd=tmp_path, capture_output=True, text=True,
         timeout=180, check=False, env={**os.environ, "PYTHONPATH": os.getcwd()},
@@ -563,7 +773,13 @@ def test_the_command_itself(smollm2: Path, tmp_path: Path) -> None:
 
 def test_the_command_ends_though_a_function_never_returns(smollm2: Path, tmp_path: Path) -> None:
     (tmp_path / "hooks.py").write_text("import time\ndef rm(args, sample):\n    time.sleep(1000)\n")
-    flags = ["--hf-checkpoint", str(smollm2), "--custom-rm-path", "hooks.py:rm", "--check-timeout=2"]
+    flags = [
+        "--hf-checkpoint",
+        str(smollm2),
+        "--custom-rm-path",
+        "hooks.py:rm",
+        "--check-timeout=2",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "slime.cli.main", "check-hooks", *flags], cwd=tmp_path, capture_output=True, text=True,
         timeout=180, check=False, env={**os.environ, "PYTHONPATH": os.getcwd()},
@@ -578,14 +794,21 @@ def test_its_help_and_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["summary", "x", "--no-such-flag"])
     assert stopped.value.code == 2
-    for words in (["--check-timeout"], ["--check-timeout=nan"], ["--check-timeout", "0"], ["--check-timeout", "soon"]):
+    for words in (
+        ["--check-timeout"],
+        ["--check-timeout=nan"],
+        ["--check-timeout", "0"],
+        ["--check-timeout", "soon"],
+    ):
         with pytest.raises(SystemExit) as stopped:
             main(["check-hooks", *words])
         assert stopped.value.code == 2 and "--check-timeout" in capsys.readouterr().err
 
 
 def test_a_busy_machine_is_no_blocked_event_loop() -> None:
-    """Where both threads wait for a processor, a look comes late; where the function blocks, many looks find one beat."""
+    """Where both threads wait for a processor, a look comes late; where the function blocks, many
+    looks find one beat.
+    """
     watch = Watch(__file__)
     for _ in range(20):
         watch.beat = time.monotonic() - 5.0

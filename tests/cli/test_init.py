@@ -25,22 +25,35 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 def test_a_folder_is_complete_and_its_sets_are_disjoint(task: str, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     assert main(["init", str(folder), "--task", task]) == 0
-    assert {path.name for path in folder.iterdir()} == {"reward.py", "data.jsonl", "heldout.jsonl", "run.sh"}
+    assert {path.name for path in folder.iterdir()} == {
+        "reward.py",
+        "data.jsonl",
+        "heldout.jsonl",
+        "run.sh",
+    }
     files = folder / "data.jsonl", folder / "heldout.jsonl"
-    train, held_out = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    train, held_out = (
+        [json.loads(line) for line in file.read_text().splitlines()] for file in files
+    )
     assert len(train) >= 64 and len(held_out) == 16
     assert not {str(row["prompt"]) for row in train} & {str(row["prompt"]) for row in held_out}
     for row in train + held_out:
-        a, b = (int(word) for word in row["prompt"][-1]["content"].rstrip("?").split() if word.isdigit())
+        a, b = (
+            int(word) for word in row["prompt"][-1]["content"].rstrip("?").split() if word.isdigit()
+        )
         assert row["label"] == str(a * b)
     subprocess.run(["bash", "-n", str(folder / "run.sh")], check=True, timeout=20)
 
 
 def test_every_starter_has_its_task() -> None:
-    assert {path.name.replace("_", "-") for path in STARTERS.iterdir() if (path / "run.sh").is_file()} == set(TASKS)
+    assert {
+        path.name.replace("_", "-") for path in STARTERS.iterdir() if (path / "run.sh").is_file()
+    } == set(TASKS)
 
 
-def test_a_folder_with_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_files_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "thesis.tex").touch()
     assert main(["init", str(tmp_path)]) == 1
     assert "not empty" in capsys.readouterr().err
@@ -69,13 +82,16 @@ def test_it_trains_as_it_is(task: str, tmp_path: Path, smollm2: Path) -> None:
     init(tmp_path / "mine", task)
     assert "hooks satisfy their contract" in run(tmp_path, smollm2, "check-hooks")
     held_out = tmp_path / "mine" / "heldout.jsonl"
-    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:2]))  # the rest takes a minute
+    # the rest takes a minute
+    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:2]))
     small = ["--num-rollout", "2", "--rollout-batch-size", "2", "--skip-eval-before-train"]
     said = run(tmp_path, smollm2, *small)
     assert "step 2/2" in said
     metrics = tmp_path / "mine" / "outputs" / "starter" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert sum(row.get("rollout/raw_reward") or 0.0 for row in rows) > 0, "there is something to learn from"
+    assert sum(row.get("rollout/raw_reward") or 0.0 for row in rows) > 0, (
+        "there is something to learn from"
+    )
 
 
 def run(tmp_path: Path, model: Path, *words: str) -> str:
@@ -127,4 +143,7 @@ async def test_the_rewards(task: str, response: str, reward: float) -> None:
     sample = Sample(prompt="What is 3 * 4?", label="12")
     sample.response = response
     sample.metadata["model_turns"] = [{"text": turn} for turn in response.split("|")]
-    assert await load_function(f"{STARTERS}/{task}/reward.py:reward")(SimpleNamespace(), sample) == reward
+    assert (
+        await load_function(f"{STARTERS}/{task}/reward.py:reward")(SimpleNamespace(), sample)
+        == reward
+    )

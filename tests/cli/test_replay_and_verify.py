@@ -51,19 +51,32 @@ def asked_of_verify(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, 
         (["--cp", "2", "--dp", "2"], {"context_parallel_size": 2}, 4),
         (
             ["--ep", "2", "--etp", "2", "--tp", "4"],
-            {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "tensor_model_parallel_size": 4},
+            {
+                "expert_model_parallel_size": 2,
+                "expert_tensor_parallel_size": 2,
+                "tensor_model_parallel_size": 4,
+            },
             4,
         ),
     ],
     ids=["one rank", "dp", "tp and sp", "etp of one", "pp and vpp", "cp and dp", "ep and etp"],
 )
-def test_layouts(monkeypatch: pytest.MonkeyPatch, words: list[str], sizes: dict[str, Any], ranks: int) -> None:
+def test_layouts(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], sizes: dict[str, Any], ranks: int
+) -> None:
     target, as_json = asked_of_verify(monkeypatch, *words)
-    assert (target.model, target.backend, target.engine, target.layers) == ("models/mine", "fsdp", "embedded", 4)
+    assert (target.model, target.backend, target.engine, target.layers) == (
+        "models/mine",
+        "fsdp",
+        "embedded",
+        4,
+    )
     assert (target.sizes, target.world_size, as_json) == (sizes, ranks, False)
 
 
-def test_json_of_an_infinite_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_of_an_infinite_difference(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     checks = [Check("log-probs", False, math.inf, 1e-4), Check("weights", True, 0.5, 1.0)]
     result = Verified(SmallModel(Path("small"), 2, "2 layers"), 1, checks)
     monkeypatch.setattr(verify_run, "verify", lambda target: result)
@@ -75,11 +88,27 @@ def test_json_of_an_infinite_difference(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_other_options_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked_of_verify(monkeypatch, "--attn-implementation", "sdpa")[0].flags == {"attn_implementation": "sdpa"}
-    words = ["--backend", "megatron", "--engine", "none", "--layers", "6", "--trust-remote-code", "--json"]
+    assert asked_of_verify(monkeypatch, "--attn-implementation", "sdpa")[0].flags == {
+        "attn_implementation": "sdpa"
+    }
+    words = [
+        "--backend",
+        "megatron",
+        "--engine",
+        "none",
+        "--layers",
+        "6",
+        "--trust-remote-code",
+        "--json",
+    ]
     target, as_json = asked_of_verify(monkeypatch, *words)
     assert target.flags == {}
-    assert (target.backend, target.engine, target.layers, target.trust_remote_code) == ("megatron", None, 6, True)
+    assert (target.backend, target.engine, target.layers, target.trust_remote_code) == (
+        "megatron",
+        None,
+        6,
+        True,
+    )
     assert as_json
 
 
@@ -92,7 +121,18 @@ def test_options_of_replay_and_flags_of_the_run(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(replay_command, "replay", replay)
     assert main(["replay", "outputs/mine", "--step", "3", "--context-parallel-size", "2"]) == 1
-    words = ["--step", "4", "--through", "--sample", "7", "--tensors", "t", "--tolerance", "0.5", "--json"]
+    words = [
+        "--step",
+        "4",
+        "--through",
+        "--sample",
+        "7",
+        "--tensors",
+        "t",
+        "--tolerance",
+        "0.5",
+        "--json",
+    ]
     words += ["--run-its-code"]
     assert main(["replay", "outputs/mine", *words]) == 1
     assert asked == [
@@ -101,7 +141,9 @@ def test_options_of_replay_and_flags_of_the_run(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["replay", str(tmp_path), "--step", "0"]) == 1
     assert "config.yaml" in capsys.readouterr().err
 

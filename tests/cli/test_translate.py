@@ -1,4 +1,6 @@
-"""``slime translate``: launch scripts of slime 0.3 and commands of other frameworks become commands of slime."""
+"""``slime translate``: launch scripts of slime 0.3 and commands of other frameworks become commands
+of slime.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def test_a_launch_script_of_slime(tmp_path: Path) -> None:
     words, changes = said(str(script))
     assert words[:6] == ["python3", "train.py", "--actor-num-nodes", "2", "--rollout-num-gpus", "8"]
     assert words[words.index("--num-layers") + 1] == "36", "the model script of this checkout"
-    assert words[words.index("--ref-load") + 1] == "/root/Qwen3-4B_torch_dist" and "/root/other" not in words
+    assert (
+        words[words.index("--ref-load") + 1] == "/root/Qwen3-4B_torch_dist"
+        and "/root/other" not in words
+    )
     assert words[words.index("--eps-clip-high") + 1] == "0.28"
     assert read_command_line(words[2:])[1] == []
     for part in (
@@ -111,10 +116,14 @@ TRL = """accelerate launch grpo.py --model_name_or_path m --beta 0.04 --num_gene
     ],
     ids=["verl", "openrlhf", "openrlhf-kl-loss", "trl", "trl-no-kl"],
 )  # fmt: skip
-def test_commands_of_other_frameworks(command: str, has: list[str], lacks: list[str], changes: list[str]) -> None:
+def test_commands_of_other_frameworks(
+    command: str, has: list[str], lacks: list[str], changes: list[str]
+) -> None:
     words, told = said("--", *shlex.split(command))
     line = " ".join(words)
-    assert [part for part in has if part not in line] == [] and [part for part in lacks if part in line] == []
+    assert [part for part in has if part not in line] == [] and [
+        part for part in lacks if part in line
+    ] == []
     assert [part for part in changes if part not in told] == []
     assert read_command_line(words[2:])[1] == []
 
@@ -128,10 +137,14 @@ def test_every_flag_of_the_tables_exists(name: str) -> None:
         if found is None:
             continue
         value = (
-            [] if found[3] in ("on", "off", "given") else [next(iter(table["values"].get(found[1], {}).values()), "1")]
+            []
+            if found[3] in ("on", "off", "given")
+            else [next(iter(table["values"].get(found[1], {}).values()), "1")]
         )
         problems = read_command_line([found[1], *([found[2]] if found[2] else []), *value])[1]
-        assert [p for p in problems if "no such" in p or "expected" in p or "does not" in p] == [], foreign
+        assert [
+            p for p in problems if "no such" in p or "expected" in p or "does not" in p
+        ] == [], foreign
     for flag, values in table["values"].items():
         for value in values.values():
             assert read_command_line([flag, value])[1] == []
@@ -139,7 +152,10 @@ def test_every_flag_of_the_tables_exists(name: str) -> None:
 
 def test_what_is_no_command_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.sh").write_text("echo hello\n")
-    for words, part in (([str(tmp_path / "a.sh")], "no command"), ([str(tmp_path / "b.sh")], "cannot be read")):
+    for words, part in (
+        ([str(tmp_path / "a.sh")], "no command"),
+        ([str(tmp_path / "b.sh")], "cannot be read"),
+    ):
         with pytest.raises(CommandError, match=part):
             translate(words)
     with pytest.raises(CommandError, match="launch script"):
@@ -155,7 +171,8 @@ def test_the_page_of_the_tables_is_current() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_alpha=16",
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.lora_rank=8 "
+        "actor_rollout_ref.model.lora_alpha=16",
         "python3 -m openrlhf.cli.train_ppo_ray --lora_rank 8 --lora_alpha 16",
         "python3 trl/scripts/grpo.py --use_peft --lora_r 8 --lora_alpha 16",
     ],
@@ -164,10 +181,15 @@ def test_adapters_of_other_frameworks_are_translated(line: str, tmp_path: Path) 
     script = tmp_path / "run.sh"
     script.write_text(line + "\n")
     words, _ = said(str(script))
-    assert words[words.index("--lora-rank") + 1] == "8" and words[words.index("--lora-alpha") + 1] == "16"
+    assert (
+        words[words.index("--lora-rank") + 1] == "8"
+        and words[words.index("--lora-alpha") + 1] == "16"
+    )
 
 
-@pytest.mark.parametrize("end", ["2> err.log", "&> log", "|& tee log", "; echo done", ";", "2>&1 | tee log", ">> log"])
+@pytest.mark.parametrize(
+    "end", ["2> err.log", "&> log", "|& tee log", "; echo done", ";", "2>&1 | tee log", ">> log"]
+)
 def test_what_follows_a_command_is_no_value_of_its_last_flag(end: str, tmp_path: Path) -> None:
     """The script of a batch system may have any suffix."""
     script = tmp_path / "job.sbatch"
@@ -175,4 +197,11 @@ def test_what_follows_a_command_is_no_value_of_its_last_flag(end: str, tmp_path:
     script.write_text(f"python3 train.py --hf-checkpoint m --lr 1e-6{space}{end}\necho done\n")
     lines: list[str] = []
     translate([str(script)], lines.append)
-    assert shlex.split(lines[0].replace("\\\n", "")) == ["python3", "train.py", "--hf-checkpoint", "m", "--lr", "1e-6"]
+    assert shlex.split(lines[0].replace("\\\n", "")) == [
+        "python3",
+        "train.py",
+        "--hf-checkpoint",
+        "m",
+        "--lr",
+        "1e-6",
+    ]

@@ -1,4 +1,5 @@
-"""The driver's parts over fakes at their edges: the rollout manager's actor, and the training ranks.
+"""The driver's parts over fakes at their edges: the rollout manager's actor, and the training
+ranks.
 
 Everything between (pool, trainer, snapshots, log, waits of one call) is the real code.
 """
@@ -74,7 +75,9 @@ class FakeManager:
 
 
 class AtOnce:
-    """In place of the waiter: the fakes' references are the results. ``stop`` is checked as in every wait."""
+    """In place of the waiter: the fakes' references are the results. ``stop`` is checked as in
+    every wait.
+    """
 
     def __init__(self, stop: StopSignals) -> None:
         self.stop = stop
@@ -111,7 +114,9 @@ class FakeGroup:
     def wake(self) -> None:
         self.say("wakes")
 
-    def update_weights(self, urls: list[str], version: str, *_: Any, check_equal: bool = False) -> UpdateReport:
+    def update_weights(
+        self, urls: list[str], version: str, *_: Any, check_equal: bool = False
+    ) -> UpdateReport:
         self.say(f"sends {version}" + (" again" if check_equal else ""))
         self.sent.append(list(urls))
         if self.fails:
@@ -127,7 +132,9 @@ class FakeGroup:
         self.say("scores")
         return {"metrics": {}, "timings": {"log_probs": 0.25}}, [["log-probs"]]
 
-    def train(self, rollout_id: int, refs: Any, entries: Any = None) -> tuple[dict[str, Any], list[list[str]]]:
+    def train(
+        self, rollout_id: int, refs: Any, entries: Any = None
+    ) -> tuple[dict[str, Any], list[list[str]]]:
         self.say("trains")
         return {"metrics": self.metrics, "timings": {"step": 0.5}}, [[f"{self.role}'s values"]]
 
@@ -181,7 +188,12 @@ class Driver:
         num_rollout: int = 4,
         **flags: Any,
     ) -> None:
-        values = {"seed": 7, "audit_weights": False, "offload_train": colocated, "offload_rollout": colocated}
+        values = {
+            "seed": 7,
+            "audit_weights": False,
+            "offload_train": colocated,
+            "offload_rollout": colocated,
+        }
         self.args: Args = make_args().with_values(**(values | {"num_rollout": num_rollout} | flags))
         self.said: list[str] = []
         self.stop = StopSignals()
@@ -189,18 +201,26 @@ class Driver:
         self.log = StepLog(Display(console=Console(file=self.printed, width=500)))
         self.rows: list[tuple[str, int, dict[str, float]]] = []
         metrics: Any = SimpleNamespace(
-            log=lambda values, step, key: self.rows.append((key, step, dict(values))), close=lambda: None
+            log=lambda values, step, key: self.rows.append((key, step, dict(values))),
+            close=lambda: None,
         )
         self.log.begin_steps(metrics)
-        self.actor, self.critic = FakeGroup("actor", self.said), FakeGroup("critic", self.said) if critic else None
+        self.actor, self.critic = (
+            FakeGroup("actor", self.said),
+            FakeGroup("critic", self.said) if critic else None,
+        )
         self.actor_manager = FakeManager(self.said, serving)
         waiter: Any = AtOnce(self.stop)
         self.manager = ManagerClient(self.actor_manager, waiter, 10.0)
         old_actor = OldActor.from_args(self.args, asynchronous=False)
         groups: tuple[Any, Any] = self.actor, self.critic
         steps = self.args.num_critic_only_steps
-        self.trainer = Trainer(self.args, self.args, steps, *groups, old_actor, self.log, self.stop, trained)
-        self.pool = EnginePool(self.args, self.args, self.manager, self.trainer, self.log, serving, 0, first_rollout)
+        self.trainer = Trainer(
+            self.args, self.args, steps, *groups, old_actor, self.log, self.stop, trained
+        )
+        self.pool = EnginePool(
+            self.args, self.args, self.manager, self.trainer, self.log, serving, 0, first_rollout
+        )
         facts = RunFacts(attempt=0, world_size=2, seed=self.args.seed, settings={})
         self.snapshots = Snapshots(
             self.args, facts, self.manager, self.trainer, self.pool, self.log, self.stop, trained

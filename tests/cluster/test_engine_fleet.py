@@ -1,4 +1,6 @@
-"""Engines that die, hang or are cut off: noticed, replaced, and never asked before they hold the current weights."""
+"""Engines that die, hang or are cut off: noticed, replaced, and never asked before they hold the
+current weights.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class FakeActor:
 
 @pytest.fixture(autouse=True)
 def actors_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = SimpleNamespace(get=lambda calls, timeout: [call() for call in calls], kill=lambda actor: None)
+    door = SimpleNamespace(
+        get=lambda calls, timeout: [call() for call in calls], kill=lambda actor: None
+    )
     monkeypatch.setattr(engine_module, "door", lambda: door)
 
 
@@ -109,7 +113,9 @@ class FakeRouter:
 
 
 def fleet_settings(tolerant: bool = True, **router: Any) -> FleetSettings:
-    return FleetSettings(RouterSettings(**router), tolerant, always_routed=False, updated=True, start_seconds=60.0)
+    return FleetSettings(
+        RouterSettings(**router), tolerant, always_routed=False, updated=True, start_seconds=60.0
+    )
 
 
 def specs(count: int) -> list[EngineSpec]:
@@ -119,10 +125,14 @@ def specs(count: int) -> list[EngineSpec]:
 class Started:
     """A fleet of fake hosts that serves."""
 
-    def __init__(self, tmp_path: Path, tolerant: bool = True, count: int = 2, external: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tmp_path: Path, tolerant: bool = True, count: int = 2, external: tuple[str, ...] = ()
+    ) -> None:
         self.hosts: list[FakeHost] = []
         self.fails = False
-        self.fleet = EngineFleet(fleet_settings(tolerant), tmp_path, self.launch, specs(count), external)
+        self.fleet = EngineFleet(
+            fleet_settings(tolerant), tmp_path, self.launch, specs(count), external
+        )
         self.fleet.router = FakeRouter()
         self.fleet.start_routers = lambda: None
         self.fleet.start(lambda done, total: None)
@@ -140,7 +150,10 @@ def test_other_work_waits_for_every_launch_and_delays_none(tmp_path: Path) -> No
         order.append(f"launch {index}")
 
     fleet: Any = EngineFleet(fleet_settings(), tmp_path, launch, specs(2), ())
-    fleet.wait_ready, fleet.start_routers = (lambda engine: order.append(f"wait {engine.index}")), lambda: None
+    fleet.wait_ready, fleet.start_routers = (
+        (lambda engine: order.append(f"wait {engine.index}")),
+        lambda: None,
+    )
     fleet.start(lambda done, total: None, lambda: order.append("meanwhile"))
     assert order == ["launch 0", "launch 1", "meanwhile", "wait 0", "wait 1"]
 
@@ -158,14 +171,20 @@ def test_a_lost_engine_serves_again_only_after_it_was_synced(tmp_path: Path) -> 
     assert fleet.router.known == [second.url], "not before it holds the weights"
     fleet.synced([second.url, started.hosts[2].url])
     assert fleet.router.known == [second.url, started.hosts[2].url]
-    counts = {"rollout/engine_lost_count": 1, "rollout/engine_restart_count": 1, "rollout/router_restart_count": 0}
+    counts = {
+        "rollout/engine_lost_count": 1,
+        "rollout/engine_restart_count": 1,
+        "rollout/router_restart_count": 0,
+    }
     assert fleet.counts() == counts and not any(fleet.counts().values())
     fleet.stop()
     assert second.stopped == started.hosts[2].stopped == 1
 
 
 def test_an_engine_that_is_still_being_ended_is_started_again_on_demand(tmp_path: Path) -> None:
-    """The monitor lost the only engine just before an update, which looks away from then on and needs another one."""
+    """The monitor lost the only engine just before an update, which looks away from then on and
+    needs another one.
+    """
     started = Started(tmp_path, count=1)
     fleet, may_end = started.fleet, threading.Event()
     started.hosts[0].kill = lambda: may_end.wait(60)  # type: ignore[method-assign,assignment]
@@ -229,9 +248,14 @@ def test_external_engines_are_watched_but_not_started(tmp_path: Path) -> None:
 
 
 def test_external_engines_are_divided_among_senders(tmp_path: Path) -> None:
-    """By their slots, as the engines of the run are; and a slash at the end of an address belongs to no path."""
+    """By their slots, as the engines of the run are; and a slash at the end of an address belongs
+    to no path.
+    """
     started = Started(tmp_path, count=0, external=("http://10.0.0.1:1/", "http://10.0.0.2:1"))
-    status, settings = started.fleet.status(), WeightSyncSettings.from_args(make_args(update_weight_senders=2))
+    status, settings = (
+        started.fleet.status(),
+        WeightSyncSettings.from_args(make_args(update_weight_senders=2)),
+    )
     assert status.serving == ["http://10.0.0.1:1", "http://10.0.0.2:1"]
     ranks = ranks_of_engines(settings, status.serving, status.slots, 2, same_host=False)
     assert [list(ranks[url]) for url in status.serving] == [[0], [1]]
@@ -281,7 +305,9 @@ def test_the_report_names_engines_whose_actors_are_gone(tmp_path: Path) -> None:
     assert started.hosts[0].stopped == 0, "there is nobody to ask"
 
 
-def test_a_router_that_ended_during_an_update_is_started_before_engines_join_it(tmp_path: Path) -> None:
+def test_a_router_that_ended_during_an_update_is_started_before_engines_join_it(
+    tmp_path: Path,
+) -> None:
     started = Started(tmp_path, count=3)
     fleet, (first, second, third) = started.fleet, started.hosts
     for engine in fleet.engines[:2]:
@@ -338,7 +364,9 @@ class FrozenHost(FakeHost):
 
 
 @pytest.fixture
-def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Started, HealthMonitor]]:
+def frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Started, HealthMonitor]]:
     """16 engines, the first 8 on a node that does not answer."""
     monkeypatch.setattr("slime.cluster.health.POLL_SECONDS", 0.01)
     monkeypatch.setattr("slime.cluster.health.unhealthy", lambda urls, timeout: {})
@@ -352,7 +380,9 @@ def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[St
 
 
 def test_a_frozen_node_delays_nobody(frozen: tuple[Started, HealthMonitor]) -> None:
-    """Neither looks at other engines nor the pause before a weight update, before and after it is given up."""
+    """Neither looks at other engines nor the pause before a weight update, before and after it is
+    given up.
+    """
     started, monitor = frozen
     fleet, hosts = started.fleet, started.hosts
     monitor.poll()
@@ -381,7 +411,9 @@ def test_a_frozen_node_delays_nobody(frozen: tuple[Started, HealthMonitor]) -> N
     assert all(host.killed for host in [*hosts[:8], hosts[9], hosts[10]])
 
 
-def test_what_was_asked_before_a_pause_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_before_a_pause_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that loads weights or has released its memory makes no token."""
     started = Started(tmp_path)
     fleet = started.fleet
@@ -409,7 +441,9 @@ def test_what_was_asked_before_a_pause_says_nothing(tmp_path: Path, monkeypatch:
 
 
 def test_an_engine_that_ends_while_a_pause_begins_is_not_lost(tmp_path: Path) -> None:
-    """Engines that are shut down or asleep are the pause's own work; what is really gone is seen after it."""
+    """Engines that are shut down or asleep are the pause's own work; what is really gone is seen
+    after it.
+    """
     started = Started(tmp_path)
     monitor = HealthMonitor(started.fleet, interval=1000.0, timeout=0.1, first_wait=0.0)
     ended = monitor.processes.ended
@@ -429,7 +463,9 @@ def test_an_engine_that_ends_while_a_pause_begins_is_not_lost(tmp_path: Path) ->
 def test_a_colocated_step_neither_causes_a_check_nor_waits_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its engines are paused and go on in each step, while one answer of SGLang takes more than a second."""
+    """Its engines are paused and go on in each step, while one answer of SGLang takes more than a
+    second.
+    """
     now, answer, checks = [1000.0], threading.Event(), list[float]()
 
     def hang(urls: Any, timeout: float) -> dict[str, str]:
@@ -464,7 +500,9 @@ def test_a_colocated_step_neither_causes_a_check_nor_waits_for_one(
     started.fleet.stop()
 
 
-def test_a_failed_request_causes_a_check_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_causes_a_check_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started = Started(tmp_path)
     checks: list[int] = []
     checked = threading.Event()
@@ -502,7 +540,12 @@ def test_a_failed_request_causes_a_check_at_once(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_a_young_engine_that_works_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, used: float, reason: str, lost: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    age: float,
+    used: float,
+    reason: str,
+    lost: bool,
 ) -> None:
     started = Started(tmp_path, count=1)
     (url,) = started.fleet.urls()
@@ -519,7 +562,9 @@ def test_a_young_engine_that_works_is_left_alone(
     started.fleet.stop()
 
 
-def test_a_router_start_leaves_the_fleet_free_and_takes_back_what_was_lost_meanwhile(tmp_path: Path) -> None:
+def test_a_router_start_leaves_the_fleet_free_and_takes_back_what_was_lost_meanwhile(
+    tmp_path: Path,
+) -> None:
     started = Started(tmp_path, count=3)
     fleet = started.fleet
     started_again, go_on = threading.Event(), threading.Event()
@@ -545,7 +590,9 @@ def test_a_router_start_leaves_the_fleet_free_and_takes_back_what_was_lost_meanw
 
 @pytest.mark.parametrize("blow", ["ended", "hangs"])
 def test_router_and_engine_that_end_together_both_come_back(tmp_path: Path, blow: str) -> None:
-    """A router does not start with a worker that is dead: the engine must be found first, or in spite of that."""
+    """A router does not start with a worker that is dead: the engine must be found first, or in
+    spite of that.
+    """
     started = Started(tmp_path)
     fleet, (first, second) = started.fleet, started.hosts
     monitor = HealthMonitor(fleet, interval=0.0, timeout=0.1, first_wait=0.0)
@@ -555,7 +602,8 @@ def test_router_and_engine_that_end_together_both_come_back(tmp_path: Path, blow
     with pytest.MonkeyPatch.context() as patch:
         hung = {first.url: "no token"} if blow == "hangs" else {}
         patch.setattr(
-            "slime.cluster.health.unhealthy", lambda urls, timeout: {u: w for u, w in hung.items() if u in urls}
+            "slime.cluster.health.unhealthy",
+            lambda urls, timeout: {u: w for u, w in hung.items() if u in urls},
         )
         patch.setattr("slime.cluster.health.RECHECK_SECONDS", 0.0)
         look_until(monitor, lambda: bool(fleet.urls("unsynced")))
@@ -618,7 +666,9 @@ def test_a_process_that_ends_just_before_its_engine_is_asked_is_named(tmp_path: 
 
 
 @pytest.mark.parametrize("status", [401, 404, 503])
-def test_an_engine_that_refuses_is_not_healthy(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_refuses_is_not_healthy(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("slime.cluster.health.RETRY_SECONDS", 0.0)
 
     class Refusing(BaseHTTPRequestHandler):
@@ -630,7 +680,10 @@ def test_an_engine_that_refuses_is_not_healthy(status: int, monkeypatch: pytest.
 
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert answers(f"http://127.0.0.1:{server.server_port}", 30.0) == f"/health_generate answered {status}"
+        assert (
+            answers(f"http://127.0.0.1:{server.server_port}", 30.0)
+            == f"/health_generate answered {status}"
+        )
         server.shutdown()
 
 
@@ -657,7 +710,12 @@ class LocalHost:
         return self.proxy.url if self.proxy else self.process.url
 
     def describe(self) -> dict[str, Any]:
-        return {"url": self.process.url, "pid": self.process.pid, "alive": self.process.alive(), "fate": ""}
+        return {
+            "url": self.process.url,
+            "pid": self.process.pid,
+            "alive": self.process.alive(),
+            "fate": "",
+        }
 
     def log_tail(self) -> str:
         return self.process.log_tail()
@@ -670,7 +728,9 @@ class LocalHost:
 
 
 class Proxy:
-    """Passes TCP on to a port until it is cut; then every connection is reset and none is accepted."""
+    """Passes TCP on to a port until it is cut; then every connection is reset and none is
+    accepted.
+    """
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -703,7 +763,9 @@ class Proxy:
         self.listener.close()
         for end in self.open:
             try:
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+                end.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
+                )
                 end.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue
@@ -718,19 +780,33 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("tiny")
     inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", eos_token="w1").save_pretrained(
+        folder
+    )
     torch.manual_seed(0)
-    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
-    LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=2048, eos_token_id=1)).save_pretrained(folder)
+    shape = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=64,
+    )
+    LlamaForCausalLM(
+        LlamaConfig(**shape, max_position_embeddings=2048, eos_token_id=1)
+    ).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def real_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[EngineFleet, HealthMonitor]]]:
+def real_fleet(
+    tiny: Path, tmp_path: Path
+) -> Iterator[Callable[..., tuple[EngineFleet, HealthMonitor]]]:
     started: list[tuple[EngineFleet, HealthMonitor]] = []
     processes: list[EngineProcess] = []
 
-    def start(count: int, behind_proxy: bool = False, interval: float = 0.5) -> tuple[EngineFleet, HealthMonitor]:
+    def start(
+        count: int, behind_proxy: bool = False, interval: float = 0.5
+    ) -> tuple[EngineFleet, HealthMonitor]:
         settings = EngineSettings(
             str(tiny), dtype="float32", device="cpu", max_running_requests=16, max_total_tokens=16384,
             deterministic=True, threads=1,
@@ -760,18 +836,30 @@ def real_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Engin
 
 
 def body(seed: int, new: int) -> dict[str, Any]:
-    sampling = {"max_new_tokens": new, "ignore_eos": True, "sampling_seed": seed, "temperature": 1.0}
+    sampling = {
+        "max_new_tokens": new,
+        "ignore_eos": True,
+        "sampling_seed": seed,
+        "temperature": 1.0,
+    }
     return {"input_ids": [5 + seed % 50, 6], "sampling_params": sampling, "return_logprob": True}
 
 
-async def ask_and_strike(url: str, strike: Callable[[], None], count: int = 12, new: int = 700) -> list[list[int]]:
+async def ask_and_strike(
+    url: str, strike: Callable[[], None], count: int = 12, new: int = 700
+) -> list[list[int]]:
     """Token ids of ``count`` requests, while which ``strike`` is called."""
-    tasks = [asyncio.ensure_future(post(f"{url}/generate", body(i, new), max_retries=200)) for i in range(count)]
+    tasks = [
+        asyncio.ensure_future(post(f"{url}/generate", body(i, new), max_retries=200))
+        for i in range(count)
+    ]
     await asyncio.sleep(0.5)
     assert sum(task.done() for task in tasks) < count
     await asyncio.to_thread(strike)
     answers = await asyncio.wait_for(asyncio.gather(*tasks), 200)
-    return [[entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
+    return [
+        [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers
+    ]
 
 
 def wait_until(done: Callable[[], bool], seconds: float = 90.0) -> None:
@@ -783,8 +871,12 @@ def wait_until(done: Callable[[], bool], seconds: float = 90.0) -> None:
 
 @pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.parametrize("blow", ["killed", *(pytest.param(x, marks=pytest.mark.long) for x in ("stopped", "cut off"))])
-def test_requests_of_a_lost_engine_are_done_elsewhere_to_the_same_tokens(real_fleet: Any, blow: str) -> None:
+@pytest.mark.parametrize(
+    "blow", ["killed", *(pytest.param(x, marks=pytest.mark.long) for x in ("stopped", "cut off"))]
+)
+def test_requests_of_a_lost_engine_are_done_elsewhere_to_the_same_tokens(
+    real_fleet: Any, blow: str
+) -> None:
     fleet, monitor = real_fleet(2, behind_proxy=blow == "cut off")
     victim = fleet.engines[0]
     host = victim.actors[0].host
@@ -800,11 +892,16 @@ def test_requests_of_a_lost_engine_are_done_elsewhere_to_the_same_tokens(real_fl
     assert run(ask_and_strike(fleet.router.url, strike)) == quiet
     wait_until(lambda: not process.alive())  # also one that is stopped or cut off is ended
     wait_until(lambda: bool(fleet.urls("unsynced")))
-    assert [worker["url"] for worker in fleet.router.by_model["default"].workers()] == [fleet.engines[1].url]
+    assert [worker["url"] for worker in fleet.router.by_model["default"].workers()] == [
+        fleet.engines[1].url
+    ]
     (fresh,) = fleet.urls("unsynced")
     assert fresh != url
     fleet.synced([fresh])
-    assert {worker["url"] for worker in fleet.router.by_model["default"].workers()} == {fresh, fleet.engines[1].url}
+    assert {worker["url"] for worker in fleet.router.by_model["default"].workers()} == {
+        fresh,
+        fleet.engines[1].url,
+    }
     assert fleet.counts()["rollout/engine_lost_count"] == 1
     assert monitor.missed == {}
 
@@ -815,7 +912,11 @@ def test_a_router_that_is_killed_is_started_again_on_its_port(real_fleet: Any) -
     fleet, _ = real_fleet(1)
     url = fleet.router.url
     quiet = run(ask_and_strike(url, lambda: None, count=4))
-    again = run(ask_and_strike(url, lambda: os.kill(fleet.router.by_model["default"].pid, signal.SIGKILL), count=4))
+    again = run(
+        ask_and_strike(
+            url, lambda: os.kill(fleet.router.by_model["default"].pid, signal.SIGKILL), count=4
+        )
+    )
     assert again == quiet and fleet.router.url == url
     assert fleet.counts()["rollout/router_restart_count"] == 1
 
@@ -831,9 +932,14 @@ def test_engines_that_are_ended_at_once_are_killed_all_at_the_same_time() -> Non
 
     hosts = [Host(f"http://127.0.0.1:{number}") for number in (2, 3, 4)]
     fleet = EngineFleet(
-        fleet_settings(), Path("/tmp"), lambda index: [FakeActor(hosts[index])], [EngineSpec(i, "") for i in range(3)]
+        fleet_settings(),
+        Path("/tmp"),
+        lambda index: [FakeActor(hosts[index])],
+        [EngineSpec(i, "") for i in range(3)],
     )
-    for engine, host, state in zip(fleet.engines, hosts, ("serving", "unsynced", "starting"), strict=True):
+    for engine, host, state in zip(
+        fleet.engines, hosts, ("serving", "unsynced", "starting"), strict=True
+    ):
         engine.actors, engine.url, engine.state = [FakeActor(host)], host.url, state
     fleet.stop(at_once=True)
     assert [host.killed for host in hosts] == [1, 1, 1] and not any(host.stopped for host in hosts)

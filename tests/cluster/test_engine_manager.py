@@ -1,4 +1,6 @@
-"""The engines as the rollout manager's process holds them: who is lost after a failed call, and when checks pause."""
+"""The engines as the rollout manager's process holds them: who is lost after a failed call, and
+when checks pause.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ class Held:
     """A manager over a fleet and a monitor that write down what they are told."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, tolerant: bool = True, gone: dict[str, str] | None = None
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tolerant: bool = True,
+        gone: dict[str, str] | None = None,
     ) -> None:
         self.lost: list[dict[str, str]] = []
         self.checks: list[str] = []
@@ -37,7 +42,9 @@ class Held:
             processes=SimpleNamespace(ended=lambda seconds: gone or {}),
         )
         self.manager._fleet, self.manager._monitor = fleet, monitor
-        monkeypatch.setattr("slime.cluster.engine_manager.unhealthy", lambda urls, timeout: {URLS[1]: "no token"})
+        monkeypatch.setattr(
+            "slime.cluster.engine_manager.unhealthy", lambda urls, timeout: {URLS[1]: "no token"}
+        )
 
 
 @pytest.mark.parametrize(
@@ -52,14 +59,19 @@ class Held:
     ],
 )
 def test_tokens_are_asked_for_only_where_nobody_else_is_to_blame(
-    monkeypatch: pytest.MonkeyPatch, blamed: dict[str, str] | None, gone: dict[str, str], lost: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    blamed: dict[str, str] | None,
+    gone: dict[str, str],
+    lost: dict[str, str],
 ) -> None:
     held = Held(monkeypatch, gone=gone)
     assert held.manager.lose_engines(blamed) == "the status"  # type: ignore[comparison-overlap]
     assert held.lost == [lost]
 
 
-def test_checks_pause_from_the_begin_of_an_update_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_pause_from_the_begin_of_an_update_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     held = Held(monkeypatch)
     held.manager.begin_update()
     held.manager.end_update(URLS)
@@ -67,7 +79,9 @@ def test_checks_pause_from_the_begin_of_an_update_to_its_end(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("tolerant", [True, False])
-def test_an_engine_that_does_not_take_its_memory_back_is_lost(monkeypatch: pytest.MonkeyPatch, tolerant: bool) -> None:
+def test_an_engine_that_does_not_take_its_memory_back_is_lost(
+    monkeypatch: pytest.MonkeyPatch, tolerant: bool
+) -> None:
     held = Held(monkeypatch, tolerant)
 
     async def on_each(engines: Any, call: Any, *_: Any) -> Any:
@@ -88,7 +102,9 @@ def test_an_engine_that_does_not_take_its_memory_back_is_lost(monkeypatch: pytes
 def test_engines_may_take_the_whole_deadline_to_release_and_resume_their_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first release of SGLang with a copy of its weights pins the host memory for all of them."""
+    """The first release of SGLang with a copy of its weights pins the host memory for all of
+    them.
+    """
     limits: dict[str, float] = {}
 
     async def request(method: str, url: str, body: object, seconds: float) -> Any:

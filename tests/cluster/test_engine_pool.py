@@ -50,11 +50,16 @@ def test_optimizer_and_gradients_make_room_before_engines_take_weights() -> None
     ]
     assert driver.log.pending["perf/audit_logprob_diff"] == 0.25
     assert driver.log.pending["perf/update_weights_wire_bytes"] == 7.0
-    assert driver.log.pending["memory/sleep/gib"] == driver.log.pending["memory/sleep/critic_gib"] == 1.0
+    assert (
+        driver.log.pending["memory/sleep/gib"]
+        == driver.log.pending["memory/sleep/critic_gib"]
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize(
-    ("trained", "first_rollout", "version"), [(None, 0, "0.0"), (None, 5, "0.5"), (4, 5, "0.5"), (4, 3, "0.5")]
+    ("trained", "first_rollout", "version"),
+    [(None, 0, "0.0"), (None, 5, "0.5"), (4, 5, "0.5"), (4, 3, "0.5")],
 )
 def test_a_version_says_how_many_steps_had_trained_the_weights(
     trained: int | None, first_rollout: int, version: str
@@ -67,13 +72,17 @@ def test_a_version_says_how_many_steps_had_trained_the_weights(
     assert (driver.pool.clock.version, driver.pool.clock.step) == ("0.7", 7)
 
 
-def test_a_run_resumed_between_two_updates_sends_what_the_engines_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumed_between_two_updates_sends_what_the_engines_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = Driver(trained=4, first_rollout=5, num_rollout=9)
     driver.trainer.old_actor = OldActor(True, 1, 3, {"held": 3, "lag": 1, "ahead": 1}, 5)
     models: list[str] = []
     send = driver.actor.update_weights
 
-    def watch(urls: list[str], version: str, same_host: bool, slots: object, model: str, **more: bool) -> UpdateReport:
+    def watch(
+        urls: list[str], version: str, same_host: bool, slots: object, model: str, **more: bool
+    ) -> UpdateReport:
         models.append(f"{version} {model}")
         return send(urls, version, **more)
 
@@ -91,7 +100,9 @@ def test_a_run_resumed_between_two_updates_sends_what_the_engines_had(monkeypatc
 
 
 def test_an_engine_that_comes_back_between_two_updates_gets_the_version_of_the_others() -> None:
-    """Of which ``--keep-old-actor`` has a copy. What is generated has one version, that of the copy."""
+    """Of which ``--keep-old-actor`` has a copy. What is generated has one version, that of the
+    copy.
+    """
     driver = Driver(keep_old_actor=True)
     driver.pool.update_weights()
     driver.trainer.train(0, [])
@@ -117,7 +128,9 @@ def test_a_run_without_engines_updates_nothing() -> None:
     ("check", "interval", "checked"),
     [(True, 3, [0, 3, 6]), (True, 1, [0, 1, 2, 3, 4, 5, 6]), (True, 0, [0]), (False, 3, [])],
 )
-def test_every_so_many_updates_are_checked_like_the_first(check: bool, interval: int, checked: list[int]) -> None:
+def test_every_so_many_updates_are_checked_like_the_first(
+    check: bool, interval: int, checked: list[int]
+) -> None:
     driver = Driver(check_weight_update_equal=check, check_weight_update_interval=interval)
     found = []
     for update in range(7):
@@ -172,11 +185,15 @@ def test_without_fault_tolerance_the_error_propagates() -> None:
     driver.actor.fails = [torn(A)]
     with pytest.raises(WeightSyncError, match=f"engine {A}: EngineError: reset"):
         driver.pool.update_weights()
-    assert driver.actor_manager.arguments["lose_engines"] == [(None,)], "nobody is blamed without a proof"
+    assert driver.actor_manager.arguments["lose_engines"] == [(None,)], (
+        "nobody is blamed without a proof"
+    )
 
 
 def test_without_fault_tolerance_an_engine_that_ended_is_what_ends_the_run() -> None:
-    """The update finds it where its last request was answered before; the manager knows what became of its process."""
+    """The update finds it where its last request was answered before; the manager knows what became
+    of its process.
+    """
     driver = Driver(serving=[A, B])
     driver.actor.fails = [torn(A)]
     driver.actor_manager.fatal_when_lost = "engine 0 was lost: its process 7 ended"
@@ -217,7 +234,8 @@ def test_engines_that_are_started_before_an_update_get_room_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tolerates", "words"), [(False, "no engine is left"), (True, "no engine could be started again")]
+    ("tolerates", "words"),
+    [(False, "no engine is left"), (True, "no engine could be started again")],
 )
 def test_where_none_can_be_started_the_run_ends(tolerates: bool, words: str) -> None:
     driver = Driver(serving=[A], use_fault_tolerance=tolerates)
@@ -239,7 +257,9 @@ def test_an_engine_lost_after_its_update_is_replaced_by_another_update() -> None
 
     driver.actor.check_probe = check_probe  # type: ignore[method-assign]
     driver.pool.update_weights()
-    assert driver.actor.sent == [[A], [NEW]] and driver.actor_manager.arguments["end_update"] == [([NEW],)]
+    assert driver.actor.sent == [[A], [NEW]] and driver.actor_manager.arguments["end_update"] == [
+        ([NEW],)
+    ]
     assert driver.log.pending["perf/audit_logprob_diff"] == 0.5
 
 

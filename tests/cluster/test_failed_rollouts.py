@@ -1,4 +1,6 @@
-"""A rollout whose samples all failed is told, with the first error; one whose samples are fine is not."""
+"""A rollout whose samples all failed is told, with the first error; one whose samples are fine is
+not.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from slime.observability.best_effort import take_warnings
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manager would redirect the output of its process, and set its environment and garbage collection."""
+    """The manager would redirect the output of its process, and set its environment and garbage
+    collection.
+    """
     monkeypatch.setattr("slime.cluster.ray_actors.redirect_output", lambda *_: None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr("slime.cluster.rollout_manager.exempt_from_proxy", lambda _: {})
@@ -35,7 +39,10 @@ class Rows:
         self.words = args.run_name.split("-")
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        samples = [Sample(prompt="p", label=word, group_index=i // 2, index=i) for i, word in enumerate(self.words)]
+        samples = [
+            Sample(prompt="p", label=word, group_index=i // 2, index=i)
+            for i, word in enumerate(self.words)
+        ]
         return [samples[:2], samples[2:]]
 
     def save(self, rollout_id: int) -> None: ...
@@ -43,7 +50,9 @@ class Rows:
     def load(self, rollout_id: int | None = None) -> None: ...
 
 
-def rollout(args: Any, rollout_id: int, data_source: Rows, evaluation: bool = False) -> list[list[Sample]]:
+def rollout(
+    args: Any, rollout_id: int, data_source: Rows, evaluation: bool = False
+) -> list[list[Sample]]:
     groups = data_source.get_samples(2)
     for sample in (sample for group in groups for sample in group):
         sample.tokens, sample.response_length, sample.reward = [1, 2], 1, 0.0
@@ -68,7 +77,9 @@ def rollout(args: Any, rollout_id: int, data_source: Rows, evaluation: bool = Fa
         ("fine-fine-fine-fine", 0.0, None),
     ],
 )
-def test_a_step_without_anything_to_train_is_told(tmp_path: Path, words: str, share: float, said: str | None) -> None:
+def test_a_step_without_anything_to_train_is_told(
+    tmp_path: Path, words: str, share: float, said: str | None
+) -> None:
     args = make_args(
         run_name=words, data_source_path=f"{__file__}:Rows", rollout_function_path=f"{__file__}:rollout",
         debug_rollout_only=True, num_rollout=1, rollout_batch_size=2, n_samples_per_prompt=2,

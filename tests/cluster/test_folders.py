@@ -37,7 +37,9 @@ def test_a_run_of_the_same_name_is_refused_while_the_first_goes_on(tmp_path: Pat
     first.dir.metrics.write_text("{}\n")
     with pytest.raises(FolderInUse, match="--run-name"):
         prepare(args_of(tmp_path))
-    assert first.dir.metrics.is_file() and not (tmp_path / "run.1").exists(), "it was not moved aside"
+    assert first.dir.metrics.is_file() and not (tmp_path / "run.1").exists(), (
+        "it was not moved aside"
+    )
     end(prepare(args_of(tmp_path, "other")))
     end(first)
     end(prepare(args_of(tmp_path)))
@@ -55,7 +57,9 @@ def test_two_runs_never_save_to_one_folder(tmp_path: Path) -> None:
 
 def test_a_killed_run_can_be_resumed_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDS, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "locked\n"
         with pytest.raises(FolderInUse, match=f"process {process.pid} on"):
             prepare(args_of(tmp_path / "outputs", "resumed", tmp_path))
@@ -64,7 +68,9 @@ def test_a_killed_run_can_be_resumed_at_once(tmp_path: Path) -> None:
         end(prepare(args_of(tmp_path / "outputs", "resumed", tmp_path)))
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling", "hard link", "pipe", "device", "folder", "other file"])
+@pytest.mark.parametrize(
+    "kind", ["link", "dangling", "hard link", "pipe", "device", "folder", "other file"]
+)
 @pytest.mark.parametrize("of_save", [True, False], ids=["save", "run"])
 def test_a_lock_never_leads_to_another_file(tmp_path: Path, kind: str, of_save: bool) -> None:
     victim = tmp_path / "authorized_keys"

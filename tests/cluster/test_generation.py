@@ -124,7 +124,9 @@ def test_young_objects_are_looked_at_when_as_many_were_made_as_live(clock: Clock
     assert middle == 20 and old == 1 << 30  # never all by itself
 
 
-def test_what_came_to_live_since_counts_too_and_once_though_no_look_at_all_is_due(clock: Clock) -> None:
+def test_what_came_to_live_since_counts_too_and_once_though_no_look_at_all_is_due(
+    clock: Clock,
+) -> None:
     collection = GarbageCollection()
     collection.collect()
     alive = [[] for _ in range(150_000)]  # type: ignore[var-annotated]  # young ones are looked at meanwhile

@@ -75,10 +75,15 @@ def test_engines_are_not_asked_during_a_pause(url: str, tmp_path: Path) -> None:
     loads = EngineLoads(engines(url)[:1], lambda: True, tmp_path / "engines.jsonl")
     loads.measure()
     loads.stop()
-    assert rows(tmp_path / "engines.jsonl") == [[[0, "paused", None, None, None]]] and Answers.asked == []
+    assert (
+        rows(tmp_path / "engines.jsonl") == [[[0, "paused", None, None, None]]]
+        and Answers.asked == []
+    )
 
 
-def test_lines_become_rarer_with_the_age_of_the_run(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_become_rarer_with_the_age_of_the_run(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [0.0]
     monkeypatch.setattr(health.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(health, "load_of", lambda engine, paused, moment: {

@@ -1,4 +1,6 @@
-"""``--keep-old-actor``: the copy that scores a rollout holds the weights that made it, however fast either side is."""
+"""``--keep-old-actor``: the copy that scores a rollout holds the weights that made it, however fast
+either side is.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,9 @@ class Snapshot:
 
 
 class Loop:
-    """The order of events of ``train_async.py``, with seconds that are only numbers: one rollout after the other is
-    made while steps are trained; an update waits for the rollout under way, and none starts meanwhile."""
+    """The order of events of ``train_async.py``, with seconds that are only numbers: one rollout
+    after the other is made while steps are trained; an update waits for the rollout under way, and
+    none starts meanwhile."""
 
     def __init__(self, args: Args, making: list[float], snapshot: Snapshot | None = None) -> None:
         self.args, self.making = args, making
@@ -149,7 +152,12 @@ SECONDS = st.lists(st.sampled_from([0.1, 1.0, 5.0]), min_size=9, max_size=9)
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 4), st.booleans(), SECONDS, SECONDS)
 def test_the_old_actor_made_the_samples_also_after_a_resume(
-    buffered: int, interval: int, more: int, bounded: bool, making: list[float], training: list[float]
+    buffered: int,
+    interval: int,
+    more: int,
+    bounded: bool,
+    making: list[float],
+    training: list[float],
 ) -> None:
     args = arguments(buffered, interval, interval - 1 + more if bounded else None)
     if old_actor_lag(args) is None:
@@ -183,14 +191,18 @@ def test_the_old_actor_made_the_samples_also_after_a_resume(
         (4, 2, 1, True, 0),
     ],
 )
-def test_lag(buffered: int, interval: int, bound: int | None, in_flight: bool, lag: int | None) -> None:
+def test_lag(
+    buffered: int, interval: int, bound: int | None, in_flight: bool, lag: int | None
+) -> None:
     function = {"rollout_function_path": FULLY_ASYNC_FUNCTION} if in_flight else {}
     args = arguments(buffered, interval, bound, **function)
     assert old_actor_lag(args) == lag
     problems = check_old_actor(args)
     assert len(problems) == (lag is None)
     if lag is None:
-        advice = re.findall(r"--(async-buffer-size|max-weight-staleness) (\d+)", problems[0].partition(": pass ")[2])
+        advice = re.findall(
+            r"--(async-buffer-size|max-weight-staleness) (\d+)", problems[0].partition(": pass ")[2]
+        )
         assert advice
         for name, value in advice:
             fixed = arguments(buffered, interval, bound, **function)
@@ -220,8 +232,12 @@ def test_a_run_without_engines_keeps_the_copy() -> None:
 
 
 def test_a_run_that_resumes_from_the_synchronous_loop() -> None:
-    """Its old actor made the last rollout before the snapshot; what is trained next is made with the loaded weights."""
+    """Its old actor made the last rollout before the snapshot; what is trained next is made with
+    the loaded weights.
+    """
     actor = Copies()
     actor.weights.update(actor=7, old_actor=6)
-    OldActor.from_args(SimpleNamespace(**vars(arguments(1, 1, None))), asynchronous=True).updated(actor, "1.7")
+    OldActor.from_args(SimpleNamespace(**vars(arguments(1, 1, None))), asynchronous=True).updated(
+        actor, "1.7"
+    )
     assert actor.weights["old_actor"] == 7

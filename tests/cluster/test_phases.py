@@ -1,4 +1,6 @@
-"""The loops of ``train.py`` and ``train_async.py`` over the real driver, and when something is due."""
+"""The loops of ``train.py`` and ``train_async.py`` over the real driver, and when something is
+due.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_the_order_of_the_synchronous_loop(monkeypatch: pytest.MonkeyPatch, tmp_
         "generate", "actor trains", "actor saves", "actor sends 0.3", "eval",
     ]  # fmt: skip
     steps = [step for key, step, _ in driver.rows if key == "rollout/step"]
-    evaluations = [(step, row["eval/gsm8k"]) for key, step, row in driver.rows if key == "eval/step"]
+    evaluations = [
+        (step, row["eval/gsm8k"]) for key, step, row in driver.rows if key == "eval/step"
+    ]
     assert steps == [0, 1, 2] and evaluations == [(0, 0.5), (2, 0.5), (3, 0.5)]
     assert driver.actor_manager.arguments["trained"] == [(0,), (1,), (2,)]
 
@@ -73,9 +77,13 @@ def test_a_learning_rate_of_zero_is_told_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, {"lr_warmup_iters": 5}, {"lr_warmup_fraction": 0.5}, {"critic_lr_warmup_iters": 5}], ids=str
+    "flags",
+    [{}, {"lr_warmup_iters": 5}, {"lr_warmup_fraction": 0.5}, {"critic_lr_warmup_iters": 5}],
+    ids=str,
 )
-def test_a_first_step_without_effect_is_told_unless_a_flag_asks_for_a_warm_up(flags: dict[str, float]) -> None:
+def test_a_first_step_without_effect_is_told_unless_a_flag_asks_for_a_warm_up(
+    flags: dict[str, float],
+) -> None:
     driver = Driver(**flags)
     driver.actor.metrics = {"train/lr-pg_0": 0.0}
     driver.run.train(0, driver.run.generate(0))
@@ -89,13 +97,16 @@ def test_a_gap_between_engine_and_trainer_is_told() -> None:
     assert "differ by 50" in driver.printed.getvalue()
 
 
-# --- when ------------------------------------------------------------------------------------------
+# --- when
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("interval", "expected"), [(None, []), (1, [0, 1, 2, 3, 4]), (2, [1, 3, 4]), (5, [4]), (9, [4])]
 )
-def test_something_is_due_every_so_many_rollouts_and_after_the_last(interval: int | None, expected: list[int]) -> None:
+def test_something_is_due_every_so_many_rollouts_and_after_the_last(
+    interval: int | None, expected: list[int]
+) -> None:
     run = Driver(num_rollout=5).run
     assert [rollout_id for rollout_id in range(5) if run.is_due(rollout_id, interval)] == expected
 
@@ -112,6 +123,13 @@ def test_something_is_due_every_so_many_rollouts_and_after_the_last(interval: in
         (4, 9, False, True),  # after the last
     ],
 )
-def test_evaluations_before_the_first_step(first_rollout: int, interval: int, skip: bool, expected: bool) -> None:
-    driver = Driver(first_rollout=first_rollout, num_rollout=4, eval_interval=interval, skip_eval_before_train=skip)
+def test_evaluations_before_the_first_step(
+    first_rollout: int, interval: int, skip: bool, expected: bool
+) -> None:
+    driver = Driver(
+        first_rollout=first_rollout,
+        num_rollout=4,
+        eval_interval=interval,
+        skip_eval_before_train=skip,
+    )
     assert driver.run.evaluates_at_start() is expected

@@ -48,7 +48,9 @@ def test_slots(changes: dict, expected: Slots, total: int) -> None:
 
 
 @pytest.mark.parametrize(("buffer_size", "interval", "bound"), [(1, 1, 1), (4, 2, 5), (2, 1, 2)])
-def test_staleness_bound_holds_in_a_simulated_loop(buffer_size: int, interval: int, bound: int) -> None:
+def test_staleness_bound_holds_in_a_simulated_loop(
+    buffer_size: int, interval: int, bound: int
+) -> None:
     """Generation as early as the buffer allows, always finished before the next weight update."""
     weights_of: dict[int, int] = {}
     version, next_id = 0, 0
@@ -74,7 +76,8 @@ def test_ctrl_c_ends_the_wait_for_a_busy_cluster(monkeypatch: pytest.MonkeyPatch
     removed: list[object] = []
     group = SimpleNamespace(wait=lambda timeout_seconds: bool(waited.append(timeout_seconds)))
     monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 8.0})
-    module = importlib.import_module("ray.util.placement_group")  # ray.util has a function of this name
+    # ray.util has a function of this name
+    module = importlib.import_module("ray.util.placement_group")
     monkeypatch.setattr(module, "placement_group", lambda bundles, strategy: group)
     monkeypatch.setattr(module, "remove_placement_group", removed.append)
     stop = StopSignals()
@@ -102,21 +105,27 @@ def test_gpus_of_engines_that_span_slots_and_nodes() -> None:
     assert placement.engine_nodes(0, 2) == [(0, "10.0.0.9", [2, 3])]
     assert placement.engine_nodes(2, 2) == [(2, "10.0.0.10", [0, 1])]
     assert placement.engine_nodes(0, 4) == [(0, "10.0.0.9", [2, 3]), (2, "10.0.0.10", [0, 1])]
-    assert placement.engine_nodes(5, 1) == [(5, "", None)]  # Ray shows a single GPU to its actor itself
+    # Ray shows a single GPU to its actor itself
+    assert placement.engine_nodes(5, 1) == [(5, "", None)]
     placement.places = None
     assert placement.engine_nodes(0, 4) == [(0, "", None)]
 
 
 def test_an_engine_with_unequal_parts_on_its_nodes_is_refused() -> None:
-    """A node of 8 GPUs, 2 of which train, and a smaller one: SGLang would count GPUs that its process does not see."""
+    """A node of 8 GPUs, 2 of which train, and a smaller one: SGLang would count GPUs that its
+    process does not see.
+    """
     placement = Placement.__new__(Placement)
     sizes = {"10.0.0.1": 8, "10.0.0.2": 2}
     places = [(address, gpu) for address, size in sizes.items() for gpu in range(size)]
     placement.slots = Slots(2, 8, 2)
     placement.places = [
-        Place(tuple(map(int, address.split("."))), gpu, i, address) for i, (address, gpu) in enumerate(places)
+        Place(tuple(map(int, address.split("."))), gpu, i, address)
+        for i, (address, gpu) in enumerate(places)
     ]
-    with pytest.raises(ClusterError, match=r"8 GPUs.*6 GPUs.*10\.0\.0\.1 and 2 GPUs of 10\.0\.0\.2"):
+    with pytest.raises(
+        ClusterError, match=r"8 GPUs.*6 GPUs.*10\.0\.0\.1 and 2 GPUs of 10\.0\.0\.2"
+    ):
         placement.engine_nodes(0, 8)
     assert [len(gpus or ()) for _, _, gpus in placement.engine_nodes(4, 4)] == [2, 2]
 
@@ -125,13 +134,20 @@ def test_an_engine_with_unequal_parts_on_its_nodes_is_refused() -> None:
     ("own", "driver", "expected"),
     [
         ({}, {}, PINNING),
-        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, f"expandable_segments:True,{PINNING}"),
+        (
+            {},
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            f"expandable_segments:True,{PINNING}",
+        ),
         ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "b:1"}, f"a:1,{PINNING}"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "pinned_num_register_threads:2"}, {}, None),
     ],
 )
 def test_memory_is_pinned_on_several_threads_unless_the_user_says_how(
-    own: dict[str, str], driver: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+    own: dict[str, str],
+    driver: dict[str, str],
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)

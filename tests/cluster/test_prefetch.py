@@ -1,4 +1,6 @@
-"""The driver's side of asynchronous training, with a manager that generates when the test lets it."""
+"""The driver's side of asynchronous training, with a manager that generates when the test lets
+it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Manager:
         self.drained: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *given: lambda: getattr(type(self), f"_{name}")(self, *given))
+        return SimpleNamespace(
+            remote=lambda *given: lambda: getattr(type(self), f"_{name}")(self, *given)
+        )
 
     def _generate(self, rollout_id: int) -> RolloutBatch:
         self.asked.append(rollout_id)
@@ -162,7 +166,9 @@ def test_a_pool_is_told_of_each_step_and_updates_go_through_it() -> None:
         assert settled(lambda: manager.asked == [0, 1])  # and rollout 1 stays under way
         rollouts.update_weights()
         assert run.events[-1] == "update"
-        assert manager.told == [(0, True, False), (1, False, False), (1, False, True)], "younger before there is room"
+        assert manager.told == [(0, True, False), (1, False, False), (1, False, True)], (
+            "younger before there is room"
+        )
         manager.let_go(1)
 
 
@@ -219,13 +225,18 @@ def test_an_error_of_the_generation_reaches_the_loop() -> None:
     manager = Manager(in_flight=False)
     manager.fails = 1
     manager.let_go(0), manager.let_go(1)
-    with Run(manager).prefetch() as rollouts, pytest.raises(RuntimeError, match="the verifier is broken"):
+    with (
+        Run(manager).prefetch() as rollouts,
+        pytest.raises(RuntimeError, match="the verifier is broken"),
+    ):
         rollouts.next()
         rollouts.next()
 
 
 def test_a_rollout_that_takes_too_long_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray only says that some objects were not ready; and a manager that froze is a loss only after a WaitExpired."""
+    """Ray only says that some objects were not ready; and a manager that froze is a loss only after
+    a WaitExpired.
+    """
     import ray
 
     def get(refs: list[Callable[[], Any]], timeout: float | None = None) -> Any:
@@ -235,7 +246,10 @@ def test_a_rollout_that_takes_too_long_names_the_flag(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ray, "get", get)
     said = r"waited 10 s \(deadline 10 s, --phase-timeout\) for rollout 0 to be generated"
-    with Run(Manager(in_flight=False)).prefetch() as rollouts, pytest.raises(WaitExpired, match=said):
+    with (
+        Run(Manager(in_flight=False)).prefetch() as rollouts,
+        pytest.raises(WaitExpired, match=said),
+    ):
         rollouts.next()
 
 
@@ -251,11 +265,15 @@ def test_in_drain_mode_an_update_waits_for_the_groups_of_the_pool() -> None:
         manager.let_go(1)
 
 
-@pytest.mark.parametrize(("in_flight", "replays", "waits"), [(False, False, True), (True, False, False)])
+@pytest.mark.parametrize(
+    ("in_flight", "replays", "waits"), [(False, False, True), (True, False, False)]
+)
 def test_no_rollout_starts_between_a_snapshot_and_the_update_after_it(
     in_flight: bool, replays: bool, waits: bool
 ) -> None:
-    """A resume with that snapshot makes them after the update, too. A standing pool is saved with its groups."""
+    """A resume with that snapshot makes them after the update, too. A standing pool is saved with
+    its groups.
+    """
     manager = Manager(in_flight)
     run = Run(manager, async_buffer_size=2, replay_schedule="schedule.jsonl" if replays else None)
     manager.let_go(0), manager.let_go(1)

@@ -21,7 +21,9 @@ print(ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN"], flush
 input()
 disconnect()
 """
-STRANGER = "import sys\nfrom ray._raylet import GcsClient\nGcsClient(address=sys.argv[1])\nprint('let in')"
+STRANGER = (
+    "import sys\nfrom ray._raylet import GcsClient\nGcsClient(address=sys.argv[1])\nprint('let in')"
+)
 
 
 def knock(address: str, home: Path, **more: str) -> str:

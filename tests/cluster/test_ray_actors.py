@@ -28,8 +28,12 @@ print("last")
 
 def test_printing_does_not_fail_on_a_full_disk(tmp_path: Path) -> None:
     """A print in a user's reward function ended the run."""
-    ended = subprocess.run([sys.executable, "-c", PRINTS, str(tmp_path)], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", PRINTS, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     lines = (tmp_path / "actor.log").read_text().splitlines()
     assert ended.returncode == 0, lines[-5:]
-    assert lines[0] == "first \\ud83d" and lines[1] == "of a C library" and lines[-1].endswith("last")
+    assert (
+        lines[0] == "first \\ud83d" and lines[1] == "of a C library" and lines[-1].endswith("last")
+    )
     assert not any("Traceback" in line for line in lines)

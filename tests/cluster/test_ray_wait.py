@@ -49,7 +49,8 @@ def worker_class() -> Iterator:
 
     from slime.cluster.actors import door
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import this file
+    # workers do not import this file
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield lambda: door().create(Worker, own_threads=True)
     ray.shutdown()
 
@@ -65,7 +66,9 @@ def test_a_wait_that_lasts_is_in_the_state_of_the_run(worker_class, tmp_path, mo
 
     one, other, waited = worker_class(), worker_class(), Watched(tmp_path)
     stop = StopSignals()
-    Waiter(stop, state=waited).get([one.work.remote(3)], "the product", 60, actors={"rank 0": other})
+    Waiter(stop, state=waited).get(
+        [one.work.remote(3)], "the product", 60, actors={"rank 0": other}
+    )
     assert {state.waiting for state in seen[:-1]} == {"the product"} and seen[-1].waiting == ""
     assert seen[-2].said["rank 0"]["total"] == 8 and seen[-2].deadline == 60
     count = len(seen)
@@ -101,7 +104,9 @@ def test_expiry_says_what_the_processes_do(worker_class) -> None:
     worker = worker_class()
     waiter = Waiter(StopSignals())
     waiter.get([worker.work.remote(0.0)], "warm up", 30)
-    with pytest.raises(WaitExpired, match=r"for rank 0 to work\n.*\n  rank 0: multiply 3/8 for 5 s"):
+    with pytest.raises(
+        WaitExpired, match=r"for rank 0 to work\n.*\n  rank 0: multiply 3/8 for 5 s"
+    ):
         waiter.get([worker.work.remote(20)], "rank 0 to work", 1.5, actors={"rank 0": worker})
 
 
@@ -120,7 +125,9 @@ def test_status_answers_while_a_folder_hangs_and_a_step_runs(worker_class) -> No
 def test_one_failed_rank_ends_the_wait_for_all(worker_class, failure: str) -> None:
     healthy, broken = worker_class(), worker_class()
     with pytest.raises((ActorLost, ValueError)):  # and not that the wait has expired
-        Waiter(StopSignals()).get([healthy.work.remote(60), getattr(broken, failure).remote()], "both", 60)
+        Waiter(StopSignals()).get(
+            [healthy.work.remote(60), getattr(broken, failure).remote()], "both", 60
+        )
 
 
 def test_a_signal_ends_a_wait_unless_the_stop_is_deferred(worker_class) -> None:
@@ -148,7 +155,8 @@ def test_a_frozen_actor_does_not_answer(worker_class, monkeypatch: pytest.Monkey
     assert not run.answers(worker)
     ray.kill(worker)  # also one that is stopped
     ray.kill(dead)
-    wait_for("the killed actor to be gone", lambda: not run.answers(dead), 60.0)  # Ray kills it in the background
+    # Ray kills it in the background
+    wait_for("the killed actor to be gone", lambda: not run.answers(dead), 60.0)
     until = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
@@ -168,15 +176,26 @@ class Clock:
 
 def test_returns_the_first_true_result() -> None:
     clock = Clock()
-    answer = wait_for("x", lambda: clock.now >= 1 and "ready", 5, poll=0.4, clock=clock, sleep=clock.sleep)
+    answer = wait_for(
+        "x", lambda: clock.now >= 1 and "ready", 5, poll=0.4, clock=clock, sleep=clock.sleep
+    )
     assert answer == "ready"
     assert clock.now == pytest.approx(1.2)
 
 
 def test_expiry_names_the_wait_and_adds_the_report() -> None:
     clock = Clock()
-    with pytest.raises(WaitExpired, match=r"waited 3 s \(deadline 3 s\) for engine 7\npid 12 alive"):
-        wait_for("engine 7", lambda: False, 3, report=lambda: "pid 12 alive", clock=clock, sleep=clock.sleep)
+    with pytest.raises(
+        WaitExpired, match=r"waited 3 s \(deadline 3 s\) for engine 7\npid 12 alive"
+    ):
+        wait_for(
+            "engine 7",
+            lambda: False,
+            3,
+            report=lambda: "pid 12 alive",
+            clock=clock,
+            sleep=clock.sleep,
+        )
     assert clock.now == pytest.approx(3)
 
 

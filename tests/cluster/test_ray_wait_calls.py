@@ -1,4 +1,6 @@
-"""How often the driver calls Ray while it waits, whatever the number of ranks; and ranks that say nothing."""
+"""How often the driver calls Ray while it waits, whatever the number of ranks; and ranks that say
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class FakeRay:
         patch.setattr(ray, "wait", self.wait)
         patch.setattr(ray, "get", self.get)
 
-    def wait(self, refs: Sequence[Answer], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Answer], Any]:
+    def wait(
+        self, refs: Sequence[Answer], num_returns: int = 1, timeout: float = 0.0
+    ) -> tuple[list[Answer], Any]:
         self.calls += 1
         ready = [ref for ref in refs if ref.at <= self.turn][:num_returns]
         if len(ready) < num_returns and timeout:
@@ -90,7 +94,9 @@ def monotonic(patch: pytest.MonkeyPatch, step: float) -> Callable[[], float]:
     return clock
 
 
-def test_a_rank_that_stops_answering_ends_the_wait(clock: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_stops_answering_ends_the_wait(
+    clock: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monotonic(monkeypatch, 1.0)
     actors = {"rank 0": FakeActor(clock), "rank 1": FakeActor(clock)}
     waiter = Waiter(StopSignals(), silence=100.0)
@@ -100,17 +106,25 @@ def test_a_rank_that_stops_answering_ends_the_wait(clock: FakeRay, monkeypatch: 
         waiter.get([Answer(float("inf"))], "to train", 10_000, actors=actors)
 
 
-def test_a_rank_that_never_answered_is_still_being_started(clock: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_never_answered_is_still_being_started(
+    clock: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monotonic(monkeypatch, 1.0)
     actors = {"rank 0": FakeActor(clock, delay=float("inf"))}
     with pytest.raises(WaitExpired, match=r"deadline 5000 s, --phase-timeout\)") as raised:
-        Waiter(StopSignals(), silence=100.0).get([Answer(float("inf"))], "to load", 5000, actors=actors)
+        Waiter(StopSignals(), silence=100.0).get(
+            [Answer(float("inf"))], "to load", 5000, actors=actors
+        )
     assert not isinstance(raised.value, NoStatus)
     with pytest.raises(WaitExpired, match="50 s, --start-timeout"):
-        Waiter(StopSignals()).get([Answer(float("inf"))], "to load", 50, actors=actors, flag="--start-timeout")
+        Waiter(StopSignals()).get(
+            [Answer(float("inf"))], "to load", 50, actors=actors, flag="--start-timeout"
+        )
 
 
-def test_an_answer_that_came_while_nobody_looked_counts(clock: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_came_while_nobody_looked_counts(
+    clock: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The driver was busy, or stopped, for longer than the limit."""
     now = [0.0]
     monkeypatch.setattr("slime.cluster.ray_wait.time.monotonic", lambda: now[0])

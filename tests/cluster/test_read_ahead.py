@@ -12,14 +12,18 @@ from slime.cluster import train_actor
 from slime.cluster.train_actor import TrainActor
 
 
-@pytest.mark.parametrize(("rank", "gpus", "reads"), [(0, [0], True), (1, [1], False), (0, [], False)])
+@pytest.mark.parametrize(
+    ("rank", "gpus", "reads"), [(0, [0], True), (1, [1], False), (0, [], False)]
+)
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_the_rank_that_reads_hands_the_model_over(
     monkeypatch: pytest.MonkeyPatch, rank: int, gpus: list[int], reads: bool, backend: str
 ) -> None:
     made: list[Any] = []
     imported: list[str] = []
-    can = SimpleNamespace(read_ahead=(lambda args: f"model of {args.train_backend}") if backend == "fsdp" else None)
+    can = SimpleNamespace(
+        read_ahead=(lambda args: f"model of {args.train_backend}") if backend == "fsdp" else None
+    )
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: gpus)
     monkeypatch.setattr("slime.cluster.train_actor.backend_class", lambda name: can)
 

@@ -1,4 +1,6 @@
-"""When training ranks are replaced while the engines stay, and when the whole run is restarted instead."""
+"""When training ranks are replaced while the engines stay, and when the whole run is restarted
+instead.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,15 @@ def test_what_makes_a_restart_necessary_is_named(change: dict[str, Any], why: st
 
 def test_a_snapshot_in_between_is_progress() -> None:
     ranks = TrainingRanks()
-    for snapshot, hopeless in ((3, False), (3, False), (3, False), (5, False), (5, False), (5, False), (5, True)):
+    for snapshot, hopeless in (
+        (3, False),
+        (3, False),
+        (3, False),
+        (5, False),
+        (5, False),
+        (5, False),
+        (5, True),
+    ):
         ranks.note_loss_after(snapshot, "the actor's rank 1")
         assert ranks.hopeless is hopeless
 
@@ -66,13 +76,17 @@ def test_each_return_to_a_snapshot_is_a_new_attempt() -> None:
 
 
 class Recovering:
-    """A run that resumed from the snapshot of rollout 3, whose ranks are lost; ``started`` counts new ones."""
+    """A run that resumed from the snapshot of rollout 3, whose ranks are lost; ``started`` counts
+    new ones.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.driver, self.ranks, self.started = Driver(trained=3), TrainingRanks(), 0
         begin = StartingPoint(SNAPSHOT, True, 3, 4, 1)
         given = {"manager": self.driver.manager, "engines_started": True, "run": self.driver.run}
-        self.parts = Parts(self.driver.args, RunDir(folder), begin, self.driver.log, self.driver.stop, **given)
+        self.parts = Parts(
+            self.driver.args, RunDir(folder), begin, self.driver.log, self.driver.stop, **given
+        )
         self.lost, self.answers, self.failure = RANKS, True, list[Exception]()
         patch.setattr(recovery, "lost_parts", lambda actors, error: list(self.lost))
         patch.setattr(recovery, "answers", lambda actor: self.answers)
@@ -125,13 +139,19 @@ def test_what_fails_is_restarted_as_a_whole(recovering: Recovering, case: str) -
     else:
         recovering.failure = [ValueError("first line\nno memory")]
     assert recovering.recover() is None
-    why = "the rollout manager does not answer" if case == "a frozen manager" else "ValueError: no memory"
+    why = (
+        "the rollout manager does not answer"
+        if case == "a frozen manager"
+        else "ValueError: no memory"
+    )
     assert f"the engines cannot stay while training ranks are replaced: {why}" in recovering.printed
     assert recovering.parts.lost == RANKS and recovering.parts.run is recovering.driver.run
 
 
 @pytest.mark.parametrize("case", ["code failed", "stopped", "no supervisor"])
-def test_what_is_no_loss_is_left_alone(recovering: Recovering, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_what_is_no_loss_is_left_alone(
+    recovering: Recovering, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     if case == "code failed":
         recovering.lost = []
     if case == "no supervisor":

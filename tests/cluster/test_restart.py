@@ -32,13 +32,26 @@ def resumed(words: list[str], saved: bool) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-FIRST = "lr: 1.0\nload: other\nckpt_step: 3\nstart_rollout_id: 0\nfinetune: true\nmax_restarts: 3\nrun_name: first\n"
-OPTIONS = "--lr 1 --load other --ckpt-step=3 --start-rollout-id 0 --finetune --max-restarts 3 --run-name first"
+FIRST = (
+    "lr: 1.0\n"
+    "load: other\n"
+    "ckpt_step: 3\n"
+    "start_rollout_id: 0\n"
+    "finetune: true\n"
+    "max_restarts: 3\n"
+    "run_name: first\n"
+)
+OPTIONS = (
+    "--lr 1 --load other --ckpt-step=3 --start-rollout-id 0 --finetune --max-restarts 3 "
+    "--run-name first"
+)
 
 
 @pytest.mark.parametrize("given_by", ["words", "--override", "--custom-config-path"])
 def test_it_goes_on_from_its_own_snapshot(tmp_path: Path, given_by: str) -> None:
-    """Wherever the first start's settings stood: files take precedence over words, so restarts would have no end."""
+    """Wherever the first start's settings stood: files take precedence over words, so restarts
+    would have no end.
+    """
     (tmp_path / "first.yaml").write_text(FIRST)
     words = OPTIONS.split() if given_by == "words" else [given_by, str(tmp_path / "first.yaml")]
     none = {"ckpt_step": None, "start_rollout_id": None, "finetune": False}
@@ -61,7 +74,9 @@ def lost(patch: pytest.MonkeyPatch, error: Exception, manager: str, *ranks: str)
     import ray
 
     def wait(refs: list[Status], num_returns: int, timeout: float) -> Any:
-        return [ref for ref in refs if ref.kind != "silent"], [ref for ref in refs if ref.kind == "silent"]
+        return [ref for ref in refs if ref.kind != "silent"], [
+            ref for ref in refs if ref.kind == "silent"
+        ]
 
     def get(refs: list[Status], timeout: float | None = None) -> list[None]:
         if any(ref.kind == "dead" for ref in refs):
@@ -83,15 +98,21 @@ def test_what_died_or_fell_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
     silent = ["the rollout manager (which does not answer)"]
     assert lost(monkeypatch, WaitExpired("slow"), "silent", "well") == silent
     assert lost(monkeypatch, NoStatus("slow"), "silent", "well") == silent
-    assert lost(monkeypatch, NoStatus("slow"), "well", "well") == ["an answer (NoStatus)"], "it has come round"
-    assert lost(monkeypatch, ValueError("code"), "silent", "well") == [], "busy, and code is to blame"
+    assert lost(monkeypatch, NoStatus("slow"), "well", "well") == ["an answer (NoStatus)"], (
+        "it has come round"
+    )
+    assert lost(monkeypatch, ValueError("code"), "silent", "well") == [], (
+        "busy, and code is to blame"
+    )
 
 
 def test_a_wait_that_is_merely_too_slow_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost(monkeypatch, WaitExpired("slow"), "well", "well", "well") == []
 
 
-def test_where_ray_itself_cannot_be_asked_it_is_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_ray_itself_cannot_be_asked_it_is_what_was_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import ray
 
     def wait(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,6 @@
-"""What a snapshot holds of generation: as it was when the rollout was complete, whatever hooks change later."""
+"""What a snapshot holds of generation: as it was when the rollout was complete, whatever hooks
+change later.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,18 @@ class Prompts:
 
 
 def make_state(folder: Path) -> RolloutState:
-    args = make_args(hf_checkpoint="unused", n_samples_per_prompt=2, save=str(folder), save_interval=1)
+    args = make_args(
+        hf_checkpoint="unused", n_samples_per_prompt=2, save=str(folder), save_interval=1
+    )
     state = RolloutState(args, folder, RolloutDataSourceWithBuffer(args, Prompts()))
     state.ledger.strict = False
     return state
 
 
 class Counted:
-    """A data source of a user that counts its prompts, and has no state that a snapshot could hold."""
+    """A data source of a user that counts its prompts, and has no state that a snapshot could
+    hold.
+    """
 
     def __init__(self, args: Any) -> None:
         self.given = 0
@@ -74,7 +80,9 @@ class WithFiles(Counted):
 
 
 def state_of(source: Counted, folder: Path) -> RolloutState:
-    args = make_args(hf_checkpoint="unused", n_samples_per_prompt=1, save=str(folder), save_interval=1)
+    args = make_args(
+        hf_checkpoint="unused", n_samples_per_prompt=1, save=str(folder), save_interval=1
+    )
     return RolloutState(args, folder, source)
 
 
@@ -96,7 +104,9 @@ def test_a_users_source_is_restored_by_its_state_without_methods_for_files(tmp_p
 
 
 def test_a_program_may_save_without_having_asked_for_snapshots(tmp_path: Path) -> None:
-    state = RolloutState(make_args(hf_checkpoint="unused"), tmp_path, source := Stateful(None), in_program=True)
+    state = RolloutState(
+        make_args(hf_checkpoint="unused"), tmp_path, source := Stateful(None), in_program=True
+    )
     state.complete(0, Rollout(answered(source.get_samples(4)), {}, 1.0))
     source.get_samples(4)
     state.save(0, tmp_path)
@@ -137,7 +147,9 @@ def test_a_state_that_the_source_goes_on_to_change_is_copied(tmp_path: Path) -> 
 def test_files_that_are_written_late_are_told(tmp_path: Path) -> None:
     take_warnings()
     WithFiles.saved = {}
-    args = make_args(hf_checkpoint="unused", n_samples_per_prompt=1, save=str(tmp_path), save_interval=5)
+    args = make_args(
+        hf_checkpoint="unused", n_samples_per_prompt=1, save=str(tmp_path), save_interval=5
+    )
     state = RolloutState(args, tmp_path, source := WithFiles(None))
     state.complete(0, Rollout(answered(source.get_samples(4)), {}, 1.0))
     state.save(0, tmp_path)
@@ -199,7 +211,10 @@ def answered(groups: list[Group]) -> list[Group]:
     for sample in flatten(groups):
         sample.tokens = [1, 2]
         sample.append_response_tokens(
-            tokens=np.array([3, 4], np.int32), log_probs=[-0.1, -0.5], meta_info={"weight_version": "0.3"}, text="ab"
+            tokens=np.array([3, 4], np.int32),
+            log_probs=[-0.1, -0.5],
+            meta_info={"weight_version": "0.3"},
+            text="ab",
         )
         sample.rollout_routed_experts = np.full((3, 2, 2), sample.index, np.uint8)
         sample.reward, sample.status = 1.0, Sample.Status.COMPLETED
@@ -209,7 +224,11 @@ def answered(groups: list[Group]) -> list[Group]:
 def test_what_hooks_change_after_the_rollout_is_not_saved(tmp_path: Path) -> None:
     state = make_state(tmp_path)
     source: Any = state.source
-    trained, finished, fresh = answered(source.get_samples(2)), answered(source.get_samples(2)), source.get_samples(1)
+    trained, finished, fresh = (
+        answered(source.get_samples(2)),
+        answered(source.get_samples(2)),
+        source.get_samples(1),
+    )
     fresh[0][0].loss_mask, fresh[0][0].status = UnsetMask(), Sample.Status.ABORTED
     state.complete(0, Rollout(trained, {}, 1.0))
     source.under_way = lambda: [*finished, *fresh]
@@ -235,12 +254,18 @@ def test_what_hooks_change_after_the_rollout_is_not_saved(tmp_path: Path) -> Non
     restored = again.restored.pop(1, None)
     assert restored is not None and (restored.metrics, restored.seconds) == ({"m": 1.0}, 2.0)
     for one, before in zip(flatten(restored.groups), flatten(ahead_before), strict=True):
-        assert (one.tokens, one.rollout_log_probs, one.loss_mask) == ([1, 2, 3, 4], [-0.1, -0.5], [1, 1])
+        assert (one.tokens, one.rollout_log_probs, one.loss_mask) == (
+            [1, 2, 3, 4],
+            [-0.1, -0.5],
+            [1, 1],
+        )
         assert one.version_spans == before.version_spans and one.spec_info == before.spec_info
 
 
 def test_what_hooks_change_after_a_resume_is_not_saved_either(tmp_path: Path) -> None:
-    """A second resume must give the rollouts as they were generated, not as hooks of the first one left them."""
+    """A second resume must give the rollouts as they were generated, not as hooks of the first one
+    left them.
+    """
     state = make_state(tmp_path)
     for rollout_id in range(3):
         groups = answered(state.source.get_samples(1))
@@ -255,7 +280,9 @@ def test_what_hooks_change_after_a_resume_is_not_saved_either(tmp_path: Path) ->
         state.load(rollout_id, tmp_path, rollout_id + 1)
         samples = flatten([rollout.groups for rollout in state.restored.values()])
         assert [sample.reward for sample in samples] == [{"score": 1.0}] * 2 * (2 - rollout_id)
-        assert all("seen" not in sample.metadata and sample.tokens == [1, 2, 3, 4] for sample in samples)
+        assert all(
+            "seen" not in sample.metadata and sample.tokens == [1, 2, 3, 4] for sample in samples
+        )
         for sample in samples:
             double(sample)
 

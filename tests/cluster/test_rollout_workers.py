@@ -1,4 +1,6 @@
-"""Groups that rollout workers generate: equal to those of one process, also when workers are killed."""
+"""Groups that rollout workers generate: equal to those of one process, also when workers are
+killed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from rollout_parts import SmallEngine, arguments, make_tokenizer, source_of
 
 from slime.cluster.placement import thread_environment
 from slime.cluster.rollout_state import Rollout, RolloutState
-from slime.cluster.rollout_workers import RolloutWorkers, WorkersLost, parts_of_workers, worker_launcher
+from slime.cluster.rollout_workers import (
+    RolloutWorkers,
+    WorkersLost,
+    parts_of_workers,
+    worker_launcher,
+)
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.data.sample import Sample, flatten
 from slime.data.staleness import sample_staleness
@@ -107,7 +114,9 @@ def hook(tmp_path: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture
-def begin(ray_cluster: None, tmp_path: Path, tokenizer_dir: Path, engine: SmallEngine) -> Iterator[Callable[..., Any]]:
+def begin(
+    ray_cluster: None, tmp_path: Path, tokenizer_dir: Path, engine: SmallEngine
+) -> Iterator[Callable[..., Any]]:
     """Start a run with so many workers; 0: groups are generated in this process."""
     started: list[RolloutWorkers] = []
 
@@ -128,7 +137,16 @@ def begin(ray_cluster: None, tmp_path: Path, tokenizer_dir: Path, engine: SmallE
 
 def values(samples: list[Sample]) -> list[tuple[object, ...]]:
     return [
-        (s.index, s.tokens, s.rollout_log_probs, s.response, s.reward, s.status, s.session_id, s.version_spans)
+        (
+            s.index,
+            s.tokens,
+            s.rollout_log_probs,
+            s.response,
+            s.reward,
+            s.status,
+            s.session_id,
+            s.version_spans,
+        )
         for s in samples
     ]
 
@@ -147,11 +165,14 @@ def test_groups_are_divided_as_the_engines_are() -> None:
     assert parts_of_workers(3, 2, 2) == [0.25, 0.5, 0.25]
 
 
-def test_any_number_of_workers_gives_the_same(begin, hook, tmp_path: Path, engine: SmallEngine) -> None:
-    """Samples, ledger and schedule with 2 workers, and in the long circle with 1 and 4, are those of a single process,
-    and staleness is as bounded.
+def test_any_number_of_workers_gives_the_same(
+    begin, hook, tmp_path: Path, engine: SmallEngine
+) -> None:
+    """Samples, ledger and schedule with 2 workers, and in the long circle with 1 and 4, are those
+    of a single process, and staleness is as bounded.
 
-    The same workers serve synchronous rollouts and standing pools, because their start is what takes time.
+    The same workers serve synchronous rollouts and standing pools, because their start is what
+    takes time.
     """
     engine.version = "0.0"
     made = []
@@ -161,7 +182,8 @@ def test_any_number_of_workers_gives_the_same(begin, hook, tmp_path: Path, engin
         args = begin(count, deterministic=True, rollout_batch_size=8, **own)
         samples, account = accounted_rollouts(args, tmp_path / f"ledger-{count}")
         processes = set(pids(args) if count else [os.getpid()])
-        assert {sample.metadata["note"].pid for sample in samples} == processes  # of a class of the file
+        # of a class of the file
+        assert {sample.metadata["note"].pid for sample in samples} == processes
 
         def with_pool(args: Any = args, own: dict[str, Any] = own, **more: Any) -> Any:
             pool = engine.serve(arguments(args.hf_checkpoint, **own, **more))
@@ -172,7 +194,11 @@ def test_any_number_of_workers_gives_the_same(begin, hook, tmp_path: Path, engin
         made.append((values(samples), account, [values(some) for some in taken], lines))
         bounded = with_pool(async_buffer_size=2, max_weight_staleness=1)
         taken, _ = standing_pool(bounded, tmp_path / f"bounded-{count}", engine)
-        ages = [sample_staleness(sample, step) for step, samples in enumerate(taken) for sample in samples]
+        ages = [
+            sample_staleness(sample, step)
+            for step, samples in enumerate(taken)
+            for sample in samples
+        ]
         assert None not in ages and max(ages) == 1
         engine.version = "0.0"
         files = list(tmp_path.glob("pid-*"))
@@ -202,8 +228,11 @@ def accounted_rollouts(args: Any, folder: Path) -> tuple[list[Sample], list[str]
     return samples, sorted((folder / "ledger.jsonl").read_text().splitlines())
 
 
-def standing_pool(args: Any, folder: Path, trained: SmallEngine | None = None) -> tuple[list[list[Sample]], list[str]]:
-    """The samples of three steps of a fully asynchronous run, and the lines of its requests in the schedule.
+def standing_pool(
+    args: Any, folder: Path, trained: SmallEngine | None = None
+) -> tuple[list[list[Sample]], list[str]]:
+    """The samples of three steps of a fully asynchronous run, and the lines of its requests in the
+    schedule.
 
     Args:
         trained: An engine that gets new weights after each step.
@@ -232,7 +261,9 @@ def standing_pool(args: Any, folder: Path, trained: SmallEngine | None = None) -
 
 
 @pytest.mark.parametrize("engine", [{"slow": lambda prompt: "prompt 1:" in prompt}], indirect=True)
-def test_an_abort_reaches_the_workers_and_the_next_rollout_continues(begin, engine: SmallEngine) -> None:
+def test_an_abort_reaches_the_workers_and_the_next_rollout_continues(
+    begin, engine: SmallEngine
+) -> None:
     args = begin(2, rollout_batch_size=2, over_sampling_batch_size=5, partial_rollout=True)
     source = source_of(args)
     first = rollout(args, source)
@@ -240,7 +271,9 @@ def test_an_abort_reaches_the_workers_and_the_next_rollout_continues(begin, engi
     waiting = {sample.index: sample.tokens for sample in flatten(source.buffer)}
     assert any(sample.status is Sample.Status.ABORTED for sample in flatten(source.buffer))
     engine.slow = lambda prompt: False
-    again = [sample for number in (1, 2) for sample in flatten(rollout(args, source, number).samples)]
+    again = [
+        sample for number in (1, 2) for sample in flatten(rollout(args, source, number).samples)
+    ]
     continued = [sample for sample in again if sample.index in waiting]
     assert continued
     for sample in continued:
@@ -250,15 +283,24 @@ def test_an_abort_reaches_the_workers_and_the_next_rollout_continues(begin, engi
 def test_an_evaluation_goes_through_the_workers(begin, hook, tmp_path: Path) -> None:
     rows = tmp_path / "eval.jsonl"
     rows.write_text(
-        "".join(f'{{"prompt": "question {i}", "label": "{i}", "metadata": {{"number": 1}}}}\n' for i in range(6))
+        "".join(
+            f'{{"prompt": "question {i}", "label": "{i}", "metadata": {{"number": 1}}}}\n'
+            for i in range(6)
+        )
     )
     made = []
     for count in (0, 2):
         args = begin(
-            count, eval_prompt_data=["set", str(rows)], n_samples_per_eval_prompt=2, custom_rm_path=hook("reward")
+            count,
+            eval_prompt_data=["set", str(rows)],
+            n_samples_per_eval_prompt=2,
+            custom_rm_path=hook("reward"),
         )
         made.append(run(eval_rollout(args, 0)).data["set"])
-    assert values(made[0]["samples"]) == values(made[1]["samples"]) and made[0]["rewards"] == made[1]["rewards"]
+    assert (
+        values(made[0]["samples"]) == values(made[1]["samples"])
+        and made[0]["rewards"] == made[1]["rewards"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -271,7 +313,13 @@ def test_an_evaluation_goes_through_the_workers(begin, hook, tmp_path: Path) -> 
 )
 @pytest.mark.parametrize("engine", [{"slow": lambda prompt: "prompt 1:" in prompt}], indirect=True)
 def test_the_groups_of_lost_workers_are_generated_again(
-    begin, engine: SmallEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, lost: int, number: str
+    begin,
+    engine: SmallEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    lost: int,
+    number: str,
 ) -> None:
     monkeypatch.setattr("slime.cluster.rollout_workers.SILENT_SECONDS", 12.0)
     args = begin(count, deterministic=True, rollout_batch_size=8, phase_timeout=200.0, **ACCOUNTED)
@@ -304,10 +352,14 @@ def test_the_groups_of_lost_workers_are_generated_again(
     assert not [pid for pid in struck if psutil.pid_exists(pid)]
     assert GenerateState(args).generator.restarts() == lost
     undisturbed = begin(0, deterministic=True, rollout_batch_size=8)
-    assert values(flatten(output.samples)) == values(flatten(rollout(undisturbed, source_of(undisturbed)).samples))
+    assert values(flatten(output.samples)) == values(
+        flatten(rollout(undisturbed, source_of(undisturbed)).samples)
+    )
 
 
-def test_a_group_that_ends_every_worker_ends_the_run(begin, hook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_ends_every_worker_ends_the_run(
+    begin, hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("slime.cluster.rollout_workers.MOST_TRIES", 2)
     args = begin(2, custom_generate_function_path=hook("deadly"), phase_timeout=200.0)
     with pytest.raises(WorkersLost, match="rollout worker"):
@@ -325,4 +377,6 @@ def test_cancelled_groups_have_ended_in_their_workers(begin, hook, tmp_path: Pat
     with pytest.raises(TimeoutError, match="phase-timeout"):
         rollout(args, source_of(args))
     began = {path.name.removeprefix("began-") for path in tmp_path.glob("began-*")}
-    assert began and began == {path.name.removeprefix("ended-") for path in tmp_path.glob("ended-*")}
+    assert began and began == {
+        path.name.removeprefix("ended-") for path in tmp_path.glob("ended-*")
+    }

@@ -44,9 +44,21 @@ class Ending:
             raise Ended
 
         patch.setattr(self.driver.snapshots, "commit", fail)
-        patch.setattr(end_module, "shut_down", lambda _, failed: self.did.append(f"shutdown, failed: {failed}"))
-        patch.setattr(end_module, "snapshot_before_stop", lambda _: self.did.append("snapshot before the stop"))
-        patch.setattr(end_module, "lost_parts", lambda actors, error: self.lost if error is self.failure else [])
+        patch.setattr(
+            end_module,
+            "shut_down",
+            lambda _, failed: self.did.append(f"shutdown, failed: {failed}"),
+        )
+        patch.setattr(
+            end_module,
+            "snapshot_before_stop",
+            lambda _: self.did.append("snapshot before the stop"),
+        )
+        patch.setattr(
+            end_module,
+            "lost_parts",
+            lambda actors, error: self.lost if error is self.failure else [],
+        )
         patch.setattr(end_module, "exit_for_restart", leave)
         patch.setattr(type(end_module.REPORTS), "attached", True)
 
@@ -62,7 +74,10 @@ def test_a_rank_that_dies_while_it_writes_the_last_snapshot_is_a_loss(ending: En
     with pytest.raises(Ended):
         ending.end.__exit__(None, None, None)
     assert ending.did == ["shutdown, failed: True"]
-    words = "lost the actor's rank 1: going on from the snapshot of rollout 3 (1 more restarts, --max-restarts)"
+    words = (
+        "lost the actor's rank 1: going on from the snapshot of rollout 3 (1 more restarts, "
+        "--max-restarts)"
+    )
     assert words in ending.driver.printed.getvalue()
 
 
@@ -80,8 +95,12 @@ def test_a_signal_during_the_end_stops_in_order(ending: Ending) -> None:
     assert ending.did == ["snapshot before the stop", "shutdown, failed: False"]
 
 
-def test_a_stop_whose_snapshot_fails_is_a_failure(ending: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise slime doctor would say that the user has stopped the run, and nothing of the step that is lost."""
+def test_a_stop_whose_snapshot_fails_is_a_failure(
+    ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise slime doctor would say that the user has stopped the run, and nothing of the step
+    that is lost.
+    """
 
     def fail(_: Parts) -> None:
         raise RuntimeError("a rank died")
@@ -114,7 +133,8 @@ def test_a_run_that_is_through_commits_closes_the_ledger_and_prints(tmp_path: Pa
     assert "ledger: 3 groups asked for: 3 trained" in driver.printed.getvalue()
 
 
-# --- a stop -----------------------------------------------------------------------------------------
+# --- a stop
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("colocated", "saved"), [(True, 1), (True, 2), (False, 1)])
@@ -122,21 +142,31 @@ def test_a_run_that_is_through_commits_closes_the_ledger_and_prints(tmp_path: Pa
 def test_at_a_stop_engines_end_before_a_trainer_wakes_to_save(
     tmp_path: Path, colocated: bool, saved: int, async_save: bool
 ) -> None:
-    """There is no room for both; where nothing is left to save, nobody wakes. The snapshot is complete before the
-    shutdown, also with ``--async-save``."""
+    """There is no room for both; where nothing is left to save, nobody wakes. The snapshot is
+    complete before the shutdown, also with ``--async-save``."""
     driver = Driver(colocated, critic=True, trained=2, save=str(tmp_path), async_save=async_save)
     driver.snapshots.saved, driver.stop.requested = saved, "SIGTERM"
     snapshot_before_stop(parts_of(driver, tmp_path))
-    turns = ["critic sleeps", "actor wakes", "actor saves", "actor sleeps", "critic wakes", "critic saves"]
+    turns = [
+        "critic sleeps",
+        "actor wakes",
+        "actor saves",
+        "actor sleeps",
+        "critic wakes",
+        "critic saves",
+    ]
     saves = ["end_engines", *turns] if colocated else ["actor saves", "critic saves"]
-    assert driver.said == ([] if saved == 2 else [*saves, "save_state", "actor has saved", "critic has saved"])
+    assert driver.said == (
+        [] if saved == 2 else [*saves, "save_state", "actor has saved", "critic has saved"]
+    )
     assert driver.snapshots.saved == 2 and driver.stop.ending
 
 
 @pytest.mark.parametrize("case", ["not started", "no --save", "nothing trained"])
 def test_a_stop_with_nothing_to_save(tmp_path: Path, case: str) -> None:
     driver = Driver(
-        trained=None if case == "nothing trained" else 2, save=None if case == "no --save" else str(tmp_path)
+        trained=None if case == "nothing trained" else 2,
+        save=None if case == "no --save" else str(tmp_path),
     )
     driver.snapshots.saved, driver.stop.requested = None, "SIGINT"
     parts: Any = parts_of(driver, tmp_path)
@@ -146,7 +176,10 @@ def test_a_stop_with_nothing_to_save(tmp_path: Path, case: str) -> None:
 
 
 def test_a_run_that_failed_prints_its_message_last_and_keeps_the_traceback_in_its_log(
-    ending: Ending, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ending: Ending,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(ending.driver.log.display, "run_dir", RunDir(tmp_path))

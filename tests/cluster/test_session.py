@@ -24,18 +24,23 @@ GIB = 2**30
 def test_the_object_store_grows_with_the_machine(
     monkeypatch: pytest.MonkeyPatch, memory: float, shared: float, expected: float
 ) -> None:
-    """A rollout of 100,000 samples of 32k tokens takes 30 GB there; it must fit into shared memory, whatever Docker
-    gives of that."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(memory * GIB)))
+    """A rollout of 100,000 samples of 32k tokens takes 30 GB there; it must fit into shared memory,
+    whatever Docker gives of that."""
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=int(memory * GIB))
+    )
     monkeypatch.setattr(psutil, "disk_usage", lambda path: SimpleNamespace(free=int(shared * GIB)))
     assert object_store_bytes() == pytest.approx(expected * GIB, abs=10)
 
 
-def test_a_connection_of_the_programs_own_is_used_and_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_of_the_programs_own_is_used_and_left_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("the program's own connection")
 
-    monkeypatch.setattr(session, "connected", False)  # whatever other tests in this process have left
+    # whatever other tests in this process have left
+    monkeypatch.setattr(session, "connected", False)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "init", refused)
     monkeypatch.setattr(ray, "shutdown", refused)
@@ -46,7 +51,10 @@ def test_a_connection_of_the_programs_own_is_used_and_left_open(monkeypatch: pyt
 def test_why_ray_did_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Messages of a run that was started with at most 40 open files."""
     session_folder = tmp_path / "session_2026-11-25_10-15-09_848897_18513"
-    waited = f"Timed out waiting for file {session_folder}/gcs_server_port_1ae9b354192b4ba6c017cb33ab1e23683df98dcb"
+    waited = (
+        "Timed out waiting for file "
+        f"{session_folder}/gcs_server_port_1ae9b354192b4ba6c017cb33ab1e23683df98dcb"
+    )
 
     def init(**_: object) -> None:
         raise RuntimeError(waited)
@@ -59,10 +67,11 @@ def test_why_ray_did_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
         connect()
     (session_folder / "logs").mkdir(parents=True)
     (session_folder / "logs" / "gcs_server.out").write_text(
-        "[2026-11-25 10:15:09,899 I 18578 18578] (gcs_server) gcs_server.cc:196: GCS node ID initialized from config\n"
-        "[2026-11-25 10:15:09,900 E 18578 18578] (gcs_server) logging.cc:118: Unhandled exception: "
-        "N5boost10wrapexceptINS_6system12system_errorEEE. what(): signal_set_service pipe: Too many open files "
-        "[system:24] /opt/ray/gcs_server(+0x14c3daa) [0x5596eec14daa]\n"
+        "[2026-11-25 10:15:09,899 I 18578 18578] (gcs_server) gcs_server.cc:196: GCS node ID "
+        "initialized from config\n"
+        "[2026-11-25 10:15:09,900 E 18578 18578] (gcs_server) logging.cc:118: Unhandled "
+        "exception: N5boost10wrapexceptINS_6system12system_errorEEE. what(): signal_set_service "
+        "pipe: Too many open files [system:24] /opt/ray/gcs_server(+0x14c3daa) [0x5596eec14daa]\n"
     )
     with pytest.raises(ClusterError, match=r"gcs_server\.out") as raised:
         connect()

@@ -21,21 +21,33 @@ from slime.cluster.stop_signals import StopRequested
 
 def manifests(folder: Path) -> dict[str, dict[str, Any]]:
     """Of the complete snapshots, by their folders' names."""
-    return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("iter_*/manifest.json"))}
+    return {
+        path.parent.name: json.loads(path.read_text())
+        for path in sorted(folder.glob("iter_*/manifest.json"))
+    }
 
 
 def test_a_save_is_committed_with_what_a_resume_needs(tmp_path: Path) -> None:
-    driver = Driver(save=str(tmp_path), save_hf=str(tmp_path / "hf-{rollout_id}"), keep_old_actor=True)
+    driver = Driver(
+        save=str(tmp_path), save_hf=str(tmp_path / "hf-{rollout_id}"), keep_old_actor=True
+    )
     driver.actor_manager.results["save_state"] = lambda *_: 2
     driver.pool.update_weights()
     driver.log.pending["rollout/reward"] = 0.5
     driver.said.clear()
     driver.run.save(3)
-    assert driver.said == ["actor saves", "save_state", "actor has saved", f"actor writes {tmp_path}/hf-3"]
+    assert driver.said == [
+        "actor saves",
+        "save_state",
+        "actor has saved",
+        f"actor writes {tmp_path}/hf-3",
+    ]
     (manifest,) = manifests(tmp_path).values()
     facts = {"rollout_id": 3, "ahead": 2, "weight_version": "0.0", "attempt": 0, "seed": 7}
     assert manifest["old_actor"] == {"held": 0, "lag": 0, "ahead": 2}
-    assert {name: manifest[name] for name in facts} == facts and manifest["metrics"]["rollout/reward"] == 0.5
+    assert {name: manifest[name] for name in facts} == facts and manifest["metrics"][
+        "rollout/reward"
+    ] == 0.5
     assert driver.snapshots.saved == 3
 
 
@@ -49,7 +61,9 @@ def test_with_async_save_it_is_committed_when_all_ranks_have_written(tmp_path: P
     driver.actor.writing = False
     driver.run.end_step(1)
     assert driver.snapshots.saved == 0
-    assert manifests(tmp_path)["iter_0000000"]["metrics"]["rollout/reward"] == 0.5, "of the step that was saved"
+    assert manifests(tmp_path)["iter_0000000"]["metrics"]["rollout/reward"] == 0.5, (
+        "of the step that was saved"
+    )
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
@@ -65,7 +79,14 @@ def test_who_is_saved_is_awake(tmp_path: Path) -> None:
     """Also when a signal ends the run while engines generate, and trainers sleep."""
     driver = Driver(colocated=True, critic=True, save=str(tmp_path), async_save=True)
     driver.run.save(0)
-    turns = ["critic sleeps", "actor wakes", "actor saves", "actor sleeps", "critic wakes", "critic saves"]
+    turns = [
+        "critic sleeps",
+        "actor wakes",
+        "actor saves",
+        "actor sleeps",
+        "critic wakes",
+        "critic saves",
+    ]
     assert driver.said == [*turns, "save_state"]
 
 
@@ -108,7 +129,13 @@ def test_with_async_save_the_copies_are_written_again(tmp_path: Path, short_paus
     driver.run.save(0)
     driver.actor.saves_fail = [RuntimeError("rank 1: [Errno 122] Disk quota exceeded")]
     driver.snapshots.commit_if_written()
-    assert driver.said == ["actor saves", "save_state", "actor has saved", "actor saves again", "actor has saved"]
+    assert driver.said == [
+        "actor saves",
+        "save_state",
+        "actor has saved",
+        "actor saves again",
+        "actor has saved",
+    ]
     assert driver.snapshots.saved == 0
 
 
@@ -149,7 +176,9 @@ def saved(folder: Path, rollout_id: int = 6, attempt: int = 1, **settings: Any) 
         ({"finetune": True, "start_rollout_id": 3}, (False, None, 3, 0)),
     ],
 )
-def test_where_a_run_begins(tmp_path: Path, flags: dict[str, Any], expected: tuple[Any, ...]) -> None:
+def test_where_a_run_begins(
+    tmp_path: Path, flags: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
     saved(tmp_path)
     begin = StartingPoint.from_args(make_args().with_values(load=str(tmp_path), **flags))
     assert (begin.resumes, begin.trained, begin.first_rollout, begin.attempt) == expected
@@ -168,26 +197,38 @@ def test_a_resume_restores_the_data_source_and_names_changed_settings(tmp_path: 
     assert begin.snapshot is not None
     assert driver.actor_manager.arguments["load_state"] == [(6, str(begin.snapshot.path), 2)]
     assert "rollout 7" in driver.printed.getvalue()
-    changed = "settings that differ from the saved run's: critic_lr: 1e-06 -> 2e-06; lr: 1e-06 -> 2e-06"
+    changed = (
+        "settings that differ from the saved run's: critic_lr: 1e-06 -> 2e-06; lr: 1e-06 -> 2e-06"
+    )
     assert changed in driver.printed.getvalue()
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({"lr_decay_style": "linear"}, "num_rollout: 8 -> 16 (learning rate of the next step: 1.25e-07 -> 5.63e-07;"),
+        (
+            {"lr_decay_style": "linear"},
+            "num_rollout: 8 -> 16 (learning rate of the next step: 1.25e-07 -> 5.63e-07;",
+        ),
         ({"lr_decay_style": "cosine"}, "num_rollout: 8 -> 16 (learning rate of the next step: "),
-        ({"lr_warmup_fraction": 0.5}, "num_rollout: 8 -> 16 (learning rate of the next step: 1e-06 -> 8.75e-07;"),
+        (
+            {"lr_warmup_fraction": 0.5},
+            "num_rollout: 8 -> 16 (learning rate of the next step: 1e-06 -> 8.75e-07;",
+        ),
         ({"lr_decay_style": "linear", "lr_decay_iters": 32}, ""),
         ({}, ""),
     ],
 )
-def test_a_run_that_is_extended_is_told_its_learning_rate(tmp_path: Path, flags: dict[str, Any], told: str) -> None:
+def test_a_run_that_is_extended_is_told_its_learning_rate(
+    tmp_path: Path, flags: dict[str, Any], told: str
+) -> None:
     """The snapshot is that of the seventh of eight steps."""
     saved(tmp_path, num_rollout=8, lr=1e-6, **flags)
     args = make_args(num_rollout=16, lr=1e-6, **flags).with_values(load=str(tmp_path))
     driver = Driver()
-    restore_rollouts(StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args)
+    restore_rollouts(
+        StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args
+    )
     printed = " ".join(driver.printed.getvalue().split())
     assert told in printed and ("settings that differ" in printed) == bool(told)
 
@@ -197,7 +238,9 @@ def test_a_resume_with_another_order_of_prompts_is_refused(tmp_path: Path) -> No
     args = make_args(rollout_seed=2).with_values(load=str(tmp_path))
     driver = Driver()
     with pytest.raises(ResumeError, match="rollout_seed: 1 -> 2"):
-        restore_rollouts(StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args)
+        restore_rollouts(
+            StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args
+        )
 
 
 def test_a_new_run_and_finetuning_restore_nothing(tmp_path: Path) -> None:
@@ -205,5 +248,7 @@ def test_a_new_run_and_finetuning_restore_nothing(tmp_path: Path) -> None:
     driver = Driver()
     for flags in ({}, {"load": str(tmp_path), "finetune": True}):
         args = make_args().with_values(**flags)
-        restore_rollouts(StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args)
+        restore_rollouts(
+            StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args
+        )
     assert driver.said == []

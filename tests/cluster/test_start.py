@@ -28,21 +28,32 @@ def test_a_process_on_a_node_without_the_folder_is_named(tmp_path: Path, lost: s
 
     def group(role: str) -> Any:
         names = [f"{role} rank {rank}" for rank in range(2)]
-        return SimpleNamespace(try_folder=lambda folder, token: {who: look(folder, token, who) for who in names})
+        return SimpleNamespace(
+            try_folder=lambda folder, token: {who: look(folder, token, who) for who in names}
+        )
 
     driver = Driver()
-    driver.actor_manager.results["try_folder"] = lambda folder, token: look(folder, token, "rollout manager")
+    driver.actor_manager.results["try_folder"] = lambda folder, token: look(
+        folder, token, "rollout manager"
+    )
     groups = [group("actor"), group("critic")]
-    with pytest.raises(FolderError, match=f"{lost} on .*: the driver's file is not there") as caught:
+    with pytest.raises(
+        FolderError, match=f"{lost} on .*: the driver's file is not there"
+    ) as caught:
         check_save_folder(tmp_path / "save", driver.manager, groups)
-    assert sum(who in str(caught.value) for who in ("rollout manager", "actor rank", "critic rank")) == 1
+    assert (
+        sum(who in str(caught.value) for who in ("rollout manager", "actor rank", "critic rank"))
+        == 1
+    )
     assert list((tmp_path / "save").iterdir()) == []
     lost = "nobody"
     check_save_folder(tmp_path / "save", driver.manager, groups)
 
 
 class Rows:
-    """A data source with as many prompts as the run's name says; what a user may name with ``--data-source-path``."""
+    """A data source with as many prompts as the run's name says; what a user may name with
+    ``--data-source-path``.
+    """
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -66,15 +77,25 @@ class Rows:
     ],
 )
 def test_the_number_of_rollouts_is_given_or_follows_from_the_data(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_rollout: int, num_epoch: int, rows: int, expected: int
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    num_rollout: int,
+    num_epoch: int,
+    rows: int,
+    expected: int,
 ) -> None:
     """Users' functions read it as ``args.num_rollout``; the driver's args are left as they are."""
     monkeypatch.setattr("slime.cluster.ray_actors.redirect_output", lambda *_: None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr("slime.cluster.rollout_manager.exempt_from_proxy", lambda _: {})  # it goes into the environment
-    monkeypatch.setattr("slime.cluster.rollout_manager.GarbageCollection", lambda: None)  # of this whole process
+    # it goes into the environment
+    monkeypatch.setattr("slime.cluster.rollout_manager.exempt_from_proxy", lambda _: {})
+    # of this whole process
+    monkeypatch.setattr("slime.cluster.rollout_manager.GarbageCollection", lambda: None)
     args = make_args(rollout_batch_size=4).with_values(
-        num_rollout=num_rollout, num_epoch=num_epoch, run_name=str(rows), data_source_path=f"{__file__}:Rows"
+        num_rollout=num_rollout,
+        num_epoch=num_epoch,
+        run_name=str(rows),
+        data_source_path=f"{__file__}:Rows",
     )
     layout: Any = None
     manager = RolloutManager(args, str(tmp_path), layout, RunKeys())
@@ -82,7 +103,9 @@ def test_the_number_of_rollouts_is_given_or_follows_from_the_data(
     assert args.num_rollout == num_rollout
 
 
-@pytest.mark.parametrize(("slots", "expected"), [((1, 1), 8), ((2, 1), 4), ((1, 3), 2), ((16, 0), 1), ((0, 0), 8)])
+@pytest.mark.parametrize(
+    ("slots", "expected"), [((1, 1), 8), ((2, 1), 4), ((1, 3), 2), ((16, 0), 1), ((0, 0), 8)]
+)
 def test_trainers_and_engines_take_turns_on_the_cores(
     monkeypatch: pytest.MonkeyPatch, slots: tuple[int, int], expected: int
 ) -> None:
@@ -92,27 +115,39 @@ def test_trainers_and_engines_take_turns_on_the_cores(
     assert placement.threads_per_process() == expected
 
 
-# --- metrics of a resumed run -----------------------------------------------------------------------
+# --- metrics of a resumed run
+# -----------------------------------------------------------------------
 
 
 def resumed(tmp_path: Path, logged: list[int], **begin: Any) -> list[tuple[int, float]]:
-    """Steps and rewards in metrics.jsonl after a run that has logged some steps is resumed from step 2's snapshot."""
+    """Steps and rewards in metrics.jsonl after a run that has logged some steps is resumed from
+    step 2's snapshot.
+    """
     args = make_args(output_dir=str(tmp_path), use_tensorboard=False)
     folder = RunDir(tmp_path)
-    rows = [f'{{"rollout/step": {step}, "time": 1.0, "rollout/reward": {step / 10}}}\n' for step in logged]
+    rows = [
+        f'{{"rollout/step": {step}, "time": 1.0, "rollout/reward": {step / 10}}}\n'
+        for step in logged
+    ]
     folder.metrics.write_text("".join(rows))
     driver = Driver()
     snapshot = Snapshot(tmp_path / "iter_2", {"rollout_id": 2, "metrics": {"rollout/reward": 0.2}})
-    point = StartingPoint(snapshot, **{"resumes": True, "trained": 2, "first_rollout": 3, "attempt": 1, **begin})
+    point = StartingPoint(
+        snapshot, **{"resumes": True, "trained": 2, "first_rollout": 3, "attempt": 1, **begin}
+    )
     open_metrics(Parts(args, folder, point, driver.log, driver.stop)).close()
-    return [(int(row["rollout/step"]), row["rollout/reward"]) for row in read_metrics(folder.metrics)]
+    return [
+        (int(row["rollout/step"]), row["rollout/reward"]) for row in read_metrics(folder.metrics)
+    ]
 
 
 def test_rows_of_steps_that_are_made_again_are_rolled_back(tmp_path: Path) -> None:
     assert resumed(tmp_path, [0, 1, 2, 3, 4]) == [(0, 0.0), (1, 0.1), (2, 0.2)]
 
 
-def test_the_row_of_a_step_that_was_saved_and_not_logged_comes_from_the_snapshot(tmp_path: Path) -> None:
+def test_the_row_of_a_step_that_was_saved_and_not_logged_comes_from_the_snapshot(
+    tmp_path: Path,
+) -> None:
     assert resumed(tmp_path, [0, 1]) == [(0, 0.0), (1, 0.1), (2, 0.2)]
 
 

@@ -1,4 +1,6 @@
-"""The parent of a driver: runs it again when it is lost, and changes nothing else about how a run ends."""
+"""The parent of a driver: runs it again when it is lost, and changes nothing else about how a run
+ends.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def run(how: str, restarts: int = 2) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", supervisor.__file__, "--", str(tmp_path / "driver.py"), how]
+        command = [
+            sys.executable,
+            "-P",
+            supervisor.__file__,
+            "--",
+            str(tmp_path / "driver.py"),
+            how,
+        ]
         root = str(Path(supervisor.__file__).resolve().parents[2])
         started.append(
             subprocess.Popen(
@@ -115,7 +124,9 @@ def wait_until(done: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 @pytest.mark.parametrize("how", ["vanish", "killed", "asks"])
-def test_a_lost_driver_is_run_again_and_leaves_nothing_behind(start: Callable, tmp_path: Path, how: str) -> None:
+def test_a_lost_driver_is_run_again_and_leaves_nothing_behind(
+    start: Callable, tmp_path: Path, how: str
+) -> None:
     """Also one that could say nothing: killed, or ended by a library."""
     run = start(how, restarts=3)
     _, words = run.communicate(timeout=40)
@@ -152,7 +163,9 @@ def test_an_error_is_passed_on(start: Callable, tmp_path: Path, how: str, code: 
 def test_one_signal_is_one_wish(
     start: Callable, tmp_path: Path, number: signal.Signals, code: int, whole_group: bool
 ) -> None:
-    """Ctrl-C in a terminal goes to the whole process group, ``kill`` to the one process that the user started."""
+    """Ctrl-C in a terminal goes to the whole process group, ``kill`` to the one process that the
+    user started.
+    """
     run = start("waits")
     wait_until((tmp_path / "pid").exists)
     (os.killpg if whole_group else os.kill)(run.pid, number)
@@ -181,7 +194,9 @@ def last_words(run: subprocess.Popen[str]) -> str:
 
 
 def test_a_stopped_driver_is_lost(start: Callable, tmp_path: Path) -> None:
-    """One that is stopped for a moment goes on, one that is stopped for longer than the limit is run again."""
+    """One that is stopped for a moment goes on, one that is stopped for longer than the limit is
+    run again.
+    """
     run = start("waits", restarts=1)
     wait_until((tmp_path / "pid").exists)
     first = psutil.Process(int((tmp_path / "pid").read_text()))
@@ -195,8 +210,12 @@ def test_a_stopped_driver_is_lost(start: Callable, tmp_path: Path) -> None:
     assert "1 s (--status-timeout)" in words and "signal 9" in words
 
 
-@pytest.mark.parametrize(("name", "told"), [("raylet", "Ray's raylet"), ("ray::TrainActor", "ray::TrainActor")])
-def test_a_stopped_process_of_ray_is_lost(start: Callable, tmp_path: Path, name: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"), [("raylet", "Ray's raylet"), ("ray::TrainActor", "ray::TrainActor")]
+)
+def test_a_stopped_process_of_ray_is_lost(
+    start: Callable, tmp_path: Path, name: str, told: str
+) -> None:
     run = start(name, restarts=1)
     wait_until(lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text()))
     child = psutil.Process(int((tmp_path / "child").read_text()))
@@ -211,8 +230,8 @@ def test_a_stopped_process_of_ray_is_lost(start: Callable, tmp_path: Path, name:
 def test_a_complete_run_does_not_fail_in_its_shutdown(
     start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int
 ) -> None:
-    """What a driver leaves that ends in its shutdown is removed: processes, and the folder of torch's shared memory
-    manager. After the shutdown, both are the user's own."""
+    """What a driver leaves that ends in its shutdown is removed: processes, and the folder of
+    torch's shared memory manager. After the shutdown, both are the user's own."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     folder = tmp_path / "torch-shm-dir-dead00"
     folder.mkdir()
@@ -234,7 +253,9 @@ def test_a_killed_supervisor_takes_the_driver_along(start: Callable, tmp_path: P
 
 
 def test_a_signal_between_two_drivers_ends_the_run(start: Callable, tmp_path: Path) -> None:
-    """When it comes while the next driver is being started, there is nobody yet to pass it on to."""
+    """When it comes while the next driver is being started, there is nobody yet to pass it on
+    to.
+    """
     script = tmp_path / "between.py"
     script.write_text(
         "import os, signal, sys\n"

@@ -53,7 +53,9 @@ def test_the_transport_follows_engines_that_come_back_elsewhere(
 def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator_take_turns(
     monkeypatch: pytest.MonkeyPatch, offload: set[str], after_training: int, after_an_update: int
 ) -> None:
-    """Also with ``--no-offload-train``: the engines take their memory next, and count on it being free."""
+    """Also with ``--no-offload-train``: the engines take their memory next, and count on it being
+    free.
+    """
     cleared: list[bool] = []
     monkeypatch.setattr("slime.backends.train_loop.train_on_rollout", lambda *_: ({}, {}))
     monkeypatch.setattr("slime.data.fields.to_rank_batch", lambda batch: dict(batch))
@@ -72,7 +74,10 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
         adapter_source=lambda: None,
         using=contextlib.nullcontext,
     )
-    actor.profiler, actor.transport = SimpleNamespace(rollout=lambda _: contextlib.nullcontext()), None
+    actor.profiler, actor.transport = (
+        SimpleNamespace(rollout=lambda _: contextlib.nullcontext()),
+        None,
+    )
     actor.train(0, [{}])
     assert len(cleared) == after_training
     actor.updated_engines = set()
@@ -80,8 +85,12 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     assert len(cleared) == after_training + after_an_update
 
 
-def test_a_rank_that_has_no_engines_any_more_leaves_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine joins the group of another sender; in the old one it would wait, and groups are limited in number."""
+def test_a_rank_that_has_no_engines_any_more_leaves_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine joins the group of another sender; in the old one it would wait, and groups are
+    limited in number.
+    """
     sent: list[bool] = []
     factors = object()
 

@@ -81,12 +81,21 @@ def test_the_reference_is_copied_every_so_many_rollouts() -> None:
     for rollout_id in range(4):
         driver.trainer.train(rollout_id, [])
     copies = "actor copies actor to ref"
-    assert driver.said == ["actor trains", "actor trains", copies, "actor trains", "actor trains", copies]
+    assert driver.said == [
+        "actor trains",
+        "actor trains",
+        copies,
+        "actor trains",
+        "actor trains",
+        copies,
+    ]
 
 
 @pytest.mark.parametrize("flags", [{"ref_update_interval": 1}, {"critic": True, "colocated": True}])
 def test_a_stop_signal_waits_until_the_rollout_is_trained(flags: dict[str, Any]) -> None:
-    """Or a snapshot would hold weights of a rollout that it counts as untrained, and a resumed run would repeat it."""
+    """Or a snapshot would hold weights of a rollout that it counts as untrained, and a resumed run
+    would repeat it.
+    """
     driver = Driver(**flags)
     train, copy = driver.trainer.groups[-1].train, driver.actor.copy_weights
     wake = driver.actor.wake
@@ -96,12 +105,16 @@ def test_a_stop_signal_waits_until_the_rollout_is_trained(flags: dict[str, Any])
         return train(*arguments)
 
     def waiting(call: Any) -> Any:
-        return lambda *arguments: (driver.stop.check(), call(*arguments))[1]  # as every wait of a real group
+        # as every wait of a real group
+        return lambda *arguments: (driver.stop.check(), call(*arguments))[1]
 
     driver.trainer.groups[-1].train = struck  # type: ignore[method-assign]
     driver.actor.copy_weights, driver.actor.wake = waiting(copy), waiting(wake)  # type: ignore[method-assign]
     driver.trainer.train(0, [])
-    assert driver.trainer.trained == 0 and driver.said[-1] in ("actor copies actor to ref", "actor trains")
+    assert driver.trainer.trained == 0 and driver.said[-1] in (
+        "actor copies actor to ref",
+        "actor trains",
+    )
     with pytest.raises(StopRequested):
         driver.stop.check()
 
@@ -160,7 +173,11 @@ class Settled:
     """What becomes of ``args`` where these groups train."""
 
     def __init__(
-        self, args: Args, groups: list[Group], on_gpu: bool = True, manifest: dict[str, Any] | None = None
+        self,
+        args: Args,
+        groups: list[Group],
+        on_gpu: bool = True,
+        manifest: dict[str, Any] | None = None,
     ) -> None:
         self.notes: list[str] = []
         self.told: list[tuple[int, int]] = []
@@ -168,7 +185,9 @@ class Settled:
         trainer: Any = SimpleNamespace(
             actor=groups[0], groups=groups, take_turn=lambda group: self.turns.append(group.role)
         )
-        manager: Any = SimpleNamespace(call=lambda what, method, *budgets: self.told.append(budgets))
+        manager: Any = SimpleNamespace(
+            call=lambda what, method, *budgets: self.told.append(budgets)
+        )
         self.args = settle_token_budget(args, trainer, manager, on_gpu, manifest, self.notes.append)
 
 
@@ -179,7 +198,9 @@ def test_everyone_packs_by_what_the_tightest_rank_has_room_for() -> None:
     expected = 20_000 - 20_000 % 256
     assert settled.args.max_tokens_per_gpu == settled.args.log_probs_max_tokens_per_gpu == expected
     assert args.max_tokens_per_gpu != expected, "what was parsed is left as it is"
-    assert actor.budgets == critic.budgets == (expected, expected) and settled.told == [(expected, expected)]
+    assert actor.budgets == critic.budgets == (expected, expected) and settled.told == [
+        (expected, expected)
+    ]
     assert actor.shares == critic.shares == [SHARE]
     assert settled.turns == ["critic", "actor"], "the actor is awake at the end"
     (note,) = settled.notes
@@ -208,7 +229,9 @@ def test_it_warns_of_samples_that_may_not_fit() -> None:
         ({}, False),
     ],
 )
-def test_a_given_flag_and_a_cpu_keep_the_budget_of_the_flags(flags: dict[str, Any], on_gpu: bool) -> None:
+def test_a_given_flag_and_a_cpu_keep_the_budget_of_the_flags(
+    flags: dict[str, Any], on_gpu: bool
+) -> None:
     args, group = gpu_args(**flags), Group("actor", [20_000])
     settled = Settled(args, [group], on_gpu)
     assert settled.args is args
@@ -221,7 +244,9 @@ def test_a_resume_on_as_many_gpus_packs_as_before(world_size: int, expected: int
     group = Group("actor", [20_000])
     settled = Settled(gpu_args(), [group], manifest=manifest)
     assert settled.args.max_tokens_per_gpu == expected and group.budgets == (expected, expected)
-    assert bool(group.shares) == (world_size != 2), "measured only where the number of GPUs has changed"
+    assert bool(group.shares) == (world_size != 2), (
+        "measured only where the number of GPUs has changed"
+    )
 
 
 def test_experts_leave_more_room(tmp_path: Any) -> None:
@@ -230,11 +255,16 @@ def test_experts_leave_more_room(tmp_path: Any) -> None:
 
 
 def test_ranks_and_rollout_manager_pack_by_it() -> None:
-    rank: Any = SimpleNamespace(args=gpu_args(), backend=SimpleNamespace(device=SimpleNamespace(type="cpu")))
+    rank: Any = SimpleNamespace(
+        args=gpu_args(), backend=SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    )
     manager: Any = SimpleNamespace(args=gpu_args())
     TrainActor.set_token_budgets(rank, 5120, 9216)
     RolloutManager.set_token_budgets(manager, 5120, 9216)
-    assert (rank.backend.packing.max_tokens, rank.backend.packing.forward_max_tokens) == (5120, 9216)
+    assert (rank.backend.packing.max_tokens, rank.backend.packing.forward_max_tokens) == (
+        5120,
+        9216,
+    )
     for args in (rank.args, rank.backend.args, manager.args):
         assert (args.max_tokens_per_gpu, args.log_probs_max_tokens_per_gpu) == (5120, 9216)
     assert TrainActor.measure_memory(rank, SHARE) is None, "there is nothing to measure on a CPU"

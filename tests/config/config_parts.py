@@ -78,7 +78,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     use(Machine(gpus=0, cores=2, in_cluster=False))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
-    rows = [{"prompt": "What is 2 + 2?", "label": "4"}, {"prompt": "Solve: 3x = 12", "label": "x = 4"}]
+    rows = [
+        {"prompt": "What is 2 + 2?", "label": "4"},
+        {"prompt": "Solve: 3x = 12", "label": "x = 4"},
+    ]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
     return Workplace(tmp_path, use)

@@ -18,14 +18,20 @@ from slime.registry import sections
 def test_a_copy_with_run_time_values_leaves_the_original_as_it_is() -> None:
     args = make_args(rollout_batch_size=4)
     later = args.with_values(num_rollout=12, sglang_router_ip="10.0.0.1")
-    assert (later.num_rollout, later.sglang_router_ip, later.rollout_batch_size) == (12, "10.0.0.1", 4)
+    assert (later.num_rollout, later.sglang_router_ip, later.rollout_batch_size) == (
+        12,
+        "10.0.0.1",
+        4,
+    )
     assert (args.num_rollout, args.sglang_router_ip) == (None, None)
 
 
 def test_a_copy_refuses_names_that_args_does_not_have() -> None:
     with pytest.raises(AttributeError, match=r"'num_rolout'.*did you mean num_rollout") as raised:
         make_args().with_values(num_rolout=12)
-    assert "did you mean num_rollout" in str(pickle.loads(pickle.dumps(raised.value))), "the message survives pickling"
+    assert "did you mean num_rollout" in str(pickle.loads(pickle.dumps(raised.value))), (
+        "the message survives pickling"
+    )
 
 
 def test_made_args_are_resolved_as_after_parsing() -> None:
@@ -43,11 +49,15 @@ def test_made_args_refuse_unknown_names_and_contradictions() -> None:
 
 
 def test_the_type_of_every_flag_says_whether_it_can_be_none() -> None:
-    hints = {name: hint for one in (Args, *sections()) for name, hint in get_type_hints(one).items()}
+    hints = {
+        name: hint for one in (Args, *sections()) for name, hint in get_type_hints(one).items()
+    }
     own = {name: flag for name, flag in FLAGS.items() if name in hints}  # the others are a table
     optional = {name for name in own if type(None) in get_args(hints[name])}
     declared = {name for name, flag in own.items() if flag.default is None and not flag.derived}
-    assert declared - optional == set(), "None is their default and their type says that they are never None"
+    assert declared - optional == set(), (
+        "None is their default and their type says that they are never None"
+    )
 
 
 def test_nothing_that_is_derived_is_none_after_parsing(workplace) -> None:
@@ -58,12 +68,16 @@ def test_nothing_that_is_derived_is_none_after_parsing(workplace) -> None:
         "--use-tis",
     ):
         args = workplace.load(line)
-        assert [name for name, flag in FLAGS.items() if flag.derived and getattr(args, name) is None] == []
+        assert [
+            name for name, flag in FLAGS.items() if flag.derived and getattr(args, name) is None
+        ] == []
 
 
 def test_a_misspelt_name_raises_when_it_is_read_and_assigning_declares_it() -> None:
     args = make_args()
-    with pytest.raises(AttributeError, match=r"'rollout_temprature'.*did you mean rollout_temperature"):
+    with pytest.raises(
+        AttributeError, match=r"'rollout_temprature'.*did you mean rollout_temperature"
+    ):
         _ = args.rollout_temprature
     assert getattr(args, "of_nobody", 5) == 5
     args.rollout_temperature = 0.5
@@ -83,7 +97,9 @@ def test_a_flag_that_was_not_given_never_shadows_a_default_of_the_users(workplac
     assert getattr(args, "sglang_log_level", "info") == "debug"
     assert args.sglang_tool_call_parser is None
     assert dataclasses.asdict(args)["max_turns"] is copy.copy(args).max_turns is None
-    given = workplace.load(f"--max-turns 3 --custom-config-path {workplace.write('own.yaml', 'reward_key: null')}")
+    given = workplace.load(
+        f"--max-turns 3 --custom-config-path {workplace.write('own.yaml', 'reward_key: null')}"
+    )
     assert (getattr(given, "max_turns", 15), hasattr(given, "max_turns")) == (3, True)
     assert getattr(given, "reward_key", "score") is None  # that is what the file says
 
@@ -95,12 +111,16 @@ def test_names_of_megatron_answer_with_its_backend_only() -> None:
     with pytest.raises(AttributeError, match="--tensor-model-parallel-size"):
         _ = args.tensor_model_parallel_size
     assert make_args(train_backend="megatron").tensor_model_parallel_size == 1
-    assert make_args().sglang_mem_fraction_static is None, "defaults of the servers hold with every trainer"
+    assert make_args().sglang_mem_fraction_static is None, (
+        "defaults of the servers hold with every trainer"
+    )
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_the_dimensions_of_the_model_are_true_with_every_backend(workplace, backend: str) -> None:
-    args = make_args(hf_checkpoint=workplace.model, train_backend=backend, megatron={"num_layers": 2})
+    args = make_args(
+        hf_checkpoint=workplace.model, train_backend=backend, megatron={"num_layers": 2}
+    )
     assert (args.hidden_size, args.vocab_size, args.num_attention_heads) == (2560, 151936, 32)
     assert (args.ffn_hidden_size, args.num_query_groups, args.kv_channels) == (9728, 8, 128)
     assert args.num_experts is None, "a dense model"

@@ -25,8 +25,14 @@ ONE_GPU = Machine(gpus=1, cores=16, in_cluster=False)
 
 
 def test_the_seeds_quick_start_has_all_it_needs(workplace) -> None:
-    args = workplace.load("--num-rollout 3000 --use-kl-loss --kl-loss-coef 0.001 --global-batch-size 256")
-    assert (args.rollout_batch_size, args.n_samples_per_prompt, args.num_steps_per_rollout) == (32, 8, 1)
+    args = workplace.load(
+        "--num-rollout 3000 --use-kl-loss --kl-loss-coef 0.001 --global-batch-size 256"
+    )
+    assert (args.rollout_batch_size, args.n_samples_per_prompt, args.num_steps_per_rollout) == (
+        32,
+        8,
+        1,
+    )
     assert (args.input_key, args.label_key, args.rollout_max_response_len, args.rm_type) == (
         "prompt",
         "label",
@@ -36,7 +42,11 @@ def test_the_seeds_quick_start_has_all_it_needs(workplace) -> None:
     assert args.ref_load == args.hf_checkpoint == workplace.model
     assert (args.train_backend, args.rollout_backend) == ("fsdp", "embedded")
     assert (args.actor_num_gpus_per_node, args.rollout_num_gpus, args.world_size) == (1, 1, 1)
-    assert (args.train_dtype, args.rollout_dtype, args.embedded_device) == ("float32", "float32", "cpu")
+    assert (args.train_dtype, args.rollout_dtype, args.embedded_device) == (
+        "float32",
+        "float32",
+        "cpu",
+    )
     assert args.use_tensorboard and args.num_rollout == 3000
     assert any("--rm-type is math" in notice for notice in args.notices)
 
@@ -50,7 +60,9 @@ def test_verifiers_take_half_of_the_cores_of_the_machine_that_judges(
 
     monkeypatch.setattr(pool.os, "sched_getaffinity", lambda pid: set(range(cores)))
     started: list[int] = []
-    monkeypatch.setattr(pool, "VerifierPool", lambda count, *_: started.append(count) or SimpleNamespace(close=int))
+    monkeypatch.setattr(
+        pool, "VerifierPool", lambda count, *_: started.append(count) or SimpleNamespace(close=int)
+    )
     monkeypatch.setattr(pool, "shared_pools", {})
     args = make_args(hf_checkpoint=None)
     resolve_defaults(args)
@@ -59,9 +71,15 @@ def test_verifiers_take_half_of_the_cores_of_the_machine_that_judges(
 
 
 def test_conversations_are_trained_once_unless_copies_are_asked_for() -> None:
-    once, copies = make_args(loss_type="sft_loss"), make_args(loss_type="sft_loss", n_samples_per_prompt=4)
+    once, copies = (
+        make_args(loss_type="sft_loss"),
+        make_args(loss_type="sft_loss", n_samples_per_prompt=4),
+    )
     assert (once.n_samples_per_prompt, once.global_batch_size) == (1, once.rollout_batch_size)
-    assert copies.n_samples_per_prompt == 4 and make_args(loss_type="custom_loss").n_samples_per_prompt == 8
+    assert (
+        copies.n_samples_per_prompt == 4
+        and make_args(loss_type="custom_loss").n_samples_per_prompt == 8
+    )
 
 
 @given(st.integers(1, 64), st.integers(1, 32), st.integers(1, 8))
@@ -82,14 +100,15 @@ def test_batch_equation_holds_whatever_was_given(prompts: int, samples: int, ste
     [
         (
             "--rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 250",
-            "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256, which is not a multiple of --global-batch-size "
-            "250; 256 would fit",
+            "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256, which is not a multiple "
+            "of --global-batch-size 250; 256 would fit",
         ),
         (
-            "--rollout-batch-size 4 --n-samples-per-prompt 4 --global-batch-size 8 --num-steps-per-rollout 3",
+            "--rollout-batch-size 4 --n-samples-per-prompt 4 --global-batch-size 8 "
+            "--num-steps-per-rollout 3",
             "--rollout-batch-size 4 x --n-samples-per-prompt 4 = 16, but --global-batch-size 8 x "
-            "--num-steps-per-rollout 3 = 24: leave out one of the last two flags; its value follows from "
-            "the others",
+            "--num-steps-per-rollout 3 = 24: leave out one of the last two flags; its value "
+            "follows from the others",
         ),
         (
             "--rollout-batch-size 3 --n-samples-per-prompt 3 --num-steps-per-rollout 2",
@@ -106,7 +125,11 @@ def test_a_gpu_node_without_placement_is_shared(workplace) -> None:
     workplace.use(NODE)
     args = workplace.load()
     assert args.colocate and args.offload_train and args.offload_rollout
-    assert (args.actor_num_gpus_per_node, args.rollout_num_gpus, args.train_dtype) == (8, 8, "bfloat16")
+    assert (args.actor_num_gpus_per_node, args.rollout_num_gpus, args.train_dtype) == (
+        8,
+        8,
+        "bfloat16",
+    )
     args = workplace.load(asynchronous=True)
     assert not args.colocate and (args.actor_num_gpus_per_node, args.rollout_num_gpus) == (4, 4)
     args = workplace.load("--rollout-num-gpus 2 --use-dynamic-batch-size --max-tokens-per-gpu 4096")
@@ -137,7 +160,12 @@ def test_the_critic_warms_up_like_the_actor_unless_told_otherwise(workplace) -> 
         args = workplace.load(f"--advantage-estimator ppo --num-rollout 100 {flags}")
         return [LrSchedule.from_args(args, role).warmup_steps for role in ("actor", "critic")]
 
-    assert steps("--lr-warmup-fraction 0.1") == steps("--warmup-ratio 0.1") == steps("--lr-warmup-iters 10") == [10, 10]
+    assert (
+        steps("--lr-warmup-fraction 0.1")
+        == steps("--warmup-ratio 0.1")
+        == steps("--lr-warmup-iters 10")
+        == [10, 10]
+    )
     assert steps("--lr-warmup-fraction 0.1 --critic-lr-warmup-iters 0") == [10, 0]
     assert steps("--lr-warmup-iters 10 --critic-lr-warmup-iters 3") == [10, 3]
 
@@ -158,13 +186,17 @@ def test_a_resumed_run_goes_on_in_its_own_folder(workplace) -> None:
 
 def test_a_function_that_evaluates_needs_no_data(workplace) -> None:
     code = "def evaluate(args, rollout_id, data_source, evaluation=False): return {}\n"
-    args = workplace.load(f"--eval-interval 2 --eval-function-path {workplace.write('mine.py', code)}:evaluate")
+    args = workplace.load(
+        f"--eval-interval 2 --eval-function-path {workplace.write('mine.py', code)}:evaluate"
+    )
     assert args.eval_interval == 2 and not any("evaluate" in notice for notice in args.notices)
 
 
 def test_the_paths_of_slimes_own_functions_are_the_same_in_both_forms(workplace) -> None:
     own = "slime.rollout.fully_async_rollout"
-    args = workplace.load(f"--rollout-function-path {own}:generate_rollout_fully_async", asynchronous=True)
+    args = workplace.load(
+        f"--rollout-function-path {own}:generate_rollout_fully_async", asynchronous=True
+    )
     assert args.rollout_function_path == f"{own}.generate_rollout_fully_async"
     assert args.eval_function_path == "slime.rollout.sglang_rollout.generate_rollout"
 
@@ -175,15 +207,23 @@ def test_the_paths_of_slimes_own_functions_are_the_same_in_both_forms(workplace)
         ("--custom-tis-function-path mine.py:f", "needs --use-tis"),
         ("--custom-tis-function-path mine.py:f --use-tis", ""),
         ("--custom-tis-function-path mine.py:f --custom-config-path own.yaml", ""),
-        ("--custom-update-weight-post-write-path mine.py:g", "needs --update-weight-transport disk"),
         (
-            "--custom-reward-post-process-path mine.py:h --custom-convert-samples-to-train-data-path mine.py:h",
+            "--custom-update-weight-post-write-path mine.py:g",
+            "needs --update-weight-transport disk",
+        ),
+        (
+            "--custom-reward-post-process-path mine.py:h "
+            "--custom-convert-samples-to-train-data-path mine.py:h",
             "the first is never called",
         ),
     ],
 )
 def test_a_function_that_is_never_called_is_told(workplace, flags: str, why: str) -> None:
-    code = "def f(args, **more): pass\ndef g(args, folder, engines): pass\ndef h(args, samples): pass\n"
+    code = (
+        "def f(args, **more): pass\n"
+        "def g(args, folder, engines): pass\n"
+        "def h(args, samples): pass\n"
+    )
     line = flags.replace("mine.py", workplace.write("mine.py", code))
     line = line.replace("own.yaml", workplace.write("own.yaml", "use_rs: true\n"))
     told = [notice for notice in workplace.load(line).notices if "has no effect" in notice]
@@ -206,22 +246,33 @@ def test_eval_settings_fall_back_to_the_rollouts(workplace) -> None:
 def test_rows_choose_keys_and_reward(workplace) -> None:
     data = workplace.write("other.jsonl", json.dumps({"input": "hi", "answer": "4"}) + "\n")
     line = f"--prompt-data {data}"
-    assert any(problem.startswith("no flag provides rewards") for problem in workplace.problems(line))
+    assert any(
+        problem.startswith("no flag provides rewards") for problem in workplace.problems(line)
+    )
     args = workplace.load(f"{line} --rm-type random")
     assert (args.input_key, args.label_key) == ("input", "label")
     args = workplace.load(f"{line} --label-key answer")
     assert (args.label_key, args.rm_type) == ("answer", "math")
 
 
-def test_the_first_row_alone_decides_nothing_about_the_labels_of_others(workplace: Workplace) -> None:
+def test_the_first_row_alone_decides_nothing_about_the_labels_of_others(
+    workplace: Workplace,
+) -> None:
     data = workplace.write("some.jsonl", '{"prompt": "hi"}\n{"prompt": "2+2", "label": "4"}\n')
     args = workplace.load(f"--prompt-data {data} --rm-type random")
-    assert (args.label_key, args.eval_label_key) == ("label", "label"), "evaluation data may have labels as well"
+    assert (args.label_key, args.eval_label_key) == ("label", "label"), (
+        "evaluation data may have labels as well"
+    )
 
 
 def test_a_label_may_be_inside_of_an_object(workplace: Workplace) -> None:
-    data = workplace.write("nested.jsonl", '{"prompt": "2+2", "reward_model": {"ground_truth": "4"}}\n')
-    assert workplace.load(f"--prompt-data {data} --label-key reward_model.ground_truth").rm_type == "math"
+    data = workplace.write(
+        "nested.jsonl", '{"prompt": "2+2", "reward_model": {"ground_truth": "4"}}\n'
+    )
+    assert (
+        workplace.load(f"--prompt-data {data} --label-key reward_model.ground_truth").rm_type
+        == "math"
+    )
 
 
 def test_the_first_row_may_begin_with_a_byte_order_mark(workplace: Workplace) -> None:
@@ -248,7 +299,11 @@ def test_the_checkpoint_may_come_by_load_or_ref_load(workplace) -> None:
 
 
 def test_recompute_flags_mean_gradient_checkpointing(workplace) -> None:
-    for line in ("--recompute-activations", "--recompute-granularity full", "--gradient-checkpointing"):
+    for line in (
+        "--recompute-activations",
+        "--recompute-granularity full",
+        "--gradient-checkpointing",
+    ):
         assert workplace.load(line).gradient_checkpointing
     assert not workplace.load().gradient_checkpointing
 
@@ -269,7 +324,14 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert count_gpus(tmp_path) == 3
-    for visible, count in (("", 0), ("-1", 0), ("0", 1), ("0,2,5", 3), ("GPU-a,GPU-b", 2), ("1,-1,2", 1)):
+    for visible, count in (
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("0,2,5", 3),
+        ("GPU-a,GPU-b", 2),
+        ("1,-1,2", 1),
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert count_gpus(tmp_path) == count
     monkeypatch.setattr(machine_module, "torch_is_cpu_build", lambda: True)
@@ -287,7 +349,9 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
         ("--kl-coef 0.1 --kl-loss-type k3 --advantage-estimator ppo", "k3", False),
     ],
 )
-def test_the_kl_in_the_loss_regularises_by_default(workplace, line: str, kind: str, told: bool) -> None:
+def test_the_kl_in_the_loss_regularises_by_default(
+    workplace, line: str, kind: str, told: bool
+) -> None:
     args = workplace.load(line)
     assert args.kl_loss_type == kind
     assert any("regularize" in notice for notice in args.notices) == told
@@ -303,7 +367,9 @@ def test_the_first_update_is_checked_where_one_more_update_is_cheap(tmp_path: Pa
     assert not checked(rollout_backend="embedded"), "it names each tensor that differs anyway"
     assert not checked(update_weight_transport="disk") and not checked(audit_weights=False)
     assert not checked({"vision_config": {}}) and not checked({"quantization_config": {}})
-    assert not checked(sglang={"speculative_algorithm": "EAGLE"}) and not checked(check_weight_update_equal=False)
+    assert not checked(sglang={"speculative_algorithm": "EAGLE"}) and not checked(
+        check_weight_update_equal=False
+    )
 
 
 def test_micro_batches_hold_tokens_unless_the_user_counts_samples() -> None:
@@ -311,21 +377,40 @@ def test_micro_batches_hold_tokens_unless_the_user_counts_samples() -> None:
     assert args.use_dynamic_batch_size and args.balance_data and args.max_tokens_per_gpu == 4096
     assert make_args(max_tokens_per_gpu=512).max_tokens_per_gpu == 512
     args = make_args(micro_batch_size=1)
-    assert not args.use_dynamic_batch_size and not args.balance_data and args.max_tokens_per_gpu is None
+    assert (
+        not args.use_dynamic_batch_size
+        and not args.balance_data
+        and args.max_tokens_per_gpu is None
+    )
     assert make_args(micro_batch_size=1, use_dynamic_batch_size=True).use_dynamic_batch_size
-    assert not make_args(attn_implementation="sdpa").use_dynamic_batch_size, "padding is not counted"
+    assert not make_args(attn_implementation="sdpa").use_dynamic_batch_size, (
+        "padding is not counted"
+    )
     assert not make_args(balance_data=False).balance_data
 
 
 def test_passes_without_a_backward_have_the_budget_of_training_unless_one_is_given() -> None:
     assert make_args(max_tokens_per_gpu=512).log_probs_max_tokens_per_gpu == 512
-    assert make_args(max_tokens_per_gpu=512, log_probs_max_tokens_per_gpu=2048).log_probs_max_tokens_per_gpu == 2048
-    assert make_args(micro_batch_size=1).log_probs_max_tokens_per_gpu is None, "training's micro-batches"
+    assert (
+        make_args(
+            max_tokens_per_gpu=512, log_probs_max_tokens_per_gpu=2048
+        ).log_probs_max_tokens_per_gpu
+        == 2048
+    )
+    assert make_args(micro_batch_size=1).log_probs_max_tokens_per_gpu is None, (
+        "training's micro-batches"
+    )
 
 
 def test_the_token_budget_follows_from_the_longest_sample() -> None:
     assert make_args(rollout_max_response_len=8192).max_tokens_per_gpu == 8192
-    assert make_args(rollout_max_response_len=8192, rollout_max_prompt_len=1024).max_tokens_per_gpu == 9216
-    assert make_args(rollout_max_response_len=8192, rollout_max_context_len=8000).max_tokens_per_gpu == 8000
+    assert (
+        make_args(rollout_max_response_len=8192, rollout_max_prompt_len=1024).max_tokens_per_gpu
+        == 9216
+    )
+    assert (
+        make_args(rollout_max_response_len=8192, rollout_max_context_len=8000).max_tokens_per_gpu
+        == 8000
+    )
     megatron = {"context_parallel_size": 2}
     assert make_args(rollout_max_response_len=16384, megatron=megatron).max_tokens_per_gpu == 8192

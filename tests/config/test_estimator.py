@@ -17,7 +17,10 @@ BASE = "from slime.algorithms.grpo import Grpo\n\n\nclass Mine(Grpo):\n"
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
-        ("from slime.algorithms import Algorithm\nclass Mine(Algorithm):\n    pass\n", "advantages"),
+        (
+            "from slime.algorithms import Algorithm\nclass Mine(Algorithm):\n    pass\n",
+            "advantages",
+        ),
         ("class Mine:\n    pass\n", "slime.algorithms.Algorithm"),
         ("def Mine(rewards):\n    return rewards\n", "a function"),
         ("class Other:\n    pass\n", "has no 'Mine'"),
@@ -33,15 +36,25 @@ def test_a_class_that_cannot_serve_is_named(code: str, problem: str, tmp_path: P
 
 @pytest.mark.parametrize(
     ("body", "problem"),
-    [("return rewards[:1]", "per reward"), ("return [1 / r for r in rewards]", "ZeroDivisionError")],
+    [
+        ("return rewards[:1]", "per reward"),
+        ("return [1 / r for r in rewards]", "ZeroDivisionError"),
+    ],
 )
-def test_a_baseline_that_fails_on_a_small_group_is_named(body: str, problem: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(f"{BASE}    def group_baseline(self, rewards):\n        {body}\n")
+def test_a_baseline_that_fails_on_a_small_group_is_named(
+    body: str, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"{BASE}    def group_baseline(self, rewards):\n        {body}\n"
+    )
     found = trial_problem(make_args(advantage_estimator=f"{tmp_path}/mine.py:Mine"))
     assert found is not None and problem in found
 
 
 def test_the_registry_imports_nothing_heavy() -> None:
-    code = "import sys, slime.config.algorithm; print({'torch', 'numpy', 'ray', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys, slime.config.algorithm; print({'torch', 'numpy', 'ray', 'transformers'} & "
+        "set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -13,7 +13,10 @@ def test_page_is_current() -> None:
 def test_the_table_of_estimators_is_made_from_their_classes() -> None:
     text = ALGORITHMS_PAGE.read_text()
     assert text == algorithms_page(text), "run: python tools/flags_page.py"
-    assert "| `rloo` |" not in (cut := text.replace("| `rloo` |", "| `forgotten` |")) and algorithms_page(cut) == text
+    assert (
+        "| `rloo` |" not in (cut := text.replace("| `rloo` |", "| `forgotten` |"))
+        and algorithms_page(cut) == text
+    )
     assert "| your own " in text
 
 

@@ -1,4 +1,6 @@
-"""What is wrong with a command or a file of settings is one line, whatever it holds; never a traceback."""
+"""What is wrong with a command or a file of settings is one line, whatever it holds; never a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,17 @@ from slime.config.args import FLAGS
 from slime.config.hooks import AWAITED, CALLS, call_problem
 from slime.config.machine import Machine
 
-FILE_FLAGS = sorted(name for name, flag in FLAGS.items() if flag.kind in ("path", "pairs") and flag.status == "works")
-HOOK_FLAGS = ["custom_generate_function_path", "custom_rm_path", "data_source_path", "rollout_function_path"]
+FILE_FLAGS = sorted(
+    name
+    for name, flag in FLAGS.items()
+    if flag.kind in ("path", "pairs") and flag.status == "works"
+)
+HOOK_FLAGS = [
+    "custom_generate_function_path",
+    "custom_rm_path",
+    "data_source_path",
+    "rollout_function_path",
+]
 GPUS = Machine(gpus=8, cores=32, in_cluster=False)
 
 
@@ -19,7 +30,9 @@ def one_problem(workplace, line: list[str], part: str) -> None:
     with pytest.raises(ConfigError) as failure:
         load_args([*workplace.required, *line])
     found = [problem for problem in failure.value.problems if part in problem]
-    assert found and all("\n" not in problem and len(problem) < 1000 for problem in found), failure.value.problems
+    assert found and all("\n" not in problem and len(problem) < 1000 for problem in found), (
+        failure.value.problems
+    )
 
 
 def test_the_calls_of_hooks_are_of_flags() -> None:
@@ -27,7 +40,9 @@ def test_the_calls_of_hooks_are_of_flags() -> None:
 
 
 @pytest.mark.parametrize("name", [*FILE_FLAGS, *HOOK_FLAGS])
-@pytest.mark.parametrize("value", ["x" * 300, "a/" + "ü" * 200, "a\0b", "~nobody-of-this-name/x", "/x" * 3000])
+@pytest.mark.parametrize(
+    "value", ["x" * 300, "a/" + "ü" * 200, "a\0b", "~nobody-of-this-name/x", "/x" * 3000]
+)
 def test_names_that_no_file_can_have(workplace, name: str, value: str) -> None:
     one_problem(workplace, [FLAGS[name].option, value], FLAGS[name].option)
 
@@ -52,7 +67,11 @@ NO_YAML = [
 @pytest.mark.parametrize(
     ("option", "content", "part"),
     [  # PyYAML takes seconds for what is nested deeply
-        pytest.param(option, *case, marks=[pytest.mark.long] if case[0] == DEEP and option != "--override" else [])
+        pytest.param(
+            option,
+            *case,
+            marks=[pytest.mark.long] if case[0] == DEEP and option != "--override" else [],
+        )
         for option in READERS
         for case in NO_YAML
     ],
@@ -67,11 +86,15 @@ def test_yaml_that_is_none(workplace, option: str, content: bytes, part: str) ->
     problems = workplace.problems(" ".join([*backend, option, str(file)]))
     if option == "--eval-config":
         problems += check_data(workplace.load_unchecked([option, str(file)]), check_label)
-    assert any(str(file) in problem and part in problem for problem in problems) or not part, problems
+    assert any(str(file) in problem and part in problem for problem in problems) or not part, (
+        problems
+    )
     assert all("\n" not in problem for problem in problems)
 
 
-@pytest.mark.parametrize("name", ["explicit", "megatron", "sglang", "router", "notices", "__class__", "__dict__"])
+@pytest.mark.parametrize(
+    "name", ["explicit", "megatron", "sglang", "router", "notices", "__class__", "__dict__"]
+)
 @pytest.mark.parametrize("option", ["--override", "--custom-config-path"])
 def test_a_file_cannot_set_what_is_no_flag(workplace, name: str, option: str) -> None:
     file = workplace.write("x.yaml", f"{name}: 5\n")
@@ -102,16 +125,22 @@ def test_settings_of_evaluation_sets_have_types(workplace, setting: str) -> None
     text = f"eval: {{datasets: [{{name: a, path: {workplace.data}, {setting}}}]}}"
     if key == "path":
         text = f"eval: {{datasets: [{{name: a, {setting}}}]}}"
-    problems = check_data(workplace.load_unchecked(["--eval-config", workplace.write("e.yaml", text)]), check_label)
+    problems = check_data(
+        workplace.load_unchecked(["--eval-config", workplace.write("e.yaml", text)]), check_label
+    )
     assert len(problems) == 1 and f"{key} needs" in problems[0], problems
 
 
-@pytest.mark.parametrize("text", ["eval: {datasets: 5}", "eval: {defaults: 5, datasets: [1]}", "eval: {datasets: [5]}"])
+@pytest.mark.parametrize(
+    "text", ["eval: {datasets: 5}", "eval: {defaults: 5, datasets: [1]}", "eval: {datasets: [5]}"]
+)
 def test_evaluation_files_of_another_shape(workplace, text: str) -> None:
     from slime.data.validate import check_data
     from slime.rollout.rm_hub import check_label
 
-    problems = check_data(workplace.load_unchecked(["--eval-config", workplace.write("e.yaml", text)]), check_label)
+    problems = check_data(
+        workplace.load_unchecked(["--eval-config", workplace.write("e.yaml", text)]), check_label
+    )
     assert len(problems) == 1 and "eval" in problems[0]
 
 
@@ -122,7 +151,9 @@ def test_an_override_file_names_no_other(workplace, value: str) -> None:
 
 
 def test_deep_json_and_other_odd_values(workplace) -> None:
-    one_problem(workplace, ["--apply-chat-template-kwargs", '{"a":' * 5000], "--apply-chat-template-kwargs")
+    one_problem(
+        workplace, ["--apply-chat-template-kwargs", '{"a":' * 5000], "--apply-chat-template-kwargs"
+    )
     one_problem(workplace, ["--multimodal-keys", '{"image": {"a": 1}}'], "must name a column")
     one_problem(workplace, ["--rollout-num-gpus", "9" * 20], "--rollout-num-gpus")
     file = workplace.write("x.yaml", "sglang_attention_backend: {a: 1}\nload: [1]\nrm_type: {}\n")
@@ -144,7 +175,9 @@ def test_deep_json_and_other_odd_values(workplace) -> None:
         ("1 / 0", "failed with ZeroDivisionError"),
     ],
 )
-def test_a_hook_file_that_ends_the_program_is_an_error_with_its_name(workplace, statement: str, part: str) -> None:
+def test_a_hook_file_that_ends_the_program_is_an_error_with_its_name(
+    workplace, statement: str, part: str
+) -> None:
     file = workplace.write("reward.py", f"{statement}\nasync def f(args, sample): return 1.0\n")
     one_problem(workplace, ["--custom-rm-path", f"{file}:f"], part)
     one_problem(workplace, ["--custom-rm-path", f"{file}:f"], file)
@@ -168,7 +201,11 @@ def test_a_hook_with_other_parameters_is_told_before_it_is_called(workplace, nam
 
 def test_a_hook_with_other_parameters_is_a_problem_of_the_command(workplace) -> None:
     file = workplace.write("hooks.py", "def keep(args): ...\nnumber = 5\n")
-    one_problem(workplace, ["--buffer-filter-path", f"{file}:keep"], "slime calls it as fn(args, rollout_id, buffer")
+    one_problem(
+        workplace,
+        ["--buffer-filter-path", f"{file}:keep"],
+        "slime calls it as fn(args, rollout_id, buffer",
+    )
     one_problem(workplace, ["--custom-rm-path", f"{file}:number"], "it is a int, not a function")
 
 
@@ -177,10 +214,14 @@ def test_a_hook_with_other_parameters_is_a_problem_of_the_command(workplace) -> 
 
 def test_routing_replay_needs_an_engine_that_records(workplace) -> None:
     moe = "--train-backend megatron --use-rollout-routing-replay"
-    assert any("chosen experts" in p for p in workplace.problems(f"{moe} --rollout-backend embedded"))
+    assert any(
+        "chosen experts" in p for p in workplace.problems(f"{moe} --rollout-backend embedded")
+    )
     on_cpu = workplace.problems(f"{moe} --rollout-backend sglang")
     assert any("--use-rollout-routing-replay" in p for p in on_cpu)
     workplace.use(GPUS)
-    assert not any("routing-replay" in p for p in workplace.problems(f"{moe} --rollout-backend sglang"))
+    assert not any(
+        "routing-replay" in p for p in workplace.problems(f"{moe} --rollout-backend sglang")
+    )
     asked = workplace.problems(f"{moe} --rollout-backend sglang --sglang-device cpu")
     assert any("routing-replay" in p for p in asked)

@@ -13,7 +13,8 @@ OVER = "--rollout-batch-size 4 --n-samples-per-prompt 2 --over-sampling-batch-si
 FULLY = f"--rollout-function-path {FULLY_ASYNC_FUNCTION}"
 EVALUATES = "--eval-interval 1 --eval-prompt-data e data.jsonl"
 PPO = "--advantage-estimator ppo"
-# For each flag of the table: the flag as it is typed, what else makes it work, and what else leaves it without effect.
+# For each flag of the table: the flag as it is typed, what else makes it work, and what else leaves
+# it without effect.
 LINES: dict[str, tuple[str, str, str]] = {
     "gamma": ("--gamma 0.9", PPO, ""),
     "lambd": ("--lambd 0.9", PPO, ""),
@@ -28,14 +29,26 @@ LINES: dict[str, tuple[str, str, str]] = {
     ),
     "kl_coef": ("--kl-coef 0.1", PPO, ""),
     "kl_loss_type": ("--kl-loss-type k2", "--use-kl-loss --kl-loss-coef 0.1", ""),
-    "ref_update_interval": ("--ref-update-interval 2", "--use-kl-loss --kl-loss-coef 0.1", "--kl-coef 0"),
+    "ref_update_interval": (
+        "--ref-update-interval 2",
+        "--use-kl-loss --kl-loss-coef 0.1",
+        "--kl-coef 0",
+    ),
     "use_unbiased_kl": ("--use-unbiased-kl", "--use-kl-loss --kl-loss-coef 0.1", ""),
     "tis_clip": ("--tis-clip 3", "--use-tis", "--no-use-tis"),
     "tis_clip_low": ("--tis-clip-low 0.5", "--use-tis", ""),
     "opsm_delta": ("--opsm-delta 1e-3", "--use-opsm", ""),
-    "opd_kl_coef": ("--opd-kl-coef 0.5", "--use-opd --opd-type megatron --opd-teacher-load model", ""),
+    "opd_kl_coef": (
+        "--opd-kl-coef 0.5",
+        "--use-opd --opd-type megatron --opd-teacher-load model",
+        "",
+    ),
     "overlong_penalty": ("--overlong-penalty 0.5", "--overlong-buffer-len 8", ""),
-    "overlong_buffer_len": ("--overlong-buffer-len 8", "", "--custom-reward-post-process-path own.fn"),
+    "overlong_buffer_len": (
+        "--overlong-buffer-len 8",
+        "",
+        "--custom-reward-post-process-path own.fn",
+    ),
     "keep_old_actor": ("--keep-old-actor", "", "--use-rollout-logprobs"),
     "partial_rollout": ("--partial-rollout", f"{OVER} --no-deterministic", "--no-deterministic"),
     "over_sampling_batch_size": (OVER, "", f"async {FULLY}"),
@@ -43,14 +56,26 @@ LINES: dict[str, tuple[str, str, str]] = {
     "update_weights_interval": ("--update-weights-interval 2", "async", ""),
     "max_weight_staleness": ("--max-weight-staleness 1", "async", ""),
     "replay_schedule": ("--replay-schedule s.jsonl", "async", ""),
-    "update_weight_disk_dir": ("--update-weight-disk-dir out", "--update-weight-transport disk", ""),
+    "update_weight_disk_dir": (
+        "--update-weight-disk-dir out",
+        "--update-weight-transport disk",
+        "",
+    ),
     "update_weight_disk_keep_files": (
         "--update-weight-disk-keep-files",
         "--update-weight-transport disk --update-weight-disk-dir out",
         "",
     ),
-    "max_tokens_per_gpu": ("--max-tokens-per-gpu 4096", "--use-dynamic-batch-size", "--micro-batch-size 1"),
-    "log_probs_max_tokens_per_gpu": ("--log-probs-max-tokens-per-gpu 4096", "", "--attn-implementation eager"),
+    "max_tokens_per_gpu": (
+        "--max-tokens-per-gpu 4096",
+        "--use-dynamic-batch-size",
+        "--micro-batch-size 1",
+    ),
+    "log_probs_max_tokens_per_gpu": (
+        "--log-probs-max-tokens-per-gpu 4096",
+        "",
+        "--attn-implementation eager",
+    ),
     "eval_reward_key": ("--eval-reward-key score", EVALUATES, ""),
     "n_samples_per_eval_prompt": ("--n-samples-per-eval-prompt 2", EVALUATES, ""),
     "eval_temperature": ("--eval-temperature 0.5", EVALUATES, ""),
@@ -80,10 +105,14 @@ def notices(workplace: Workplace, line: str) -> str:
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_flag_without_effect_is_told_and_one_with_an_effect_is_not(workplace: Workplace, name: str) -> None:
+def test_a_flag_without_effect_is_told_and_one_with_an_effect_is_not(
+    workplace: Workplace, name: str
+) -> None:
     typed, working, idle = LINES[name]
     said = f"{FLAGS[name].option}"
-    alone = [line for line in notices(workplace, f"{typed} {idle}").splitlines() if said in line.split()]
+    alone = [
+        line for line in notices(workplace, f"{typed} {idle}").splitlines() if said in line.split()
+    ]
     assert alone and "no effect" in notices(workplace, f"{typed} {idle}")
     text = notices(workplace, f"{typed} {working}")
     assert not [line for line in text.splitlines() if line.strip().startswith(said + " ")], text
@@ -92,7 +121,9 @@ def test_a_flag_without_effect_is_told_and_one_with_an_effect_is_not(workplace: 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_value_that_is_probably_a_mistake_is_told(workplace: Workplace, name: str) -> None:
     wrong, right = MISTAKES[name]
-    assert f"{FLAGS[name].option}" in notices(workplace, wrong) and "not meant" in notices(workplace, wrong)
+    assert f"{FLAGS[name].option}" in notices(workplace, wrong) and "not meant" in notices(
+        workplace, wrong
+    )
     assert "not meant" not in notices(workplace, right)
 
 
@@ -102,6 +133,8 @@ def test_the_clip_of_gspo_is_told_where_it_is_that_of_tokens(workplace: Workplac
 
 
 def test_several_flags_without_effect_are_one_notice(workplace: Workplace) -> None:
-    notice = notices(workplace, "--gamma 0.9 --lambd 0.9 --tis-clip 3").partition("these flags have no effect:\n")[2]
+    notice = notices(workplace, "--gamma 0.9 --lambd 0.9 --tis-clip 3").partition(
+        "these flags have no effect:\n"
+    )[2]
     told = [line.strip().partition(":")[0] for line in notice.splitlines() if line.startswith("  ")]
     assert told == ["--gamma 0.9", "--lambd 0.9", "--tis-clip 3.0"]

@@ -1,4 +1,6 @@
-"""The flags of public launch scripts are accepted unchanged for every model family that has a weight map."""
+"""The flags of public launch scripts are accepted unchanged for every model family that has a
+weight map.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def hf_config(model: str, model_type: str) -> dict[str, Any]:
 
 
 def write_files(root: Path, recipe: dict[str, Any], foreign: bool) -> None:
-    """Write what a recipe reads. ``X_torch_dist`` is a checkpoint of Megatron-LM (``foreign``) or slime's own."""
+    """Write what a recipe reads. ``X_torch_dist`` is a checkpoint of Megatron-LM (``foreign``) or
+    slime's own.
+    """
     model = root / "MODEL"
     model.mkdir()
     (model / "config.json").write_text(
@@ -69,7 +73,9 @@ def write_files(root: Path, recipe: dict[str, Any], foreign: bool) -> None:
         (weights / "trainer.json").write_text('{"format": "megatron"}')
     for name in ("dapo-math-17k/dapo-math-17k.jsonl", "aime-2024/aime-2024.jsonl"):
         (root / name).parent.mkdir()
-        (root / name).write_text(json.dumps({"prompt": [{"role": "user", "content": "1 + 1"}], "label": "2"}) + "\n")
+        (root / name).write_text(
+            json.dumps({"prompt": [{"role": "user", "content": "1 + 1"}], "label": "2"}) + "\n"
+        )
     for name in ("gsm8k/train.parquet", "nq_hotpotqa_train/train.parquet", "openhermes2_5.parquet"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(b"PAR1")
@@ -90,7 +96,11 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         write_files(tmp_path, recipe, foreign)
         groups = LINES["groups"]
         text = " ".join([*(groups[group] for group in recipe["groups"]), recipe["flags"]])
-        words = [*model_words(recipe["model"]), *shlex.split(text.replace("/root/", f"{tmp_path}/")), *more]
+        words = [
+            *model_words(recipe["model"]),
+            *shlex.split(text.replace("/root/", f"{tmp_path}/")),
+            *more,
+        ]
         args, problems = check_args(words, asynchronous=recipe.get("script") == "train_async.py")
         if args.train_backend == "megatron":
             problems += check_family(args)
@@ -105,16 +115,27 @@ def is_refused(name: str) -> bool:
 
 @pytest.mark.parametrize("foreign", [False, True], ids=["converted", "of Megatron-LM"])
 @pytest.mark.parametrize("name", [name for name in RECIPES if not is_refused(name)])
-def test_a_public_recipe_is_accepted_unchanged(check: Any, tmp_path: Path, name: str, foreign: bool) -> None:
+def test_a_public_recipe_is_accepted_unchanged(
+    check: Any, tmp_path: Path, name: str, foreign: bool
+) -> None:
     args, problems = check(RECIPES[name], foreign=foreign)
     assert problems == []
-    assert args.ref_load == str(tmp_path / "MODEL_torch_dist") or "--ref-load" not in line_of(RECIPES[name])
+    assert args.ref_load == str(tmp_path / "MODEL_torch_dist") or "--ref-load" not in line_of(
+        RECIPES[name]
+    )
     assert not [notice for notice in args.notices if "reference model" in notice]
     assert (args.train_backend, args.rollout_backend) == ("megatron", "sglang")
-    assert args.rollout_batch_size * args.n_samples_per_prompt == args.global_batch_size * args.num_steps_per_rollout
+    assert (
+        args.rollout_batch_size * args.n_samples_per_prompt
+        == args.global_batch_size * args.num_steps_per_rollout
+    )
     listed = [notice for notice in args.notices if "no effect" in notice]
     assert len(listed) <= 1, "flags without effect are listed in one notice"
-    for option in ("--use-precision-aware-optimizer", "--moe-enable-deepep", "--megatron-to-hf-mode bridge"):
+    for option in (
+        "--use-precision-aware-optimizer",
+        "--moe-enable-deepep",
+        "--megatron-to-hf-mode bridge",
+    ):
         assert (option in " ".join(listed)) == (f" {option} " in f" {line_of(RECIPES[name])} ")
 
 
@@ -131,7 +152,11 @@ def test_what_cannot_run_is_refused_before_the_start(check: Any, name: str) -> N
 
 def test_a_vision_part_is_refused_before_the_start(tmp_path: Path) -> None:
     """The config.json of Gemma 3 4B and larger, whose text part alone has a map."""
-    config = {"model_type": "gemma3", "text_config": {"model_type": "mistral"}, "vision_config": {"depth": 2}}
+    config = {
+        "model_type": "gemma3",
+        "text_config": {"model_type": "mistral"},
+        "vision_config": {"depth": 2},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (problem,) = check_family(Args(train_backend="megatron", hf_checkpoint=str(tmp_path)))
     assert "--train-backend fsdp" in problem
@@ -142,7 +167,9 @@ NO_PUBLIC_SCRIPT = {"phi3", "olmo3", "granite", "seed_oss", "smollm3"}
 
 def test_every_family_with_a_map_has_a_recipe() -> None:
     accepted = {recipe["type"] for name, recipe in RECIPES.items() if not is_refused(name)}
-    assert {get_family(model_type).name for model_type in accepted} == set(parts("model family")) - NO_PUBLIC_SCRIPT
+    assert {get_family(model_type).name for model_type in accepted} == set(
+        parts("model family")
+    ) - NO_PUBLIC_SCRIPT
 
 
 @pytest.mark.parametrize("spelled", ["qwen3-4B", "qwen3", "Qwen3"])
@@ -168,19 +195,37 @@ def test_head_sizes_of_plain_attention_are_compared(check: Any) -> None:
 
 def test_defaults_that_differ_are_named(check: Any) -> None:
     recipe = {**RECIPES["qwen3-4B"], "groups": ["checkpoint", "megatron", "colocated"]}
-    args, problems = check(recipe, "--prompt-data", "dapo-math-17k/dapo-math-17k.jsonl", "--rm-type", "math")
+    args, problems = check(
+        recipe, "--prompt-data", "dapo-math-17k/dapo-math-17k.jsonl", "--rm-type", "math"
+    )
     assert problems == []
     (notice,) = [notice for notice in args.notices if notice.startswith("defaults that are not")]
-    for part in ("--n-samples-per-prompt 8 (was 1)", "--input-key prompt (was input)", "--weight-decay 0.0 (was 0.01)"):
+    for part in (
+        "--n-samples-per-prompt 8 (was 1)",
+        "--input-key prompt (was input)",
+        "--weight-decay 0.0 (was 0.01)",
+    ):
         assert part in notice
     assert "kl-loss-type" not in notice, "no KL term is computed"
 
 
-def test_a_checkpoint_of_megatron_lm_is_told_from_an_empty_folder(check: Any, tmp_path: Path) -> None:
-    args, problems = check(RECIPES["qwen3-4B"], "--ref-load", str(tmp_path), "--kl-loss-coef", "0.1")
+def test_a_checkpoint_of_megatron_lm_is_told_from_an_empty_folder(
+    check: Any, tmp_path: Path
+) -> None:
+    args, problems = check(
+        RECIPES["qwen3-4B"], "--ref-load", str(tmp_path), "--kl-loss-coef", "0.1"
+    )
     assert "no config.json" in problems[0]
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     _, problems = check_args(
-        ["--hf-checkpoint", args.hf_checkpoint, "--ref-load", str(tmp_path), "--use-kl-loss", "--kl-loss-coef", "0.1"]
+        [
+            "--hf-checkpoint",
+            args.hf_checkpoint,
+            "--ref-load",
+            str(tmp_path),
+            "--use-kl-loss",
+            "--kl-loss-coef",
+            "0.1",
+        ]
     )
     assert [problem for problem in problems if "of Megatron-LM" in problem]

@@ -20,8 +20,8 @@ BACKEND = "--train-backend megatron --actor-num-gpus-per-node 4 --pipeline-model
         ("2 --pipeline-model-parallel-layout Et*18|t*18L", 1),
         ("4 --pipeline-model-parallel-layout Et|(ttttt|)*6,ttttt,L", 2),
         (
-            "2 --num-layers-per-virtual-pipeline-stage 19 --account-for-embedding-in-pipeline-split "
-            "--account-for-loss-in-pipeline-split",
+            "2 --num-layers-per-virtual-pipeline-stage 19 "
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
             1,
         ),
     ],
@@ -36,4 +36,6 @@ def test_layers_that_chunks_do_not_divide_are_reported(workplace: Workplace) -> 
     flags = f"{BACKEND} 4 --num-layers-per-virtual-pipeline-stage"
     assert not [x for x in workplace.problems(f"{flags} 3") if "virtual" in x]
     problems = " ".join(workplace.problems(f"{flags} 4"))
-    assert "--num-layers-per-virtual-pipeline-stage 4 x --pipeline-model-parallel-size 4" in problems
+    assert (
+        "--num-layers-per-virtual-pipeline-stage 4 x --pipeline-model-parallel-size 4" in problems
+    )

@@ -1,4 +1,6 @@
-"""The flags of LoRA: defaults, the adapter that ``--load`` names, and what is refused with the reason."""
+"""The flags of LoRA: defaults, the adapter that ``--load`` names, and what is refused with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,20 @@ def test_defaults(workplace: Workplace) -> None:
     args = workplace.load()
     assert args.lora_rank == 0 and args.lora_sync == "merged"
     args = workplace.load("--lora-rank 16 --lr 1e-5")
-    assert (args.lora_rank, args.lora_alpha, args.use_rslora, args.lora_dropout) == (16, 32.0, False, 0.0)
+    assert (args.lora_rank, args.lora_alpha, args.use_rslora, args.lora_dropout) == (
+        16,
+        32.0,
+        False,
+        0.0,
+    )
     assert (args.lora_target_modules, args.lora_exclude_modules) == (["all-linear"], None)
     assert (args.lora_init, args.lora_export, args.lora_sync) == ("kaiming", "peft", "adapter")
     assert not any("--lr" in notice for notice in args.notices)
 
 
-def test_a_quantized_base_needs_torchao_and_no_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_base_needs_torchao_and_no_compiled_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rules, "installed", lambda name: name != "torchao")
     monkeypatch.setattr(trainer, "installed", lambda name: True)
     args = make_args(train_backend="fsdp", lora_rank=8, lora_base_quantization="nf4")
@@ -60,7 +69,11 @@ def test_a_quantized_base_needs_torchao_and_no_compiled_layers(monkeypatch: pyte
 def test_routed_experts_have_no_codes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
     args = make_args(
-        train_backend="fsdp", lora_rank=8, lora_base_quantization="int8", hf_checkpoint=str(tmp_path), ref_load=None
+        train_backend="fsdp",
+        lora_rank=8,
+        lora_base_quantization="int8",
+        hf_checkpoint=str(tmp_path),
+        ref_load=None,
     )
     assert any("routed experts" in problem for problem in rule_problems(args))
 
@@ -85,29 +98,55 @@ def test_what_an_adapter_in_load_says_is_the_default(workplace: Workplace) -> No
         ("--lora-alpha 16", "--lora-alpha 16.0 needs --lora-rank"),
         ("--lora-rank -1", "--lora-rank -1"),
         ("--lora-rank 8 --lora-dropout 1", "--lora-dropout 1"),
-        (MEGATRON + "--lora-dropout 0.1", "--lora-dropout 0.1 and --train-backend megatron exclude"),
-        ("--lora-rank 8 --lora-target-modules experts --lora-dropout 0.1", "--lora-target-modules experts exclude"),
-        ("--lora-rank 8 --lora-target-modules experts --lora-sync adapter", "need merged weights of routed experts"),
+        (
+            MEGATRON + "--lora-dropout 0.1",
+            "--lora-dropout 0.1 and --train-backend megatron exclude",
+        ),
+        (
+            "--lora-rank 8 --lora-target-modules experts --lora-dropout 0.1",
+            "--lora-target-modules experts exclude",
+        ),
+        (
+            "--lora-rank 8 --lora-target-modules experts --lora-sync adapter",
+            "need merged weights of routed experts",
+        ),
         ("--lora-base-quantization nf4", "--lora-base-quantization nf4 needs --lora-rank"),
-        (MEGATRON + "--lora-base-quantization nf4", "Megatron's parallel layers have no quantized weights"),
+        (
+            MEGATRON + "--lora-base-quantization nf4",
+            "Megatron's parallel layers have no quantized weights",
+        ),
         (INT8 + "--actor-num-gpus-per-node 2", "several training ranks exclude"),
         (INT8 + "--compile-layers", "torchao's tensors are not compiled"),
         (INT8 + "--ref-load {other}", "is not the base"),
         # --load is the base then, and the reference is --hf-checkpoint
         (INT8 + "--load {other} --use-kl-loss --kl-loss-coef 0.1", "is not the base {other}"),
         (MEGATRON + "--ckpt-format torch", "--ckpt-format torch exclude"),
-        (MEGATRON + "--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate 0.1 exclude"),
-        ("--lora-rank 8 --only-train-params-name-list q_proj", "--only-train-params-name-list q_proj exclude"),
         (
-            "--lora-rank 8 --lora-sync adapter --update-weight-transport disk --update-weight-disk-dir /tmp/x",
+            MEGATRON + "--moe-router-bias-update-rate 0.1",
+            "--moe-router-bias-update-rate 0.1 exclude",
+        ),
+        (
+            "--lora-rank 8 --only-train-params-name-list q_proj",
+            "--only-train-params-name-list q_proj exclude",
+        ),
+        (
+            "--lora-rank 8 --lora-sync adapter --update-weight-transport disk "
+            "--update-weight-disk-dir /tmp/x",
             "these engines get whole models",
         ),
         (
             "--lora-rank 8 --lora-sync adapter --rollout-external-engine-addrs 127.0.0.1:1",
             "these engines get whole models",
         ),
-        ("--lora-rank 8 --ref-update-interval 2 --use-kl-loss --kl-loss-coef 0.1 --ref-load {other}", "the same base"),
-        ("--lora-rank 8 --ref-update-interval 2 --use-kl-loss --kl-loss-coef 0.1 --load {other}", "--ref-load {other}"),
+        (
+            "--lora-rank 8 --ref-update-interval 2 --use-kl-loss --kl-loss-coef 0.1 --ref-load "
+            "{other}",
+            "the same base",
+        ),
+        (
+            "--lora-rank 8 --ref-update-interval 2 --use-kl-loss --kl-loss-coef 0.1 --load {other}",
+            "--ref-load {other}",
+        ),
     ],
 )
 def test_what_is_refused(workplace: Workplace, line: str, said: str) -> None:
@@ -123,15 +162,25 @@ def test_what_is_refused(workplace: Workplace, line: str, said: str) -> None:
     ("config", "ranks", "said"),
     [
         ({"num_key_value_heads": 2}, 2, None),
-        ({"num_key_value_heads": 2}, 4, "4 tensor-parallel ranks cannot share the adapters of 2 key-value heads"),
+        (
+            {"num_key_value_heads": 2},
+            4,
+            "4 tensor-parallel ranks cannot share the adapters of 2 key-value heads",
+        ),
         ({"num_attention_heads": 4}, 4, None),
         ({"kv_lora_rank": 512, "num_attention_heads": 4}, 1, "the projections of latent attention"),
-        ({"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4}, 2, None),
+        (
+            {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4},
+            2,
+            None,
+        ),
         ({"model_type": "phi3"}, 1, "query, key and value in one matrix (phi3)"),
         ({}, 8, None),  # config.json is not on this machine
     ],
 )
-def test_models_without_adapters_on_megatron(config: dict[str, object], ranks: int, said: str | None) -> None:
+def test_models_without_adapters_on_megatron(
+    config: dict[str, object], ranks: int, said: str | None
+) -> None:
     problems = megatron_problems(config, ranks)
     assert len(problems) == (said is not None) and all(str(said) in problem for problem in problems)
 
@@ -148,7 +197,8 @@ def test_notices(workplace: Workplace, line: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--rollout-backend sglang", "--update-weight-transport disk --update-weight-disk-dir /tmp/x"]
+    "line",
+    ["--rollout-backend sglang", "--update-weight-transport disk --update-weight-disk-dir /tmp/x"],
 )
 def test_engines_without_adapters_get_merged_weights(workplace: Workplace, line: str) -> None:
     assert workplace.load_unchecked(["--lora-rank", "8", *line.split()]).lora_sync == "merged"
@@ -169,7 +219,10 @@ def test_sglang_loads_the_adapter_by_name_if_it_is_asked_to() -> None:
     assert RequestSettings.from_args(make_args(**SGLANG, debug_rollout_only=True)).adapter is None
     args.lora_sync = "merged"
     settings = WeightSyncSettings.from_args(args)
-    assert settings.adapter_name is None is RequestSettings.from_args(args).adapter and settings.engines_lose_weights
+    assert (
+        settings.adapter_name is None is RequestSettings.from_args(args).adapter
+        and settings.engines_lose_weights
+    )
     assert engine_adapter(8, "adapter", "embedded") is None  # the embedded engine needs no name
 
 
@@ -208,12 +261,20 @@ def test_flags_and_models_with_which_sglang_loads_no_adapter(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = make_args(**(SGLANG | flags), hf_checkpoint=str(tmp_path))
-    problems = [problem for problem in [*check_lora(args), *rule_problems(args)] if "--lora-sync" in problem]
-    assert bool(problems) is (said is not None) and all(str(said) in problem for problem in problems)
+    problems = [
+        problem for problem in [*check_lora(args), *rule_problems(args)] if "--lora-sync" in problem
+    ]
+    assert bool(problems) is (said is not None) and all(
+        str(said) in problem for problem in problems
+    )
 
 
 def test_the_file_from_which_sglang_computes_the_same_factor() -> None:
-    layers = [f"model.layers.{i}.{name}" for i in range(2) for name in ("mlp.down_proj", "self_attn.o_proj")]
+    layers = [
+        f"model.layers.{i}.{name}"
+        for i in range(2)
+        for name in ("mlp.down_proj", "self_attn.o_proj")
+    ]
     config = {"r": 16, "lora_alpha": 8.0, "use_rslora": True, "target_modules": layers}
     made = sglang_adapter(config)
     assert made["lora_alpha"] == 32.0 and not made["use_rslora"]  # 32 / 16 is 8 / sqrt(16)

@@ -28,7 +28,12 @@ from slime.config.machine import Machine, connection_limit, raise_file_limit
     ],
 )
 def test_requests_under_way_are_bounded_by_ports_and_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, router: str | None, ports: str, files: int, limit: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    router: str | None,
+    ports: str,
+    files: int,
+    limit: int,
 ) -> None:
     (tmp_path / "ports").write_text(ports)
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, files))
@@ -41,7 +46,11 @@ def test_a_limit_of_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     for engines, told in ((48, False), (56, True)):
         args = make_args(rollout_num_gpus=engines, rollout_num_gpus_per_engine=1)
         check_machine(args, here)
-        notices = [notice for notice in args.notices if "concurrent requests; they are limited to 25000" in notice]
+        notices = [
+            notice
+            for notice in args.notices
+            if "concurrent requests; they are limited to 25000" in notice
+        ]
         assert bool(notices) == told
 
 

@@ -1,4 +1,5 @@
-"""Flags of Megatron: those of its backend that need one another, and those that only Megatron-LM's own parser has.
+"""Flags of Megatron: those of its backend that need one another, and those that only Megatron-LM's
+own parser has.
 
 A small parser of its form stands on PYTHONPATH, since the real one does not import without triton.
 """
@@ -38,14 +39,27 @@ def read(folder: Path, *words: str, source: str = PARSER) -> str:
     (package / "arguments.py").write_text(source)
     environment = {"PYTHONPATH": f"{folder}:{CHECKOUT}", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=60, env=environment
+        [sys.executable, "-c", PROGRAM, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_its_flags_are_taken_for_the_users_functions(tmp_path: Path) -> None:
-    words = ["--log-throughput", "--no-data-sharding", "--data-path", "a", "b", "--train-samples=7", "--lr", "1e-5"]
+    words = [
+        "--log-throughput",
+        "--no-data-sharding",
+        "--data-path",
+        "a",
+        "b",
+        "--train-samples=7",
+        "--lr",
+        "1e-5",
+    ]
     said = read(tmp_path, *words)
     assert said.startswith("[True, False, ['a', 'b'], 7, 1e-05]\n[] [")
     assert "--data-path, --log-throughput, --no-data-sharding, --train-samples: " in said
@@ -65,7 +79,9 @@ def run_beside(checkout: Path, program: str, place: str = "first") -> str:
     """The output of a program with ``checkout`` on PYTHONPATH."""
     paths = [str(checkout), str(CHECKOUT)] if place == "first" else [str(CHECKOUT), str(checkout)]
     environment = {"PYTHONPATH": ":".join(paths), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment
+    )
     return done.stdout + done.stderr
 
 
@@ -100,14 +116,18 @@ print("training", training and training.origin)
         pytest.param(True, "first", marks=pytest.mark.long),
     ],
 )
-def test_the_installed_core_is_imported_beside_a_checkout(tmp_path: Path, is_regular: bool, place: str) -> None:
+def test_the_installed_core_is_imported_beside_a_checkout(
+    tmp_path: Path, is_regular: bool, place: str
+) -> None:
     pytest.importorskip("megatron.core.package_info")
     checkout = fake_checkout(tmp_path, is_regular)
     said = run_beside(checkout, WHICH, place).splitlines()
     assert str(checkout) in said[0] and "the installed megatron-core 0.16" in said[0]
     assert said[1] == f"[{str(checkout)!r}] []"
     assert "site-packages" in said[2] or str(checkout) not in said[2]
-    assert said[3] == ("training None" if is_regular else f"training {checkout}/megatron/training/__init__.py")
+    assert said[3] == (
+        "training None" if is_regular else f"training {checkout}/megatron/training/__init__.py"
+    )
 
 
 @pytest.mark.megatron
@@ -129,7 +149,10 @@ except Exception as error:
 def test_a_core_that_was_imported_before_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("psutil")
     said = run_beside(fake_checkout(tmp_path, False), IMPORTED)
-    assert f"MegatronError megatron.core 0.99.0 was imported from {tmp_path}/megatron/core, but megatron-core" in said
+    assert (
+        f"MegatronError megatron.core 0.99.0 was imported from {tmp_path}/megatron/core, but "
+        "megatron-core"
+    ) in said
     assert "from PYTHONPATH" in said
 
 

@@ -1,4 +1,6 @@
-"""``--prompt-data ORGANIZATION/NAME:CONFIGURATION:SPLIT`` with the real package and folders that these tests write."""
+"""``--prompt-data ORGANIZATION/NAME:CONFIGURATION:SPLIT`` with the real package and folders that
+these tests write.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import pytest
 from make_args import make_args
 
 from slime.config import named_data
-from slime.config.named_data import DataName, NamedDataError, data_name, derive_named_data, known_sets, mapped
+from slime.config.named_data import (
+    DataName,
+    NamedDataError,
+    data_name,
+    derive_named_data,
+    known_sets,
+    mapped,
+)
 from slime.data.dataset import Dataset
 from slime.data.eval_config import resolve_eval_datasets
 
@@ -33,13 +42,23 @@ def gsm8k(tmp_path: Path) -> Path:
     pytest.importorskip("datasets", reason="pip install 'slime-rl[datasets]'")
     folder = tmp_path / "openai" / "gsm8k"
     folder.mkdir(parents=True)
-    for name, rows in {"main_train": ROWS, "main_test": ROWS[:2], "socratic_train": ROWS[:1]}.items():
+    for name, rows in {
+        "main_train": ROWS,
+        "main_test": ROWS[:2],
+        "socratic_train": ROWS[:1],
+    }.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "README.md").write_text(
-        "---\nconfigs:\n"
-        "- config_name: main\n  data_files:\n  - {split: train, path: main_train.jsonl}\n"
+        "---\n"
+        "configs:\n"
+        "- config_name: main\n"
+        "  data_files:\n"
+        "  - {split: train, path: main_train.jsonl}\n"
         "  - {split: test, path: main_test.jsonl}\n"
-        "- config_name: socratic\n  data_files:\n  - {split: train, path: socratic_train.jsonl}\n---\n"
+        "- config_name: socratic\n"
+        "  data_files:\n"
+        "  - {split: train, path: socratic_train.jsonl}\n"
+        "---\n"
     )
     return folder
 
@@ -62,7 +81,9 @@ def test_a_name_is_told_from_a_path(text: str, name: DataName | None) -> None:
     assert data_name(text) == name
 
 
-def test_the_rows_of_a_known_set_get_their_columns_and_their_reward(gsm8k: Path, own_cache: Path) -> None:
+def test_the_rows_of_a_known_set_get_their_columns_and_their_reward(
+    gsm8k: Path, own_cache: Path
+) -> None:
     args = make_args(prompt_data="openai/gsm8k:main:train@[1:4]")
     assert args.rm_type == "math" and args.math_answer == "any"
     assert args.prompt_data is not None and args.prompt_data.endswith(".jsonl@[1:4]")
@@ -76,13 +97,19 @@ def test_flags_take_precedence_over_the_table(gsm8k: Path) -> None:
     args = make_args(prompt_data="openai/gsm8k", rm_type="last_number", input_key="answer")
     assert args.rm_type == "last_number"
     assert (
-        args.prompt_data and Dataset(args.prompt_data, prompt_key=args.input_key).samples[0].prompt == ROWS[0]["answer"]
+        args.prompt_data
+        and Dataset(args.prompt_data, prompt_key=args.input_key).samples[0].prompt
+        == ROWS[0]["answer"]
     )
 
 
 def test_configuration_and_split_select_the_rows(gsm8k: Path) -> None:
     counts = {}
-    for name in ("openai/gsm8k:test", "openai/gsm8k:socratic:train", "openai/gsm8k:main:train[:60%]"):
+    for name in (
+        "openai/gsm8k:test",
+        "openai/gsm8k:socratic:train",
+        "openai/gsm8k:main:train[:60%]",
+    ):
         args = make_args(prompt_data=name)
         counts[name] = len(Dataset(str(args.prompt_data)))
     assert list(counts.values()) == [2, 1, 3]
@@ -92,14 +119,18 @@ def test_evaluation_sets_have_names_too(gsm8k: Path, tmp_path: Path) -> None:
     args = make_args(eval_prompt_data=["held", "openai/gsm8k:main:test"], eval_interval=1)
     (config,) = resolve_eval_datasets(args)
     assert len(Dataset(config.path)) == 2
-    (tmp_path / "eval.yaml").write_text("eval:\n  datasets:\n  - {name: held, path: 'openai/gsm8k:main:nothing'}\n")
+    (tmp_path / "eval.yaml").write_text(
+        "eval:\n  datasets:\n  - {name: held, path: 'openai/gsm8k:main:nothing'}\n"
+    )
     with pytest.raises(ValueError, match="openai/gsm8k:main:nothing"):
         resolve_eval_datasets(make_args(eval_config=str(tmp_path / "eval.yaml"), eval_interval=1))
 
 
 def test_a_folder_of_the_users_is_a_name_with_its_own_columns(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="pip install 'slime-rl[datasets]'")
-    datasets.DatasetDict({"train": datasets.Dataset.from_list([{"prompt": "a", "label": "b"}])}).save_to_disk("mine")
+    datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list([{"prompt": "a", "label": "b"}])}
+    ).save_to_disk("mine")
     args = make_args(prompt_data="mine:default:train", rm_type="f1")
     assert Dataset(str(args.prompt_data)).samples[0].label == "b"
 
@@ -111,8 +142,12 @@ def test_a_changed_folder_is_read_again_and_an_unchanged_one_is_not(
     named_data.file_of_name.cache_clear()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "datasets", None)
-        assert make_args(prompt_data="openai/gsm8k").prompt_data == first, "the file is there, the package is not asked"
-    (gsm8k / "main_train.jsonl").write_text(json.dumps({"question": "new?", "answer": "#### 1"}) + "\n")
+        assert make_args(prompt_data="openai/gsm8k").prompt_data == first, (
+            "the file is there, the package is not asked"
+        )
+    (gsm8k / "main_train.jsonl").write_text(
+        json.dumps({"question": "new?", "answer": "#### 1"}) + "\n"
+    )
     named_data.file_of_name.cache_clear()
     assert make_args(prompt_data="openai/gsm8k").prompt_data != first
 
@@ -123,13 +158,16 @@ def problems_of(name: str) -> str:
     return " ".join(derive_named_data(args))
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'slime-rl[datasets]'" in problems_of("openai/gsm8k")
 
 
 def test_without_a_network_the_error_says_what_to_do() -> None:
-    pytest.importorskip("datasets", reason="pip install 'slime-rl[datasets]'")  # the tests set HF_HUB_OFFLINE
+    # the tests set HF_HUB_OFFLINE
+    pytest.importorskip("datasets", reason="pip install 'slime-rl[datasets]'")
     said = problems_of("openai/gsm8k:main:train")
     assert "the hub" in said and "--repo-type dataset openai/gsm8k" in said
 
@@ -152,10 +190,15 @@ def test_a_missing_column_and_a_missing_split_are_told(gsm8k: Path, tmp_path: Pa
         ({"prompt": "q"}, {"prompt": "Q"}),
         ({"label": "r.truth"}, {"label": "7"}),
         ({"prompt": "Do {q}: {tests}"}, {"prompt": "Do Q: a\nb"}),
-        ({"label": {"test": "q", "deep": {"x": "r.truth"}}}, {"label": {"test": "Q", "deep": {"x": "7"}}}),
+        (
+            {"label": {"test": "q", "deep": {"x": "r.truth"}}},
+            {"label": {"test": "Q", "deep": {"x": "7"}}},
+        ),
     ],
 )
-def test_columns_are_paths_texts_or_objects(columns: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_columns_are_paths_texts_or_objects(
+    columns: dict[str, Any], expected: dict[str, Any]
+) -> None:
     row = {"q": "Q", "r": {"truth": "7"}, "tests": ["a", "b"]}
     assert mapped(row, columns) == row | expected
 
@@ -165,7 +208,10 @@ def test_the_table_is_well_formed() -> None:
 
     for name, entry in known_sets().items():
         assert data_name(name) is not None, name
-        assert entry.keys() <= {"config", "split", "prompt", "label", "metadata", "rm_type"} and "prompt" in entry
+        assert (
+            entry.keys() <= {"config", "split", "prompt", "label", "metadata", "rm_type"}
+            and "prompt" in entry
+        )
         assert entry.get("rm_type", "math") in parts("reward")
 
 
@@ -189,5 +235,7 @@ def test_the_columns_of_the_table_are_those_of_the_real_sets(datasets_dir: Path)
 
 def test_a_column_that_is_no_text_is_told(own_cache: Path) -> None:
     with pytest.raises(NamedDataError, match="row 1"):
-        named_data.write_rows(own_cache / "x.jsonl", [{"image": b"x"}], {}, DataName("x", None, None, ""))
+        named_data.write_rows(
+            own_cache / "x.jsonl", [{"image": b"x"}], {}, DataName("x", None, None, "")
+        )
     assert not list(own_cache.iterdir()), "nothing half-written is left"

@@ -30,7 +30,17 @@ from slime.config.parser import (
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
-BLOCKED = ("torch", "transformers", "sglang", "megatron", "ray", "aiohttp", "pyarrow", "numpy", "tensorboard")
+BLOCKED = (
+    "torch",
+    "transformers",
+    "sglang",
+    "megatron",
+    "ray",
+    "aiohttp",
+    "pyarrow",
+    "numpy",
+    "tensorboard",
+)
 
 
 def words(flag: Flag, value: object) -> list[str]:
@@ -56,7 +66,9 @@ def values_of(flag: Flag) -> st.SearchStrategy[object]:
         one = st.integers(low, 2**40 if flag.high is None else int(flag.high))
     elif flag.value_type is float:
         low_or_above = flag.low if flag.low is not None else flag.above
-        one = st.floats(low_or_above, flag.high, exclude_min=flag.above is not None, allow_nan=False)
+        one = st.floats(
+            low_or_above, flag.high, exclude_min=flag.above is not None, allow_nan=False
+        )
         one = one.filter(math.isfinite)
     elif flag.value_type is dict:
         return st.dictionaries(text, st.one_of(text, st.integers(), st.booleans()), max_size=3)
@@ -72,7 +84,11 @@ def values_of(flag: Flag) -> st.SearchStrategy[object]:
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.sampled_from(sorted(FLAGS)).flatmap(lambda name: st.tuples(st.just(name), values_of(FLAGS[name]))))
+@given(
+    st.sampled_from(sorted(FLAGS)).flatmap(
+        lambda name: st.tuples(st.just(name), values_of(FLAGS[name]))
+    )
+)
 def test_what_is_typed_is_what_args_hold(case: tuple[str, object]) -> None:
     name, value = case
     args, problems = read_command_line(words(FLAGS[name], value))
@@ -87,7 +103,10 @@ names = st.lists(st.sampled_from(sorted(FLAGS)), unique=True, min_size=1, max_si
 
 @settings(max_examples=60, deadline=None)
 @given(
-    names.flatmap(lambda chosen: st.tuples(*(st.tuples(st.just(n), values_of(FLAGS[n])) for n in chosen))), st.data()
+    names.flatmap(
+        lambda chosen: st.tuples(*(st.tuples(st.just(n), values_of(FLAGS[n])) for n in chosen))
+    ),
+    st.data(),
 )
 def test_any_command_line_in_any_order_and_either_form(
     line: tuple[tuple[str, object], ...], data: st.DataObject
@@ -95,7 +114,11 @@ def test_any_command_line_in_any_order_and_either_form(
     typed: list[list[str]] = []
     for name, value in line:
         group = words(FLAGS[name], value)
-        if len(group) == 2 and FLAGS[name].kind not in ("list", "pairs") and data.draw(st.booleans()):
+        if (
+            len(group) == 2
+            and FLAGS[name].kind not in ("list", "pairs")
+            and data.draw(st.booleans())
+        ):
             group = ["=".join(group)]
         typed.append(group)
     order = data.draw(st.permutations(typed))
@@ -103,12 +126,16 @@ def test_any_command_line_in_any_order_and_either_form(
     assert problems == []
     assert {name: getattr(args, name) for name, _ in line} == dict(line)
     untouched = Args()
-    assert all(getattr(args, name) == getattr(untouched, name) for name in FLAGS if name not in dict(line))
+    assert all(
+        getattr(args, name) == getattr(untouched, name) for name in FLAGS if name not in dict(line)
+    )
 
 
 def near_misses(option: str) -> list[str]:
     """How people get a flag wrong: underscores, a letter twice, two exchanged, one left out."""
-    letters = [i for i in range(4, len(option) - 1) if option[i].isalpha() and option[i + 1].isalpha()]
+    letters = [
+        i for i in range(4, len(option) - 1) if option[i].isalpha() and option[i + 1].isalpha()
+    ]
     i = letters[len(letters) // 2]
     return [
         "--" + option[2:].replace("-", "_"),
@@ -122,19 +149,27 @@ def test_near_misses_are_told_the_flag_that_was_meant() -> None:
     """Whichever way the name was hit wrong; where two flags are as near, one of them."""
     tried = [
         (miss, flag.option)
-        for flag in list(FLAGS.values())[::8]  # looking for what is near takes some milliseconds each
+        # looking for what is near takes some milliseconds each
+        for flag in list(FLAGS.values())[::8]
         if len(flag.option) > 10
         for miss in near_misses(flag.option)
         if miss not in {other.option for other in FLAGS.values()}
     ]
     found = read_command_line([miss for miss, _ in tried])[1]
-    said = {problem.partition(":")[0]: problem.rpartition("did you mean ")[2].rstrip("?") for problem in found}
+    said = {
+        problem.partition(":")[0]: problem.rpartition("did you mean ")[2].rstrip("?")
+        for problem in found
+    }
     wrong = [(miss, meant, said.get(miss)) for miss, meant in tried if said.get(miss) != meant]
     assert len(tried) > 120 and len(wrong) < 0.02 * len(tried), wrong
     assert all(answer in {flag.option for flag in FLAGS.values()} for _, _, answer in wrong)
 
 
-WRONG_VALUES: dict[type, list[str]] = {int: ["x", "1.5", "inf"], float: ["x", "1,5"], dict: ["{", "[1]", "3"]}
+WRONG_VALUES: dict[type, list[str]] = {
+    int: ["x", "1.5", "inf"],
+    float: ["x", "1,5"],
+    dict: ["{", "[1]", "3"],
+}
 
 
 @settings(max_examples=30, deadline=None)
@@ -149,20 +184,31 @@ def test_all_type_errors_are_told_together(chosen: list[str], data: st.DataObjec
         line += [flag.option, data.draw(st.sampled_from(wrong))]
         expected.add(flag.option)
     problems = read_command_line([*line, "--no-such-flag-at-all"])[1]
-    assert {problem.partition(":")[0] for problem in problems} == {*expected, "--no-such-flag-at-all"}
+    assert {problem.partition(":")[0] for problem in problems} == {
+        *expected,
+        "--no-such-flag-at-all",
+    }
     assert len(problems) == len(expected) + 1
 
 
 def test_variables_that_nothing_reads_are_pointed_out() -> None:
     from tools.flags_page import _VARIABLES
 
-    said = unread_variables({"SLIME_HOST_IP": "1", "SLIME_DEEPGEMM_MOE_X": "1", "SLIME_TEST_MODEL": "m", "HOME": "/"})
+    said = unread_variables(
+        {"SLIME_HOST_IP": "1", "SLIME_DEEPGEMM_MOE_X": "1", "SLIME_TEST_MODEL": "m", "HOME": "/"}
+    )
     assert [line.partition(" has no effect: ")[0] for line in said] == [
         "environment variable SLIME_DEEPGEMM_MOE_X",
         "environment variable SLIME_HOST_IP",
     ]
-    code = "".join(path.read_text() for path in (CHECKOUT / "slime").rglob("*.py") if path.name != "reference.py")
-    unread = [name for name in _VARIABLES if f'"{name}"' not in code and not name.startswith("WANDB_")]
+    code = "".join(
+        path.read_text()
+        for path in (CHECKOUT / "slime").rglob("*.py")
+        if path.name != "reference.py"
+    )
+    unread = [
+        name for name in _VARIABLES if f'"{name}"' not in code and not name.startswith("WANDB_")
+    ]
     assert unread == [] and not any(f'environ.get("{name}"' in code for name in UNREAD_VARIABLES)
 
 
@@ -171,7 +217,9 @@ def test_every_default_survives_being_typed() -> None:
             for word in words(flag, flag.default)]  # fmt: skip
     args, problems = read_command_line(line)
     assert problems == []
-    assert {name: getattr(args, name) for name in FLAGS} == {name: getattr(Args(), name) for name in FLAGS}
+    assert {name: getattr(args, name) for name in FLAGS} == {
+        name: getattr(Args(), name) for name in FLAGS
+    }
 
 
 def test_every_flag_says_what_it_is() -> None:
@@ -210,7 +258,10 @@ def test_unknown_flags_are_reported_together_with_suggestions() -> None:
         ("--peft_type=lora", "--peft_type does not exist: use --lora-rank R"),
         ("--qlora", "--qlora does not exist: use --lora-rank R --lora-base-quantization nf4"),
         ("--use-vllm", "--use-vllm does not exist: vLLM is not supported"),
-        ("--vllm-gpu-memory-utilization", "--vllm-gpu-memory-utilization does not exist: vLLM is not supported"),
+        (
+            "--vllm-gpu-memory-utilization",
+            "--vllm-gpu-memory-utilization does not exist: vLLM is not supported",
+        ),
         ("--deepspeed-config", "--deepspeed-config does not exist: DeepSpeed is not supported"),
     ],
 )
@@ -252,17 +303,27 @@ def test_bad_values_name_the_flag(line: str, problem: str) -> None:
         ("--lr", ["argument --lr: expected one argument"]),
         ("--colocate=true", ["argument --colocate: it takes no value, but has 'true'"]),
         ("--lr --num-roll 3", ["argument --lr: expected one argument", "--num-roll: no such flag"]),
-        ("--lr --eps-clip", ["argument --lr: expected one argument", "argument --eps-clip: expected one argument"]),
-        ("--use-tensorboard=1 --lr fast", ["argument --use-tensorboard/--no-use-tensorboard: it", "--lr: 'fast'"]),
+        (
+            "--lr --eps-clip",
+            ["argument --lr: expected one argument", "argument --eps-clip: expected one argument"],
+        ),
+        (
+            "--use-tensorboard=1 --lr fast",
+            ["argument --use-tensorboard/--no-use-tensorboard: it", "--lr: 'fast'"],
+        ),
     ],
 )
-def test_a_flag_without_its_value_hides_no_other_flag(workplace: Workplace, line: str, said: list[str]) -> None:
+def test_a_flag_without_its_value_hides_no_other_flag(
+    workplace: Workplace, line: str, said: list[str]
+) -> None:
     found = check_args([*workplace.required, *line.split()])[1]
     assert len(found) == len(said) and all(map(str.startswith, found, said)), found
 
 
 def test_numbers_may_be_written_as_people_write_them() -> None:
-    args, problems = read_command_line(["--lr", "1e-6", "--update-weight-buffer-size", "1e9", "--rollout-top-k", "-1"])
+    args, problems = read_command_line(
+        ["--lr", "1e-6", "--update-weight-buffer-size", "1e9", "--rollout-top-k", "-1"]
+    )
     assert problems == []
     assert (args.lr, args.update_weight_buffer_size, args.rollout_top_k) == (1e-6, 10**9, -1)
 
@@ -296,7 +357,9 @@ def test_user_arguments_are_added_and_slimes_definition_wins() -> None:
 
 
 def test_args_survive_pickling_and_take_declared_attributes() -> None:
-    args, _ = read_command_line(["--sglang-log-level", "debug", "--tensor-model-parallel-size", "2", "--lr", "0.5"])
+    args, _ = read_command_line(
+        ["--sglang-log-level", "debug", "--tensor-model-parallel-size", "2", "--lr", "0.5"]
+    )
     args.from_a_hook = [1]
     copy = pickle.loads(pickle.dumps(args))
     assert copy == args and copy.from_a_hook == [1]
@@ -306,9 +369,13 @@ def test_args_survive_pickling_and_take_declared_attributes() -> None:
     assert getattr(args, "nobody_knows", 5) == 5
 
 
-def test_parse_args_prints_a_numbered_list_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_args_prints_a_numbered_list_and_exits_with_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse_args(["--num-rolout", "3", "--lr", "x"], extra_checks=[lambda args: ["row 3 is not JSON"]])
+        parse_args(
+            ["--num-rolout", "3", "--lr", "x"], extra_checks=[lambda args: ["row 3 is not JSON"]]
+        )
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert "problems" in error
@@ -337,16 +404,40 @@ def test_help_needs_nothing_heavy() -> None:
         "import runpy\n"
         f"runpy.run_path({str(CHECKOUT / 'train.py')!r}, run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=CHECKOUT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=CHECKOUT
+    )
     assert done.returncode == 0, done.stderr
-    for option in ("--rollout-batch-size N", "--advantage-estimator", "--sglang-", "algorithm:", "checkpoints:"):
+    for option in (
+        "--rollout-batch-size N",
+        "--advantage-estimator",
+        "--sglang-",
+        "algorithm:",
+        "checkpoints:",
+    ):
         assert option in done.stdout
     assert "--megatron-deepgemm" not in done.stdout  # refused flags stay out
 
 
-@given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.lists(st.integers())))
+@given(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=6),
+        st.lists(st.integers()),
+    )
+)
 def test_conversion_gives_the_type_or_says_why_not(value: object) -> None:
-    for name in ("lr", "num_rollout", "colocate", "rollout_stop_token_ids", "train_env_vars", "hf_checkpoint"):
+    for name in (
+        "lr",
+        "num_rollout",
+        "colocate",
+        "rollout_stop_token_ids",
+        "train_env_vars",
+        "hf_checkpoint",
+    ):
         flag = FLAGS[name]
         try:
             converted = convert(flag, value)
@@ -357,7 +448,11 @@ def test_conversion_gives_the_type_or_says_why_not(value: object) -> None:
         assert element is None or element == [] or isinstance(element, flag.value_type)
 
 
-NUMBERS = [flag for flag in FLAGS.values() if flag.value_type in (int, float) and flag.kind in ("value", "list")]
+NUMBERS = [
+    flag
+    for flag in FLAGS.values()
+    if flag.value_type in (int, float) and flag.kind in ("value", "list")
+]
 
 
 @pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.status == "notice"])
@@ -368,24 +463,49 @@ def test_a_number_of_a_flag_without_effect_is_not_negative_either(name: str) -> 
         assert len(problems) == 1 and "least 0" in problems[0]
 
 
-@pytest.mark.parametrize("value", ["nan", "-nan", "inf", "-inf", "1e999", "1" * 400, float("nan"), 10**400])
+@pytest.mark.parametrize(
+    "value", ["nan", "-nan", "inf", "-inf", "1e999", "1" * 400, float("nan"), 10**400]
+)
 def test_every_number_is_finite(value: object) -> None:
     """A threshold of NaN would never be passed: the alarm would be off, silently."""
     for flag in NUMBERS:
         with pytest.raises(ValueError):
             convert(flag, [value] if flag.takes_list else value)
-    for option in ("--logprob-gap-threshold", "--audit-threshold", "--hidden-dropout", "--sglang-mem-fraction-static"):
+    for option in (
+        "--logprob-gap-threshold",
+        "--audit-threshold",
+        "--hidden-dropout",
+        "--sglang-mem-fraction-static",
+    ):
         _, problems = read_command_line([f"{option}={value}"])
         assert len(problems) == 1 and problems[0].startswith(option), problems
 
 
 OUTSIDE = [
-    *("--rollout-max-prompt-len -5", "--data-pad-size-multiplier 0", "--data-pad-size-multiplier -5"),
-    *("--log-probs-chunk-size -5", "--log-probs-chunk-size 0", "--sglang-router-request-timeout-secs 0"),
-    *("--max-restarts -5", "--rollout-top-k 0", "--rollout-top-k -5", "--eval-top-k 0", "--eval-interval -5"),
+    *(
+        "--rollout-max-prompt-len -5",
+        "--data-pad-size-multiplier 0",
+        "--data-pad-size-multiplier -5",
+    ),
+    *(
+        "--log-probs-chunk-size -5",
+        "--log-probs-chunk-size 0",
+        "--sglang-router-request-timeout-secs 0",
+    ),
+    *(
+        "--max-restarts -5",
+        "--rollout-top-k 0",
+        "--rollout-top-k -5",
+        "--eval-top-k 0",
+        "--eval-interval -5",
+    ),
     *("--ckpt-step -5", "--lr-warmup-iters -5", "--lr-decay-iters -5", "--lr-wsd-decay-iters -5"),
     *("--eval-temperature -1", "--critic-lr -1", "--agent-timeout -1", "--num-steps-per-rollout 0"),
-    *("--rollout-num-gpus 99999999999999999999", "--rollout-num-gpus 1048577", "--rollout-stop-token-ids 5 -1"),
+    *(
+        "--rollout-num-gpus 99999999999999999999",
+        "--rollout-num-gpus 1048577",
+        "--rollout-stop-token-ids 5 -1",
+    ),
 ]
 
 
@@ -396,15 +516,25 @@ def test_numbers_outside_their_range_are_refused(typed: str, tmp_path: Path) -> 
     assert len(problems) == 1 and problems[0].startswith(option)
     assert "must be" in problems[0] or "too large" in problems[0]
     file = tmp_path / "o.yaml"
-    file.write_text(f"{option[2:]}: {json.dumps([int(value) for value in values]) if values[1:] else values[0]}")
+    file.write_text(
+        f"{option[2:]}: {json.dumps([int(value) for value in values]) if values[1:] else values[0]}"
+    )
     assert any(option[2:] in problem for problem in read_settings(["--override", str(file)])[1])
 
 
 def test_defaults_lie_in_their_range() -> None:
-    wrong = [flag.option for flag in NUMBERS if flag.status != "refused" and out_of_range(flag, flag.default)]
+    wrong = [
+        flag.option
+        for flag in NUMBERS
+        if flag.status != "refused" and out_of_range(flag, flag.default)
+    ]
     assert not wrong and any(range_text(flag) for flag in NUMBERS)
 
 
 def test_off_values_are_taken() -> None:
-    args, problems = read_command_line(["--rollout-top-k", "-1", "--eval-top-k", "-1", "--log-probs-chunk-size", "-1"])
-    assert problems == [] and args.rollout_top_k == args.eval_top_k == args.log_probs_chunk_size == -1
+    args, problems = read_command_line(
+        ["--rollout-top-k", "-1", "--eval-top-k", "-1", "--log-probs-chunk-size", "-1"]
+    )
+    assert (
+        problems == [] and args.rollout_top_k == args.eval_top_k == args.log_probs_chunk_size == -1
+    )

@@ -42,7 +42,9 @@ DEEPSEEK = """
 
 def test_every_flag_of_the_model_scripts_is_known() -> None:
     own = {flag.option for flag in FLAGS.values()}
-    assert [option for option in VOCABULARY.split() if option not in own and option not in options()] == []
+    assert [
+        option for option in VOCABULARY.split() if option not in own and option not in options()
+    ] == []
 
 
 def test_model_args_land_in_args() -> None:
@@ -52,7 +54,8 @@ def test_model_args_land_in_args() -> None:
     assert args.norm_epsilon == 1e-6 and args.rotary_base == 1e6
     assert (args.swiglu, args.add_bias_linear, args.qk_layernorm) == (True, False, True)
     args.train_backend = "megatron"
-    assert (args.tensor_model_parallel_size, args.moe_router_dtype) == (1, None)  # defaults of the pinned version
+    # defaults of the pinned version
+    assert (args.tensor_model_parallel_size, args.moe_router_dtype) == (1, None)
 
 
 def test_expressions_and_two_word_flags_pass() -> None:
@@ -63,11 +66,15 @@ def test_expressions_and_two_word_flags_pass() -> None:
     assert args.moe_aux_loss_coeff == 0
 
 
-@pytest.mark.parametrize("model", sorted(json.loads((Path(__file__).parent / "model_args.json").read_text())))
+@pytest.mark.parametrize(
+    "model", sorted(json.loads((Path(__file__).parent / "model_args.json").read_text()))
+)
 def test_public_model_shapes_parse(model: str) -> None:
     shapes = json.loads((Path(__file__).parent / "model_args.json").read_text())[model]
     words = [
-        word for option, value in shapes.items() for word in ([option] if value is True else [option, *value.split()])
+        word
+        for option, value in shapes.items()
+        for word in ([option] if value is True else [option, *value.split()])
     ]
     args, problems = read_command_line(words)
     assert problems == []
@@ -77,7 +84,8 @@ def test_public_model_shapes_parse(model: str) -> None:
 def test_sglang_flags_of_the_seeds() -> None:
     typed = (
         "--sglang-mem-fraction-static 0.8 --sglang-context-length 8192 --sglang-log-level INFO "
-        "--sglang-cuda-graph-bs 1 2 4 8 --sglang-server-concurrency 160 --sglang-enable-dp-attention"
+        "--sglang-cuda-graph-bs 1 2 4 8 --sglang-server-concurrency 160 "
+        "--sglang-enable-dp-attention"
     )
     args, problems = read_command_line(typed.split())
     assert problems == []
@@ -101,7 +109,11 @@ def test_short_and_long_names_are_one() -> None:
 def test_router_flags_have_slimes_defaults() -> None:
     args, problems = read_command_line(["--router-policy", "manual"])
     assert problems == []
-    assert (args.router_policy, args.router_balance_abs_threshold, args.router_log_level) == ("manual", 10, "warn")
+    assert (args.router_policy, args.router_balance_abs_threshold, args.router_log_level) == (
+        "manual",
+        10,
+        "warn",
+    )
     assert args.router == {"policy": "manual"}
 
 
@@ -120,19 +132,28 @@ def test_command_lines_for_the_servers() -> None:
 
 @pytest.mark.parametrize("version", SGLANG_VERSIONS)
 def test_a_toggle_of_sglang_is_passed_as_it_was_typed(version: str) -> None:
-    toggles = [name for name, entry in load_table("sglang", version).items() if entry["kind"] == "toggle"]
+    toggles = [
+        name for name, entry in load_table("sglang", version).items() if entry["kind"] == "toggle"
+    ]
     for name in toggles:
         given = read_command_line([f"--sglang-{name[2:]}"])[0].sglang
         assert list(given.values()) == [not name.startswith("--no-")]
         default = load_table("sglang", version)[name].get("default")
-        assert command_line("sglang", given, version) == ([] if default in given.values() else [name])
+        assert command_line("sglang", given, version) == (
+            [] if default in given.values() else [name]
+        )
 
 
 @pytest.mark.parametrize("version", SGLANG_VERSIONS)
 def test_tables_hold_what_slime_relies_on(version: str) -> None:
     table = load_table("sglang", version)
     assert len(table) > 400
-    for option in ("--mem-fraction-static", "--attention-backend", "--enable-memory-saver", "--custom-weight-loader"):
+    for option in (
+        "--mem-fraction-static",
+        "--attention-backend",
+        "--enable-memory-saver",
+        "--custom-weight-loader",
+    ):
         assert option in table
     assert table["--mem-fraction-static"]["type"] == "float"
 

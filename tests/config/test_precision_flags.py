@@ -37,10 +37,17 @@ def test_defaults(workplace: Workplace) -> None:
 def test_quantized_engines_correct_their_samples(workplace: Workplace) -> None:
     args = workplace.load(FP8)
     assert args.use_tis and any("--use-tis is on" in notice for notice in args.notices)
-    assert EngineSettings.from_args(args).fp8 == WeightSyncSettings.from_args(args).fp8 == Fp8Format("block")
+    assert (
+        EngineSettings.from_args(args).fp8
+        == WeightSyncSettings.from_args(args).fp8
+        == Fp8Format("block")
+    )
     assert not workplace.load(FP8 + "--no-use-tis").use_tis
     assert not workplace.load(FP8 + "--use-rollout-logprobs").use_tis
-    assert workplace.load(FP8 + "--rollout-quantization-scale tensor").rollout_quantization_scale == "tensor"
+    assert (
+        workplace.load(FP8 + "--rollout-quantization-scale tensor").rollout_quantization_scale
+        == "tensor"
+    )
 
 
 def test_float16(workplace: Workplace) -> None:
@@ -54,19 +61,29 @@ def test_float16(workplace: Workplace) -> None:
     [
         ("--rollout-quantization-scale tensor", "needs --rollout-quantization"),
         (
-            FP8 + "--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir x",
+            FP8 + "--update-weight-mode delta --update-weight-transport disk "
+            "--update-weight-disk-dir x",
             "delta exclude",
         ),
-        (FP8 + "--rollout-external-engine-addrs 127.0.0.1:1", "--rollout-external-engine-addrs 127.0.0.1:1 exclude"),
+        (
+            FP8 + "--rollout-external-engine-addrs 127.0.0.1:1",
+            "--rollout-external-engine-addrs 127.0.0.1:1 exclude",
+        ),
         ("--fp16 --train-dtype bfloat16", "--fp16 needs --train-dtype float16"),
         ("--fp16 --bf16", "--fp16 and"),
         ("--fp16 --train-backend megatron", "megatron-core"),
-        ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "--initial-loss-scale 1.0 (below --min-loss-scale 2.0)"),
+        (
+            "--fp16 --initial-loss-scale 1 --min-loss-scale 2",
+            "--initial-loss-scale 1.0 (below --min-loss-scale 2.0)",
+        ),
         ("--loss-scale 8", "--loss-scale 8.0 needs"),
         ("--bf16-master-weights", "--bf16-master-weights needs --train-dtype bfloat16"),
         ("--optimizer-8bit --use-stateless-adam", "--use-stateless-adam and --optimizer-8bit"),
         ("--bf16-master-weights --train-dtype bfloat16 --lora-rank 4", "--lora-rank 4 exclude"),
-        ("--optimizer-8bit --train-backend megatron", "--optimizer-8bit needs --train-backend fsdp"),
+        (
+            "--optimizer-8bit --train-backend megatron",
+            "--optimizer-8bit needs --train-backend fsdp",
+        ),
         ("--fsdp-cpu-offload", "CPU memory"),
         ("--float8-training rowwise --train-dtype bfloat16", "8-bit floats"),
     ],
@@ -86,7 +103,9 @@ def test_what_cannot_be_had_is_refused(workplace: Workplace, line: str, said: st
     ],
 )
 def test_what_sglang_cannot_do_is_refused(flags: dict[str, object], said: str) -> None:
-    given = dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16") | flags
+    given = (
+        dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16") | flags
+    )
     (problem,) = rule_problems(make_args(machine=GPU, **given), machine=GPU)
     assert "--rollout-quantization fp8" in problem and said in problem
 
@@ -124,9 +143,13 @@ def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sglang_is_told_of_the_quantization() -> None:
     flags = dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16")
-    settings = EngineSettings.from_args(make_args(machine=GPU, rollout_num_gpus_per_engine=2, **flags))
+    settings = EngineSettings.from_args(
+        make_args(machine=GPU, rollout_num_gpus_per_engine=2, **flags)
+    )
     assert settings.fp8 == Fp8Format("block", ranks=2, key_value_heads=1)
     options = server_options(settings, EngineSpec(0, "/m"), ServerPlace("127.0.0.1", 1))
     assert options["quantization"] == "fp8" and options["dtype"] == "bfloat16"
-    other = server_options(settings, EngineSpec(0, "/m", updates=False), ServerPlace("127.0.0.1", 1))
+    other = server_options(
+        settings, EngineSpec(0, "/m", updates=False), ServerPlace("127.0.0.1", 1)
+    )
     assert "quantization" not in other, "another model that is served beside it"

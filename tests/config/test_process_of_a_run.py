@@ -27,4 +27,6 @@ def test_variables_that_the_user_names_are_passed(name: str) -> None:
 
 
 def test_a_proxy_with_a_password_is_not_passed() -> None:
-    assert reduced_environment({"HTTP_PROXY": "http://me:secret@proxy:80", "no_proxy": "*"}) == {"no_proxy": "*"}
+    assert reduced_environment({"HTTP_PROXY": "http://me:secret@proxy:80", "no_proxy": "*"}) == {
+        "no_proxy": "*"
+    }

@@ -1,4 +1,6 @@
-"""What the fields say of their readers is true of the code, and the code reads nothing that is no field."""
+"""What the fields say of their readers is true of the code, and the code reads nothing that is no
+field.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ from slime.config.hf_config import SHAPE
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FOR_USERS = ("eval_max_context_len",)  # no room reads them: they are for the user's functions
-DERIVED = tuple(f"slime/config/{name}.py" for name in ("resolve", "algorithm", "settings", "parser"))
-OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")  # checks, other commands, lists of names
-OWN_NAMESPACE = ("slime/cli/", "slime/config/", "slime/plugins/tools/commands/")  # `args` of argparse
+DERIVED = tuple(
+    f"slime/config/{name}.py" for name in ("resolve", "algorithm", "settings", "parser")
+)
+# checks, other commands, lists of names
+OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")
+# `args` of argparse
+OWN_NAMESPACE = ("slime/cli/", "slime/config/", "slime/plugins/tools/commands/")
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -26,7 +32,9 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def attributes_of_args(text: str) -> set[str]:
-    """Names read as ``args.name`` or ``self.args.name`` where ``args`` is annotated or taken as the configuration."""
+    """Names read as ``args.name`` or ``self.args.name`` where ``args`` is annotated or taken as the
+    configuration.
+    """
     names = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -38,21 +46,29 @@ def attributes_of_args(text: str) -> set[str]:
 
 
 def readers(flag: Flag) -> list[str]:
-    """The files that read a flag's attribute: those of the rooms, else where other settings are derived from it."""
+    """The files that read a flag's attribute: those of the rooms, else where other settings are
+    derived from it.
+    """
     files = reads_by_name().get(flag.name, [])
-    return [f for f in files if not f.startswith(OTHERS)] or [f for f in files if f in DERIVED or derives(f, flag.name)]
+    return [f for f in files if not f.startswith(OTHERS)] or [
+        f for f in files if f in DERIVED or derives(f, flag.name)
+    ]
 
 
 def derives(file: str, name: str) -> bool:
     """Whether a value is derived from a flag, or chosen by it, in a file that has checks, too."""
-    functions = [n for n in ast.parse((CHECKOUT / file).read_text()).body if isinstance(n, ast.FunctionDef)]
-    return any(name in names_read(n) for n in functions if n.name.startswith(("derive_", "chosen_")))
+    functions = [
+        n for n in ast.parse((CHECKOUT / file).read_text()).body if isinstance(n, ast.FunctionDef)
+    ]
+    return any(
+        name in names_read(n) for n in functions if n.name.startswith(("derive_", "chosen_"))
+    )
 
 
 @functools.cache
 def reads_by_name() -> dict[str, list[str]]:
-    """Names read of the arguments, by file: ``args.name`` and ``getattr(args, "name")``. In a file that reads names
-    from a table (``getattr(args, attribute)``), every string that names a flag."""
+    """Names read of the arguments, by file: ``args.name`` and ``getattr(args, "name")``. In a file
+    that reads names from a table (``getattr(args, attribute)``), every string that names a flag."""
     found: dict[str, list[str]] = {}
     for path in sorted([*CHECKOUT.glob("slime/**/*.py"), *CHECKOUT.glob("train*.py")]):
         for name in names_read(ast.parse(path.read_text())):
@@ -66,11 +82,19 @@ def names_read(tree: ast.AST) -> set[str]:
     from_table = False
     sections = sections_of(tree) - {"self"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and is_args(node.value, sections):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Load)
+            and is_args(node.value, sections)
+        ):
             names.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             strings.add(node.value)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and is_args(node.args[0]):
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") == "getattr"
+            and is_args(node.args[0])
+        ):
             if isinstance(node.args[1], ast.Constant):
                 names.add(str(node.args[1].value))
             else:
@@ -79,8 +103,9 @@ def names_read(tree: ast.AST) -> set[str]:
 
 
 def is_args(node: ast.expr, sections: frozenset[str] = frozenset()) -> bool:
-    """``args``, ``self.args``, ``_target(self._args)``: the arguments, by the names that they go by; ``own``: those of
-    an estimator's own flags; ``observability``: the section of that name; ``sections``: other names of sections."""
+    """``args``, ``self.args``, ``_target(self._args)``: the arguments, by the names that they go
+    by; ``own``: those of an estimator's own flags; ``observability``: the section of that name;
+    ``sections``: other names of sections."""
     if isinstance(node, ast.Call) and node.args:
         return is_args(node.args[0], sections)
     name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
@@ -88,10 +113,16 @@ def is_args(node: ast.expr, sections: frozenset[str] = frozenset()) -> bool:
 
 
 def sections_of(tree: ast.AST) -> frozenset[str]:
-    """The parameters of the functions in a file that are sections of the arguments (``settings: CheckpointConfig``)."""
+    """The parameters of the functions in a file that are sections of the arguments (``settings:
+    CheckpointConfig``).
+    """
     bases = {base.__name__ for base in Args.__mro__}
-    parameters = (node for node in ast.walk(tree) if isinstance(node, ast.arg) and node.annotation is not None)
-    return frozenset(node.arg for node in parameters if node.annotation and ast.unparse(node.annotation) in bases)
+    parameters = (
+        node for node in ast.walk(tree) if isinstance(node, ast.arg) and node.annotation is not None
+    )
+    return frozenset(
+        node.arg for node in parameters if node.annotation and ast.unparse(node.annotation) in bases
+    )
 
 
 def test_every_flag_that_works_is_read_somewhere() -> None:
@@ -107,8 +138,14 @@ def test_every_flag_that_works_is_read_somewhere() -> None:
     ("code", "found"),
     [
         ("def f(args): return args.lr", {"lr"}),
-        ("class A:\n def f(self): return self.args.lr + getattr(self._args, 'seed', 0)", {"lr", "seed"}),
-        ("T = ('lr', 'other words')\ndef f(args): return [getattr(args, name) for name in T]", {"lr"}),
+        (
+            "class A:\n def f(self): return self.args.lr + getattr(self._args, 'seed', 0)",
+            {"lr", "seed"},
+        ),
+        (
+            "T = ('lr', 'other words')\ndef f(args): return [getattr(args, name) for name in T]",
+            {"lr"},
+        ),
         ("T = ('lr',)\ndef f(args): args.seed = 1\n# args.save", set()),
     ],
 )
@@ -131,7 +168,10 @@ def test_no_code_reads_what_is_no_flag() -> None:
         for path, text in sources()
         if not path.startswith(OWN_NAMESPACE) and "ArgumentParser" not in text
         for name in attributes_of_args(text)
-        if not is_known(args, name) and name not in SHAPE and not name.startswith("__") and not hasattr(dict, name)
+        if not is_known(args, name)
+        and name not in SHAPE
+        and not name.startswith("__")
+        and not hasattr(dict, name)
     }
     assert unknown == set()
 
@@ -146,14 +186,23 @@ def assigned_to_args(text: str) -> set[str]:
             owner, name = node.args[0], "setattr"
         else:
             continue
-        if (owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")) in ("args", "_args"):
+        if (owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")) in (
+            "args",
+            "_args",
+        ):
             found.add(name)
     return found
 
 
 def test_nothing_is_written_to_args_after_parsing() -> None:
-    paths = {path for path, text in sources() if not path.startswith("slime/config/") and assigned_to_args(text)}
-    assert not paths, "pass the value, or a copy with it to users' functions: args.with_values(name=...)"
+    paths = {
+        path
+        for path, text in sources()
+        if not path.startswith("slime/config/") and assigned_to_args(text)
+    }
+    assert not paths, (
+        "pass the value, or a copy with it to users' functions: args.with_values(name=...)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,17 @@ def with_file(folder: Path, text: str) -> Args:
 
 
 def test_a_role_has_its_own_values_and_the_other_none_of_them(tmp_path: Path) -> None:
-    args = with_file(tmp_path, "critic: {lr: 1e-5, num_nodes: 3, recompute_granularity: full, --adam-beta2: 0.9}\n")
+    args = with_file(
+        tmp_path,
+        "critic: {lr: 1e-5, num_nodes: 3, recompute_granularity: full, --adam-beta2: 0.9}\n",
+    )
     assert check_roles(args) == []
     critic, actor = role_args(args, "critic"), role_args(args, "actor")
-    assert (critic.lr, critic.adam_beta2, critic.megatron["recompute_granularity"]) == (1e-5, 0.9, "full")
+    assert (critic.lr, critic.adam_beta2, critic.megatron["recompute_granularity"]) == (
+        1e-5,
+        0.9,
+        "full",
+    )
     assert actor.lr == 1e-6 and "recompute_granularity" not in actor.megatron and args.lr == 1e-6
 
 

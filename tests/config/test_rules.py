@@ -22,7 +22,13 @@ SIGNS = (">=", "<=", "==", "!=", ">", "<")
 
 
 def parts(*conditions: str) -> list[str]:
-    return [part for text in conditions if text for one in text.split(" or ") for part in one.split(" and ")]
+    return [
+        part
+        for text in conditions
+        if text
+        for one in text.split(" or ")
+        for part in one.split(" and ")
+    ]
 
 
 class Setup:
@@ -84,7 +90,11 @@ def test_a_row_is_told_with_its_flags_and_not_without(
     assert rule.sentences(setup.run) == []
     for part in chosen:
         setup.put(part, True)
-    told = [told for told in rule.sentences(setup.run) if all(name in told for name in named(one) | named(other))]
+    told = [
+        told
+        for told in rule.sentences(setup.run)
+        if all(name in told for name in named(one) | named(other))
+    ]
     assert told and all(name in told[0] for name in named(rule.needs)), rule
     assert rule.because in told[0] and "\n" not in told[0]
     for part in chosen:
@@ -128,15 +138,27 @@ CLUSTER = Machine(gpus=0, cores=8, in_cluster=True)
 @pytest.mark.parametrize(
     ("fact", "yes", "no"),
     [
-        ("packs of a multiple of 16 tokens", {"data_pad_size_multiplier": 48}, {"data_pad_size_multiplier": 8}),
+        (
+            "packs of a multiple of 16 tokens",
+            {"data_pad_size_multiplier": 48},
+            {"data_pad_size_multiplier": 8},
+        ),
         ("several training ranks", {"actor_num_nodes": 2}, {}),
         ("a snapshot in --load", {"load": "no/model"}, {}),
         ("a weight decay that changes", {"megatron": {"end_weight_decay": 0.2}}, {"megatron": {}}),
         ("a GPU", {"machine": GPU}, {}),
         ("a GPU", {"machine": CLUSTER}, {}),
         ("a GPU of this machine", {"machine": GPU}, {"machine": CLUSTER}),
-        ("SGLang on a CPU", {"rollout_backend": "sglang"}, {"rollout_backend": "sglang", "machine": GPU}),
-        ("SGLang on a CPU", {"rollout_backend": "sglang", "sglang": {"device": "cpu"}, "machine": GPU}, {}),
+        (
+            "SGLang on a CPU",
+            {"rollout_backend": "sglang"},
+            {"rollout_backend": "sglang", "machine": GPU},
+        ),
+        (
+            "SGLang on a CPU",
+            {"rollout_backend": "sglang", "sglang": {"device": "cpu"}, "machine": GPU},
+            {},
+        ),
         ("a rate that the user chose", {"lr": 1e-6}, {}),
         ("Dr. GRPO", {"advantage_estimator": "dr_grpo"}, {"advantage_estimator": "grpo"}),
         ("a critic", {"advantage_estimator": "ppo"}, {}),

@@ -1,4 +1,6 @@
-"""The launch commands of the seed documents, parsed as they are typed (paths and scripts are the test's own)."""
+"""The launch commands of the seed documents, parsed as they are typed (paths and scripts are the
+test's own).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ MODEL_ARGS = """
 --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6
 --rotary-base 1000000 --vocab-size 151936 --kv-channels 128 --qk-layernorm
 """
-CKPT_ARGS = "--hf-checkpoint {model} --ref-load {model} --load {save} --save {save} --save-interval 20"
+CKPT_ARGS = (
+    "--hf-checkpoint {model} --ref-load {model} --load {save} --save {save} --save-interval 20"
+)
 
 COMMANDS = {
     "quick start": """
@@ -86,9 +90,13 @@ COMMANDS = {
 def typed(workplace):
     """Fill the paths in, as a user who has the files beside the script."""
     workplace.write(
-        "custom_generate.py", "async def custom_generate(args, samples, evaluation=False):\n    return samples\n"
+        "custom_generate.py",
+        "async def custom_generate(args, samples, evaluation=False):\n    return samples\n",
     )
-    workplace.write("custom_rm.py", "class CustomRewardModel:\n    def __init__(self, model_path):\n        ...\n")
+    workplace.write(
+        "custom_rm.py",
+        "class CustomRewardModel:\n    def __init__(self, model_path):\n        ...\n",
+    )
     workplace.write(
         "my_module.py",
         "async def generate(args, sample, sampling_params): return sample\n"
@@ -109,13 +117,19 @@ def test_parses_as_typed(workplace, typed, monkeypatch: pytest.MonkeyPatch, name
     monkeypatch.syspath_prepend(str(workplace.root))
     workplace.use(NODE)
     args = load_args(typed(COMMANDS[name]), asynchronous=name.startswith("async"))
-    assert args.rollout_batch_size * args.n_samples_per_prompt == args.global_batch_size * args.num_steps_per_rollout
+    assert (
+        args.rollout_batch_size * args.n_samples_per_prompt
+        == args.global_batch_size * args.num_steps_per_rollout
+    )
     assert args.hf_checkpoint == workplace.model
 
 
 def test_multi_node_command_parses_in_a_cluster(workplace, typed) -> None:
     workplace.use(CLUSTER)
-    line = "--actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 64 --hf-checkpoint {model} "
+    line = (
+        "--actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 64 --hf-checkpoint "
+        "{model} "
+    )
     line += "--prompt-data {data}"
     assert load_args(typed(line)).world_size == 64
 
@@ -128,7 +142,10 @@ def test_what_is_not_built_yet_is_refused_in_one_line(workplace, flag: str) -> N
 
 def test_the_guides_fsdp_command_is_taken(workplace, typed) -> None:
     workplace.use(NODE)
-    line = "--train-backend fsdp --hf-checkpoint {model} --gradient-checkpointing --context-parallel-size 2 "
+    line = (
+        "--train-backend fsdp --hf-checkpoint {model} --gradient-checkpointing "
+        "--context-parallel-size 2 "
+    )
     line += "--prompt-data {data}"
     args = load_args(typed(line))
     assert args.megatron["context_parallel_size"] == 2 and args.gradient_checkpointing

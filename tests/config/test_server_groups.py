@@ -38,7 +38,11 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_servers_of_two_models_with_a_hole_between_them(tmp_path: Path) -> None:
-    args = make_args(hf_checkpoint="/models/actor", rollout_backend="sglang", sglang_config=write(tmp_path, TWO_MODELS))
+    args = make_args(
+        hf_checkpoint="/models/actor",
+        rollout_backend="sglang",
+        sglang_config=write(tmp_path, TWO_MODELS),
+    )
     assert args.rollout_num_gpus == 8
     specs = plan_engines(args)
     assert [(s.index, s.model, s.worker_type, s.slot, s.num_gpus, s.updates) for s in specs] == [
@@ -59,7 +63,10 @@ def test_one_model_without_a_file() -> None:
         prefill_num_servers=1,
     )  # fmt: skip
     kinds = [(s.worker_type, s.slot, s.model) for s in plan_engines(args)]
-    assert kinds == [("prefill", 0, "default"), *[("decode", slot, "default") for slot in (2, 4, 6)]]
+    assert kinds == [
+        ("prefill", 0, "default"),
+        *[("decode", slot, "default") for slot in (2, 4, 6)],
+    ]
     assert concurrency(args) == 3 * 512
     args.prefill_num_servers = None
     assert [s.worker_type for s in plan_engines(args)] == ["regular"] * 4
@@ -75,26 +82,48 @@ def test_one_model_without_a_file() -> None:
         ("sglang: [{server_groups: [{num_gpus: 1}]}]", "'name' is a required property"),
         ("sglang: [{name: a, server_grups: []}]", "'server_grups' was unexpected"),
         ("sglang: [{name: a, server_groups: [{num_gpu: 1}]}]", "'num_gpus' is a required"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 0}]}]", r"server_groups\[0\]\.num_gpus: 0 is less than"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 3, num_gpus_per_engine: 2}]}]", "not a multiple"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decoder}]}]", "'regular', 'prefill'"),
+        (
+            "sglang: [{name: a, server_groups: [{num_gpus: 0}]}]",
+            r"server_groups\[0\]\.num_gpus: 0 is less than",
+        ),
+        (
+            "sglang: [{name: a, server_groups: [{num_gpus: 3, num_gpus_per_engine: 2}]}]",
+            "not a multiple",
+        ),
+        (
+            "sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decoder}]}]",
+            "'regular', 'prefill'",
+        ),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: encoder}]}]",
             "'encoder' is not one of",
         ),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decode}]}]", "only regular"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: placeholder}]}]", "only placeholders"),
+        (
+            "sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decode}]}]",
+            "only regular",
+        ),
+        (
+            "sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: placeholder}]}]",
+            "only placeholders",
+        ),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: [x]}]}]", "object"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {api-key: x}}]}]",
             "api_key",
         ),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {context-length: 4k}}]}]", "context-length"),
         (
-            "sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: [{num_gpus: 1}]}]",
+            "sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {context-length: 4k}}]}]",
+            "context-length",
+        ),
+        (
+            "sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: "
+            "[{num_gpus: 1}]}]",
             "name 'a'",
         ),
-        ("sglang: [{name: a, model_path: /other, server_groups: [{num_gpus: 1}]}]", "the trainer's"),
+        (
+            "sglang: [{name: a, model_path: /other, server_groups: [{num_gpus: 1}]}]",
+            "the trainer's",
+        ),
         ("sglang: [", "YAML"),
     ],
 )
@@ -118,16 +147,23 @@ def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
 
 def test_what_sglang_on_a_cpu_does_not_do_is_said() -> None:
     cpu, gpu = Machine(0, 2, False), Machine(1, 2, False)
-    args = make_args(hf_checkpoint="m", rollout_backend="sglang", deterministic=True, embedded_max_total_tokens=9)
+    args = make_args(
+        hf_checkpoint="m", rollout_backend="sglang", deterministic=True, embedded_max_total_tokens=9
+    )
     (problem,) = rule_problems(args, machine=cpu)
     assert "--deterministic" in problem and rule_problems(args, machine=gpu) == []
     assert "--embedded-max-total-tokens 9" in dict(idle_flags(Run(args, False, gpu)))
 
 
-ON_GPU, ON_CPU = Machine(gpus=8, cores=8, in_cluster=False), Machine(gpus=0, cores=8, in_cluster=False)
+ON_GPU, ON_CPU = (
+    Machine(gpus=8, cores=8, in_cluster=False),
+    Machine(gpus=0, cores=8, in_cluster=False),
+)
 
 
-def colocated(machine: Machine = ON_GPU, train: int = 2, rollout: int = 4, **more: Any) -> list[str]:
+def colocated(
+    machine: Machine = ON_GPU, train: int = 2, rollout: int = 4, **more: Any
+) -> list[str]:
     given: dict[str, Any] = {
         "hf_checkpoint": "model", "rollout_backend": "sglang", "colocate": True, "actor_num_gpus_per_node": train,
         "rollout_num_gpus": rollout, "rollout_num_gpus_per_engine": 2,
@@ -139,13 +175,22 @@ def colocated(machine: Machine = ON_GPU, train: int = 2, rollout: int = 4, **mor
 
 def test_colocated_servers_on_gpus_without_a_training_rank_are_refused() -> None:
     assert "training rank" in colocated()[0]
-    assert colocated(train=4) == colocated(rollout=2) == colocated(update_weight_transport="disk") == []
-    assert colocated(colocate=False) == colocated(ON_CPU) == colocated(debug_rollout_only=True) == []
+    assert (
+        colocated(train=4)
+        == colocated(rollout=2)
+        == colocated(update_weight_transport="disk")
+        == []
+    )
+    assert (
+        colocated(colocate=False) == colocated(ON_CPU) == colocated(debug_rollout_only=True) == []
+    )
 
 
 def test_colocated_servers_that_get_no_weights_may_be_anywhere(tmp_path: Path) -> None:
     file = tmp_path / "groups.yaml"
-    frozen = "{name: judge, model_path: other, server_groups: [{worker_type: regular, num_gpus: 2}]}"
+    frozen = (
+        "{name: judge, model_path: other, server_groups: [{worker_type: regular, num_gpus: 2}]}"
+    )
     ours = "{name: actor, server_groups: [{worker_type: regular, num_gpus: 2}]}"
     file.write_text(f"sglang: [{ours}, {frozen}]")
     assert colocated(sglang_config=str(file)) == []

@@ -22,7 +22,8 @@ ONE_PROBLEM = [
     ("--advantage-estimator reinforce_plus_plus", "needs --normalize-advantages"),
     ("--advantage-estimator reinforce_plus_plus_baseline", "needs --normalize-advantages"),
     (
-        "--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo:pg_loss_reducer --calculate-per-token-loss",
+        "--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo:pg_loss_reducer "
+        "--calculate-per-token-loss",
         "by a constant",
     ),
     ("--overlong-buffer-len 5000", "--rollout-max-response-len"),
@@ -72,7 +73,10 @@ ONE_PROBLEM = [
     ("--rollout-sample-hook-path json.dumpz", "has no 'dumpz'"),
     ("--tensor-model-parallel-size 2", "--train-backend megatron"),
     ("--context-parallel-size 2", "not a multiple"),
-    ("--context-parallel-size 2 --actor-num-gpus-per-node 2 --attn-implementation sdpa", "--context-parallel-size 2"),
+    (
+        "--context-parallel-size 2 --actor-num-gpus-per-node 2 --attn-implementation sdpa",
+        "--context-parallel-size 2",
+    ),
     (
         "--rollout-top-p 0.9 --context-parallel-size 2",
         "embedded and --rollout-top-p 0.9 exclude",
@@ -82,13 +86,19 @@ ONE_PROBLEM = [
     ("--rollout-num-gpus 0", "no engine"),
     ("--micro-batch-size 5", "multiple of --micro-batch-size"),
     ("--actor-num-gpus-per-node 8", "2 CPU cores"),
-    ("--loss-type sft_loss --use-kl-loss --kl-loss-coef 0.5", "--loss-type sft_loss and --use-kl-loss"),
+    (
+        "--loss-type sft_loss --use-kl-loss --kl-loss-coef 0.5",
+        "--loss-type sft_loss and --use-kl-loss",
+    ),
     ("--update-weight-mode delta", "needs --update-weight-transport disk"),
     ("--rollout-data-transport nixl", "is not supported"),
     ("--megatron-deepgemm-forward-layers 1 2", "DeepGEMM"),
     ("--sglang-model-path x", "--hf-checkpoint"),
     ("--router-port 3", "--sglang-router-port"),
-    ("--train-backend megatron --actor-num-gpus-per-node 3 --tensor-model-parallel-size 2", "not a multiple"),
+    (
+        "--train-backend megatron --actor-num-gpus-per-node 3 --tensor-model-parallel-size 2",
+        "not a multiple",
+    ),
     ("--use-routing-replay", "does not replay"),
     ("--train-backend megatron --fp8 e4m3", "Transformer Engine"),
     ("--train-backend megatron --moe-aux-loss-coeff 0.01", "load-balancing"),
@@ -99,7 +109,10 @@ ONE_PROBLEM = [
         "6 training ranks: use one of 1, 2, 3, 6",
     ),
     ("--fsdp-shard-size 0", "--fsdp-shard-size 0"),
-    ("--optimizer-cpu-offload --no-use-distributed-optimizer --train-backend megatron", "distributed optimizer"),
+    (
+        "--optimizer-cpu-offload --no-use-distributed-optimizer --train-backend megatron",
+        "distributed optimizer",
+    ),
     ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5 --train-backend megatron", "0 to 1"),
     ("--optimizer-offload-fraction 0.5 --train-backend megatron", "--optimizer-cpu-offload"),
 ]
@@ -117,11 +130,17 @@ def test_each_mistake_is_one_clear_line(workplace, line: str, part: str) -> None
 
 def test_a_good_line_has_no_problems(workplace) -> None:
     assert workplace.problems() == []
-    assert workplace.problems("--advantage-estimator ppo --normalize-advantages --eps-clip-high 0.28") == []
+    assert (
+        workplace.problems("--advantage-estimator ppo --normalize-advantages --eps-clip-high 0.28")
+        == []
+    )
 
 
 def test_fine_tuning_needs_no_engines(workplace) -> None:
-    sft = "--debug-train-only --loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout"
+    sft = (
+        "--debug-train-only --loss-type sft_loss --rollout-function-path "
+        "slime.rollout.sft_rollout.generate_rollout"
+    )
     assert workplace.problems(sft) == []
     (problem,) = workplace.problems(f"{sft} --prompt-data none.jsonl")
     assert "none.jsonl" in problem
@@ -130,17 +149,21 @@ def test_fine_tuning_needs_no_engines(workplace) -> None:
 def test_environment_variables_may_be_numbers(workplace: Workplace) -> None:
     file = workplace.write("o.yaml", "train_env_vars: {NCCL_IB_DISABLE: 1, NCCL_DEBUG: INFO}")
     args = workplace.load(f"--override {file}")
-    assert environment_texts(args.train_env_vars) == {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}, (
-        "Ray takes texts only"
-    )
+    assert environment_texts(args.train_env_vars) == {
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_DEBUG": "INFO",
+    }, "Ray takes texts only"
     problems = workplace.problems('--train-env-vars {"A":true,"B":null}')
     assert problems == [
-        f"--train-env-vars: {name} needs a text or a number, not {value}" for name, value in (("A", True), ("B", None))
+        f"--train-env-vars: {name} needs a text or a number, not {value}"
+        for name, value in (("A", True), ("B", None))
     ]
 
 
 def test_several_problems_are_told_at_once(workplace) -> None:
-    problems = workplace.problems("--num-rolout 3 --kl-loss-coef 1 --prompt-data none.jsonl --lr x --rm-type dappo")
+    problems = workplace.problems(
+        "--num-rolout 3 --kl-loss-coef 1 --prompt-data none.jsonl --lr x --rm-type dappo"
+    )
     assert len(problems) == 5
     for part in ("--num-rolout", "--kl-loss-coef", "none.jsonl", "--lr", "dappo"):
         assert any(part in problem for problem in problems)
@@ -152,7 +175,10 @@ def test_missing_checkpoint_and_data_are_named() -> None:
     with pytest.raises(ConfigError) as caught:
         load_args([])
     assert len(caught.value.problems) == 2
-    assert "--hf-checkpoint" in caught.value.problems[0] and "--prompt-data" in caught.value.problems[1]
+    assert (
+        "--hf-checkpoint" in caught.value.problems[0]
+        and "--prompt-data" in caught.value.problems[1]
+    )
 
 
 def test_a_hub_id_is_as_good_as_a_folder(workplace) -> None:
@@ -174,14 +200,17 @@ def test_a_gpu_machine_counts_its_gpus(workplace) -> None:
     assert "8 GPUs" in problem and "has 4" in problem and "--colocate" in problem
     assert workplace.problems("--actor-num-gpus-per-node 4 --rollout-num-gpus 4 --colocate") == []
     assert workplace.problems("--actor-num-gpus-per-node 2 --rollout-num-gpus 2") == []
-    assert len(workplace.problems("--actor-num-nodes 2 --actor-num-gpus-per-node 4 --colocate")) == 1
+    assert (
+        len(workplace.problems("--actor-num-nodes 2 --actor-num-gpus-per-node 4 --colocate")) == 1
+    )
 
 
 def test_a_cluster_is_not_judged_by_this_machine(workplace) -> None:
     workplace.use(Machine(gpus=0, cores=2, in_cluster=True))
     assert (
         workplace.problems(
-            "--actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 64 --global-batch-size 64"
+            "--actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 64 "
+            "--global-batch-size 64"
         )
         == []
     )
@@ -190,7 +219,10 @@ def test_a_cluster_is_not_judged_by_this_machine(workplace) -> None:
 def test_asynchronous_runs_do_not_share_gpus(workplace) -> None:
     (problem,) = workplace.problems("--colocate", asynchronous=True)
     assert "train_async.py" in problem
-    assert workplace.problems("--async-buffer-size 4 --update-weights-interval 2", asynchronous=True) == []
+    assert (
+        workplace.problems("--async-buffer-size 4 --update-weights-interval 2", asynchronous=True)
+        == []
+    )
     notices = workplace.load("--async-buffer-size 4").notices
     assert any("train_async.py" in notice for notice in notices)
 
@@ -204,25 +236,39 @@ IDLE = [
 
 @pytest.mark.parametrize(("line", "said"), IDLE)
 def test_flags_that_change_nothing_are_named(workplace: Workplace, line: str, said: str) -> None:
-    assert any(said in one for one in workplace.load(line, asynchronous=FULLY_ASYNC in line).notices)
+    assert any(
+        said in one for one in workplace.load(line, asynchronous=FULLY_ASYNC in line).notices
+    )
 
 
 def test_evaluation_data_without_an_interval_are_named(workplace: Workplace) -> None:
-    said, data = "the run does not evaluate its evaluation data", f"--eval-prompt-data a {workplace.data}"
+    said, data = (
+        "the run does not evaluate its evaluation data",
+        f"--eval-prompt-data a {workplace.data}",
+    )
     assert any(said in one for one in workplace.load(data).notices)
     assert not any(said in one for one in workplace.load(f"{data} --eval-interval 2").notices)
 
 
 def test_hooks_are_found_in_all_forms(workplace) -> None:
-    workplace.write("custom_rm.py", "class CustomRewardModel:\n    def __init__(self, model_path): ...\n")
     workplace.write(
-        "custom_generate.py", "async def custom_generate(args, samples, evaluation=False): return samples\n"
+        "custom_rm.py", "class CustomRewardModel:\n    def __init__(self, model_path): ...\n"
     )
-    line = "--custom-rm-path custom_rm.py --custom-generate-function-path custom_generate.py --max-turns 5"
+    workplace.write(
+        "custom_generate.py",
+        "async def custom_generate(args, samples, evaluation=False): return samples\n",
+    )
+    line = (
+        "--custom-rm-path custom_rm.py --custom-generate-function-path custom_generate.py "
+        "--max-turns 5"
+    )
     args = workplace.load(line)
     assert args.max_turns == 5
     assert workplace.problems("--custom-rm-path custom_rm.py:CustomRewardModel") == []
-    assert workplace.problems("--custom-rm-path json:dumps --rollout-sample-hook-path json.loads") == []
+    assert (
+        workplace.problems("--custom-rm-path json:dumps --rollout-sample-hook-path json.loads")
+        == []
+    )
 
 
 def test_a_hook_whose_file_fails_is_reported(workplace) -> None:
@@ -233,23 +279,38 @@ def test_a_hook_whose_file_fails_is_reported(workplace) -> None:
 
 def test_every_difference_to_the_checkpoint_is_named(workplace) -> None:
     good = (
-        "--num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --num-query-groups 8 "
-        "--kv-channels 128 --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --swiglu --qk-layernorm"
+        "--num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 "
+        "--num-query-groups 8 --kv-channels 128 --norm-epsilon 1e-6 --rotary-base 1000000 "
+        "--vocab-size 151936 --swiglu --qk-layernorm"
     )
     assert workplace.problems(good) == []
-    bad = good.replace("--num-layers 36", "--num-layers 28").replace("2560", "1024").replace("1000000", "10000")
+    bad = (
+        good.replace("--num-layers 36", "--num-layers 28")
+        .replace("2560", "1024")
+        .replace("1000000", "10000")
+    )
     problems = workplace.problems(f"{bad} --untie-embeddings-and-output-weights")
     assert len(problems) == 4
-    for part in ("--num-layers 28", "--hidden-size 1024", "--rotary-base 10000.0", "tie_word_embeddings"):
+    for part in (
+        "--num-layers 28",
+        "--hidden-size 1024",
+        "--rotary-base 10000.0",
+        "tie_word_embeddings",
+    ):
         assert any(part in problem for problem in problems), problems
 
 
 def test_flags_without_effect_are_named_once(workplace) -> None:
     args = workplace.load(
-        "--overlap-grad-reduce --sequence-parallel --sglang-mem-fraction-static 0.4 --attention-dropout 0.0"
+        "--overlap-grad-reduce --sequence-parallel --sglang-mem-fraction-static 0.4 "
+        "--attention-dropout 0.0"
     )
     (megatron,) = [notice for notice in args.notices if "--train-backend fsdp" in notice]
-    assert "--overlap-grad-reduce" in megatron and "--sequence-parallel" in megatron and "dropout" not in megatron
+    assert (
+        "--overlap-grad-reduce" in megatron
+        and "--sequence-parallel" in megatron
+        and "dropout" not in megatron
+    )
     assert sum("--sglang-mem-fraction-static" in notice for notice in args.notices) == 1
 
 
@@ -257,19 +318,27 @@ def test_flags_without_effect_are_named_once(workplace) -> None:
 def test_sampling_from_a_part_of_the_vocabulary_that_training_cannot_replay_is_asked_for_by_name(
     cut: dict[str, object],
 ) -> None:
-    for engine, trainer, wrong in (("embedded", "fsdp", 0), ("sglang", "fsdp", 1), ("embedded", "megatron", 1)):
+    for engine, trainer, wrong in (
+        ("embedded", "fsdp", 0),
+        ("sglang", "fsdp", 1),
+        ("embedded", "megatron", 1),
+    ):
         args = make_args(rollout_backend=engine, train_backend=trainer, **cut)
         problems = rule_problems(args)
         assert len(problems) == wrong and args.notices == []
         assert all("importance ratios" in p and "--allow-truncated-sampling" in p for p in problems)
         args.allow_truncated_sampling = True
         assert rule_problems(args) == []
-        assert len(args.notices) == wrong and all("importance ratios" in notice for notice in args.notices)
+        assert len(args.notices) == wrong and all(
+            "importance ratios" in notice for notice in args.notices
+        )
     for untrained in ({"debug_rollout_only": True}, {"loss_type": "sft_loss"}):
         assert rule_problems(make_args(rollout_backend="sglang", **cut, **untrained)) == []
 
 
-def test_sampling_from_a_part_of_the_vocabulary_needs_logits_without_a_soft_cap(tmp_path: Path) -> None:
+def test_sampling_from_a_part_of_the_vocabulary_needs_logits_without_a_soft_cap(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text('{"final_logit_softcapping": 30.0}')
     (problem,) = rule_problems(make_args(rollout_top_p=0.9, hf_checkpoint=str(tmp_path)))
     assert "soft-caps its logits" in problem and "--rollout-top-p 0.9" in problem
@@ -288,7 +357,9 @@ def test_sampling_from_a_part_of_the_vocabulary_needs_logits_without_a_soft_cap(
     ],
     ids=str,
 )
-def test_opsm_needs_a_policy_that_has_moved(settings: dict[str, object], asynchronous: bool, said: bool) -> None:
+def test_opsm_needs_a_policy_that_has_moved(
+    settings: dict[str, object], asynchronous: bool, said: bool
+) -> None:
     args = make_args(use_opsm=True, **settings)
     assert rule_problems(args, asynchronous=asynchronous) == []
     assert any("--use-opsm" in notice for notice in args.notices) is said
@@ -322,7 +393,11 @@ def test_a_draft_that_is_not_trained_is_said(
 def test_a_cache_that_outlives_a_weight_update_is_refused(tmp_path: Path, name: str) -> None:
     """Its entries are found by tokens, so that a prompt would go on from the KV of old weights."""
     options: dict[str, object] = {name: "file"}
-    base = {"rollout_backend": "sglang", "hf_checkpoint": str(tmp_path), "rollout_num_gpus_per_engine": 1}
+    base = {
+        "rollout_backend": "sglang",
+        "hf_checkpoint": str(tmp_path),
+        "rollout_num_gpus_per_engine": 1,
+    }
     (problem,) = check_outer_caches(make_args(**base, sglang=options))
     assert problem.startswith(f"--sglang-{name.replace('_', '-')}: ") and "old weights" in problem
     assert check_outer_caches(make_args(**base, sglang=options, debug_rollout_only=True)) == []
@@ -340,12 +415,15 @@ def test_a_cache_that_outlives_a_weight_update_is_refused(tmp_path: Path, name: 
 
 def test_such_a_cache_is_refused_on_the_command_line(workplace) -> None:
     problems = workplace.problems("--rollout-backend sglang --sglang-hicache-storage-backend file")
-    assert any(problem.startswith("--sglang-hicache-storage-backend: ") for problem in problems), problems
+    assert any(problem.startswith("--sglang-hicache-storage-backend: ") for problem in problems), (
+        problems
+    )
 
 
 def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
     args = workplace.load(
-        "--http-proxy x --kl-coef 0.1 --micro-batch-size 1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3"
+        "--http-proxy x --kl-coef 0.1 --micro-batch-size 1 --max-tokens-per-gpu 100 "
+        "--num-rollout 2 --num-epoch 3"
     )
     text = "\n".join(args.notices)
     for part in (
@@ -357,7 +435,9 @@ def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
         assert part in text
 
 
-FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+FULLY_ASYNC = (
+    "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+)
 
 
 def test_the_fully_asynchronous_rollout_is_for_the_asynchronous_loop(workplace) -> None:
@@ -365,22 +445,46 @@ def test_the_fully_asynchronous_rollout_is_for_the_asynchronous_loop(workplace) 
     assert "train_async.py" in problem
     args = workplace.load(f"{FULLY_ASYNC} --mask-offpolicy-in-partial-rollout", asynchronous=True)
     assert args.rm_type == "math", "its rewards are those of the default rollout"
-    assert args.eval_function_path == "slime.rollout.sglang_rollout.generate_rollout", "the pool does not evaluate"
+    assert args.eval_function_path == "slime.rollout.sglang_rollout.generate_rollout", (
+        "the pool does not evaluate"
+    )
     own = "slime.rollout.sleep_rollout.sleep"
-    assert workplace.load(f"{FULLY_ASYNC} --eval-function-path {own}", asynchronous=True).eval_function_path == own
+    assert (
+        workplace.load(
+            f"{FULLY_ASYNC} --eval-function-path {own}", asynchronous=True
+        ).eval_function_path
+        == own
+    )
 
 
 def test_a_staleness_bound_that_cannot_hold_is_refused(workplace) -> None:
-    (problem,) = workplace.problems("--max-weight-staleness 1 --update-weights-interval 3", asynchronous=True)
+    (problem,) = workplace.problems(
+        "--max-weight-staleness 1 --update-weights-interval 3", asynchronous=True
+    )
     assert "2 steps" in problem
-    assert workplace.problems("--max-weight-staleness 2 --update-weights-interval 3", asynchronous=True) == []
+    assert (
+        workplace.problems(
+            "--max-weight-staleness 2 --update-weights-interval 3", asynchronous=True
+        )
+        == []
+    )
     (problem,) = workplace.problems("--max-weight-staleness 1 --partial-rollout", asynchronous=True)
     assert "fully asynchronous" in problem
-    (problem,) = workplace.problems("--max-weight-staleness 1 --over-sampling-batch-size 64", asynchronous=True)
+    (problem,) = workplace.problems(
+        "--max-weight-staleness 1 --over-sampling-batch-size 64", asynchronous=True
+    )
     assert "fully asynchronous" in problem
-    assert workplace.problems(f"{FULLY_ASYNC} --max-weight-staleness 1 --partial-rollout", asynchronous=True) == []
+    assert (
+        workplace.problems(
+            f"{FULLY_ASYNC} --max-weight-staleness 1 --partial-rollout", asynchronous=True
+        )
+        == []
+    )
     assert workplace.problems("--max-weight-staleness -1", asynchronous=True)
-    assert any("is for train_async.py" in notice for notice in workplace.load("--max-weight-staleness 1").notices)
+    assert any(
+        "is for train_async.py" in notice
+        for notice in workplace.load("--max-weight-staleness 1").notices
+    )
 
 
 def test_stale_samples_are_corrected_unless_the_user_chose_otherwise(workplace) -> None:
@@ -388,7 +492,10 @@ def test_stale_samples_are_corrected_unless_the_user_chose_otherwise(workplace) 
     (notice,) = [notice for notice in args.notices if "--use-tis is on" in notice]
     assert args.use_tis is True and "2 step(s) older" in notice and "--no-use-tis" in notice
     assert workplace.load("--async-buffer-size 2").use_tis is False, "train.py has no stale samples"
-    for line in ("--over-sampling-batch-size 64", "--over-sampling-batch-size 64 --partial-rollout"):
+    for line in (
+        "--over-sampling-batch-size 64",
+        "--over-sampling-batch-size 64 --partial-rollout",
+    ):
         late = workplace.load(line)
         (notice,) = [notice for notice in late.notices if "--use-tis is on" in notice]
         assert late.use_tis is True and "later one" in notice and "--no-use-tis" in notice
@@ -396,9 +503,16 @@ def test_stale_samples_are_corrected_unless_the_user_chose_otherwise(workplace) 
             assert workplace.load(f"{line} {chosen}").use_tis is False, chosen
     masked = "--over-sampling-batch-size 64 --partial-rollout --mask-offpolicy-in-partial-rollout"
     assert workplace.load(masked).use_tis is False, "tokens of earlier rollouts are not trained"
-    for line in ("--no-use-tis", "--use-rollout-logprobs", "--max-weight-staleness 0", "--loss-type sft_loss"):
+    for line in (
+        "--no-use-tis",
+        "--use-rollout-logprobs",
+        "--max-weight-staleness 0",
+        "--loss-type sft_loss",
+    ):
         assert workplace.load(line, asynchronous=True).use_tis is False, line
-    measured = "--get-mismatch-metrics --custom-tis-function-path slime.algorithms.mis.compute_mis_weights"
+    measured = (
+        "--get-mismatch-metrics --custom-tis-function-path slime.algorithms.mis.compute_mis_weights"
+    )
     assert workplace.load(measured, asynchronous=True).use_tis is False
     assert workplace.load(f"{measured} --use-tis", asynchronous=True).use_tis is True
 
@@ -410,11 +524,19 @@ def test_rollout_workers_generate_for_the_rollout_functions_of_slime() -> None:
         assert may_use_workers(args) == workers
         told = [words for words, _ in idle_flags(Run(args, True, LAPTOP))]
         assert told == [] if workers else told == ["--rollout-workers 3"]
-    assert may_use_workers(make_args(rollout_function_path="a.b", eval_function_path=DEFAULT_ROLLOUT_FUNCTION))
+    assert may_use_workers(
+        make_args(rollout_function_path="a.b", eval_function_path=DEFAULT_ROLLOUT_FUNCTION)
+    )
 
 
 def test_a_schedule_is_replayed_in_one_process(tmp_path: Path) -> None:
-    replay = {"replay_schedule": str(tmp_path), "rollout_backend": "embedded", "deterministic": True}
-    (problem,) = rule_problems(make_args(asynchronous=True, rollout_workers=2, **replay), asynchronous=True)
+    replay = {
+        "replay_schedule": str(tmp_path),
+        "rollout_backend": "embedded",
+        "deterministic": True,
+    }
+    (problem,) = rule_problems(
+        make_args(asynchronous=True, rollout_workers=2, **replay), asynchronous=True
+    )
     assert "--replay-schedule" in problem and "--rollout-workers 2" in problem
     assert rule_problems(make_args(asynchronous=True, **replay), asynchronous=True) == []

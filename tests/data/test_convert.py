@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
-from slime.data.convert import parts_of_ranks, samples_to_train_data, shared_prompts, split_train_data
+from slime.data.convert import (
+    parts_of_ranks,
+    samples_to_train_data,
+    shared_prompts,
+    split_train_data,
+)
 from slime.data.fields import to_rank_batch
 from slime.data.sample import Sample, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.schedule import PackingSettings
@@ -59,14 +64,22 @@ def test_the_documented_keys() -> None:
 def test_parts_of_ranks_do_not_add_a_copy_of_the_rollout() -> None:
     """The peak of memory is the samples and one part: each part can go before the next is made."""
     groups = [[make_sample(2 * group + i, group, 50_000) for i in range(2)] for group in range(8)]
-    args = make_args(global_batch_size=16, rollout_batch_size=8, n_samples_per_prompt=2, max_tokens_per_gpu=50_001)
+    args = make_args(
+        global_batch_size=16,
+        rollout_batch_size=8,
+        n_samples_per_prompt=2,
+        max_tokens_per_gpu=50_001,
+    )
     for sample in flatten(groups):
         sample.pack()
     tracemalloc.start()
     ranks, largest = 0, 0
     for part in parts_of_ranks(args, groups, 3, ParallelLayout(8)):
         assert part["rollout_id"] == 3 and len(part["partition"]) == 2
-        largest, ranks = max(largest, part["tokens"].values.nbytes + part["loss_masks"].values.nbytes), ranks + 1
+        largest, ranks = (
+            max(largest, part["tokens"].values.nbytes + part["loss_masks"].values.nbytes),
+            ranks + 1,
+        )
         del part
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -74,13 +87,17 @@ def test_parts_of_ranks_do_not_add_a_copy_of_the_rollout() -> None:
 
 
 def test_fan_out_siblings_share_a_rollout() -> None:
-    """Uneven counts: three samples from two rollouts in one group, two in the other (traps 1 and 10)."""
+    """Uneven counts: three samples from two rollouts in one group, two in the other (traps 1 and
+    10).
+    """
     siblings = [make_sample(1, response=2), make_sample(2, response=3)]
     groups: list[Any] = [[make_sample(0), siblings], [make_sample(3, 1), make_sample(4, 1)]]
     data = samples_to_train_data(make_args(), groups)
     assert data["rollout_ids"] == [0, 1, 1, 2, 3]
     assert data["rollout_mask_sums"] == [2.0, 5.0, 5.0, 2.0, 2.0]
-    assert data["rewards"][3:] == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5), "the other group is not disturbed"
+    assert data["rewards"][3:] == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5), (
+        "the other group is not disturbed"
+    )
     for sibling in siblings:
         sibling.rollout_id = 17
     assert samples_to_train_data(make_args(), groups)["rollout_ids"] == [18, 17, 17, 19, 20]
@@ -96,24 +113,38 @@ def test_a_rollout_id_belongs_to_one_group() -> None:
 
 
 def test_samples_without_group_index() -> None:
-    nested = [[make_sample(0, None), make_sample(1, None)], [make_sample(2, 5), make_sample(3, None)]]
+    nested = [
+        [make_sample(0, None), make_sample(1, None)],
+        [make_sample(2, 5), make_sample(3, None)],
+    ]
     data = samples_to_train_data(make_args(), nested)
     assert data["group_indices"] == [6, 6, 5, 5]
-    assert samples_to_train_data(make_args(), [make_sample(0), make_sample(1)])["group_indices"] == [0, 0]
+    assert samples_to_train_data(make_args(), [make_sample(0), make_sample(1)])[
+        "group_indices"
+    ] == [0, 0]
     with pytest.raises(ValueError, match=r"sample 0.*group_index"):
         samples_to_train_data(make_args(), [make_sample(0, None)])
 
 
 def test_removed_and_timed_out_samples_have_no_loss() -> None:
-    removed, timed_out = make_sample(1, remove_sample=True), make_sample(2, reward=None, reward_timed_out=True)
+    removed, timed_out = (
+        make_sample(1, remove_sample=True),
+        make_sample(2, reward=None, reward_timed_out=True),
+    )
     data = samples_to_train_data(make_args(), [[make_sample(0), removed, timed_out]])
-    assert lists(data["loss_masks"]) == [[1, 1], [0, 0], [0, 0]] and data["rollout_mask_sums"] == [2.0, 0.0, 0.0]
+    assert lists(data["loss_masks"]) == [[1, 1], [0, 0], [0, 0]] and data["rollout_mask_sums"] == [
+        2.0,
+        0.0,
+        0.0,
+    ]
     assert data["rewards"] == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], abs=1e-5)
     assert np.isnan(data["raw_reward"][2])
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
-def test_optional_fields_are_decided_over_all_samples(lacking: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_optional_fields_are_decided_over_all_samples(
+    lacking: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whether the first or a later one lacks it (trap 8)."""
     group = [make_sample(i, rollout_log_probs=[-1.0, -2.0]) for i in range(2)]
     group[lacking].rollout_log_probs = None
@@ -130,7 +161,9 @@ def test_optional_fields_are_decided_over_all_samples(lacking: int, caplog: pyte
 
 def test_nothing_optional_without_need() -> None:
     with pytest.raises(ValueError, match=r"2 of 2 samples.*teacher_log_probs.*--use-opd"):
-        samples_to_train_data(make_args(use_opd=True, opd_type="sglang"), [[make_sample(0), make_sample(1)]])
+        samples_to_train_data(
+            make_args(use_opd=True, opd_type="sglang"), [[make_sample(0), make_sample(1)]]
+        )
 
 
 def test_metadata_and_nuclei_of_some_samples() -> None:
@@ -140,9 +173,14 @@ def test_metadata_and_nuclei_of_some_samples() -> None:
     data = samples_to_train_data(make_args(), [[one, make_sample(1)]])
     assert data["metadata"] == [{"a": 1}, None]
     assert data["round_number"] == [2, None] and data["source_names"] == ["x", None]
-    assert data["rollout_top_p_token_offsets"][1].tolist() == [0, 0, 0] and len(data["rollout_top_p_token_ids"][1]) == 0
+    assert (
+        data["rollout_top_p_token_offsets"][1].tolist() == [0, 0, 0]
+        and len(data["rollout_top_p_token_ids"][1]) == 0
+    )
     batch = to_rank_batch(split_train_data(make_args(global_batch_size=2), data, 1)[0])
-    assert batch["train_metadata"] == batch["metadata"] == [{"a": 1}, None], "it reaches the trainer (trap 4)"
+    assert batch["train_metadata"] == batch["metadata"] == [{"a": 1}, None], (
+        "it reaches the trainer (trap 4)"
+    )
     assert [t.tolist() for t in batch["rollout_top_p_token_ids"]] == [[5, 6], []]
 
 
@@ -150,17 +188,26 @@ def test_a_part_of_a_dump_makes_as_many_steps() -> None:
     groups = [[make_sample(2 * g + k, g) for k in range(2)] for g in range(3)]
     data = samples_to_train_data(make_args(), groups)
     args = make_args(
-        global_batch_size=8, num_steps_per_rollout=3, load_debug_rollout_data_subsample=0.25, rollout_batch_size=3
+        global_batch_size=8,
+        num_steps_per_rollout=3,
+        load_debug_rollout_data_subsample=0.25,
+        rollout_batch_size=3,
     )
     part = split_train_data(args, data, 1)[0]
     assert part["global_batch_sizes"] == [2, 2, 2]
 
 
 def test_each_step_counts_the_tokens_of_its_own_samples() -> None:
-    groups = [[make_sample(2 * g + k, g, response=2 * g + k + 1) for k in range(2)] for g in range(3)]
+    groups = [
+        [make_sample(2 * g + k, g, response=2 * g + k + 1) for k in range(2)] for g in range(3)
+    ]
     args = make_args(global_batch_size=2, rollout_batch_size=3, n_samples_per_prompt=2)
     part = split_train_data(args, samples_to_train_data(args, groups), 1)[0]
-    assert part["num_microbatches"] == [1, 1, 1] and part["global_token_counts"] == [1 + 2, 3 + 4, 5 + 6]
+    assert part["num_microbatches"] == [1, 1, 1] and part["global_token_counts"] == [
+        1 + 2,
+        3 + 4,
+        5 + 6,
+    ]
 
 
 def test_the_age_of_tokens_is_counted_from_the_rollout_that_trains_them() -> None:
@@ -208,7 +255,9 @@ def convert_badly(args: Any, samples: list[Sample]) -> dict[str, Any]:
 def test_custom_converter() -> None:
     siblings = [make_sample(1), make_sample(2)]
     groups: list[Any] = [[make_sample(0), siblings]]
-    args = make_args(custom_convert_samples_to_train_data_path=f"{__file__}:convert", global_batch_size=2)
+    args = make_args(
+        custom_convert_samples_to_train_data_path=f"{__file__}:convert", global_batch_size=2
+    )
     data = samples_to_train_data(args, groups)
     assert data["rollout_ids"] == [0, 1, 1] and data["rollout_mask_sums"] == [2.0, 4.0, 4.0]
     batch = to_rank_batch(split_train_data(args, data, 1)[0])
@@ -224,14 +273,18 @@ def test_custom_converter() -> None:
     st.sampled_from([1, 2, 4]),
     st.booleans(),
 )
-def test_ranks_together_hold_every_sample_as_it_was(shape: list[list[int]], dp: int, balance: bool) -> None:
+def test_ranks_together_hold_every_sample_as_it_was(
+    shape: list[list[int]], dp: int, balance: bool
+) -> None:
     rng = np.random.default_rng(0)
     groups: list[list[Sample]] = []
     index = 0
     for g, lengths in enumerate(shape):
         groups.append([])
         for n in lengths:
-            sample = make_sample(index, g, n, rollout_log_probs=rng.normal(size=n).tolist(), weight_versions=["1"])
+            sample = make_sample(
+                index, g, n, rollout_log_probs=rng.normal(size=n).tolist(), weight_versions=["1"]
+            )
             sample.loss_mask = rng.integers(0, 2, n).tolist()
             sample.multimodal_train_inputs = {"pixels": index}
             groups[-1].append(sample)
@@ -246,9 +299,13 @@ def test_ranks_together_hold_every_sample_as_it_was(shape: list[list[int]], dp: 
     batches = [to_rank_batch(pickle.loads(pickle.dumps(part))) for part in parts]
     assert sorted(i for b in batches for i in b["sample_indices"]) == list(range(index))
     for batch in batches:
-        assert [i for mb in batch["micro_batch_indices"] for i in mb] == list(range(len(batch["tokens"])))
+        assert [i for mb in batch["micro_batch_indices"] for i in mb] == list(
+            range(len(batch["tokens"]))
+        )
         assert batch["global_batch_sizes"] == [index]
-        assert batch["global_token_counts"] == [sum(max(sum(s.loss_mask or []), 1) for s in samples)]
+        assert batch["global_token_counts"] == [
+            sum(max(sum(s.loss_mask or []), 1) for s in samples)
+        ]
         for local, i in enumerate(batch["sample_indices"]):
             sample = samples[i]
             assert batch["partition"][local] == i
@@ -257,8 +314,14 @@ def test_ranks_together_hold_every_sample_as_it_was(shape: list[list[int]], dp: 
             assert batch["response_lengths"][local] == sample.response_length
             assert batch["loss_masks"][local].tolist() == sample.loss_mask
             assert batch["rollout_mask_sums"][local] == sum(sample.loss_mask or [])
-            assert batch["rollout_log_probs"][local].tolist() == np.float32(sample.rollout_log_probs).tolist()
-            assert batch["rewards"][local] == data["rewards"][i] and batch["raw_reward"][local] == sample.reward
+            assert (
+                batch["rollout_log_probs"][local].tolist()
+                == np.float32(sample.rollout_log_probs).tolist()
+            )
+            assert (
+                batch["rewards"][local] == data["rewards"][i]
+                and batch["raw_reward"][local] == sample.reward
+            )
             assert batch["group_indices"][local] == sample.group_index
             assert batch["multimodal_train_inputs"][local] == {"pixels": i}
             assert batch["weight_versions"][local] == ["1"]
@@ -284,7 +347,9 @@ def test_wire_types() -> None:
 
 
 def test_routing_of_samples_that_nothing_is_trained_of() -> None:
-    """A prompt that is too long to be answered has no routed experts: its router chooses by itself."""
+    """A prompt that is too long to be answered has no routed experts: its router chooses by
+    itself.
+    """
     rows = np.ones((2, 4, 2), np.uint8)
     group = [make_sample(0, rollout_routed_experts=rows), make_sample(1, response=0)]
     args = make_args(use_rollout_routing_replay=True, global_batch_size=2)
@@ -297,8 +362,15 @@ def test_routing_of_samples_that_nothing_is_trained_of() -> None:
 
 def test_nothing_behind_the_hooks_makes_lists_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Millions of tokens pass through these functions in the process that drives generation."""
-    more = {"loss_mask": [1, 0], "rollout_log_probs": [-0.5, 0.0], "teacher_log_probs": [-1.0, -2.0]}
-    groups = [[make_sample(2 * g + k, g, version_spans=[("0.1", 0, 2)], **more) for k in range(2)] for g in range(2)]
+    more = {
+        "loss_mask": [1, 0],
+        "rollout_log_probs": [-0.5, 0.0],
+        "teacher_log_probs": [-1.0, -2.0],
+    }
+    groups = [
+        [make_sample(2 * g + k, g, version_spans=[("0.1", 0, 2)], **more) for k in range(2)]
+        for g in range(2)
+    ]
     plain = copy.deepcopy(groups)
     for sample in flatten(groups):
         sample.pack()
@@ -312,20 +384,30 @@ def test_nothing_behind_the_hooks_makes_lists_of_tokens(monkeypatch: pytest.Monk
         data = samples_to_train_data(args, groups)
         add_staleness(data, flatten(groups), 3)
         parts = split_train_data(args, data, 2)
-        metrics = [rollout_metrics(args, flatten(groups), 1.0), staleness_metrics(flatten(groups), 3)]
+        metrics = [
+            rollout_metrics(args, flatten(groups), 1.0),
+            staleness_metrics(flatten(groups), 3),
+        ]
         restored = groups_from_dicts(groups_to_dicts(groups))
         copies = [copy.copy(sample) for sample in flatten(groups)]
     assert restored == plain and copies == flatten(plain)
     from_lists = samples_to_train_data(args, plain)
     add_staleness(from_lists, flatten(plain), 3)
     assert pickle.dumps(parts) == pickle.dumps(split_train_data(args, from_lists, 2))
-    assert metrics == [rollout_metrics(args, flatten(plain), 1.0), staleness_metrics(flatten(plain), 3)]
+    assert metrics == [
+        rollout_metrics(args, flatten(plain), 1.0),
+        staleness_metrics(flatten(plain), 3),
+    ]
 
 
 def test_what_samples_share_is_found_without_a_copy_of_a_rollout() -> None:
     """A rollout of 100,000 samples of 32k tokens has 13 GB of token ids."""
     tokens = [np.full(4000, group, np.int32) for group in range(100) for _ in range(2)]
-    data: Any = {"tokens": tokens, "response_lengths": [10] * 200, "group_indices": [i // 2 for i in range(200)]}
+    data: Any = {
+        "tokens": tokens,
+        "response_lengths": [10] * 200,
+        "group_indices": [i // 2 for i in range(200)],
+    }
     tracemalloc.start()
     found = shared_prompts(PackingSettings(shares_prompts=True), data, 1)
     peak = tracemalloc.get_traced_memory()[1]

@@ -1,4 +1,6 @@
-"""Checks before a start: files, rows, keys and labels, of prompts and evaluation sets, all reported together."""
+"""Checks before a start: files, rows, keys and labels, of prompts and evaluation sets, all reported
+together.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def make_args(**more: Any) -> Args:
 
 
 def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -45,11 +49,14 @@ def test_good_data_has_no_problems(tmp_path: Path) -> None:
 
 def test_everything_is_reported_together(tmp_path: Path) -> None:
     train = write(
-        tmp_path / "train.jsonl", [{"prompt": "p", "label": "x"}, "{", {"label": "1"}, {"prompt": "p", "label": "7"}]
+        tmp_path / "train.jsonl",
+        [{"prompt": "p", "label": "x"}, "{", {"label": "1"}, {"prompt": "p", "label": "7"}],
     )
     held_out = write(tmp_path / "eval.jsonl", [{"question": "p", "label": "1"}])
     args = make_args(
-        prompt_data=train, eval_prompt_data=["a", held_out, "b", str(tmp_path / "absent.jsonl")], rm_type="math"
+        prompt_data=train,
+        eval_prompt_data=["a", held_out, "b", str(tmp_path / "absent.jsonl")],
+        rm_type="math",
     )
     found = check_data(args, numbers_only)
     assert len(found) == 5
@@ -66,7 +73,9 @@ def test_rows_that_no_run_could_copy_or_write(tmp_path: Path, suffix: str) -> No
     rows = [{"prompt": "p", "label": "1"}, {"prompt": "\ud83d", "label": "1"}, {"prompt": "p\U0001f600", "label": "1"},
             {"prompt": "p", "label": "1", "metadata": {"x": deep}}]  # fmt: skip
     path = str(tmp_path / f"rows{suffix}")
-    Path(path).write_text(json.dumps(rows) if suffix == ".json" else "\n".join(map(json.dumps, rows)))
+    Path(path).write_text(
+        json.dumps(rows) if suffix == ".json" else "\n".join(map(json.dumps, rows))
+    )
     found = check_data(make_args(prompt_data=path, rm_type="math"), check_label)
     assert len(found) == 2 and "surrogate pair" in found[0] and "than 100" in found[1]
     assert re.search(r":2: |row 2: ", found[0]) and re.search(r":4: |row 4: ", found[1])
@@ -74,7 +83,9 @@ def test_rows_that_no_run_could_copy_or_write(tmp_path: Path, suffix: str) -> No
 
 def test_a_row_may_ask_for_another_verifier(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "label": "x", "metadata": {"rm_type": "f1"}}]
-    found = check_data(make_args(prompt_data=write(tmp_path / "a.jsonl", rows), rm_type="math"), numbers_only)
+    found = check_data(
+        make_args(prompt_data=write(tmp_path / "a.jsonl", rows), rm_type="math"), numbers_only
+    )
     assert found == [f"{tmp_path}/a.jsonl:1: f1 cannot read 'x'"]
 
 
@@ -83,7 +94,11 @@ def test_optional_columns_of_training_rows_only(tmp_path: Path) -> None:
     (problem,) = check_data(
         make_args(prompt_data=path, eval_prompt_data=["a", path], metadata_key="info"), numbers_only
     )
-    assert problem.startswith(f"{path}: ") and "column 'info'" in problem and "have 'prompt', 'label'" in problem
+    assert (
+        problem.startswith(f"{path}: ")
+        and "column 'info'" in problem
+        and "have 'prompt', 'label'" in problem
+    )
 
 
 def test_rewards_without_labels(tmp_path: Path) -> None:
@@ -91,7 +106,11 @@ def test_rewards_without_labels(tmp_path: Path) -> None:
     (problem,) = check_data(make_args(prompt_data=path), numbers_only)
     assert "'label', --label-key" in problem
     (problem,) = check_data(make_args(prompt_data=path, rm_type="deepscaler"), numbers_only)
-    assert problem.startswith(f"{path}: ") and "'label', --label-key" in problem and "deepscaler" in problem
+    assert (
+        problem.startswith(f"{path}: ")
+        and "'label', --label-key" in problem
+        and "deepscaler" in problem
+    )
 
 
 def test_labels_of_some_rows_and_of_evaluation_data_are_read(tmp_path: Path) -> None:
@@ -100,7 +119,9 @@ def test_labels_of_some_rows_and_of_evaluation_data_are_read(tmp_path: Path) -> 
     held_out = write(tmp_path / "held_out.jsonl", [{"prompt": "p", "label": "1"}])
     config = tmp_path / "eval.yaml"
     config.write_text(f"eval: {{datasets: [{{name: a, path: {held_out}, rm_type: math}}]}}")
-    assert check_data(resolved(prompt_data=some, rm_type="math"), numbers_only) == [f"{some}:1: math cannot read None"]
+    assert check_data(resolved(prompt_data=some, rm_type="math"), numbers_only) == [
+        f"{some}:1: math cannot read None"
+    ]
     args = resolved(prompt_data=none, custom_rm_path="mine.reward", eval_config=str(config))
     assert check_data(args, numbers_only) == []
 
@@ -121,14 +142,29 @@ def test_labels_are_the_users_business(tmp_path: Path, settings: dict[str, Any])
 
 def test_conversations_with_nothing_to_train_are_told_by_row(tmp_path: Path) -> None:
     user, good = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    rows = [{"messages": made} for made in ([user, good], [user], "text", [user, good | {"step_loss_mask": 0}])]
+    rows = [
+        {"messages": made}
+        for made in ([user, good], [user], "text", [user, good | {"step_loss_mask": 0}])
+    ]
     path = write(tmp_path / "sft.jsonl", rows)
-    settings = {"loss_type": "sft_loss", "rollout_function_path": SFT_FUNCTION, "input_key": "messages"}
+    settings = {
+        "loss_type": "sft_loss",
+        "rollout_function_path": SFT_FUNCTION,
+        "input_key": "messages",
+    }
     assert check_data(make_args(prompt_data=f"{path}@[:1]", **settings), check_label) == []
     found = check_data(make_args(prompt_data=path, **settings), check_label)
-    words = ("2: a conversation without an assistant", "3: SFT needs a list of messages", "4: no assistant turn of its")
-    assert len(found) == 3 and all(p.startswith(f"{path}:{w}") for p, w in zip(found, words, strict=True)), found
-    (problem,) = check_data(make_args(prompt_data=f"{path}@[:1]", apply_chat_template=True, **settings), check_label)
+    words = (
+        "2: a conversation without an assistant",
+        "3: SFT needs a list of messages",
+        "4: no assistant turn of its",
+    )
+    assert len(found) == 3 and all(
+        p.startswith(f"{path}:{w}") for p, w in zip(found, words, strict=True)
+    ), found
+    (problem,) = check_data(
+        make_args(prompt_data=f"{path}@[:1]", apply_chat_template=True, **settings), check_label
+    )
     assert problem.startswith("--apply-chat-template ")
 
 
@@ -137,12 +173,25 @@ def test_images_that_do_not_exist_are_told_by_row(tmp_path: Path) -> None:
     here, gone = str(tmp_path / "here.png"), str(tmp_path / "gone.png")
     images = [here, f"file://{here}", "data:image/png;base64,AA", "https://example.org/a.png", {"path": here}, gone,
               {"path": gone, "bytes": None}, {"path": gone, "bytes": "AA"}, "A" * 5000]  # fmt: skip
-    path = write(tmp_path / "a.jsonl", [{"prompt": "<image>", "label": "1", "images": [image]} for image in images])
+    path = write(
+        tmp_path / "a.jsonl",
+        [{"prompt": "<image>", "label": "1", "images": [image]} for image in images],
+    )
     settings = {"prompt_data": path, "multimodal_keys": {"image": "images"}}
-    assert check_data(make_args(custom_generate_function_path="mine.generate", **settings), check_label) == []
+    assert (
+        check_data(
+            make_args(custom_generate_function_path="mine.generate", **settings), check_label
+        )
+        == []
+    )
     found = check_data(make_args(**settings), check_label)
     assert found[:2] == [f"{path}:{row}: there is no image {gone!r}" for row in (6, 7)]
-    assert len(found) == 3 and found[2].startswith(f"{path}:9: ") and "'AAA" in found[2] and len(found[2]) < 300
+    assert (
+        len(found) == 3
+        and found[2].startswith(f"{path}:9: ")
+        and "'AAA" in found[2]
+        and len(found[2]) < 300
+    )
 
 
 def test_when_prompts_are_needed() -> None:
@@ -166,14 +215,24 @@ def test_labels_are_checked_with_the_metadata_that_the_evaluation_gives(tmp_path
 
 
 def test_reward_types_and_functions_of_evaluation_sets_and_rows_exist(tmp_path: Path) -> None:
-    rows = [{"prompt": "p", "label": "1", "metadata": {"rm_type": name}} for name in ("math", "maths", "boxed_math")]
-    path, plain = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", [{"prompt": "p", "label": "1"}])
+    rows = [
+        {"prompt": "p", "label": "1", "metadata": {"rm_type": name}}
+        for name in ("math", "maths", "boxed_math")
+    ]
+    path, plain = (
+        write(tmp_path / "a.jsonl", rows),
+        write(tmp_path / "b.jsonl", [{"prompt": "p", "label": "1"}]),
+    )
     config = tmp_path / "eval.yaml"
     settings = ("rm_type: maths", "rm_type: remote_rm", "rm_type: boxed_math", "custom_rm_path: no_such_module.f",
                 "custom_generate_function_path: no_such_file.py")  # fmt: skip
-    sets = "".join(f"  - {{name: s{place}, path: {plain}, {entry}}}\n" for place, entry in enumerate(settings))
+    sets = "".join(
+        f"  - {{name: s{place}, path: {plain}, {entry}}}\n" for place, entry in enumerate(settings)
+    )
     config.write_text(f"eval:\n  datasets:\n{sets}")
-    found = check_data(make_args(prompt_data=path, eval_config=str(config), rm_type="math"), check_label)
+    found = check_data(
+        make_args(prompt_data=path, eval_config=str(config), rm_type="math"), check_label
+    )
     starts = (f"{path}:2: reward type maths: not one of", "evaluation set s0: rm_type maths: not one of",
               "evaluation set s1: rm_type remote_rm: needs --rm-url", "evaluation set s3: custom_rm_path: 'no_such",
               "evaluation set s4: custom_generate_function_path: the hook file 'no_such_file.py'")  # fmt: skip
@@ -190,16 +249,22 @@ def test_the_shared_data_sets_pass(datasets_dir: Path) -> None:
     dapo = f"{datasets_dir}/dapo/dapo_math_17k.parquet@[:500]"
     args = make_args(prompt_data=dapo, label_key="reward_model.ground_truth", rm_type="dapo")
     assert check_data(args, check_label) == []
-    args = make_args(prompt_data=f"{datasets_dir}/math500/math500.jsonl", input_key="problem", label_key="answer")
+    args = make_args(
+        prompt_data=f"{datasets_dir}/math500/math500.jsonl", input_key="problem", label_key="answer"
+    )
     assert check_data(args, check_label) == []
 
 
 def test_every_argument_that_this_room_reads_exists() -> None:
-    """Read as ``args.name`` or ``getattr(args, "name", ...)``; model shapes come from Megatron's own flags."""
+    """Read as ``args.name`` or ``getattr(args, "name", ...)``; model shapes come from Megatron's
+    own flags.
+    """
     from slime.config.args import Args
 
     sources = [
-        path.read_text() for path in sorted(Path(slime.data.__file__).parent.glob("*.py")) if path.name != "flops.py"
+        path.read_text()
+        for path in sorted(Path(slime.data.__file__).parent.glob("*.py"))
+        if path.name != "flops.py"
     ]
     names = {
         name
@@ -241,7 +306,9 @@ def test_a_parquet_file_with_damaged_bytes_is_told_with_its_place(tmp_path: Path
     pq.write_table(pa.table(rows), good, row_group_size=10)
     whole, damaged, told = good.read_bytes(), tmp_path / "damaged.parquet", 0
     for position in range(0, len(whole), 7):
-        damaged.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
+        damaged.write_bytes(
+            whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :]
+        )
         first_row(str(damaged))
         try:
             file = RowFile(str(damaged))
@@ -258,18 +325,35 @@ def test_a_first_row_that_nests_too_deeply(tmp_path: Path, suffix: str) -> None:
 
     file = tmp_path / f"deep{suffix}"
     deep = 100_000  # the parser of Python 3.13 takes 5,000
-    file.write_text('{"prompt": ' + "[" * deep + "]" * deep + "}" if suffix == ".jsonl" else "[" * deep)
+    file.write_text(
+        '{"prompt": ' + "[" * deep + "]" * deep + "}" if suffix == ".jsonl" else "[" * deep
+    )
     assert first_row(str(file)) is None
 
 
-def test_instructions_without_a_checker_are_told_by_row_though_no_row_has_a_label(tmp_path: Path) -> None:
+def test_instructions_without_a_checker_are_told_by_row_though_no_row_has_a_label(
+    tmp_path: Path,
+) -> None:
     def row(*ids: str, **kwargs: Any) -> dict[str, Any]:
-        return {"prompt": "p", "metadata": {"instruction_id_list": list(ids), "kwargs": [kwargs] * len(ids)}}
+        return {
+            "prompt": "p",
+            "metadata": {"instruction_id_list": list(ids), "kwargs": [kwargs] * len(ids)},
+        }
 
     good = [row("punctuation:no_comma"), row("count:numbers", N=3, keyword=None)]
     path = write(tmp_path / "rows.jsonl", [*good, row("words:start_verb"), row("count:numbers")])
     first, second = check_data(make_args(prompt_data=path, rm_type="ifbench"), check_label)
-    assert first.startswith(f"{path}:3: ") and "ifbench" in first and "id 'words:start_verb'" in first
+    assert (
+        first.startswith(f"{path}:3: ") and "ifbench" in first and "id 'words:start_verb'" in first
+    )
     assert "--custom-rm-path" in first and "allenai/IFBench" in first
-    assert second.startswith(f"{path}:4: ") and "count:numbers: " in second and "missing: N" in second
-    assert check_data(make_args(prompt_data=write(tmp_path / "good.jsonl", good), rm_type="ifbench"), check_label) == []
+    assert (
+        second.startswith(f"{path}:4: ") and "count:numbers: " in second and "missing: N" in second
+    )
+    assert (
+        check_data(
+            make_args(prompt_data=write(tmp_path / "good.jsonl", good), rm_type="ifbench"),
+            check_label,
+        )
+        == []
+    )

@@ -20,19 +20,27 @@ from slime.data.rows import DataError, split_spec
 class ChatTokenizer:
     """The part of a tokenizer that a data set uses, with words as tokens."""
 
-    def apply_chat_template(self, messages: Any, tools: Any = None, tokenize: bool = True, **kwargs: Any) -> str:
+    def apply_chat_template(
+        self, messages: Any, tools: Any = None, tokenize: bool = True, **kwargs: Any
+    ) -> str:
         assert not tokenize and kwargs.pop("add_generation_prompt")
         head = f"tools={len(tools)} " if tools else ""
         style = "".join(f"{k}={v} " for k, v in kwargs.items())
-        return head + style + "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+        return (
+            head + style + "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+        )
 
-    def __call__(self, texts: list[str], add_special_tokens: bool = True) -> dict[str, list[list[str]]]:
+    def __call__(
+        self, texts: list[str], add_special_tokens: bool = True
+    ) -> dict[str, list[list[str]]]:
         assert not add_special_tokens
         return {"input_ids": [text.split() for text in texts]}
 
 
 def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -51,8 +59,12 @@ def test_text_and_chat_prompts(file: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     path = write(file, [{"prompt": "1+1?", "label": 2}, "", {"prompt": chat, "label": "4"}])
     plain = Dataset(path)
-    assert [s.prompt for s in plain.samples] == ["1+1?", chat] and [s.label for s in plain.samples] == ["2", "4"]
-    rendered = Dataset(path, ChatTokenizer(), apply_chat_template=True, apply_chat_template_kwargs={"think": False})
+    assert [s.prompt for s in plain.samples] == ["1+1?", chat] and [
+        s.label for s in plain.samples
+    ] == ["2", "4"]
+    rendered = Dataset(
+        path, ChatTokenizer(), apply_chat_template=True, apply_chat_template_kwargs={"think": False}
+    )
     assert rendered[0].prompt == "think=False <user>1+1?<assistant>"
     assert rendered[1].prompt == "think=False <system>Be brief.<user>2+2?<assistant>"
     assert rendered[1].apply_chat_template_kwargs == {"think": False}
@@ -60,7 +72,14 @@ def test_text_and_chat_prompts(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "label"),
-    [(3, "3"), (0.5, "0.5"), (True, "True"), ("x = 4", "x = 4"), (None, None), (10**30, "1" + "0" * 30)],
+    [
+        (3, "3"),
+        (0.5, "0.5"),
+        (True, "True"),
+        ("x = 4", "x = 4"),
+        (None, None),
+        (10**30, "1" + "0" * 30),
+    ],
 )
 def test_scalar_labels_are_text(file: Path, value: Any, label: str | None) -> None:
     assert Dataset(write(file, [{"prompt": "p", "label": value}]))[0].label == label
@@ -130,11 +149,17 @@ def test_at_most_twenty_are_shown(file: Path) -> None:
     assert found[19].startswith(f"{file}:20: ")
 
 
-def test_a_wrong_key_is_said_once_with_the_keys_that_are_there(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_key_is_said_once_with_the_keys_that_are_there(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write(file, [{"question": "q", "answer": "a"}] * 50)
-    assert problems_of(path) == [f"{path}: no row has the prompt column 'prompt'; the rows have 'question', 'answer'"]
+    assert problems_of(path) == [
+        f"{path}: no row has the prompt column 'prompt'; the rows have 'question', 'answer'"
+    ]
     found = problems_of(path, prompt_key="question", label_key="anwser")
-    assert found == [f"{path}: no row has the label column 'anwser'; the rows have 'question', 'answer'"]
+    assert found == [
+        f"{path}: no row has the label column 'anwser'; the rows have 'question', 'answer'"
+    ]
     with caplog.at_level("WARNING"):
         assert len(Dataset(path, prompt_key="question", metadata_key="info")) == 50
     assert "column 'info'" in caplog.text and "'question', 'answer'" in caplog.text
@@ -152,7 +177,9 @@ def test_unusable_files(tmp_path: Path) -> None:
     assert "'.csv'" in problems_of(str(tmp_path / "rows.csv"))[0]
     (tmp_path / "rows.parquet").write_bytes(b"not parquet")
     assert "Parquet" in problems_of(str(tmp_path / "rows.parquet"))[0]
-    assert problems_of(write(tmp_path / "empty.jsonl", [""])) == [f"{tmp_path}/empty.jsonl: no rows"]
+    assert problems_of(write(tmp_path / "empty.jsonl", [""])) == [
+        f"{tmp_path}/empty.jsonl: no rows"
+    ]
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
     assert "byte 12" in problems_of(str(tmp_path / "latin.jsonl"))[0]
 
@@ -171,7 +198,8 @@ def test_slices_are_those_of_python(start: int | None, stop: int | None) -> None
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
-    ("spec", "expected"), [("[1:3]", [1, 2]), ("[-2:]", [8, 9]), ("[:-8]", [0, 1]), ("[8:99]", [8, 9])]
+    ("spec", "expected"),
+    [("[1:3]", [1, 2]), ("[-2:]", [8, 9]), ("[:-8]", [0, 1]), ("[8:99]", [8, 9])],
 )
 def test_slices_select_rows(tmp_path: Path, suffix: str, spec: str, expected: list[int]) -> None:
     rows = [{"prompt": f"p{i}", "label": i} for i in range(10)]
@@ -199,14 +227,26 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def test_fields_of_other_tools_that_parquet_fills_in_are_left_out(tmp_path: Path) -> None:
     def schema(name: str, **properties: Any) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+        return {
+            "type": "function",
+            "function": {"name": name, "parameters": {"properties": properties}},
+        }
 
     def turns(name: str, **arguments: Any) -> list[dict[str, Any]]:
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        return [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        return [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
 
-    tools = [schema("weather", city={"type": "string"}), schema("add", n={"type": "integer", "enum": [1, 2]})]
-    rows = [{"prompt": turns("weather", city="Paris"), "tools": tools}, {"prompt": turns("add", n=1), "tools": tools}]
+    tools = [
+        schema("weather", city={"type": "string"}),
+        schema("add", n={"type": "integer", "enum": [1, 2]}),
+    ]
+    rows = [
+        {"prompt": turns("weather", city="Paris"), "tools": tools},
+        {"prompt": turns("add", n=1), "tools": tools},
+    ]
     write_parquet(tmp_path / "rows.parquet", rows)
     samples = Dataset(str(tmp_path / "rows.parquet")).samples
     assert [sample.prompt for sample in samples] == [row["prompt"] for row in rows]
@@ -224,26 +264,39 @@ def test_parquet_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     write_parquet(path, rows)
     data = Dataset(str(path))
-    assert data[0].prompt == [{"role": "user", "content": "a"}, call], "fields that a message does not have are gone"
+    assert data[0].prompt == [{"role": "user", "content": "a"}, call], (
+        "fields that a message does not have are gone"
+    )
     assert [s.label for s in data.samples] == ["1.5", None]
     assert [s.metadata for s in data.samples] == [{"x": 1}, {}]
     write_parquet(path, [{"prompt": "a"}, {"prompt": None}])
     (problem,) = problems_of(str(path))
-    assert problem.startswith(f"{path}, row 2: ") and "'prompt'" in problem and "NoneType" in problem
+    assert (
+        problem.startswith(f"{path}, row 2: ") and "'prompt'" in problem and "NoneType" in problem
+    )
 
 
 def test_parts_have_no_fields_of_other_parts(tmp_path: Path) -> None:
-    """Templates that ask whether a part has an image would take a text for one, and leave the text out."""
+    """Templates that ask whether a part has an image would take a text for one, and leave the text
+    out.
+    """
     path = tmp_path / "rows.parquet"
     picture, text = {"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}
-    write_parquet(path, [{"prompt": [{"role": "user", "content": parts}]} for parts in ([picture, text], [text])])
+    write_parquet(
+        path,
+        [{"prompt": [{"role": "user", "content": parts}]} for parts in ([picture, text], [text])],
+    )
     first, second = Dataset(str(path)).samples
     assert first.prompt == [{"role": "user", "content": [picture, text]}]
-    assert second.prompt == [{"role": "user", "content": [text]}] and second.multimodal_inputs is None
+    assert (
+        second.prompt == [{"role": "user", "content": [text]}] and second.multimodal_inputs is None
+    )
     template = (Path(__file__).parent / "templates" / "qwen3_5.jinja").read_text()
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    (said,), _ = render_jinja_template([second.prompt], chat_template=template, add_generation_prompt=True)
+    (said,), _ = render_jinja_template(
+        [second.prompt], chat_template=template, add_generation_prompt=True
+    )
     assert "What is it?" in said and "image_pad" not in said
 
 
@@ -266,12 +319,21 @@ def test_media_stand_where_their_placeholders_were(file: Path) -> None:
     ]
     assert sample.multimodal_inputs == {"images": ["a.png", "c.png"], "videos": ["v.mp4"]}
     text_only = Dataset(write(file, [{"prompt": "no media"}, row]), multimodal_keys=keys)[0]
-    assert text_only.prompt == [{"role": "user", "content": "no media"}] and text_only.multimodal_inputs is None
+    assert (
+        text_only.prompt == [{"role": "user", "content": "no media"}]
+        and text_only.multimodal_inputs is None
+    )
 
 
 def test_parts_without_their_image_get_the_next_one(file: Path, tmp_path: Path) -> None:
-    """The form of TRL and of chat templates: parts stand for the images, which are in a column of their own."""
-    parts = [{"type": "image"}, {"type": "text", "text": "or <image>?"}, {"type": "image", "image": "own.png"}]
+    """The form of TRL and of chat templates: parts stand for the images, which are in a column of
+    their own.
+    """
+    parts = [
+        {"type": "image"},
+        {"type": "text", "text": "or <image>?"},
+        {"type": "image", "image": "own.png"},
+    ]
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look"}}]}
     row = {"prompt": [{"role": "user", "content": parts}, call], "images": ["a.png", "b.png"]}
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -279,7 +341,9 @@ def test_parts_without_their_image_get_the_next_one(file: Path, tmp_path: Path) 
     parquet.write_table(table, tmp_path / "rows.parquet")
     for path in (write(file, [row]), str(tmp_path / "rows.parquet")):
         sample = Dataset(path, multimodal_keys={"image": "images"})[0]
-        assert sample is not None and sample.multimodal_inputs == {"images": ["a.png", "b.png", "own.png"]}
+        assert sample is not None and sample.multimodal_inputs == {
+            "images": ["a.png", "b.png", "own.png"]
+        }
         assert sample.prompt[0]["content"][1:4] == [  # type: ignore[index]
             {"type": "text", "text": "or "}, {"type": "image", "image": "b.png"}, {"type": "text", "text": "?"},
         ]  # fmt: skip
@@ -287,7 +351,9 @@ def test_parts_without_their_image_get_the_next_one(file: Path, tmp_path: Path) 
 
 
 def test_images_in_the_form_of_openai_are_media(file: Path) -> None:
-    """The templates of Qwen write a placeholder for such a part. Without its image, the model sees nothing there."""
+    """The templates of Qwen write a placeholder for such a part. Without its image, the model sees
+    nothing there.
+    """
     parts = [
         {"type": "image_url", "image_url": {"url": "https://example.org/a.png", "detail": "low"}},
         {"type": "image_url", "image_url": "b.png"},
@@ -313,9 +379,21 @@ def test_images_from_everywhere(tmp_path: Path) -> None:
     (tmp_path / "red.png").write_bytes(content)
     uri = "data:image/png;base64," + base64.b64encode(content).decode()
     path = str(tmp_path / "red.png")
-    for item in (image, content, uri, path, f"file://{path}", {"bytes": content, "path": None}, {"path": path}):
+    for item in (
+        image,
+        content,
+        uri,
+        path,
+        f"file://{path}",
+        {"bytes": content, "path": None},
+        {"path": path},
+    ):
         loaded = load_image(item)
-        assert loaded.size == (3, 2) and loaded.mode == "RGB" and loaded.getpixel((0, 0)) == (255, 0, 0)
+        assert (
+            loaded.size == (3, 2)
+            and loaded.mode == "RGB"
+            and loaded.getpixel((0, 0)) == (255, 0, 0)
+        )
     assert processor_inputs({"images": [path], "videos": ["v"]})["videos"] == ["v"]
     with pytest.raises(FileNotFoundError, match=r"absent\.png"):
         load_image("absent.png")
@@ -329,7 +407,13 @@ def test_long_prompts_are_left_out_in_order(file: Path) -> None:
     prompts = ["a", "a b c", "b", "a b", "c", "a b c d"]
     chat = [{"role": "user", "content": "x x x x x x"}]
     path = write(file, [{"prompt": p} for p in [*prompts, chat]])
-    assert [s.prompt for s in Dataset(path, ChatTokenizer(), None, 2).samples] == ["a", "b", "a b", "c", chat]
+    assert [s.prompt for s in Dataset(path, ChatTokenizer(), None, 2).samples] == [
+        "a",
+        "b",
+        "a b",
+        "c",
+        chat,
+    ]
     told = r"all 6 prompts are longer than --rollout-max-prompt-len 0 \(of an evaluation set: --eval-max-prompt-len"
     with pytest.raises(DataError, match=told):
         Dataset(write(file, [{"prompt": p} for p in prompts]), ChatTokenizer(), None, 0)
@@ -352,7 +436,9 @@ def test_the_order_of_an_epoch_depends_on_nothing_else(file: Path) -> None:
 
 def test_a_list_of_objects(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    path.write_text('[{"prompt": "a", "label": 1}, {"prompt": "b", "label": 2}, {"prompt": "c", "label": 3}]')
+    path.write_text(
+        '[{"prompt": "a", "label": 1}, {"prompt": "b", "label": 2}, {"prompt": "c", "label": 3}]'
+    )
     for streaming in (False, True):
         data = Dataset(f"{path}@[1:]", streaming=streaming)
         assert [data[i].label for i in range(len(data))] == ["2", "3"]  # type: ignore[union-attr]
@@ -360,7 +446,9 @@ def test_a_list_of_objects(tmp_path: Path) -> None:
     (problem,) = problems_of(str(path))
     assert problem.startswith(f"{path}, row 2: ")
     path.write_text('{"prompt": "a"}')
-    assert problems_of(str(path)) == [f"{path}: a .json file must be a list of objects, this is a dict"]
+    assert problems_of(str(path)) == [
+        f"{path}: a .json file must be a list of objects, this is a dict"
+    ]
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}')
     assert ".jsonl)" in problems_of(str(path))[0]
 
@@ -377,20 +465,26 @@ def test_a_list_of_objects(tmp_path: Path) -> None:
         ("hotpotqa/hotpot_dev_v1_simplified.json", "question", "answer", 7405),
     ],
 )
-def test_the_shared_data_sets(datasets_dir: Path, name: str, prompt: str, label: str, rows: int) -> None:
+def test_the_shared_data_sets(
+    datasets_dir: Path, name: str, prompt: str, label: str, rows: int
+) -> None:
     path = f"{datasets_dir}/{name}"
     held = Dataset(path, prompt_key=prompt, label_key=label)
     assert len(held) == rows and all(sample.label for sample in held.samples)
     streamed = Dataset(path, prompt_key=prompt, label_key=label, streaming=True)
     for data in (held, streamed):
         data.shuffle(1)
-    assert [streamed[i].prompt for i in range(300) if i < rows] == [s.prompt for s in held.samples[:300]]  # type: ignore[union-attr]
+    assert [streamed[i].prompt for i in range(300) if i < rows] == [
+        s.prompt for s in held.samples[:300]
+    ]  # type: ignore[union-attr]
 
 
 def test_a_real_template(smollm2: Path, file: Path) -> None:
     from slime.utils.processing_utils import load_tokenizer
 
-    data = Dataset(write(file, [{"prompt": "hi"}]), load_tokenizer(smollm2), None, 64, apply_chat_template=True)
+    data = Dataset(
+        write(file, [{"prompt": "hi"}]), load_tokenizer(smollm2), None, 64, apply_chat_template=True
+    )
     assert str(data[0].prompt).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 

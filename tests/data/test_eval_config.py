@@ -41,14 +41,28 @@ eval:
 """
     args = make_args(eval_config=write(tmp_path, text), rm_type="math", rollout_top_p=0.8)
     a, b = resolve_eval_datasets(args)
-    assert (a.temperature, a.rm_type, a.n_samples_per_eval_prompt, a.top_p, a.input_key) == (0.0, "f1", 4, 0.8, "q")
-    assert (b.temperature, b.rm_type, b.input_key, b.metadata_overrides) == (0.6, "math", "question", {"x": 1})
+    assert (a.temperature, a.rm_type, a.n_samples_per_eval_prompt, a.top_p, a.input_key) == (
+        0.0,
+        "f1",
+        4,
+        0.8,
+        "q",
+    )
+    assert (b.temperature, b.rm_type, b.input_key, b.metadata_overrides) == (
+        0.6,
+        "math",
+        "question",
+        {"x": 1},
+    )
     assert a.row_keys().prompt == "q" and a.stop is None
 
 
 def test_datasets_by_name(tmp_path: Path) -> None:
     text = "eval: {datasets: {a: {path: a.jsonl}, b: b.jsonl}}"
-    assert [(d.name, d.path) for d in resolve_eval_datasets(make_args(eval_config=write(tmp_path, text)))] == [
+    assert [
+        (d.name, d.path)
+        for d in resolve_eval_datasets(make_args(eval_config=write(tmp_path, text)))
+    ] == [
         ("a", "a.jsonl"),
         ("b", "b.jsonl"),
     ]
@@ -57,11 +71,23 @@ def test_datasets_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("eval: {defaults: {temprature: 1}, datasets: [{name: a, path: p}]}", ValueError, "eval.defaults: temprature"),
+        (
+            "eval: {defaults: {temprature: 1}, datasets: [{name: a, path: p}]}",
+            ValueError,
+            "eval.defaults: temprature",
+        ),
         ("eval: {datasets: [{name: a, path: p, colour: 1}]}", TypeError, r"'a'.*colour"),
         ("eval: {datasets: [{name: a, path: p, top_p: 5}]}", ValueError, "top_p 5"),
-        ("eval: {defaults: {max_response_len: 0}, datasets: [{name: a, path: p}]}", ValueError, "least 1"),
-        ("eval: {datasets: [{name: a, path: p, metadata_overrides: [1]}]}", TypeError, "metadata_overrides needs dict"),
+        (
+            "eval: {defaults: {max_response_len: 0}, datasets: [{name: a, path: p}]}",
+            ValueError,
+            "least 1",
+        ),
+        (
+            "eval: {datasets: [{name: a, path: p, metadata_overrides: [1]}]}",
+            TypeError,
+            "metadata_overrides needs dict",
+        ),
         ("eval: {datasets: [{name: a}]}", ValueError, "name and path"),
         ("eval: {datasets: [{name: a, path: p}, {name: a, path: q}]}", ValueError, "once: a"),
         ("datasets: []", ValueError, "needs eval:"),

@@ -34,7 +34,9 @@ def batch(**entries: Any) -> RankBatch:
 
 
 def test_the_documentation_shows_the_table() -> None:
-    assert batch_page.PAGE.read_text() == batch_page.page(), "write it again: python tools/batch_page.py"
+    assert batch_page.PAGE.read_text() == batch_page.page(), (
+        "write it again: python tools/batch_page.py"
+    )
 
 
 def test_names_are_unique_under_both_kinds_of_names() -> None:
@@ -54,8 +56,12 @@ def test_every_entry_arrives_with_the_type_of_the_table() -> None:
         if field.wire is not None and field.name != "partition":
             dtype = field.wire or "uint8"
             ones = [np.ones(n, dtype).tolist() if field.is_ragged else 1 for n in (3, 1, 2)]
-            data[field.name] = [np.asarray(x, dtype) for x in ones] if field.is_ragged and not field.wire else ones
-    part = pickle.loads(pickle.dumps(fields.pack_part(data, [2, 0], {"num_microbatches": [1, 1, 1]})))
+            data[field.name] = (
+                [np.asarray(x, dtype) for x in ones] if field.is_ragged and not field.wire else ones
+            )
+    part = pickle.loads(
+        pickle.dumps(fields.pack_part(data, [2, 0], {"num_microbatches": [1, 1, 1]}))
+    )
     found = fields.to_rank_batch(part)
     assert found["num_microbatches"] == [1, 1, 1] and found["partition"] == [2, 0]
     for name in data:
@@ -64,7 +70,9 @@ def test_every_entry_arrives_with_the_type_of_the_table() -> None:
             assert [len(x) for x in found[name]] == [2, 3]
             assert found[name][0].dtype == getattr(torch, field.tensor or "uint8")
         else:
-            assert found[name] == [1, 1] and type(found[name][0]) is (float if "float" in str(field.wire) else int)
+            assert found[name] == [1, 1] and type(found[name][0]) is (
+                float if "float" in str(field.wire) else int
+            )
 
 
 @pytest.mark.parametrize("use", ["read", "get", "set", "in", "update", "setdefault"])
@@ -92,7 +100,9 @@ def test_the_documented_names_of_hooks_are_not_the_packages() -> None:
 def test_a_hook_reads_and_sets_the_documented_names_and_may_add_its_own() -> None:
     def hook(args: Any, rollout_data: dict[str, Any]) -> None:
         assert (
-            type(rollout_data) is dict and rollout_data["log_probs"] == [1, 2] and "old_log_probs" not in rollout_data
+            type(rollout_data) is dict
+            and rollout_data["log_probs"] == [1, 2]
+            and "old_log_probs" not in rollout_data
         )
         rollout_data["values"] = [3, 4]
         rollout_data["difficulty"] = ["easy", "hard"]
@@ -100,7 +110,11 @@ def test_a_hook_reads_and_sets_the_documented_names_and_may_add_its_own() -> Non
 
     mine = batch(old_log_probs=[1, 2])
     on_hook_names(hook)(None, mine)
-    assert mine["old_values"] == [3, 4] and "old_log_probs" not in mine and mine["difficulty"] == ["easy", "hard"]
+    assert (
+        mine["old_values"] == [3, 4]
+        and "old_log_probs" not in mine
+        and mine["difficulty"] == ["easy", "hard"]
+    )
     assert mine.under_hook_names().keys() >= {"values", "difficulty"}
     for copied in (pickle.loads(pickle.dumps(mine)), copy.copy(mine), copy.deepcopy(mine)):
         assert copied["difficulty"] == ["easy", "hard"] and copied.keys() == mine.keys()
@@ -113,11 +127,15 @@ def test_a_hook_reads_and_sets_the_documented_names_and_may_add_its_own() -> Non
 
 
 def test_a_custom_loss_sees_the_documented_names_and_what_hooks_added() -> None:
-    whole = RankBatch(batch(old_log_probs=[torch.zeros(2), torch.ones(1)]) | {"own": [5, 6]}, added=["own"])
+    whole = RankBatch(
+        batch(old_log_probs=[torch.zeros(2), torch.ones(1)]) | {"own": [5, 6]}, added=["own"]
+    )
     scores = torch.zeros(1)
     tokens = TokenBatch.from_rank_batch(whole, [1], log_probs=scores, logits=scores[:, None])
     assert tokens.old_log_probs is not None and tokens.old_log_probs.tolist() == [1.0]
-    assert tokens.sample_entries["log_probs"][0].tolist() == [1.0] and tokens.sample_entries["own"] == [6]
+    assert tokens.sample_entries["log_probs"][0].tolist() == [1.0] and tokens.sample_entries[
+        "own"
+    ] == [6]
     assert "old_log_probs" not in tokens.sample_entries
 
 
@@ -131,7 +149,9 @@ def convert(args: Any, samples: list[Sample]) -> dict[str, Any]:
     }
 
 
-def test_a_converter_uses_the_documented_names_and_hears_of_likely_mistakes(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_converter_uses_the_documented_names_and_hears_of_likely_mistakes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     samples = [Sample(index=i, group_index=0, tokens=[1, 2], response_length=1) for i in range(2)]
     args = make_args(custom_convert_samples_to_train_data_path=f"{__file__}:convert")
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,6 @@
-"""Packing for ranks in lock step: what must hold for any batch, and how close to the ideal it comes."""
+"""Packing for ranks in lock step: what must hold for any batch, and how close to the ideal it
+comes.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,17 @@ from slime.data.schedule import PackingSettings, build_dp_schedule, pack_forward
 
 
 def items_of(lengths: Sequence[int], group_size: int = 1, prompt: int = 0) -> Items:
-    """Samples whose cost is their number of tokens; ``group_size`` consecutive ones share a prompt."""
+    """Samples whose cost is their number of tokens; ``group_size`` consecutive ones share a
+    prompt.
+    """
     keys = [i // group_size if prompt else None for i in range(len(lengths))]
-    return Items(lengths, [float(n) for n in lengths], keys, [prompt] * len(lengths), [float(prompt)] * len(lengths))
+    return Items(
+        lengths,
+        [float(n) for n in lengths],
+        keys,
+        [prompt] * len(lengths),
+        [float(prompt)] * len(lengths),
+    )
 
 
 def lock_step_cost(items: Items, packed: list[list[list[int]]]) -> float:
@@ -32,7 +42,9 @@ def lock_step_cost(items: Items, packed: list[list[list[int]]]) -> float:
 
 def long_tailed(count: int, mean: int, cap: int, seed: int) -> list[int]:
     draw = random.Random(seed)
-    return [min(cap, max(64, int(draw.lognormvariate(float(np.log(mean)), 0.6)))) for _ in range(count)]
+    return [
+        min(cap, max(64, int(draw.lognormvariate(float(np.log(mean)), 0.6)))) for _ in range(count)
+    ]
 
 
 SHAPES = [(512, 64, 4000, 16384), (2048, 128, 6000, 32768)]
@@ -48,14 +60,19 @@ def test_ranks_in_lock_step_wait_less_than_five_per_cent(
     partitions, micro_batches, _, _ = build_dp_schedule(
         settings, {"dp_size": ranks}, lengths, global_batch_size=count, rollout_indices=range(count)
     )
-    packed = [[[part[i] for i in b] for b in mine] for part, mine in zip(partitions, micro_batches, strict=True)]
+    packed = [
+        [[part[i] for i in b] for b in mine]
+        for part, mine in zip(partitions, micro_batches, strict=True)
+    ]
     assert lock_step_cost(items_of(lengths), packed) <= 1.05 * sum(lengths) / ranks
     assert max(sum(lengths[i] for i in batch) for mine in packed for batch in mine) <= cap
 
 
 @pytest.mark.parametrize("count, ranks, mean, cap", SHAPES)
 @pytest.mark.parametrize("prompt", [64, 2000])
-def test_shared_prompts_count_once(count: int, ranks: int, mean: int, cap: int, prompt: int) -> None:
+def test_shared_prompts_count_once(
+    count: int, ranks: int, mean: int, cap: int, prompt: int
+) -> None:
     lengths = [prompt + n for n in long_tailed(count, mean, cap - prompt, 0)]
     items = items_of(lengths, group_size=8, prompt=prompt)
     packed = pack_in_lock_step(items, ranks, cap)
@@ -64,38 +81,50 @@ def test_shared_prompts_count_once(count: int, ranks: int, mean: int, cap: int, 
     assert lock_step_cost(items, packed) <= 1.05 * stored / ranks
     alone = pack_in_lock_step(items_of(lengths), ranks, cap)
     assert alone is not None
-    # Without regard to prompts siblings meet only by chance; together they store less and the step is shorter.
+    # Without regard to prompts siblings meet only by chance; together they store less and the step
+    # is shorter.
     assert lock_step_cost(items, packed) <= lock_step_cost(items, alone)
 
 
 def test_samples_that_share_more_than_the_cap_are_alone() -> None:
     """Turns of a session that are longer than the cap: their prompts are not counted as shared."""
     items = items_of([36000, 1000] * 40, group_size=8, prompt=34000)
-    items = replace(items, prompts=[key if i % 2 == 0 else None for i, key in enumerate(items.prompts)])
+    items = replace(
+        items, prompts=[key if i % 2 == 0 else None for i, key in enumerate(items.prompts)]
+    )
     packed = pack_in_lock_step(items, 4, 32000)
     assert packed is not None and len(packed[0]) == 11
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_shared_prompts_leave_less_than_five_per_cent_to_wait(seed: int) -> None:
-    """Compared with each prompt stored once in the whole step, which no packing reaches: groups do not fit."""
+    """Compared with each prompt stored once in the whole step, which no packing reaches: groups do
+    not fit.
+    """
     count, ranks, mean, cap = SHAPES[1]
-    items = items_of([500 + n for n in long_tailed(count, mean, cap - 500, seed)], group_size=8, prompt=500)
+    items = items_of(
+        [500 + n for n in long_tailed(count, mean, cap - 500, seed)], group_size=8, prompt=500
+    )
     packed = pack_in_lock_step(items, ranks, cap)
     assert packed is not None
-    assert lock_step_cost(items, packed) <= 1.05 * (sum(items.costs) - 500.0 * count * 7 / 8) / ranks
+    assert (
+        lock_step_cost(items, packed) <= 1.05 * (sum(items.costs) - 500.0 * count * 7 / 8) / ranks
+    )
 
 
 def least_cost(items: Items, ranks: int, cap: int) -> float:
     """What no packing without shared prompts can beat.
 
-    Take the ``j`` micro-batches with the costliest samples of all ranks: they cost at least what the first,
-    ``ranks``-th, ``2 * ranks``-th … costliest sample costs, and hold at most ``j * ranks * cap`` tokens. The rest has
-    to be done in other micro-batches, at best perfectly balanced; it costs least if those tokens were the ones with
-    the highest cost per token.
+    Take the ``j`` micro-batches with the costliest samples of all ranks: they cost at least what
+    the first, ``ranks``-th, ``2 * ranks``-th … costliest sample costs, and hold at most ``j * ranks
+    * cap`` tokens. The rest has to be done in other micro-batches, at best perfectly balanced; it
+    costs least if those tokens were the ones with the highest cost per token.
     """
     order = np.argsort(-np.asarray(items.costs) / np.asarray(items.tokens), kind="stable")
-    tokens, costs = np.asarray(items.tokens)[order].cumsum(), np.asarray(items.costs)[order].cumsum()
+    tokens, costs = (
+        np.asarray(items.tokens)[order].cumsum(),
+        np.asarray(items.costs)[order].cumsum(),
+    )
     floors = np.sort(items.costs)[::-1][::ranks].cumsum()
     bounds = [
         floors[j - 1] + (costs[-1] - np.interp(j * ranks * cap, tokens, costs)) / ranks
@@ -107,9 +136,11 @@ def least_cost(items: Items, ranks: int, cap: int) -> float:
 
 @pytest.mark.parametrize("count, ranks, mean, cap", SHAPES)
 @pytest.mark.parametrize("seed", range(3))
-def test_flops_are_balanced_as_far_as_the_budget_allows(count: int, ranks: int, mean: int, cap: int, seed: int) -> None:
-    """A sample as long as the budget costs more FLOPs than several short ones of as many tokens, so its row has to
-    wait for it: 5 and 7% of a step. The packing comes within 3% of that bound."""
+def test_flops_are_balanced_as_far_as_the_budget_allows(
+    count: int, ranks: int, mean: int, cap: int, seed: int
+) -> None:
+    """A sample as long as the budget costs more FLOPs than several short ones of as many tokens, so
+    its row has to wait for it: 5 and 7% of a step. The packing comes within 3% of that bound."""
     lengths = long_tailed(count, mean, cap, seed)
     items = replace(items_of(lengths), costs=[forward_flops(None, n) for n in lengths])
     packed = pack_in_lock_step(items, ranks, cap)
@@ -125,7 +156,9 @@ def test_flops_are_balanced_as_far_as_the_budget_allows(count: int, ranks: int, 
 def test_siblings_stay_together_where_prompts_are_long() -> None:
     packed = pack_in_lock_step(items_of([110] * 32, group_size=8, prompt=100), 2, 200)
     assert packed is not None
-    assert sorted(batch for mine in packed for batch in mine) == [list(range(g, g + 8)) for g in range(0, 32, 8)]
+    assert sorted(batch for mine in packed for batch in mine) == [
+        list(range(g, g + 8)) for g in range(0, 32, 8)
+    ]
 
 
 @given(
@@ -139,27 +172,36 @@ def test_siblings_stay_together_where_prompts_are_long() -> None:
 def test_what_holds_for_any_batch(
     lengths: list[int], ranks: int, multiple: int, group_size: int, prompt: int, cap: int
 ) -> None:
-    check_what_holds(items_of([n + prompt for n in lengths], group_size, prompt), ranks, multiple, cap)
+    check_what_holds(
+        items_of([n + prompt for n in lengths], group_size, prompt), ranks, multiple, cap
+    )
 
 
 def check_what_holds(items: Items, ranks: int, multiple: int, cap: int) -> None:
     packed = pack_in_lock_step(items, ranks, cap, multiple)
     lengths = items.tokens
-    if packed is None:  # as many micro-batches as samples are always possible where that comes out even
+    # as many micro-batches as samples are always possible where that comes out even
+    if packed is None:
         assert len(lengths) % (ranks * multiple)
         return
     assert packed == pack_in_lock_step(items, ranks, cap, multiple), "deterministic"
-    assert sorted(i for mine in packed for batch in mine for i in batch) == list(range(len(lengths)))
+    assert sorted(i for mine in packed for batch in mine for i in batch) == list(
+        range(len(lengths))
+    )
     assert len(packed) == ranks and len({len(mine) for mine in packed}) == 1
     assert len(packed[0]) % multiple == 0
     assert all(batch and items.size(batch)[0] <= cap for mine in packed for batch in mine)
 
 
 def test_long_samples_that_do_not_divide_evenly_share_a_row_with_short_ones() -> None:
-    """Three long samples cannot be divided among two ranks, but together with short ones they can."""
+    """Three long samples cannot be divided among two ranks, but together with short ones they
+    can.
+    """
     lengths = [1] * 21 + [10] * 3
     packed = pack_in_lock_step(items_of(lengths), 2, 10)
-    assert packed is not None and sorted(i for mine in packed for b in mine for i in b) == list(range(24))
+    assert packed is not None and sorted(i for mine in packed for b in mine for i in b) == list(
+        range(24)
+    )
     assert pack_forward_only(PackingSettings(), lengths, None, 10, at_least=9)[8:]
 
 
@@ -170,7 +212,9 @@ def test_long_samples_that_do_not_divide_evenly_share_a_row_with_short_ones() ->
     share=st.booleans(),
 )
 def test_packs_of_one_rank(lengths: list[int], cap: int, at_least: int, share: bool) -> None:
-    """Every sample once, the budget kept but by a longer sample alone, and as many packs as were asked for."""
+    """Every sample once, the budget kept but by a longer sample alone, and as many packs as were
+    asked for.
+    """
     prompts = [(i // 4, 1) for i in range(len(lengths))] if share else None
     packs = pack_forward_only(PackingSettings(), lengths, prompts, cap, at_least)
     assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
@@ -182,7 +226,9 @@ def test_packs_of_one_rank(lengths: list[int], cap: int, at_least: int, share: b
 
 def test_an_oversized_sample_is_alone() -> None:
     packed = pack_in_lock_step(items_of([50, 4, 4, 4]), 2, 10)
-    assert packed is not None and [50] in [[[50, 4, 4, 4][i] for i in b] for mine in packed for b in mine]
+    assert packed is not None and [50] in [
+        [[50, 4, 4, 4][i] for i in b] for mine in packed for b in mine
+    ]
 
 
 def test_samples_are_exchanged_where_longest_first_is_not_enough() -> None:

@@ -1,6 +1,8 @@
-"""Loss masks of the kinds of ``--loss-mask-type`` with the chat templates of the models that they are for.
+"""Loss masks of the kinds of ``--loss-mask-type`` with the chat templates of the models that they
+are for.
 
-What is trained on stands in ⟦ ⟧; everything around it is the template's and is compared token by token too.
+What is trained on stands in ⟦ ⟧; everything around it is the template's and is compared token by
+token too.
 """
 
 from __future__ import annotations
@@ -19,9 +21,20 @@ from slime.data.tokenizers import load_tokenizer
 from slime.rollout.prompts import render
 
 TEMPLATES = Path(__file__).parent / "templates"
-GLM_TOKENS = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"]
+GLM_TOKENS = [
+    "[gMASK]",
+    "<sop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|endoftext|>",
+]
 R1_TOKENS = ["<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]
-QWEN = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+QWEN = (
+    "<|im_start|>system\n"
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+)
 END, ASK = "<|im_end|>\n", "<|im_start|>assistant\n"
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 
@@ -38,8 +51,13 @@ def said(text: str) -> str:
     return f"<|im_start|>user\n{text}{END}"
 
 
-ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
-CALL = answer("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}])
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}},
+}
+CALL = answer(
+    "", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]
+)
 RESULTS = said("<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>")
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "two turns": [user("Hi"), answer("Hello!"), user("2+2?"), answer("4")],
@@ -54,15 +72,28 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "reasoning field": [user("q"), answer("one", reasoning_content="why")],
     "last not trained": [user("Hi"), answer("Hello!"), user("2+2?"), answer("4", step_loss_mask=0)],
     "assistant first": [answer("Welcome"), user("Hi"), answer("Hello!")],
-    "observation": [user("q"), answer("{}", metadata="add"), {"role": "observation", "content": "1"}, answer("done")],
+    "observation": [
+        user("q"),
+        answer("{}", metadata="add"),
+        {"role": "observation", "content": "1"},
+        answer("done"),
+    ],
     "ends with a call": [user("q"), answer("{}", metadata="add")],
     "last call": [user("q"), CALL],
-    "tools": [user("q"), CALL, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, answer("done")],
+    "tools": [
+        user("q"),
+        CALL,
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        answer("done"),
+    ],
 }
 JSON_CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 XML_CALL = "<tool_call>\n<function=add>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
 GLM, NO_THOUGHT = "[gMASK]<sop>", "\n<think></think>\n"
-GLM_CALL = f"{NO_THOUGHT}<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+GLM_CALL = (
+    f"{NO_THOUGHT}<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+)
 BRIEF = f"<|im_start|>system\nBe brief.{END}"
 
 EXPECTED: dict[tuple[str, str], dict[str, str]] = {
@@ -73,29 +104,72 @@ EXPECTED: dict[tuple[str, str], dict[str, str]] = {
         "tools": f"{said('q')}{ASK}⟦{JSON_CALL}{END}⟧{RESULTS}{ASK}⟦done{END}⟧",
     },
     ("qwen3", "qwen3"): {
-        "two turns": f"{said('Hi')}{ASK}⟦Hello!{END}⟧{said('2+2?')}{ASK}⟦<think>\n\n</think>\n\n4{END}⟧",
-        "first not trained": f"{said('Hi')}{ASK}no{END}{said('2+2?')}{ASK}⟦<think>\n\n</think>\n\n4{END}⟧",
+        "two turns": f"{said('Hi')}{ASK}⟦Hello!{END}⟧{said('2+2?')}{ASK}⟦<think>\n"
+        "\n"
+        "</think>\n"
+        "\n"
+        f"4{END}⟧",
+        "first not trained": f"{said('Hi')}{ASK}no{END}{said('2+2?')}{ASK}⟦<think>\n"
+        "\n"
+        "</think>\n"
+        "\n"
+        f"4{END}⟧",
         "system": f"{BRIEF}{said('Hi')}{ASK}⟦<think>\n\n</think>\n\nHello!{END}⟧",
-        "thoughts": f"{said('q')}{ASK}⟦one{END}⟧{said('r')}{ASK}⟦<think>\nnew\n</think>\n\ntwo{END}⟧",
+        "thoughts": f"{said('q')}{ASK}⟦one{END}⟧{said('r')}{ASK}⟦<think>\n"
+        "new\n"
+        "</think>\n"
+        "\n"
+        f"two{END}⟧",
         "reasoning field": f"{said('q')}{ASK}⟦<think>\nwhy\n</think>\n\none{END}⟧",
-        "tools": f"{said('q')}{ASK}⟦{JSON_CALL}{END}⟧{RESULTS}{ASK}⟦<think>\n\n</think>\n\ndone{END}⟧",
+        "tools": f"{said('q')}{ASK}⟦{JSON_CALL}{END}⟧{RESULTS}{ASK}⟦<think>\n"
+        "\n"
+        "</think>\n"
+        "\n"
+        f"done{END}⟧",
     },
     ("qwen3_5", "qwen3_5"): {  # its header opens the thoughts
-        "two turns": f"{said('Hi')}{ASK}⟦Hello!{END}⟧{said('2+2?')}{ASK}<think>\n⟦\n</think>\n\n4{END}⟧",
+        "two turns": f"{said('Hi')}{ASK}⟦Hello!{END}⟧{said('2+2?')}{ASK}<think>\n"
+        "⟦\n"
+        "</think>\n"
+        "\n"
+        f"4{END}⟧",
         "system": f"{BRIEF}{said('Hi')}{ASK}<think>\n⟦\n</think>\n\nHello!{END}⟧",
-        "thoughts": f"{said('q')}{ASK}⟦one{END}⟧{said('r')}{ASK}<think>\n⟦new\n</think>\n\ntwo{END}⟧",
+        "thoughts": f"{said('q')}{ASK}⟦one{END}⟧{said('r')}{ASK}<think>\n"
+        "⟦new\n"
+        "</think>\n"
+        "\n"
+        f"two{END}⟧",
         "reasoning field": f"{said('q')}{ASK}<think>\n⟦why\n</think>\n\none{END}⟧",
         "tools": f"{said('q')}{ASK}<think>\n⟦\n</think>\n\n{XML_CALL}{END}⟧{RESULTS}"
         f"{ASK}<think>\n⟦\n</think>\n\ndone{END}⟧",
     },
     # The next message's marker ends a turn, and the engine stops at it.
     ("glm4", "qwen"): {
-        "two turns": f"{GLM}<|user|>\nHi<|assistant|>⟦\nHello!<|user|>⟧\n2+2?<|assistant|>⟦\n4<|user|>⟧",
-        "first not trained": f"{GLM}<|user|>\nHi<|assistant|>\nno<|user|>\n2+2?<|assistant|>⟦\n4<|user|>⟧",
-        "last not trained": f"{GLM}<|user|>\nHi<|assistant|>⟦\nHello!<|user|>⟧\n2+2?<|assistant|>\n4",
+        "two turns": f"{GLM}<|user|>\n"
+        "Hi<|assistant|>⟦\n"
+        "Hello!<|user|>⟧\n"
+        "2+2?<|assistant|>⟦\n"
+        "4<|user|>⟧",
+        "first not trained": f"{GLM}<|user|>\n"
+        "Hi<|assistant|>\n"
+        "no<|user|>\n"
+        "2+2?<|assistant|>⟦\n"
+        "4<|user|>⟧",
+        "last not trained": f"{GLM}<|user|>\n"
+        "Hi<|assistant|>⟦\n"
+        "Hello!<|user|>⟧\n"
+        "2+2?<|assistant|>\n"
+        "4",
         "system": f"{GLM}<|system|>\nBe brief.<|user|>\nHi<|assistant|>⟦\nHello!<|user|>⟧",
-        "assistant first": f"{GLM}<|assistant|>\n⟦Welcome<|user|>⟧\nHi<|assistant|>⟦\nHello!<|user|>⟧",
-        "observation": f"{GLM}<|user|>\nq<|assistant|>⟦add\n{{}}<|observation|>⟧\n1<|assistant|>⟦\ndone<|user|>⟧",
+        "assistant first": f"{GLM}<|assistant|>\n"
+        "⟦Welcome<|user|>⟧\n"
+        "Hi<|assistant|>⟦\n"
+        "Hello!<|user|>⟧",
+        "observation": f"{GLM}<|user|>\n"
+        "q<|assistant|>⟦add\n"
+        f"{{}}<|observation|>⟧\n"
+        "1<|assistant|>⟦\n"
+        "done<|user|>⟧",
         "ends with a call": f"{GLM}<|user|>\nq<|assistant|>⟦add\n{{}}<|observation|>⟧",
     },
     ("glm_z1", "qwen3"): {
@@ -116,12 +190,19 @@ EXPECTED: dict[tuple[str, str], dict[str, str]] = {
         "thoughts": f"{GLM}<|user|>\nq<|assistant|>⟦{NO_THOUGHT}one<|user|>⟧\nr"
         "<|assistant|>⟦\n<think>new</think>\ntwo<|user|>⟧",
         "reasoning field": f"{GLM}<|user|>\nq<|assistant|>⟦\n<think>why</think>\none<|user|>⟧",
-        "tools": f"<|user|>\nq<|assistant|>⟦{GLM_CALL}<|observation|>⟧\n<tool_response>\n1\n</tool_response>\n"
-        f"<tool_response>\n2\n</tool_response><|assistant|>⟦{NO_THOUGHT}done<|user|>⟧",
+        "tools": "<|user|>\n"
+        f"q<|assistant|>⟦{GLM_CALL}<|observation|>⟧\n"
+        "<tool_response>\n"
+        "1\n"
+        "</tool_response>\n"
+        "<tool_response>\n"
+        "2\n"
+        f"</tool_response><|assistant|>⟦{NO_THOUGHT}done<|user|>⟧",
         "last call": f"{GLM}<|user|>\nq<|assistant|>⟦{GLM_CALL}<|observation|>⟧",
     },
     ("deepseek_r1_distill", "distill_qwen"): {  # the last answer alone
-        "two turns": f"{BOS}<｜User｜>Hi<｜Assistant｜>Hello!{EOS}<｜User｜>2+2?<｜Assistant｜><think>\n⟦4{EOS}⟧",
+        "two turns": f"{BOS}<｜User｜>Hi<｜Assistant｜>Hello!{EOS}<｜User｜>2+2?<｜Assistant｜><think>\n"
+        f"⟦4{EOS}⟧",
         "system": f"{BOS}Be brief.<｜User｜>Hi<｜Assistant｜><think>\n⟦Hello!{EOS}⟧",
         "thoughts": f"{BOS}<｜User｜>q<｜Assistant｜>\n\none{EOS}<｜User｜>r<｜Assistant｜>"
         f"<think>\n⟦new\n</think>\n\ntwo{EOS}⟧",
@@ -137,7 +218,9 @@ def base(smollm2: Path) -> Any:
 
 
 @pytest.mark.parametrize(("template", "kind", "name"), CASES)
-def test_every_token_of_a_models_own_template(base: Any, template: str, kind: str, name: str) -> None:
+def test_every_token_of_a_models_own_template(
+    base: Any, template: str, kind: str, name: str
+) -> None:
     tokenizer = copy.deepcopy(base)
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     if template.startswith("glm"):
@@ -161,19 +244,32 @@ def test_every_token_of_a_models_own_template(base: Any, template: str, kind: st
         question = expected.partition("⟦")[0]
         assert "⟦" not in marked.partition(question)[0]
         marked = question + marked.partition(question)[2]
-        ids = tokenizer(marked.replace("⟦", "").replace("⟧", ""), add_special_tokens=False)["input_ids"]
+        ids = tokenizer(marked.replace("⟦", "").replace("⟧", ""), add_special_tokens=False)[
+            "input_ids"
+        ]
     assert marked == expected
-    assert ids == tokenizer(expected.replace("⟦", "").replace("⟧", ""), add_special_tokens=False)["input_ids"]
+    assert (
+        ids
+        == tokenizer(expected.replace("⟦", "").replace("⟧", ""), add_special_tokens=False)[
+            "input_ids"
+        ]
+    )
 
 
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "qwen3_5", "deepseek_r1_distill"])
-def test_arguments_of_calls_may_be_json_text_or_objects(base: Any, tmp_path: Path, template: str) -> None:
+def test_arguments_of_calls_may_be_json_text_or_objects(
+    base: Any, tmp_path: Path, template: str
+) -> None:
     tokenizer = copy.deepcopy(base)
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     file, made = tmp_path / "rows.jsonl", set()
     for arguments in ({"x": 1}, '{"x": 1}', '{"x":1}'):
-        call = answer("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": arguments}}])
-        if template == "deepseek_r1_distill":  # it writes calls of messages without a content, and needs text
+        call = answer(
+            "",
+            tool_calls=[{"type": "function", "function": {"name": "add", "arguments": arguments}}],
+        )
+        # it writes calls of messages without a content, and needs text
+        if template == "deepseek_r1_distill":
             call["content"] = None
         messages = [user("q"), call, user("r")]
         file.write_text(json.dumps({"prompt": messages}))
@@ -183,5 +279,7 @@ def test_arguments_of_calls_may_be_json_text_or_objects(base: Any, tmp_path: Pat
         made.add(render(tokenizer, Sample(), messages).replace('{"x":1}', '{"x": 1}'))
         if template != "deepseek_r1_distill":
             ids, _ = MultiTurnLossMaskGenerator(tokenizer).get_loss_mask(messages)
-            assert tokenizer.decode(ids) == render(tokenizer, Sample(), messages, generation_prompt=False)
+            assert tokenizer.decode(ids) == render(
+                tokenizer, Sample(), messages, generation_prompt=False
+            )
     assert len(made) == 1 and "add" in made.pop()

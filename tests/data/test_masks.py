@@ -1,4 +1,6 @@
-"""Loss masks of conversations, with a real tokenizer: its own template, and others that behave like those in use."""
+"""Loss masks of conversations, with a real tokenizer: its own template, and others that behave like
+those in use.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from slime.utils.processing_utils import load_tokenizer
 
 Message = dict[str, Any]
 
-# Reasoning only in turns after the last question, an empty block where there is none, tool answers in one user turn.
+# Reasoning only in turns after the last question, an empty block where there is none, tool answers
+# in one user turn.
 THINKING = """
 {%- set ns = namespace(last=0) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
@@ -73,9 +76,13 @@ def trained(tokenizer: Any, messages: list[Message], kind: str = "qwen", **more:
     generator = MultiTurnLossMaskGenerator(tokenizer, kind)
     ids, mask = generator.get_loss_mask(messages, **more)
     text = tokenizer.apply_chat_template(
-        [{k: v for k, v in m.items() if k != "step_loss_mask"} for m in messages], tokenize=False, **more
+        [{k: v for k, v in m.items() if k != "step_loss_mask"} for m in messages],
+        tokenize=False,
+        **more,
     )
-    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"], "the ids are those of the template"
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"], (
+        "the ids are those of the template"
+    )
     assert len(mask) == len(ids) and set(mask) <= {0, 1}
     return generator.get_text_from_loss_mask(ids, mask)
 
@@ -93,10 +100,16 @@ def test_assistant_turns_of_the_real_template(tokenizer: Any) -> None:
 texts = st.text(st.sampled_from("ab 1?\nä<|>é漢"), max_size=12)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(turns=st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=3))
-def test_any_text_against_a_mask_made_by_hand(tokenizer: Any, turns: list[tuple[str, str, bool]]) -> None:
-    """Piece by piece: special tokens end every piece, so joining the tokens of the pieces is exact."""
+def test_any_text_against_a_mask_made_by_hand(
+    tokenizer: Any, turns: list[tuple[str, str, bool]]
+) -> None:
+    """Piece by piece: special tokens end every piece, so joining the tokens of the pieces is
+    exact.
+    """
     messages: list[Message] = [{"role": "system", "content": "s"}]
     pieces = [("<|im_start|>system\ns<|im_end|>\n", 0)]
     for question, answer, learn in turns:
@@ -114,7 +127,11 @@ def test_any_text_against_a_mask_made_by_hand(tokenizer: Any, turns: list[tuple[
 def test_step_loss_mask_and_lengths(tokenizer: Any) -> None:
     messages = [*TWO_TURNS[:1], assistant("Hello!", step_loss_mask=0), *TWO_TURNS[2:]]
     assert trained(tokenizer, messages) == ["4<|im_end|>\n"]
-    assert MultiTurnLossMaskGenerator.get_response_lengths([[0, 0, 1, 0, 1], [0, 0], [1]]) == [3, 0, 1]
+    assert MultiTurnLossMaskGenerator.get_response_lengths([[0, 0, 1, 0, 1], [0, 0], [1]]) == [
+        3,
+        0,
+        1,
+    ]
 
 
 def test_content_that_looks_like_a_turn(tokenizer: Any) -> None:
@@ -137,8 +154,13 @@ def test_thinking_template(tokenizer: Any) -> None:
         user("c"),
         assistant("<think>\nnew\n</think>\n\nd"),
     ]
-    assert trained(thinking, messages, "qwen3") == ["b<|im_end|>\n", "<think>\nnew\n</think>\n\nd<|im_end|>\n"]
-    assert trained(thinking, [*messages[:3], assistant("d")], "qwen3")[1] == "<think>\n\n</think>\n\nd<|im_end|>\n"
+    assert trained(thinking, messages, "qwen3") == [
+        "b<|im_end|>\n",
+        "<think>\nnew\n</think>\n\nd<|im_end|>\n",
+    ]
+    assert trained(thinking, [*messages[:3], assistant("d")], "qwen3")[1] == (
+        "<think>\n\n</think>\n\nd<|im_end|>\n"
+    )
     field = [user("c"), assistant("d", reasoning_content="new")]
     assert trained(thinking, field, "qwen3") == ["<think>\nnew\n</think>\n\nd<|im_end|>\n"]
 
@@ -147,7 +169,10 @@ def test_thinking_template(tokenizer: Any) -> None:
 def test_the_opening_think_is_the_headers(tokenizer: Any, header: str) -> None:
     thinking = with_template(tokenizer, THINKING.replace("HEADER", header))
     messages = [user("a"), assistant("b"), user("c"), assistant("<think>\nnew\n</think>\n\nd")]
-    assert trained(thinking, messages, "qwen3_5") == ["b<|im_end|>\n", "new\n</think>\n\nd<|im_end|>\n"]
+    assert trained(thinking, messages, "qwen3_5") == [
+        "b<|im_end|>\n",
+        "new\n</think>\n\nd<|im_end|>\n",
+    ]
 
 
 def test_tool_calls_are_trained_and_tool_answers_are_not(tokenizer: Any) -> None:
@@ -173,7 +198,9 @@ def test_r1_distilled_models(tokenizer: Any) -> None:
     generator = MultiTurnLossMaskGenerator(r1, "distill_qwen")
     ids, mask = generator.get_loss_mask([user("a"), assistant("<think>\nx\n</think>\n\nb")])
     assert generator.get_text_from_loss_mask(ids, mask) == ["x\n</think>\n\nb<|im_end|>"]
-    assert tokenizer.decode(ids[: mask.index(1)]) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert tokenizer.decode(ids[: mask.index(1)]) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
     with pytest.raises(ValueError, match="last message"):
         generator.get_loss_mask([user("a")])
     r1.add_tokens(["<｜Assistant｜>"])
@@ -215,18 +242,22 @@ def test_the_end_at_which_the_engine_stops(tokenizer: Any) -> None:
 
 
 def test_a_template_that_ends_the_last_turn_otherwise(tokenizer: Any) -> None:
-    """Phi-3.5 writes the end of text behind the last turn, gpt-oss another token in place of the end of the others."""
+    """Phi-3.5 writes the end of text behind the last turn, gpt-oss another token in place of the
+    end of the others.
+    """
     phi = with_template(
         tokenizer,
-        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endfor -%}"
-        "{{- '<|im_start|>assistant\n' if add_generation_prompt else '<|endoftext|>' -}}",
+        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n"
+        "' + m.content + '<|im_end|>\n"
+        "' -}}{%- endfor -%}{{- '<|im_start|>assistant\n"
+        "' if add_generation_prompt else '<|endoftext|>' -}}",
     )
     assert trained(phi, TWO_TURNS) == ["Hello!<|im_end|>\n", "4<|im_end|>\n<|endoftext|>"]
     gpt = with_template(
         tokenizer,
-        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + m.content -}}"
-        "{{- '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant' -}}{%- endif -%}",
+        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + m.content -}}{{- '<|endoftext|>' "
+        "if loop.last and m.role == 'assistant' else '<|im_end|>' -}}{%- endfor -%}{%- if "
+        "add_generation_prompt -%}{{- '<|im_start|>assistant' -}}{%- endif -%}",
     )
     assert trained(gpt, TWO_TURNS) == ["Hello!<|im_end|>", "4<|endoftext|>"]
 

@@ -39,7 +39,9 @@ def picture_url() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_an_image_url_is_fetched_once(picture_url: tuple[str, list[str]]) -> None:
-    """All samples of a group and every request of each send the image, and the fetch holds up the event loop."""
+    """All samples of a group and every request of each send the image, and the fetch holds up the
+    event loop.
+    """
     url, asked = picture_url
     pictures = [load_image(url) for _ in range(3)]
     assert {picture.size for picture in pictures} == {(3, 2)} and asked == ["/red.png"]

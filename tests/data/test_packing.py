@@ -1,4 +1,6 @@
-"""Packing: expanding a layout gives every sample back, with exactly the attention it would have alone."""
+"""Packing: expanding a layout gives every sample back, with exactly the attention it would have
+alone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ sample_specs = st.lists(
 
 
 def attention_sets(layout: PackLayout) -> dict[int, list[int]]:
-    """By brute force from what a kernel gets: for each query row the rows whose keys it sees, in order."""
+    """By brute force from what a kernel gets: for each query row the rows whose keys it sees, in
+    order.
+    """
     kv_index = np.arange(len(layout.tokens)) if layout.kv_index is None else layout.kv_index
     seen = {}
     for s in range(len(layout.q_lens)):
@@ -35,18 +39,24 @@ def attention_sets(layout: PackLayout) -> dict[int, list[int]]:
     return seen
 
 
-def layout_of(specs: list[SampleSpec], share: bool, pad: int = 1, smallest: int = MIN_SHARED_TOKENS) -> PackLayout:
+def layout_of(
+    specs: list[SampleSpec], share: bool, pad: int = 1, smallest: int = MIN_SHARED_TOKENS
+) -> PackLayout:
     """``smallest``: the number of tokens that a shared beginning must save per sample."""
     keys: list[Hashable] = [group for group, _, _ in specs]
     with mock.patch.object(packing, "MIN_SHARED_TOKENS", smallest):
-        return build_pack([p + r for _, p, r in specs], [len(r) for _, _, r in specs], keys, share, pad)
+        return build_pack(
+            [p + r for _, p, r in specs], [len(r) for _, _, r in specs], keys, share, pad
+        )
 
 
 smallest_shared = st.sampled_from([1, 2, MIN_SHARED_TOKENS])
 
 
 @given(sample_specs, st.booleans(), st.integers(1, 8), smallest_shared)
-def test_expanding_gives_every_sample_back(specs: list[SampleSpec], share: bool, pad: int, smallest: int) -> None:
+def test_expanding_gives_every_sample_back(
+    specs: list[SampleSpec], share: bool, pad: int, smallest: int
+) -> None:
     layout = layout_of(specs, share, pad, smallest)
     seen = attention_sets(layout)
     logits, targets = [], []
@@ -55,7 +65,9 @@ def test_expanding_gives_every_sample_back(specs: list[SampleSpec], share: bool,
         assert layout.tokens[rows].tolist() == prompt + response
         assert layout.positions[rows].tolist() == list(range(len(rows)))
         for position, row in enumerate(rows.tolist()):
-            assert seen[row] == rows[: position + 1].tolist(), "a token sees its own sample's past, no more, no less"
+            assert seen[row] == rows[: position + 1].tolist(), (
+                "a token sees its own sample's past, no more, no less"
+            )
         logits += [int(rows[len(prompt) - 1 + t]) for t in range(len(response))]
         targets += response
     assert layout.logit_index.tolist() == logits and layout.targets.tolist() == targets
@@ -63,27 +75,41 @@ def test_expanding_gives_every_sample_back(specs: list[SampleSpec], share: bool,
 
 
 @given(sample_specs, st.booleans(), st.integers(1, 8), smallest_shared)
-def test_the_arrays_are_consistent(specs: list[SampleSpec], share: bool, pad: int, smallest: int) -> None:
+def test_the_arrays_are_consistent(
+    specs: list[SampleSpec], share: bool, pad: int, smallest: int
+) -> None:
     layout = layout_of(specs, share, pad, smallest)
     size = len(layout.tokens)
     assert size % pad == 0 and layout.num_padding < pad and len(layout.positions) == size
-    rows = [row for start, n in zip(layout.q_starts, layout.q_lens, strict=True) for row in range(start, start + n)]
+    rows = [
+        row
+        for start, n in zip(layout.q_starts, layout.q_lens, strict=True)
+        for row in range(start, start + n)
+    ]
     assert rows == list(range(size)), "segments tile the pack"
-    assert np.diff(layout.cu_seqlens_q).tolist() == layout.q_lens.tolist() and layout.q_lens.min() > 0
+    assert (
+        np.diff(layout.cu_seqlens_q).tolist() == layout.q_lens.tolist() and layout.q_lens.min() > 0
+    )
     k_lens = [sum(b - a for a, b in ranges) for ranges in layout.kv_ranges]
     assert np.diff(layout.cu_seqlens_k).tolist() == k_lens
     assert (layout.max_q, layout.max_k) == (layout.q_lens.max(), max(k_lens))
     assert layout.cu_seqlens_q.dtype == layout.cu_seqlens_k.dtype == np.int32
     if layout.kv_index is not None:
-        assert layout.kv_index.tolist() == [r for ranges in layout.kv_ranges for a, b in ranges for r in range(a, b)]
+        assert layout.kv_index.tolist() == [
+            r for ranges in layout.kv_ranges for a, b in ranges for r in range(a, b)
+        ]
     copies = sum(len(p) + len(r) for _, p, r in specs)
     if not share:
         assert size - layout.num_padding == copies
         return
     prompts = {(group, tuple(prompt)): len(prompt) for group, prompt, _ in specs}
-    assert size - layout.num_padding <= sum(prompts.values()) + sum(len(r) for _, _, r in specs), "equal prompts once"
+    assert size - layout.num_padding <= sum(prompts.values()) + sum(len(r) for _, _, r in specs), (
+        "equal prompts once"
+    )
     if smallest == 1:
-        different = {(group, *(p + r)[:n]) for group, p, r in specs for n in range(1, len(p + r) + 1)}
+        different = {
+            (group, *(p + r)[:n]) for group, p, r in specs for n in range(1, len(p + r) + 1)
+        }
         assert size - layout.num_padding == len(different), "of equal beginnings every token once"
 
 
@@ -93,12 +119,24 @@ def test_a_group_stores_its_prompt_once() -> None:
     assert layout.positions.tolist() == [0, 1, 2, 3, 2, 0, 1, 2]
     assert layout.kv_ranges == [[(0, 2)], [(0, 2), (2, 4)], [(0, 2), (4, 5)], [(5, 8)]]
     assert layout.logit_index.tolist() == [1, 2, 1, 6]
-    assert layout.cu_seqlens_q.tolist() == [0, 2, 4, 5, 8] and layout.cu_seqlens_k.tolist() == [0, 2, 6, 9, 12]
+    assert layout.cu_seqlens_q.tolist() == [0, 2, 4, 5, 8] and layout.cu_seqlens_k.tolist() == [
+        0,
+        2,
+        6,
+        9,
+        12,
+    ]
 
 
 def test_the_branches_of_a_session_are_a_tree() -> None:
-    """The branches have their first turns in common, two of them one turn more; another prompt shares its beginning."""
-    system, first, second = [1] * MIN_SHARED_TOKENS, [2] * MIN_SHARED_TOKENS, [3] * (MIN_SHARED_TOKENS + 1)
+    """The branches have their first turns in common, two of them one turn more; another prompt
+    shares its beginning.
+    """
+    system, first, second = (
+        [1] * MIN_SHARED_TOKENS,
+        [2] * MIN_SHARED_TOKENS,
+        [3] * (MIN_SHARED_TOKENS + 1),
+    )
     n, m = MIN_SHARED_TOKENS, MIN_SHARED_TOKENS + 1
     branches = [([*first, 7], 0), (first + second + [8, 9], 0), (first + second + [9], 0), ([6], 1)]
     layout = layout_of([(0, [*system, 5 + kind], turns) for turns, kind in branches], share=True)
@@ -114,13 +152,19 @@ def test_the_branches_of_a_session_are_a_tree() -> None:
 
 
 def test_a_sample_between_two_alike_shares_only_what_it_has_in_common_with_them() -> None:
-    """In the order of the samples, and in that of their first token ids alone, the two are no neighbours."""
+    """In the order of the samples, and in that of their first token ids alone, the two are no
+    neighbours.
+    """
     n = MIN_SHARED_TOKENS
     prompt, same = [1], [2] * n
     specs = [(0, prompt, [*same, 5]), (0, prompt, [3] * n), (0, prompt, [*same, 6])]
     layout = layout_of(specs, share=True)
     assert layout.tokens.tolist() == [1, *same, 5, *[3] * n, 6]
-    rows = [[0, *range(1, n + 1), n + 1], [0, *range(n + 2, 2 * n + 2)], [0, *range(1, n + 1), 2 * n + 2]]
+    rows = [
+        [0, *range(1, n + 1), n + 1],
+        [0, *range(n + 2, 2 * n + 2)],
+        [0, *range(1, n + 1), 2 * n + 2],
+    ]
     assert [layout.rows_of(i).tolist() for i in range(3)] == rows
 
 
@@ -163,10 +207,13 @@ SAMPLES = st.lists(
 )
 
 
-def attended(layout: PackLayout, rows: list[tuple[int, int]]) -> dict[tuple[int, int], set[tuple[int, int]]]:
+def attended(
+    layout: PackLayout, rows: list[tuple[int, int]]
+) -> dict[tuple[int, int], set[tuple[int, int]]]:
     """For each query the keys that it attends to, both as (sample, position).
 
-    Attention is causal and aligned at the bottom right: query ``i`` of ``q`` sees the first ``k - q + i + 1`` keys.
+    Attention is causal and aligned at the bottom right: query ``i`` of ``q`` sees the first ``k - q
+    + i + 1`` keys.
 
     Args:
         rows: (sample, position) of every row that keys are gathered from.
@@ -194,7 +241,9 @@ def named_rows(layout: PackLayout, samples: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @given(samples=SAMPLES, multiple=st.sampled_from([1, 4, 7]))
-def test_all_ranks_together_are_the_pack_of_one(size: int, samples: list[tuple[int, int]], multiple: int) -> None:
+def test_all_ranks_together_are_the_pack_of_one(
+    size: int, samples: list[tuple[int, int]], multiple: int
+) -> None:
     tokens = [[1 + 100 * i + j for j in range(total)] for i, (total, _) in enumerate(samples)]
     responses = [response for _, response in samples]
     parts = [build_context_pack(tokens, responses, size, rank, multiple) for rank in range(size)]

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from slime.config.agent import REASONING_PARSERS
-from slime.data.reasoning import ALL_TAGS, TAGS, THINK, Tags, after_thinking, answer_after_reasoning, opened_by
+from slime.data.reasoning import (
+    ALL_TAGS,
+    TAGS,
+    THINK,
+    Tags,
+    after_thinking,
+    answer_after_reasoning,
+    opened_by,
+)
 
 
 def test_every_parser_that_the_flag_accepts_has_its_tags() -> None:

@@ -1,4 +1,6 @@
-"""Reward post-processing: groups by group_index, whatever their sizes and wherever their samples stand."""
+"""Reward post-processing: groups by group_index, whatever their sizes and wherever their samples
+stand.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,16 @@ from tests.every_algorithm import ALGORITHMS
 from tests.make_args import make_args
 
 
-def post_process(args: dict[str, Any], rewards: list[Any], groups: list[int]) -> tuple[list[float], list[float]]:
+def post_process(
+    args: dict[str, Any], rewards: list[Any], groups: list[int]
+) -> tuple[list[float], list[float]]:
     samples = [
-        Sample(index=i, group_index=g, reward=None if r == "timeout" else r, reward_timed_out=r == "timeout")
+        Sample(
+            index=i,
+            group_index=g,
+            reward=None if r == "timeout" else r,
+            reward_timed_out=r == "timeout",
+        )
         for i, (r, g) in enumerate(zip(rewards, groups, strict=True))
     ]
     return post_process_rewards(make_args(**args), samples, groups)
@@ -37,14 +46,20 @@ def by_formula(rewards: list[float], std: bool, estimator: str = "grpo") -> np.n
 
 
 def test_the_documented_example() -> None:
-    _, rewards = post_process({"advantage_estimator": "grpo"}, [1, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2])
+    _, rewards = post_process(
+        {"advantage_estimator": "grpo"}, [1, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2]
+    )
     root = math.sqrt(0.5)
     assert rewards == pytest.approx([root, -root, 0, 0, 0, 0], abs=2e-6)
     assert rewards[2:] == [0.0] * 4
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0])), min_size=1, max_size=20),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0])),
+        min_size=1,
+        max_size=20,
+    ),
     st.sampled_from(sorted(ALGORITHMS)),
     st.booleans(),
     st.booleans(),
@@ -53,7 +68,11 @@ def test_every_group_by_its_own_formula(
     members: list[tuple[int, float]], estimator: str, std: bool, normalize: bool
 ) -> None:
     groups, values = [g for g, _ in members], [r for _, r in members]  # uneven and interleaved
-    args = {"advantage_estimator": estimator, "grpo_std_normalization": std, "rewards_normalization": normalize}
+    args = {
+        "advantage_estimator": estimator,
+        "grpo_std_normalization": std,
+        "rewards_normalization": normalize,
+    }
     raw, rewards = post_process(args, values, groups)
     assert raw == values
     for group in set(groups):
@@ -65,13 +84,20 @@ def test_every_group_by_its_own_formula(
             expected = by_formula(own, std, estimator)
         assert [rewards[i] for i in inside] == pytest.approx(expected, abs=1e-9)
         if normalize and ALGORITHMS[estimator].needs_group and len(set(own)) == 1:
-            assert all(rewards[i] == 0.0 for i in inside), "exactly zero, so that the group can be skipped"
+            assert all(rewards[i] == 0.0 for i in inside), (
+                "exactly zero, so that the group can be skipped"
+            )
 
 
-def test_the_penalty_of_long_responses_comes_before_the_baseline_and_leaves_the_raw_reward() -> None:
+def test_the_penalty_of_long_responses_comes_before_the_baseline_and_leaves_the_raw_reward() -> (
+    None
+):
     samples = [Sample(index=i, reward=1.0, response_length=n) for i, n in enumerate((5, 9, 10))]
     args = make_args(
-        advantage_estimator="dr_grpo", rollout_max_response_len=10, overlong_buffer_len=2, overlong_penalty=1.0
+        advantage_estimator="dr_grpo",
+        rollout_max_response_len=10,
+        overlong_buffer_len=2,
+        overlong_penalty=1.0,
     )
     raw, rewards = post_process_rewards(args, samples, [0, 0, 0])
     assert raw == [1.0, 1.0, 1.0]
@@ -82,17 +108,26 @@ def test_the_penalty_of_long_responses_comes_before_the_baseline_and_leaves_the_
 
 @pytest.mark.parametrize(
     ("estimator", "won", "lost"),
-    [("rloo", 1.0, -1.0), ("grpo", 0.5**0.5, -(0.5**0.5)), ("dr_grpo", 0.5, -0.5), ("ppo", 1.0, 0.0)],
+    [
+        ("rloo", 1.0, -1.0),
+        ("grpo", 0.5**0.5, -(0.5**0.5)),
+        ("dr_grpo", 0.5, -0.5),
+        ("ppo", 1.0, 0.0),
+    ],
 )
 def test_a_baseline_compares_rollouts_whatever_the_number_of_their_samples(
     estimator: str, won: float, lost: float
 ) -> None:
-    """An agent's session has a sample for each leaf of its tree, and all of them have its reward."""
+    """An agent's session has a sample for each leaf of its tree, and all of them have its
+    reward.
+    """
     leaves = [Sample(index=i, group_index=0, rollout_id=7, reward=1.0) for i in range(3)]
     samples = [*leaves, Sample(index=3, group_index=0, reward=0.0)]
     _, rewards = post_process_rewards(make_args(advantage_estimator=estimator), samples, [0] * 4)
     assert rewards == pytest.approx([won] * 3 + [lost], abs=2e-6)
-    _, rewards = post_process_rewards(make_args(advantage_estimator=estimator), samples[::-1], [0] * 4, [1, 2, 2, 2])
+    _, rewards = post_process_rewards(
+        make_args(advantage_estimator=estimator), samples[::-1], [0] * 4, [1, 2, 2, 2]
+    )
     assert rewards == pytest.approx([lost] + [won] * 3, abs=2e-6)
 
 
@@ -107,7 +142,9 @@ def test_leaves_with_a_penalty_of_their_own_are_compared_with_the_other_rollouts
 
 def test_a_leaf_whose_verifier_failed_is_not_counted_in_its_rollout() -> None:
     samples = [Sample(reward=1.0), Sample(reward_timed_out=True), Sample(reward=0.0)]
-    _, rewards = post_process_rewards(make_args(advantage_estimator="rloo"), samples, [0, 0, 0], [0, 0, 1])
+    _, rewards = post_process_rewards(
+        make_args(advantage_estimator="rloo"), samples, [0, 0, 0], [0, 0, 1]
+    )
     assert rewards == [1.0, 0.0, -1.0]
     assert shares_in_rollouts([0, 0, 1], [1.0, math.nan, 0.0]) == [1.0, 0.0, 1.0]
 
@@ -118,7 +155,9 @@ def test_a_single_sample_has_no_deviation() -> None:
 
 @pytest.mark.parametrize("estimator", ["grpo", "ppo"])
 def test_a_timed_out_verifier_is_no_zero(estimator: str) -> None:
-    raw, rewards = post_process({"advantage_estimator": estimator}, [1.0, "timeout", 1.0, 0.0], [0, 0, 0, 0])
+    raw, rewards = post_process(
+        {"advantage_estimator": estimator}, [1.0, "timeout", 1.0, 0.0], [0, 0, 0, 0]
+    )
     assert math.isnan(raw[1]) and rewards[1] == 0.0
     assert [raw[i] for i in (0, 2, 3)] == [1.0, 1.0, 0.0]
     if estimator == "grpo":

@@ -30,9 +30,20 @@ def answer(kind: str, **more: object) -> dict[str, object]:
 def test_documented_defaults() -> None:
     sample = Sample()
     assert sample.status is Sample.Status.PENDING
-    assert (sample.tokens, sample.response, sample.response_length, sample.loss_mask) == ([], "", 0, None)
+    assert (sample.tokens, sample.response, sample.response_length, sample.loss_mask) == (
+        [],
+        "",
+        0,
+        None,
+    )
     assert sample.reward is None and not sample.reward_timed_out and not sample.remove_sample
-    assert [s.value for s in Sample.Status] == ["pending", "completed", "truncated", "aborted", "failed"]
+    assert [s.value for s in Sample.Status] == [
+        "pending",
+        "completed",
+        "truncated",
+        "aborted",
+        "failed",
+    ]
     sample.anything = 3  # type: ignore[attr-defined]  # further attributes are allowed
 
 
@@ -44,8 +55,13 @@ def test_a_cut_response_keeps_what_belongs_to_its_tokens() -> None:
     )
     sample.cut_response(2, "ab")
     assert (sample.tokens, sample.response, sample.response_length) == ([1, 2, 3, 4], "ab", 2)
-    assert sample.loss_mask == [1, 1] and sample.rollout_log_probs == [-0.1, -0.2] and sample.truncated
-    assert sample.rollout_top_p_token_ids is not None and sample.rollout_top_p_token_offsets is not None
+    assert (
+        sample.loss_mask == [1, 1] and sample.rollout_log_probs == [-0.1, -0.2] and sample.truncated
+    )
+    assert (
+        sample.rollout_top_p_token_ids is not None
+        and sample.rollout_top_p_token_offsets is not None
+    )
     assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3]
     assert sample.rollout_top_p_token_ids.tolist() == [5, 6, 7]
 
@@ -81,9 +97,14 @@ def test_everything_stays_aligned(turns: list[tuple[int, bool, bool]]) -> None:
         meta = None
         if trainable and with_nucleus:
             offsets = encode(list(range(0, 2 * count + 1, 2)))
-            meta = answer("stop", top_p_token_ids=encode([8, 9] * count), top_p_token_offsets=offsets)
+            meta = answer(
+                "stop", top_p_token_ids=encode([8, 9] * count), top_p_token_offsets=offsets
+            )
         sample.append_response_tokens(
-            tokens=[5] * count, log_probs=[-1.0] * count if trainable else None, trainable=trainable, meta_info=meta
+            tokens=[5] * count,
+            log_probs=[-1.0] * count if trainable else None,
+            trainable=trainable,
+            meta_info=meta,
         )
     total = sum(count for count, _, _ in turns)
     assert len(sample.tokens) == 1 + total and sample.response_length == total
@@ -94,7 +115,11 @@ def test_everything_stays_aligned(turns: list[tuple[int, bool, bool]]) -> None:
     if nuclei is not None:
         assert sample.rollout_top_p_token_ids is not None
         assert len(nuclei) == total + 1 and nuclei[-1] == len(sample.rollout_top_p_token_ids)
-        expected = [2 if trainable and nucleus else 0 for count, trainable, nucleus in turns for _ in range(count)]
+        expected = [
+            2 if trainable and nucleus else 0
+            for count, trainable, nucleus in turns
+            for _ in range(count)
+        ]
         assert np.diff(nuclei).tolist() == expected
 
 
@@ -125,7 +150,11 @@ def test_lists_are_extended_in_place() -> None:
     sample.append_response_tokens(tokens=[2, 3], log_probs=[-0.1, -0.2])
     sample.append_response_tokens(None, tokens=[4], trainable=False)
     assert tokens == [1, 2, 3, 4] and mask == [1, 1, 0] and log_probs == [-0.1, -0.2, 0.0]
-    assert tokens is sample.tokens and mask is sample.loss_mask and log_probs is sample.rollout_log_probs
+    assert (
+        tokens is sample.tokens
+        and mask is sample.loss_mask
+        and log_probs is sample.rollout_log_probs
+    )
     untouched = Sample(tokens=[1])
     untouched.append_response_tokens(tokens=[2], log_probs=[-1.0])
     mask = untouched.loss_mask
@@ -136,7 +165,10 @@ def test_lists_are_extended_in_place() -> None:
 def test_arguments_are_optional_where_nothing_is_appended() -> None:
     sample = Sample(tokens=[1])
     sample.append_response_tokens(None, meta_info=answer("length", prompt_tokens=4))
-    assert sample.status is Sample.Status.TRUNCATED and sample.prefix_cache_info.total_prompt_tokens == 4
+    assert (
+        sample.status is Sample.Status.TRUNCATED
+        and sample.prefix_cache_info.total_prompt_tokens == 4
+    )
     sample.append_response_tokens(tokens=[])
     sample.append_response_tokens(tokens=[], log_probs=[])
     sample.append_response_tokens(tokens=[], trainable=False)
@@ -154,17 +186,23 @@ def test_what_is_refused_changes_nothing() -> None:
 
 
 def test_a_deep_copy_shares_nothing_that_can_change() -> None:
-    """As :func:`copy.deepcopy`, also for values of users' types and attributes that hooks have added."""
+    """As :func:`copy.deepcopy`, also for values of users' types and attributes that hooks have
+    added.
+    """
 
     class Own:
         def __init__(self) -> None:
             self.entries = [1]
 
-    sample = Sample(prompt=[{"role": "user", "content": "?"}], label="4", metadata={"tags": ["a"], "own": Own()})
+    sample = Sample(
+        prompt=[{"role": "user", "content": "?"}], label="4", metadata={"tags": ["a"], "own": Own()}
+    )
     sample.multimodal_inputs = {"images": [np.zeros(2)]}
     sample.added = {"list": [1]}  # type: ignore[attr-defined]
     made, whole = deep_copy(sample), copy.deepcopy(sample)
-    assert vars(made).keys() == vars(whole).keys() and made.to_dict().keys() == whole.to_dict().keys()
+    assert (
+        vars(made).keys() == vars(whole).keys() and made.to_dict().keys() == whole.to_dict().keys()
+    )
     made.prompt[0]["content"] = "!"
     made.metadata["tags"].append("b")
     made.metadata["own"].entries.append(2)
@@ -183,8 +221,14 @@ def test_copies_are_extended_separately() -> None:
     sample = Sample(tokens=[1], loss_mask=[])
     other = copy.copy(sample)
     other.mine = 1  # type: ignore[attr-defined]
-    sample.append_response_tokens(tokens=[2], log_probs=[-1.0], meta_info=answer("stop", cached_tokens=3))
-    assert other.tokens == [1] and other.loss_mask == [] and other.prefix_cache_info == PrefixCacheInfo()
+    sample.append_response_tokens(
+        tokens=[2], log_probs=[-1.0], meta_info=answer("stop", cached_tokens=3)
+    )
+    assert (
+        other.tokens == [1]
+        and other.loss_mask == []
+        and other.prefix_cache_info == PrefixCacheInfo()
+    )
     assert sample.tokens == [1, 2] and not hasattr(sample, "mine")
 
 
@@ -216,7 +260,9 @@ def test_log_probs_cannot_start_in_the_middle() -> None:
 def test_parts_of_an_answer_count_once() -> None:
     sample = Sample(tokens=[1])
     meta = answer("stop", weight_version="2", prompt_tokens=1, cached_tokens=1)
-    sample.append_response_tokens(tokens=[2], log_probs=[-1.0], meta_info=meta, update_terminal_info=False)
+    sample.append_response_tokens(
+        tokens=[2], log_probs=[-1.0], meta_info=meta, update_terminal_info=False
+    )
     assert sample.status is Sample.Status.PENDING and sample.weight_versions == []
     sample.append_response_tokens(tokens=[3], log_probs=[-1.0], meta_info=meta)
     assert sample.status is Sample.Status.COMPLETED and sample.weight_versions == ["2"]
@@ -224,7 +270,13 @@ def test_parts_of_an_answer_count_once() -> None:
 
 
 def test_speculative_counters_only_when_asked() -> None:
-    meta = answer("stop", spec_accept_token_num=6, spec_draft_token_num=8, spec_verify_ct=2, completion_tokens=8)
+    meta = answer(
+        "stop",
+        spec_accept_token_num=6,
+        spec_draft_token_num=8,
+        spec_verify_ct=2,
+        completion_tokens=8,
+    )
     sample = Sample()
     sample.append_response_tokens(tokens=[1], log_probs=[0.0], meta_info=meta)
     assert sample.spec_info == SpecInfo()
@@ -240,20 +292,27 @@ def test_routed_experts_are_small_integers() -> None:
     meta = answer("stop", routed_experts=encode(list(range(8))))
     sample.append_response_tokens(args, tokens=[2, 3], log_probs=[0.0, 0.0], meta_info=meta)
     assert sample.rollout_routed_experts is not None
-    assert sample.rollout_routed_experts.shape == (2, 2, 2) and sample.rollout_routed_experts.dtype == np.uint8
+    assert (
+        sample.rollout_routed_experts.shape == (2, 2, 2)
+        and sample.rollout_routed_experts.dtype == np.uint8
+    )
     meta = answer("stop", routed_experts=encode([300] * 12))
     sample.append_response_tokens(args, tokens=[4], log_probs=[0.0], meta_info=meta)
     assert sample.rollout_routed_experts.dtype == np.int16
 
 
 def experts(first: int, last: int, generation: int) -> str:
-    """Rows of tokens ``first`` to ``last`` - 1 of two layers with two experts each, recognisable by generation."""
+    """Rows of tokens ``first`` to ``last`` - 1 of two layers with two experts each, recognisable by
+    generation.
+    """
     return encode([100 * generation + token for token in range(first, last) for _ in range(4)])
 
 
 @pytest.mark.parametrize("from_token", ["the first", "the part"])
 def test_a_continued_answer_keeps_the_experts_of_its_first_parts(from_token: str) -> None:
-    """Aborted twice; an answer has rows from the start, or from the first token that has none so far."""
+    """Aborted twice; an answer has rows from the start, or from the first token that has none so
+    far.
+    """
     args = Args(megatron={"num_layers": 2, "moe_router_topk": 2})
     sample = Sample(tokens=[1, 2, 3])
     for generation, count in enumerate((2, 0, 3, 1)):
@@ -263,8 +322,12 @@ def test_a_continued_answer_keeps_the_experts_of_its_first_parts(from_token: str
         if generation == 2:  # a tool's tokens, which no engine has read so far
             sample.append_response_tokens(tokens=[8, 8], trainable=False)
             end += 2
-        meta = answer("abort" if generation < 3 else "stop", routed_experts=experts(start, end, generation))
-        sample.append_response_tokens(args, tokens=[7] * count, log_probs=[-1.0] * count, meta_info=meta)
+        meta = answer(
+            "abort" if generation < 3 else "stop", routed_experts=experts(start, end, generation)
+        )
+        sample.append_response_tokens(
+            args, tokens=[7] * count, log_probs=[-1.0] * count, meta_info=meta
+        )
     rows = sample.rollout_routed_experts
     assert rows is not None and rows.shape == (sample.num_tokens - 1, 2, 2)
     made_in = [0] * 4 + [2] * 5 + [3]
@@ -273,12 +336,18 @@ def test_a_continued_answer_keeps_the_experts_of_its_first_parts(from_token: str
 
 
 def test_routed_experts_take_their_shape_from_the_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_experts_per_tok": 2}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_hidden_layers": 2, "num_experts_per_tok": 2})
+    )
     args = Args(hf_checkpoint=str(tmp_path))  # without MODEL_ARGS
     sample = Sample(tokens=[1])
     meta = answer("stop", routed_experts=experts(0, 2, 0))
     sample.append_response_tokens(args, tokens=[2, 3], log_probs=[0.0, 0.0], meta_info=meta)
-    assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.shape == (2, 2, 2)
+    assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.shape == (
+        2,
+        2,
+        2,
+    )
     with pytest.raises(ValueError, match=r"config\.json.*--hf-checkpoint.*num_hidden_layers"):
         sample.append_response_tokens(None, tokens=[4], log_probs=[0.0], meta_info=meta)
 
@@ -290,18 +359,27 @@ def test_routed_experts_take_their_shape_from_the_model(tmp_path: Path) -> None:
 def test_routed_experts_that_do_not_fit(value: str, message: str) -> None:
     args = Args(megatron={"num_layers": 2, "moe_router_topk": 2})
     sample = Sample(tokens=[1, 2])
-    sample.append_response_tokens(args, tokens=[3], log_probs=[0.0], meta_info={"routed_experts": experts(0, 2, 0)})
+    sample.append_response_tokens(
+        args, tokens=[3], log_probs=[0.0], meta_info={"routed_experts": experts(0, 2, 0)}
+    )
     with pytest.raises(ValueError, match=message):
-        sample.append_response_tokens(args, tokens=[4] * 3, log_probs=[0.0] * 3, meta_info={"routed_experts": value})
+        sample.append_response_tokens(
+            args, tokens=[4] * 3, log_probs=[0.0] * 3, meta_info={"routed_experts": value}
+        )
 
 
 def test_dict_round_trip_keeps_further_attributes() -> None:
-    sample = Sample(group_index=1, index=2, prompt=[{"role": "user", "content": "x"}], metadata={"a": 1})
+    sample = Sample(
+        group_index=1, index=2, prompt=[{"role": "user", "content": "x"}], metadata={"a": 1}
+    )
     meta = answer("abort", prompt_tokens=1, cached_tokens=0)
     sample.append_response_tokens(tokens=[4], log_probs=[-1.0], meta_info=meta)
     sample.mine = {"k": [1]}  # type: ignore[attr-defined]
     data = sample.to_dict()
-    assert data["status"] == "aborted" and data["prefix_cache_info"] == {"cached_tokens": 0, "total_prompt_tokens": 1}
+    assert data["status"] == "aborted" and data["prefix_cache_info"] == {
+        "cached_tokens": 0,
+        "total_prompt_tokens": 1,
+    }
     again = Sample.from_dict(data)
     assert again == sample and again.mine == {"k": [1]}  # type: ignore[attr-defined]
     assert pickle.loads(pickle.dumps(sample)) == sample == copy.deepcopy(sample)
@@ -337,7 +415,15 @@ def test_truncated_may_be_assigned_as_older_hooks_do() -> None:
 
 
 def test_reset_keeps_the_prompt() -> None:
-    sample = Sample(group_index=1, index=2, prompt="p", label="l", metadata={"a": 1}, tokens=[1, 2], response_length=1)
+    sample = Sample(
+        group_index=1,
+        index=2,
+        prompt="p",
+        label="l",
+        metadata={"a": 1},
+        tokens=[1, 2],
+        response_length=1,
+    )
     sample.status, sample.reward = Sample.Status.ABORTED, 1.0
     sample.reset_response()
     assert sample == Sample(group_index=1, index=2, prompt="p", label="l", metadata={"a": 1})

@@ -23,31 +23,52 @@ DYNAMIC = PackingSettings(dynamic=True, max_tokens=10)
 
 
 def schedule(
-    settings: PackingSettings, lengths: list[int], gbs: int, dp: int, ids: list[int] | None = None, **cfg: int
+    settings: PackingSettings,
+    lengths: list[int],
+    gbs: int,
+    dp: int,
+    ids: list[int] | None = None,
+    **cfg: int,
 ) -> Any:
     rollouts = list(range(len(lengths))) if ids is None else ids
-    return build_dp_schedule(settings, {"dp_size": dp, **cfg}, lengths, global_batch_size=gbs, rollout_indices=rollouts)
+    return build_dp_schedule(
+        settings, {"dp_size": dp, **cfg}, lengths, global_batch_size=gbs, rollout_indices=rollouts
+    )
 
 
 def test_the_documented_example() -> None:
-    partitions, micro_batches, counts, sizes = schedule(DYNAMIC, [3, 7, 5, 5, 9, 2, 12, 1], gbs=4, dp=2)
+    partitions, micro_batches, counts, sizes = schedule(
+        DYNAMIC, [3, 7, 5, 5, 9, 2, 12, 1], gbs=4, dp=2
+    )
     assert partitions == [[0, 1, 4, 6], [2, 3, 5, 7]]
     assert micro_batches == [[[0, 1], [2], [3]], [[0, 1], [2], [3]]]
     assert counts == [1, 2] and sizes == [4, 4]
 
 
-def check_schedule(settings: PackingSettings, ids: list[int], lengths: list[int], gbs: int, dp: int) -> None:
-    """What holds for every schedule of samples whose rollouts are numbered 0, 1, 2, ... in order."""
+def check_schedule(
+    settings: PackingSettings, ids: list[int], lengths: list[int], gbs: int, dp: int
+) -> None:
+    """What holds for every schedule of samples whose rollouts are numbered 0, 1, 2, ... in
+    order.
+    """
     partitions, micro_batches, counts, sizes = schedule(settings, lengths, gbs, dp, ids)
     steps = (ids[-1] + 1) // gbs
-    assert sorted(p for part in partitions for p in part) == [i for i, r in enumerate(ids) if r < steps * gbs]
+    assert sorted(p for part in partitions for p in part) == [
+        i for i, r in enumerate(ids) if r < steps * gbs
+    ]
     assert sizes == [gbs] * steps and len(counts) == steps
     for part, batches in zip(partitions, micro_batches, strict=True):
-        assert [i for batch in batches for i in batch] == list(range(len(part))), "trained in the partition's order"
-        assert len(batches) == sum(counts) and all(batches), "equally many micro-batches, none empty"
+        assert [i for batch in batches for i in batch] == list(range(len(part))), (
+            "trained in the partition's order"
+        )
+        assert len(batches) == sum(counts) and all(batches), (
+            "equally many micro-batches, none empty"
+        )
         for step, count in enumerate(counts):
             begin = sum(counts[:step])
-            in_step = {ids[part[i]] // gbs for batch in batches[begin : begin + count] for i in batch}
+            in_step = {
+                ids[part[i]] // gbs for batch in batches[begin : begin + count] for i in batch
+            }
             assert in_step == {step}, "siblings and steps stay together"
 
 
@@ -58,16 +79,28 @@ def check_schedule(settings: PackingSettings, ids: list[int], lengths: list[int]
     steps=st.integers(1, 2),
     balance=st.booleans(),
 )
-def test_every_sample_exactly_once(siblings: list[int], lengths: list[int], dp: int, steps: int, balance: bool) -> None:
+def test_every_sample_exactly_once(
+    siblings: list[int], lengths: list[int], dp: int, steps: int, balance: bool
+) -> None:
     ids = [rollout for rollout, n in enumerate(siblings) for _ in range(n)]
-    check_schedule(replace(DYNAMIC, balanced=balance), ids, lengths[: len(ids)], len(siblings) // steps, dp)
+    check_schedule(
+        replace(DYNAMIC, balanced=balance), ids, lengths[: len(ids)], len(siblings) // steps, dp
+    )
 
 
-@given(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3), st.booleans())
+@given(
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.booleans(),
+)
 def test_static_schedules(size: int, dp: int, per_rank: int, steps: int, balance: bool) -> None:
     gbs = size * dp * per_rank
     settings = PackingSettings(micro_batch_size=size, balanced=balance)
-    check_schedule(settings, list(range(gbs * steps)), [1 + i % 5 for i in range(gbs * steps)], gbs, dp)
+    check_schedule(
+        settings, list(range(gbs * steps)), [1 + i % 5 for i in range(gbs * steps)], gbs, dp
+    )
 
 
 @given(st.lists(st.integers(1, 10), min_size=4, max_size=40), st.sampled_from([1, 2, 4]))
@@ -110,12 +143,17 @@ def test_static_batches() -> None:
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_micro_batches_are_dealt_out_in_order_without_balancing(dynamic: bool) -> None:
-    """Which rank trains a sample then follows from the order of the samples, and not from their lengths."""
-    lengths = [9, 6, 9, 6, 9, 6, 9, 6]  # no two fit together; dealt out by cost, each rank would get both lengths
+    """Which rank trains a sample then follows from the order of the samples, and not from their
+    lengths.
+    """
+    # no two fit together; dealt out by cost, each rank would get both lengths
+    lengths = [9, 6, 9, 6, 9, 6, 9, 6]
     settings = replace(DYNAMIC, dynamic=dynamic)
     assert schedule(settings, lengths, gbs=8, dp=2)[0] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     settings = replace(settings, balanced=True)
-    assert [sum(lengths[i] for i in part) for part in schedule(settings, lengths, gbs=8, dp=2)[0]] == [30, 30]
+    assert [
+        sum(lengths[i] for i in part) for part in schedule(settings, lengths, gbs=8, dp=2)[0]
+    ] == [30, 30]
 
 
 def test_balancing_evens_out_flops() -> None:
@@ -140,7 +178,9 @@ def test_impossible_and_leftover_batches(caplog: pytest.LogCaptureFixture) -> No
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 6))
-def test_micro_batches_are_dealt_out_in_rows_of_about_equal_costs(costs: list[int], ranks: int) -> None:
+def test_micro_batches_are_dealt_out_in_rows_of_about_equal_costs(
+    costs: list[int], ranks: int
+) -> None:
     costs = costs * ranks
     batches = [[j] for j in range(len(costs))]
     dealt = deal(batches, costs, ranks)
@@ -165,10 +205,16 @@ def flops(length: int, **changes: Any) -> float:
 
 
 def test_flops_of_a_dense_model() -> None:
-    per_layer = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64) * 10 + 2 * 64 * 10 * 10 + 2 * 3 * 64 * 128 * 10
+    per_layer = (
+        2 * (64 * 64 + 2 * 64 * 32 + 64 * 64) * 10 + 2 * 64 * 10 * 10 + 2 * 3 * 64 * 128 * 10
+    )
     assert flops(10) == 2 * per_layer + 2 * 64 * 100 * 10
-    assert flops(10) - flops(10, swiglu=False) == 2 * 10 * 2 * 64 * 128, "one matrix fewer in each of two layers"
-    assert flops(10, num_query_groups=None, kv_channels=None) == flops(10, num_query_groups=4, kv_channels=16)
+    assert flops(10) - flops(10, swiglu=False) == 2 * 10 * 2 * 64 * 128, (
+        "one matrix fewer in each of two layers"
+    )
+    assert flops(10, num_query_groups=None, kv_channels=None) == flops(
+        10, num_query_groups=4, kv_channels=16
+    )
 
 
 def test_flops_of_experts() -> None:
@@ -182,23 +228,43 @@ def test_flops_of_experts() -> None:
 
 @pytest.mark.parametrize("query_rank", [None, 24])
 def test_flops_of_multi_latent_attention(query_rank: int | None) -> None:
-    """Four heads; keys of 16 + 8 (the latter with rotary embeddings, shared by the heads), values of 12, rank 32."""
-    mla = dict(multi_latent_attention=True, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12, kv_lora_rank=32)
+    """Four heads; keys of 16 + 8 (the latter with rotary embeddings, shared by the heads), values
+    of 12, rank 32.
+    """
+    mla = dict(
+        multi_latent_attention=True,
+        qk_head_dim=16,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=12,
+        kv_lora_rank=32,
+    )
     queries = 64 * 4 * 24 if query_rank is None else 64 * 24 + 24 * 4 * 24
     down, up, out = 64 * (32 + 8), 32 * 4 * (16 + 12), 4 * 12 * 64
-    per_layer = 2 * (queries + down + up + out) * 10 + 4 * (24 + 12) * 10 * 10 + 2 * 3 * 64 * 128 * 10
+    per_layer = (
+        2 * (queries + down + up + out) * 10 + 4 * (24 + 12) * 10 * 10 + 2 * 3 * 64 * 128 * 10
+    )
     assert flops(10, **mla, q_lora_rank=query_rank) == 2 * per_layer + 2 * 64 * 100 * 10
 
 
 def test_the_shape_of_a_checkpoint_is_that_of_its_flags(tmp_path: Path) -> None:
-    dense = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=100)
+    dense = dict(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+    )
     dense |= dict(intermediate_size=128, hidden_act="silu")
     (tmp_path / "config.json").write_text(json.dumps(dense))
     assert ModelShape.from_checkpoint(str(tmp_path)) == ModelShape.from_megatron(DENSE)
-    moe = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1)
+    moe = dict(
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1
+    )
     (tmp_path / "config.json").write_text(json.dumps(dense | moe | dict(n_shared_experts=1)))
     flags = dict(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32, moe_layer_freq=[0, 1])
-    expected = ModelShape.from_megatron(DENSE | flags | dict(moe_shared_expert_intermediate_size=32))
+    expected = ModelShape.from_megatron(
+        DENSE | flags | dict(moe_shared_expert_intermediate_size=32)
+    )
     assert ModelShape.from_checkpoint(str(tmp_path)) == expected
     assert ModelShape.from_checkpoint(str(tmp_path / "nowhere")) is None
 
@@ -209,10 +275,22 @@ def test_flops_without_a_shape_only_say_how_quadratic_attention_is() -> None:
 
 
 def test_settings_from_flags() -> None:
-    args = make_args(balance_by_flops=True, use_dynamic_batch_size=True, max_tokens_per_gpu=10, global_batch_size=8)
+    args = make_args(
+        balance_by_flops=True,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=10,
+        global_batch_size=8,
+    )
     settings = PackingSettings.from_args(args)
-    assert settings.dynamic and settings.max_tokens == 10 and settings.balanced and settings.shape is None
-    args = make_args(max_tokens_per_gpu=10, use_dynamic_batch_size=True, megatron=dict(DENSE), balance_data=False)
+    assert (
+        settings.dynamic
+        and settings.max_tokens == 10
+        and settings.balanced
+        and settings.shape is None
+    )
+    args = make_args(
+        max_tokens_per_gpu=10, use_dynamic_batch_size=True, megatron=dict(DENSE), balance_data=False
+    )
     settings = PackingSettings.from_args(args)
     assert not settings.balanced and settings.shape is not None and settings.shape.kv_heads == 2
     lengths = [3, 7, 5, 5, 9, 2, 12, 1]
@@ -222,10 +300,16 @@ def test_settings_from_flags() -> None:
     assert of_args == schedule(settings, lengths, 4, 2), "the documented import path takes args"
     shared = PackingSettings(dynamic=True, max_tokens=10, balanced=True)
     args = make_args(balance_data=True, use_dynamic_batch_size=True, max_tokens_per_gpu=10)
-    config, sizes, prompts = {"dp_size": 1}, {"global_batch_size": 4, "rollout_indices": range(4)}, [("p", 7)] * 4
+    config, sizes, prompts = (
+        {"dp_size": 1},
+        {"global_batch_size": 4, "rollout_indices": range(4)},
+        [("p", 7)] * 4,
+    )
     of_args = dp_schedule.build_dp_schedule(args, config, [8] * 4, **sizes, prompts=prompts)
     assert of_args == build_dp_schedule(shared, config, [8] * 4, **sizes, prompts=prompts)
-    assert of_args != build_dp_schedule(shared, config, [8] * 4, **sizes), "four samples with one prompt fit together"
+    assert of_args != build_dp_schedule(shared, config, [8] * 4, **sizes), (
+        "four samples with one prompt fit together"
+    )
 
 
 def test_the_documented_path_takes_a_plain_namespace() -> None:

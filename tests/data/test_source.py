@@ -46,7 +46,9 @@ def buffered(count: int = 5, **more: Any) -> RolloutDataSourceWithBuffer:
 
 
 def seen(groups: list[Group]) -> list[tuple[Any, ...]]:
-    return [tuple((s.prompt, s.group_index, s.index, s.response) for s in flatten(g)) for g in groups]
+    return [
+        tuple((s.prompt, s.group_index, s.index, s.response) for s in flatten(g)) for g in groups
+    ]
 
 
 def test_groups_of_copies() -> None:
@@ -62,14 +64,19 @@ class Processor:
     """The part of a processor that a data set uses: an image is 9 tokens, a word is one."""
 
     def apply_chat_template(self, messages: Any, **kwargs: Any) -> str:
-        return " ".join("<image>" if part["type"] == "image" else part["text"] for part in messages[0]["content"])
+        return " ".join(
+            "<image>" if part["type"] == "image" else part["text"]
+            for part in messages[0]["content"]
+        )
 
     def __call__(self, text: list[str], images: list[Any]) -> dict[str, list[list[str]]]:
         assert len(images) == text[0].count("<image>") == 1
         return {"input_ids": [["image"] * 9 + text[0].split()[1:]]}
 
 
-def test_a_limit_of_prompts_counts_the_images_of_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_prompts_counts_the_images_of_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("PIL.Image").new("RGB", (2, 2)).save(tmp_path / "a.png")
     rows = [
         {"prompt": [{"role": "user", "content": [{"type": "image", "image": str(tmp_path / "a.png")},
@@ -77,7 +84,9 @@ def test_a_limit_of_prompts_counts_the_images_of_messages(tmp_path: Path, monkey
         for text in ("one", "one two three")
     ]  # fmt: skip
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "image_token_index": 5}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llava", "image_token_index": 5})
+    )
     monkeypatch.setattr(source_module, "load_processor", lambda *_, **__: Processor())
     monkeypatch.setattr(source_module, "load_tokenizer", lambda *_, **__: Processor())
     dataset = load_dataset(
@@ -129,7 +138,10 @@ class Balanced(RolloutDataSourceWithBuffer):
         self.prompts = Prompts(4)
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        return [[self.prompts[i % 4] for _ in range(self.args.n_samples_per_prompt)] for i in range(num_samples)]
+        return [
+            [self.prompts[i % 4] for _ in range(self.args.n_samples_per_prompt)]
+            for i in range(num_samples)
+        ]
 
 
 def test_a_subclass_may_leave_out_the_base_class_init() -> None:
@@ -148,7 +160,9 @@ def test_a_buffer_filter_may_be_assigned() -> None:
             super().__init__(args, Prompts(4))
             self.buffer_filter = self.choose if args.method else pop_first  # type: ignore[assignment]
 
-        def choose(self, args: Any, rollout_id: None, buffer: list[Group], num_samples: int) -> list[Group]:
+        def choose(
+            self, args: Any, rollout_id: None, buffer: list[Group], num_samples: int
+        ) -> list[Group]:
             assert rollout_id is None and args is self.args
             return [buffer.pop() for _ in range(num_samples)]
 
@@ -170,7 +184,11 @@ def test_wraps_as_often_as_needed() -> None:
     assert random.getstate() == before
     assert len(groups) == 10 and [g[0].group_index for g in groups] == list(range(10))
     for epoch in range(3):
-        assert sorted(str(g[0].prompt) for g in groups[3 * epoch : 3 * epoch + 3]) == ["p0", "p1", "p2"]
+        assert sorted(str(g[0].prompt) for g in groups[3 * epoch : 3 * epoch + 3]) == [
+            "p0",
+            "p1",
+            "p2",
+        ]
     assert source.epoch_id == 3 and source.sample_offset == 1
 
 
@@ -215,7 +233,9 @@ def scored(source: RolloutDataSourceWithBuffer, scores: list[int]) -> None:
 def test_filter_hook(caplog: pytest.LogCaptureFixture) -> None:
     source = buffered(buffer_filter_path=f"{__file__}:best_first")
     scored(source, [1, 3, 2])
-    assert [g[0].metadata["score"] for g in source.get_samples(2)] == [3, 2] and len(source.buffer) == 1
+    assert [g[0].metadata["score"] for g in source.get_samples(2)] == [3, 2] and len(
+        source.buffer
+    ) == 1
     source.args.buffer_filter_path = f"{__file__}:drop_all"
     with caplog.at_level(logging.INFO):
         assert [g[0].group_index for g in source.get_samples(1)] == [3]
@@ -238,7 +258,9 @@ def test_filter_method() -> None:
     source = Selecting(make_args(), Prompts(5))
     scored(source, [1, 3, 2])
     assert [g[0].metadata["score"] for g in source.get_samples(2)] == [3, 2]
-    assert [g[0].metadata["score"] for g in source.buffer] == [1], "what was given does not come again"
+    assert [g[0].metadata["score"] for g in source.buffer] == [1], (
+        "what was given does not come again"
+    )
     greedy = Greedy(make_args(), Prompts(5))
     scored(greedy, [1])
     with pytest.raises(ValueError, match="2 of 1 groups"):
@@ -267,7 +289,9 @@ def walk(source: RolloutDataSourceWithBuffer, plan: list[tuple[int, int]]) -> li
 
 @settings(deadline=None)
 @given(steps, st.integers(0, 8), st.integers(1, 6), st.booleans())
-def test_any_split_point_gives_the_same_sequence(plan: list[Any], split: int, count: int, shuffle: bool) -> None:
+def test_any_split_point_gives_the_same_sequence(
+    plan: list[Any], split: int, count: int, shuffle: bool
+) -> None:
     whole = walk(buffered(count, rollout_shuffle=shuffle), plan)
     first = buffered(count, rollout_shuffle=shuffle)
     history = walk(first, plan[:split])
@@ -301,16 +325,24 @@ def test_groups_of_a_run_with_another_number_of_samples_begin_again(
     """They could neither come back to the buffer nor fill a step."""
     source = buffered()
     finished, fresh = source.get_samples(2)
-    finished[0].tokens, finished[0].response_length, finished[0].status = [1, 2], 1, Sample.Status.COMPLETED
+    finished[0].tokens, finished[0].response_length, finished[0].status = (
+        [1, 2],
+        1,
+        Sample.Status.COMPLETED,
+    )
     source.add_samples([[finished[0], [finished[1], Sample(index=1)]], fresh])
     resumed = buffered(n_samples_per_prompt=size)
     resumed.load_state_dict(source.state_dict())
     assert "2 groups" in caplog.text
     groups = resumed.get_samples(3)
     assert [[sample.index for sample in group] for group in groups[:2]] == indices
-    assert [sample.group_index for sample in flatten(groups)] == [number for number in range(3) for _ in range(size)]
+    assert [sample.group_index for sample in flatten(groups)] == [
+        number for number in range(3) for _ in range(size)
+    ]
     assert len({sample.index for sample in flatten(groups)}) == 3 * size
-    assert all(sample.status is Sample.Status.PENDING and not sample.tokens for sample in flatten(groups))
+    assert all(
+        sample.status is Sample.Status.PENDING and not sample.tokens for sample in flatten(groups)
+    )
     assert [group[0].prompt for group in groups[:2]] == [finished[0].prompt, fresh[0].prompt]
     resumed.add_samples(groups)
 
@@ -354,7 +386,12 @@ def test_from_args(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"q": "one", "a": 1}\n{"q": "two", "a": 2}\n')
     args = make_args(
-        prompt_data=str(path), input_key="q", label_key="a", metadata_key="metadata", tool_key="tools", rollout_seed=1
+        prompt_data=str(path),
+        input_key="q",
+        label_key="a",
+        metadata_key="metadata",
+        tool_key="tools",
+        rollout_seed=1,
     )
     args.multimodal_keys = args.rollout_max_prompt_len = None
     args.apply_chat_template, args.apply_chat_template_kwargs = False, {}

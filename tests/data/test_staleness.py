@@ -19,7 +19,9 @@ from slime.data.staleness import (
 )
 
 
-def answer(version: str, count: int, spans: list[tuple[str, int]] | None = None, end: str = "stop") -> dict:
+def answer(
+    version: str, count: int, spans: list[tuple[str, int]] | None = None, end: str = "stop"
+) -> dict:
     """``meta_info`` of an engine; ``spans`` are versions with their number of tokens."""
     meta: dict = {"weight_version": version, "finish_reason": {"type": end}}
     if spans is not None:
@@ -64,7 +66,9 @@ def test_parts_of_one_answer_get_their_versions_with_the_last() -> None:
     sample = Sample(tokens=[9])
     sample.append_response_tokens(**answer("0.1", 2, [("0.1", 2)]))
     sample.append_response_tokens(**answer("0.2", 3, [("0.1", 3), ("0.2", 2)]))
-    assert sample.version_spans == [("0.1", 0, 3), ("0.2", 3, 5)], "those of the last part replace the others"
+    assert sample.version_spans == [("0.1", 0, 3), ("0.2", 3, 5)], (
+        "those of the last part replace the others"
+    )
 
 
 def test_tokens_over_a_cache_of_older_weights_are_labelled() -> None:
@@ -73,7 +77,10 @@ def test_tokens_over_a_cache_of_older_weights_are_labelled() -> None:
     sample.append_response_tokens(args, **answer("0.1", 4, [("0.0", 2), ("0.1", 2)]))
     other = Sample(tokens=[9])
     other.append_response_tokens(args, **answer("0.1", 4, [("0.1", 4)]))
-    assert sample.metadata["kv_of_older_weights"] is True and "kv_of_older_weights" not in other.metadata
+    assert (
+        sample.metadata["kv_of_older_weights"] is True
+        and "kv_of_older_weights" not in other.metadata
+    )
     metrics = staleness_metrics([sample, other], 2)
     assert metrics == {
         "rollout/staleness/mean": 1.5, "rollout/staleness/max": 2.0, "rollout/several_versions_ratio": 0.5,
@@ -108,17 +115,25 @@ def test_a_cut_keeps_the_versions_of_what_is_left() -> None:
 
 @given(
     calls=st.lists(
-        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=4), min_size=1, max_size=5
+        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=5,
     )
 )
 @pytest.mark.parametrize("spans_given", [True, False])
-def test_spans_cover_all_that_engines_sampled(spans_given: bool, calls: list[list[tuple[int, int]]]) -> None:
-    """Whatever calls and updates there were: no gap, no overlap, and each token has the version that made it."""
+def test_spans_cover_all_that_engines_sampled(
+    spans_given: bool, calls: list[list[tuple[int, int]]]
+) -> None:
+    """Whatever calls and updates there were: no gap, no overlap, and each token has the version
+    that made it.
+    """
     sample, expected = Sample(tokens=[9]), []
     for call in calls:
         spans = [(f"0.{version}", count) for version, count in call]
         total = sum(count for _, count in call)
-        sample.append_response_tokens(**answer(spans[-1][0], total, spans if spans_given else None, end="abort"))
+        sample.append_response_tokens(
+            **answer(spans[-1][0], total, spans if spans_given else None, end="abort")
+        )
         expected += [v for v, n in call for _ in range(n)] if spans_given else [call[-1][0]] * total
     assert token_staleness(sample, 0).tolist() == [-v for v in expected]
     covered = [i for _, start, end in sample.version_spans for i in range(start, end)]

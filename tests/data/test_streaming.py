@@ -1,4 +1,6 @@
-"""Rows read when they are needed: the same prompts in the same order as all at once, in memory that does not grow."""
+"""Rows read when they are needed: the same prompts in the same order as all at once, in memory that
+does not grow.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,25 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 class Words:
     """A tokenizer whose tokens are words."""
 
-    def __call__(self, texts: list[str], add_special_tokens: bool = True) -> dict[str, list[list[str]]]:
+    def __call__(
+        self, texts: list[str], add_special_tokens: bool = True
+    ) -> dict[str, list[list[str]]]:
         return {"input_ids": [text.split() for text in texts]}
 
     def apply_chat_template(self, messages: Any, **options: Any) -> str:
-        return "".join(f"<{message['role']}> {message['content']} " for message in messages) + "<assistant>"
+        return (
+            "".join(f"<{message['role']}> {message['content']} " for message in messages)
+            + "<assistant>"
+        )
 
 
 def write(path: Path, count: int) -> Path:
     """Rows of one to four words, with blank lines between some."""
     lines = []
     for i in range(count):
-        lines.append(json.dumps({"prompt": f"p{i}" + " x" * (i % 4), "label": i, "metadata": {"row": i}}))
+        lines.append(
+            json.dumps({"prompt": f"p{i}" + " x" * (i % 4), "label": i, "metadata": {"row": i}})
+        )
         lines += [""] * (i % 3 == 1)
     path.write_text("\n".join(lines))
     return path
@@ -62,7 +71,8 @@ def taken(source: RolloutDataSourceWithBuffer, counts: list[int]) -> list[Any]:
     ]
 
 
-# --- the order ---------------------------------------------------------------------------------------
+# --- the order
+# ---------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**31 - 1))
@@ -88,10 +98,13 @@ def test_neighbours_are_torn_apart() -> None:
     assert fixed < 10, "of a random order one entry stays where it was"
 
 
-# --- rows by number ----------------------------------------------------------------------------------
+# --- rows by number
+# ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(st.integers(0, 99), max_size=40), st.integers(1, 9), st.booleans())
 def test_rows_from_anywhere(tmp_path: Path, wanted: list[int], stride: int, bom: bool) -> None:
     path = write(tmp_path / "rows.jsonl", 100)
@@ -107,15 +120,22 @@ def test_rows_from_anywhere(tmp_path: Path, wanted: list[int], stride: int, bom:
             assert lines[int(raw.where.rpartition(":")[2]) - 1].encode() == raw.content
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.lists(st.integers(0, 2999), max_size=20), max_size=4), st.sampled_from([7, 1000, 5000]))
+@settings(
+    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.lists(st.integers(0, 2999), max_size=20), max_size=4),
+    st.sampled_from([7, 1000, 5000]),
+)
 def test_parquet_rows_from_anywhere(tmp_path: Path, parts: list[list[int]], group: int) -> None:
     import pyarrow
     import pyarrow.parquet
 
     path = tmp_path / f"{group}.parquet"
     if not path.exists():
-        table = pyarrow.Table.from_pylist([{"prompt": str(i), "metadata": {"row": i}} for i in range(3000)])
+        table = pyarrow.Table.from_pylist(
+            [{"prompt": str(i), "metadata": {"row": i}} for i in range(3000)]
+        )
         pyarrow.parquet.write_table(table, path, row_group_size=group)
     file = RowFile(f"{path}@[10:-10]")
     assert len(file) == 2980
@@ -134,13 +154,24 @@ def test_a_file_that_changes_under_the_run(tmp_path: Path) -> None:
         file.read([0])
 
 
-# --- prompts -----------------------------------------------------------------------------------------
+# --- prompts
+# -----------------------------------------------------------------------------------------
 
 lengths = st.lists(st.integers(1, 400), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=of_all(20, 8), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lengths, st.integers(0, 5), st.sampled_from([1, 5, 300]), st.booleans(), st.sampled_from([None, 2, 4]))
+@settings(
+    deadline=None,
+    max_examples=of_all(20, 8),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    lengths,
+    st.integers(0, 5),
+    st.sampled_from([1, 5, 300]),
+    st.booleans(),
+    st.sampled_from([None, 2, 4]),
+)
 def test_any_split_and_resume_gives_the_same_prompts_either_way(
     tmp_path: Path, counts: list[int], split: int, rows: int, shuffle: bool, max_length: int | None
 ) -> None:
@@ -169,7 +200,9 @@ def test_worker_processes_change_nothing(tmp_path: Path) -> None:
         made.dataset._chunks.close()  # type: ignore[union-attr]
         other = source(path, True, streaming=streaming, **options)
         other.load_state_dict(state)
-        assert begun + taken(other, counts[1:]) == expected, "resumed by another number of processes"
+        assert begun + taken(other, counts[1:]) == expected, (
+            "resumed by another number of processes"
+        )
     bad = path.read_text().split("\n")
     bad[900], bad[40] = "{", '{"label": 3}'
     path.write_text("\n".join(bad))
@@ -178,7 +211,10 @@ def test_worker_processes_change_nothing(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             Dataset(str(path), workers=workers)
         errors.append(caught.value.problems)
-    assert errors[0] == errors[1] and [error.split(": ")[0] for error in errors[0]] == [f"{path}:41", f"{path}:901"]
+    assert errors[0] == errors[1] and [error.split(": ")[0] for error in errors[0]] == [
+        f"{path}:41",
+        f"{path}:901",
+    ]
 
 
 def test_a_bad_row_is_named_when_it_is_reached(tmp_path: Path) -> None:

@@ -21,14 +21,23 @@ NAMES = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
 
 def made() -> Sample:
     return Sample(
-        tokens=[1, 2, 3], response_length=2, loss_mask=[1, 0], rollout_log_probs=[-0.1, 0.5], teacher_log_probs=None
+        tokens=[1, 2, 3],
+        response_length=2,
+        loss_mask=[1, 0],
+        rollout_log_probs=[-0.1, 0.5],
+        teacher_log_probs=None,
     )
 
 
 def packed() -> Sample:
     sample = made()
     sample.pack()
-    assert [type(vars(sample)[name]).__name__ for name in NAMES] == ["Packed", "Packed", "Packed", "NoneType"]
+    assert [type(vars(sample)[name]).__name__ for name in NAMES] == [
+        "Packed",
+        "Packed",
+        "Packed",
+        "NoneType",
+    ]
     return sample
 
 
@@ -39,7 +48,9 @@ def test_a_packed_sample_reads_as_before() -> None:
     assert sample == made() and repr(sample) == repr(made()) and asdict(packed()) == asdict(made())
     for name in NAMES[:3]:
         value = getattr(sample, name)
-        assert type(value) is list and value is getattr(sample, name), "one list, until it is packed again"
+        assert type(value) is list and value is getattr(sample, name), (
+            "one list, until it is packed again"
+        )
         assert all(type(entry) in (int, float) for entry in value)
     assert json.loads(json.dumps(packed().to_dict(), default=str)) == json.loads(
         json.dumps(made().to_dict(), default=str)
@@ -90,11 +101,19 @@ def test_packing_changes_nothing_that_can_be_seen(steps: list[Callable[[Sample],
     assert arrays == plain
 
 
-@given(st.lists(st.floats(allow_nan=False)), st.lists(st.integers(0, 2**31 - 1)), st.lists(st.booleans()))
+@given(
+    st.lists(st.floats(allow_nan=False)),
+    st.lists(st.integers(0, 2**31 - 1)),
+    st.lists(st.booleans()),
+)
 def test_packing_never_rounds(log_probs: list[float], tokens: list[int], mask: list[bool]) -> None:
     sample = Sample(tokens=tokens, rollout_log_probs=log_probs, loss_mask=mask)  # type: ignore[arg-type]
     sample.pack()
-    assert sample.rollout_log_probs == log_probs and sample.tokens == tokens and sample.loss_mask == mask
+    assert (
+        sample.rollout_log_probs == log_probs
+        and sample.tokens == tokens
+        and sample.loss_mask == mask
+    )
 
 
 def test_log_probs_of_an_engine_take_four_bytes() -> None:
@@ -129,7 +148,11 @@ def test_tensors_and_other_sequences() -> None:
     torch = pytest.importorskip("torch")
     sample = Sample(tokens=range(3), loss_mask=torch.tensor([1, 0]), rollout_log_probs=(-1.0, -2.0))  # type: ignore[arg-type]
     sample.pack()
-    assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([0, 1, 2], [1, 0], [-1.0, -2.0])
+    assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == (
+        [0, 1, 2],
+        [1, 0],
+        [-1.0, -2.0],
+    )
 
 
 @pytest.mark.parametrize("value", [["a"], [None], [[1]], 3, [2**40], object()])
@@ -159,6 +182,11 @@ class Mine(Sample):
 def test_subclasses_and_class_attributes() -> None:
     mine = Mine(tokens=[1], more=2)
     mine.pack()
-    assert mine.tokens == [1] and mine.more == 2 and copy.copy(mine) == mine and type(copy.copy(mine)) is Mine
+    assert (
+        mine.tokens == [1]
+        and mine.more == 2
+        and copy.copy(mine) == mine
+        and type(copy.copy(mine)) is Mine
+    )
     with pytest.raises(AttributeError, match="no attribute 'tokens'"):
         _ = object.__new__(Sample).tokens

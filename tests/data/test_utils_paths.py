@@ -1,4 +1,6 @@
-"""The documented import paths lead to the code of this room, and the small helpers do what they say."""
+"""The documented import paths lead to the code of this room, and the small helpers do what they
+say.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from slime.rollout.filter_hub.base_types import MetricGatherer
 from slime.utils.data import read_file
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.logging_utils import log
-from slime.utils.metric_utils import compute_pass_rate, compute_rollout_step, compute_statistics, dict_add_prefix
+from slime.utils.metric_utils import (
+    compute_pass_rate,
+    compute_rollout_step,
+    compute_statistics,
+    dict_add_prefix,
+)
 from slime.utils.misc import Box, SingletonMeta, exec_command, get_free_port, load_function
 from slime.utils.processing_utils import (
     build_processor_kwargs,
@@ -71,16 +78,25 @@ def test_images_for_engines_and_processors() -> None:
     image = Image.new("RGB", (2, 3), "red")
     url = encode_image_for_rollout_engine(image)
     assert url.startswith("data:image/png;base64,") and load_image(url).size == (2, 3)
-    messages = [{"role": "user", "content": [{"type": "image", "image": url}, {"type": "text", "text": "?"}]}]
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": url}, {"type": "text", "text": "?"}],
+        }
+    ]
     media = process_vision_info(messages)
     assert [i.size for i in media["images"]] == [(2, 3)] and process_vision_info([]) == {}
     kwargs = build_processor_kwargs(media)
-    assert kwargs["images_kwargs"] == {"return_tensors": "pt"} and kwargs["text_kwargs"] == {"return_tensors": None}
+    assert kwargs["images_kwargs"] == {"return_tensors": "pt"} and kwargs["text_kwargs"] == {
+        "return_tensors": None
+    }
     assert [kind.name for kind in MultimodalTypes.all()] == ["image", "video", "audio"]
 
 
 def test_number_of_engines() -> None:
-    assert get_rollout_num_engines(make_args(rollout_num_gpus=8, rollout_num_gpus_per_engine=2)) == 4
+    assert (
+        get_rollout_num_engines(make_args(rollout_num_gpus=8, rollout_num_gpus_per_engine=2)) == 4
+    )
     assert get_rollout_num_engines(make_args(rollout_external_engine_addrs=["a:1", "b:2"])) == 2
 
 
@@ -89,7 +105,10 @@ def test_counters_by_their_older_names() -> None:
     assert (spec.spec_accept_rate, spec.spec_accept_length) == (0.5, 2.0)
     assert Sample.SpecInfo.from_dict(spec.to_dict()) == spec
     cache = Sample.PrefixCacheInfo(1, 4)
-    assert cache.prefix_cache_hit_rate == 0.25 and Sample.PrefixCacheInfo.from_dict(cache.to_dict()) == cache
+    assert (
+        cache.prefix_cache_hit_rate == 0.25
+        and Sample.PrefixCacheInfo.from_dict(cache.to_dict()) == cache
+    )
 
 
 def test_a_data_source_of_the_documented_base_class() -> None:
@@ -111,7 +130,11 @@ def test_a_data_source_of_the_documented_base_class() -> None:
 def test_what_a_logging_function_logs_joins_the_metrics() -> None:
     metrics = {"a": 1.0}
     with logged_into(metrics):
-        log(make_args(), {"rollout/step": 3, "mine": torch.tensor(2.0), "a": 4}, step_key="rollout/step")
+        log(
+            make_args(),
+            {"rollout/step": 3, "mine": torch.tensor(2.0), "a": 4},
+            step_key="rollout/step",
+        )
     log(make_args(), {"late": 1})
     assert metrics == {"a": 4.0, "mine": 2.0}
     with pytest.raises(ValueError, match="'x'"):

@@ -62,8 +62,15 @@ def saved(value: Any, path: Path, **more: Any) -> Path:
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**1000), 2**1000) | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text() | st.integers(), inner),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**1000), 2**1000)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text() | st.integers(), inner)
+    ),
     max_leaves=20,
 )
 
@@ -75,7 +82,19 @@ def test_plain_values_come_back(tmp_path_factory: pytest.TempPathFactory, value:
     assert load_plain(saved(value, path)) == value
 
 
-DTYPES = ("bool", "uint8", "int16", "int64", "float16", "float32", "float64", "complex64", "<U5", "S3", "M8[s]")
+DTYPES = (
+    "bool",
+    "uint8",
+    "int16",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "<U5",
+    "S3",
+    "M8[s]",
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,9 +118,14 @@ def test_what_samples_hold_comes_back(tmp_path: Path) -> None:
         "containers": [OrderedDict(b=1), Counter("aab"), b""],
         "path": Path("/a/b"),
     }
-    loaded = load_plain(saved({**given, "image": Image.new("RGB", (2, 3), (1, 2, 3))}, tmp_path / "a.pt"))
+    loaded = load_plain(
+        saved({**given, "image": Image.new("RGB", (2, 3), (1, 2, 3))}, tmp_path / "a.pt")
+    )
     assert loaded["image"].getpixel((1, 2)) == (1, 2, 3)
-    assert torch.equal(loaded["tensor"], given["tensor"]) and list(loaded["object array"]) == [{"a": 1}, None]
+    assert torch.equal(loaded["tensor"], given["tensor"]) and list(loaded["object array"]) == [
+        {"a": 1},
+        None,
+    ]
     for name in ("when", "took", "sets", "containers", "path"):
         assert loaded[name] == given[name], name
 
@@ -110,12 +134,33 @@ def test_values_of_other_types_are_written_as_plain_ones(tmp_path: Path) -> None
     value: dict[str, Any] = {"a": defaultdict(list, {"b": [deque([1]), (defaultdict(int), 2)]})}
     value |= {"tokens": [1, 2], "pair": (1, 2)}
     expected: dict[str, Any] = {"a": {"b": [[1], ({}, 2)]}, "tokens": [1, 2], "pair": (1, 2)}
-    value |= {"list": Marked([1, 2]), "empty": Marked(), "named": Named(1, "b"), "many": [Named(1, "b")]}
-    value |= {"color": Color.RED, "level": Level.HIGH, "colors": {"first": (Color.RED,)}, "ratio": Ratio(0.5)}
-    expected |= {"list": [1, 2], "empty": [], "named": (1, "b"), "many": [(1, "b")], "color": "red", "level": 3}
+    value |= {
+        "list": Marked([1, 2]),
+        "empty": Marked(),
+        "named": Named(1, "b"),
+        "many": [Named(1, "b")],
+    }
+    value |= {
+        "color": Color.RED,
+        "level": Level.HIGH,
+        "colors": {"first": (Color.RED,)},
+        "ratio": Ratio(0.5),
+    }
+    expected |= {
+        "list": [1, 2],
+        "empty": [],
+        "named": (1, "b"),
+        "many": [(1, "b")],
+        "color": "red",
+        "level": 3,
+    }
     expected |= {"colors": {"first": ("red",)}, "ratio": 0.5}
     loaded = load_plain(saved(plain(value), tmp_path / "a.pt"))
-    assert type(loaded["color"]) is str and type(loaded["level"]) is int and type(loaded["ratio"]) is float
+    assert (
+        type(loaded["color"]) is str
+        and type(loaded["level"]) is int
+        and type(loaded["ratio"]) is float
+    )
     assert plain(np.float64(1.5)).__class__ is np.float64
     assert loaded == expected and type(loaded["a"]) is dict and type(loaded["pair"]) is tuple
 

@@ -11,7 +11,8 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[2]
 KINDS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "tests/**/*.md")
 PAGES = sorted(page for kind in KINDS for page in CHECKOUT.glob(kind))
-NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, tools, the quickstart and the slime command
+# of ray, torchrun, hf, docker, env.sh's tools, tools, the quickstart and the slime command
+NOT_TRAINING = {
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
     "--port", "--dashboard-port", "--dashboard-agent-listen-port",
     "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
@@ -66,9 +67,14 @@ def test_flags_exist(page: Path) -> None:
     from slime.config.args import FLAGS
     from slime.config.passthrough import options
 
-    known = set(NOT_TRAINING) | set(options()) | {"--sglang-", "--router-"}  # those of the servers, and all of them
+    # those of the servers, and all of them
+    known = set(NOT_TRAINING) | set(options()) | {"--sglang-", "--router-"}
     for flag in FLAGS.values():
-        known |= {flag.option, flag.option.replace("--", "--no-", 1)} if flag.kind == "toggle" else {flag.option}
+        known |= (
+            {flag.option, flag.option.replace("--", "--no-", 1)}
+            if flag.kind == "toggle"
+            else {flag.option}
+        )
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8")))
     assert named <= known, f"{name(page)}: {sorted(named - known)}"
 
@@ -82,14 +88,17 @@ def test_every_hook_that_works_is_documented_and_nothing_else() -> None:
     hooks = {
         flag.option
         for flag in FLAGS.values()
-        if flag.status == "works" and flag.option.endswith("-path") and (flag.kind == "hook" or "hook" in flag.option)
+        if flag.status == "works"
+        and flag.option.endswith("-path")
+        and (flag.kind == "hook" or "hook" in flag.option)
     }
     assert documented == hooks
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=name)
 def test_import_paths_work(page: Path) -> None:
-    text = re.sub(r'\("algorithm", [^)]*\)', "", page.read_text(encoding="utf-8"))  # rows that a reader shall add
+    # rows that a reader shall add
+    text = re.sub(r'\("algorithm", [^)]*\)', "", page.read_text(encoding="utf-8"))
     for path in set(re.findall(r"\bslime\.[a-z_]+\.[\w.]*\w", text)):
         module, _, attribute = path.rpartition(".")
         try:
@@ -102,7 +111,9 @@ def test_the_http_surface_that_is_documented_is_served() -> None:
     text = (CHECKOUT / "docs/en/backends.md").read_text(encoding="utf-8")
     table = text.split("### The HTTP that engines speak")[1].split("## ")[0]
     documented = set(re.findall(r"(?<=[`\s])/[a-z_0-9/]+", table))
-    server = "".join(file.read_text(encoding="utf-8") for file in CHECKOUT.glob("slime/plugins/embedded/*.py"))
+    server = "".join(
+        file.read_text(encoding="utf-8") for file in CHECKOUT.glob("slime/plugins/embedded/*.py")
+    )
     assert len(documented) > 20
     assert not {path for path in documented if f'"{path}"' not in server}
 

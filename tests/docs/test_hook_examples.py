@@ -1,4 +1,6 @@
-"""Every example of the customization guide fits its contract, by the judgement of ``slime check-hooks``."""
+"""Every example of the customization guide fits its contract, by the judgement of ``slime
+check-hooks``.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ pytestmark = pytest.mark.timeout(200)
 
 def examples() -> list[tuple[str, str]]:
     """(flag, code) of each block below a heading that is a flag."""
-    sections = re.split(r"^### `(--[a-z-]+)`$", GUIDE.split("## Each hook by example")[1].split("\n## ")[0], flags=re.M)
+    sections = re.split(
+        r"^### `(--[a-z-]+)`$",
+        GUIDE.split("## Each hook by example")[1].split("\n## ")[0],
+        flags=re.M,
+    )
     found = [(flag, code) for flag, text in zip(sections[1::2], sections[2::2], strict=True) for code in BLOCK.findall(text)]  # fmt: skip  # noqa: E501
     model = next(code for code in BLOCK.findall(REWARDS) if "class CustomRewardModel" in code)
     return [*found, ("--custom-rm-path", model)]
@@ -45,7 +51,9 @@ def engine(smollm2: Path) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.real
 @pytest.mark.parametrize(("flag", "code"), examples(), ids=[flag for flag, _ in examples()])
-def test_example(flag: str, code: str, smollm2: Path, engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example(
+    flag: str, code: str, smollm2: Path, engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def shared(bench: Bench) -> None:
         bench.args.sglang_router_ip, bench.args.sglang_router_port = engine
         bench.args.rollout_backend = "embedded"
@@ -56,10 +64,23 @@ def test_example(flag: str, code: str, smollm2: Path, engine, tmp_path: Path, mo
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.py").write_text(code)
     name = [node.name for node in ast.parse(code).body if hasattr(node, "name")][-1]
-    flags = ["--hf-checkpoint", str(smollm2), "--prompt-data", "data.jsonl", "--train-backend", "fsdp"]
-    more = ["--rm-model-path", str(tmp_path)] if name == "CustomRewardModel" else ["--rm-type", "random"]
+    flags = [
+        "--hf-checkpoint",
+        str(smollm2),
+        "--prompt-data",
+        "data.jsonl",
+        "--train-backend",
+        "fsdp",
+    ]
+    more = (
+        ["--rm-model-path", str(tmp_path)]
+        if name == "CustomRewardModel"
+        else ["--rm-type", "random"]
+    )
     lines: list[str] = []
-    status = check_hooks([*flags, *more, *ALSO.get(flag, []), flag, f"{tmp_path}/mine.py:{name}"], lines.append)
+    status = check_hooks(
+        [*flags, *more, *ALSO.get(flag, []), flag, f"{tmp_path}/mine.py:{name}"], lines.append
+    )
     assert status == 0, "\n".join(lines)
 
 

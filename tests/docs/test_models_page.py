@@ -17,18 +17,30 @@ TEXT = models_page.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_page_lists_what_the_configs_say() -> None:
-    """The model types, the kinds of layers, what is refused because of them, and the Megatron maps."""
+    """The model types, the kinds of layers, what is refused because of them, and the Megatron
+    maps.
+    """
     assert models_page.table() in TEXT, "run python tools/models_page.py"
     assert len(models_page.RAN.findall(TEXT)) == 1
 
 
 def test_the_page_lists_the_kinds() -> None:
     lines = TEXT.splitlines()
-    start = lines.index("| kind of layer | in a pack | context parallelism (FSDP) | embedded engine |") + 2
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start : lines.index("", start)]]
+    start = (
+        lines.index("| kind of layer | in a pack | context parallelism (FSDP) | embedded engine |")
+        + 2
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines[start : lines.index("", start)]
+    ]
     assert [row[0] for row in rows] == [kind.name for kind in all_kinds()]
     for (_, pack, context, _), kind in zip(rows, all_kinds(), strict=True):
-        assert ("as a batch" in pack) == (context == "whole sequences are dealt out") == bool(kind.mixers), kind.name
+        assert (
+            ("as a batch" in pack)
+            == (context == "whole sequences are dealt out")
+            == bool(kind.mixers)
+        ), kind.name
 
 
 @pytest.mark.slow

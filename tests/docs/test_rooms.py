@@ -1,6 +1,8 @@
-"""The imports between the rooms point one way, as CONTRIBUTING.md says, and no two files import each other.
+"""The imports between the rooms point one way, as CONTRIBUTING.md says, and no two files import
+each other.
 
-What counts as an import is said in ``tools/import_graph.py``. An import for types alone is free inside a room.
+What counts as an import is said in ``tools/import_graph.py``. An import for types alone is free
+inside a room.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ CORE = LOW | {
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": set(),
-    "config": {"algorithms"},  # the flag's choices and the checks of an estimator follow from its class
+    # the flag's choices and the checks of an estimator follow from its class
+    "config": {"algorithms"},
     "data": {"config", "algorithms"},
     "models": {"data"},
     "observability": {"config", "data"},
@@ -57,25 +60,41 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
                 seen.add(node)
                 todo += graph.get(node, ())
         reached[start] = seen
-    rings = {tuple(sorted(b for b in seen if a in reached.get(b, ()))) for a, seen in reached.items() if a in seen}
+    rings = {
+        tuple(sorted(b for b in seen if a in reached.get(b, ())))
+        for a, seen in reached.items()
+        if a in seen
+    }
     return sorted((list(ring) for ring in rings), key=lambda ring: (-len(ring), ring))
 
 
 def upward(found: tuple[Arrow, ...]) -> list[Arrow]:
-    """Arrows between rooms that the table does not allow. Every room may import ``slime.types`` and the registry."""
+    """Arrows between rooms that the table does not allow. Every room may import ``slime.types`` and
+    the registry.
+    """
     inside = [arrow for arrow in found if room(arrow.module) not in ("slime", "registry")]
     allowed = {name: below | {name, "types", "registry"} for name, below in MAY_IMPORT.items()}
-    return [arrow for arrow in inside if room(arrow.target) not in allowed.get(room(arrow.module), set())]
+    return [
+        arrow
+        for arrow in inside
+        if room(arrow.target) not in allowed.get(room(arrow.module), set())
+    ]
 
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("slime.config.data", "slime.rollout.data_source"): "default of --data-source-path, which users read in --help",
+    (
+        "slime.config.data",
+        "slime.rollout.data_source",
+    ): "default of --data-source-path, which users read in --help",
     ("slime.config.rollout", "slime.rollout.sglang_rollout"): "default of --rollout-function-path",
     (
         "slime.config.rollout",
         "slime.rollout.fully_async_rollout",
     ): "a value of --rollout-function-path with other checks",
-    ("slime.config.agent", "slime.plugins.agents.rollout"): "--custom-generate-function-path, where an agent is given",
+    (
+        "slime.config.agent",
+        "slime.plugins.agents.rollout",
+    ): "--custom-generate-function-path, where an agent is given",
     (
         "slime.config.agent",
         "slime.plugins.agents.environments.source",
@@ -84,7 +103,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "slime.config.agent",
         "slime.plugins.agents.environments.rollout",
     ): "--custom-generate-function-path, where --environment is given",
-    ("slime.config.agent", "slime.plugins.agents.environments.mcp"): "the same, where --mcp-server is given",
+    (
+        "slime.config.agent",
+        "slime.plugins.agents.environments.mcp",
+    ): "the same, where --mcp-server is given",
     (
         "slime.config.agent",
         "slime.plugins.agents.environments.verifiers",
@@ -93,16 +115,37 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "slime.config.observability",
         "slime.rollout.forge_load",
     ): "--rollout-function-path, with --load-forge-rollout-data",
-    ("slime.config.rollout", "slime.rollout.sft_rollout"): "a value of --rollout-function-path with other checks",
+    (
+        "slime.config.rollout",
+        "slime.rollout.sft_rollout",
+    ): "a value of --rollout-function-path with other checks",
     ("slime.engines.embedded.server", "slime.plugins.embedded.server"): "the documented command",
-    ("slime.backends.megatron_utils.loss", "slime.plugins.compat.custom_losses"): "a documented import path",
+    (
+        "slime.backends.megatron_utils.loss",
+        "slime.plugins.compat.custom_losses",
+    ): "a documented import path",
     ("slime.rollout.rm_hub.encoder", "slime.plugins.rewards.encoder"): "a documented import path",
     ("slime.rollout.rm_hub.gpqa", "slime.plugins.rewards.gpqa"): "a documented import path",
-    ("slime.rollout.rm_hub.sglang_scorer", "slime.plugins.rewards.sglang_scorer"): "a documented import path",
-    ("slime.rollout.rm_hub.math_utils", "slime.plugins.compat.reward_helpers"): "a documented import path",
-    ("slime.rollout.rm_hub.math_dapo_utils", "slime.plugins.compat.reward_helpers"): "a documented import path",
-    ("slime.rollout.rm_hub.deepscaler", "slime.plugins.compat.reward_helpers"): "a documented import path",
-    ("slime.plugins.agents.environments.base", "slime.environments.base"): "the name that a message tells users",
+    (
+        "slime.rollout.rm_hub.sglang_scorer",
+        "slime.plugins.rewards.sglang_scorer",
+    ): "a documented import path",
+    (
+        "slime.rollout.rm_hub.math_utils",
+        "slime.plugins.compat.reward_helpers",
+    ): "a documented import path",
+    (
+        "slime.rollout.rm_hub.math_dapo_utils",
+        "slime.plugins.compat.reward_helpers",
+    ): "a documented import path",
+    (
+        "slime.rollout.rm_hub.deepscaler",
+        "slime.plugins.compat.reward_helpers",
+    ): "a documented import path",
+    (
+        "slime.plugins.agents.environments.base",
+        "slime.environments.base",
+    ): "the name that a message tells users",
     (
         "slime.engines.sglang_api",
         "slime.plugins.delta.loader",
@@ -118,8 +161,12 @@ def test_each_room_has_its_line() -> None:
 
 @pytest.mark.parametrize("kind", ["import", "type", "string"])
 def test_a_room_uses_only_what_lies_below_it(kind: str) -> None:
-    wrong = [a for a in upward(all_arrows()) if a.kind == kind and (a.module, a.target) not in EXCEPTIONS]
-    assert not wrong, "these lead to a room that MAY_IMPORT does not allow:\n" + "\n".join(map(str, wrong))
+    wrong = [
+        a for a in upward(all_arrows()) if a.kind == kind and (a.module, a.target) not in EXCEPTIONS
+    ]
+    assert not wrong, "these lead to a room that MAY_IMPORT does not allow:\n" + "\n".join(
+        map(str, wrong)
+    )
 
 
 def test_the_exceptions_are_still_needed() -> None:
@@ -129,7 +176,9 @@ def test_the_exceptions_are_still_needed() -> None:
 
 
 def test_no_two_files_import_each_other() -> None:
-    """Directly or through others. An import inside a function counts, one for types alone does not."""
+    """Directly or through others. An import inside a function counts, one for types alone does
+    not.
+    """
     graph: dict[str, set[str]] = {}
     for arrow in all_arrows():
         if arrow.kind == "import":
@@ -149,7 +198,10 @@ def test_no_two_rooms_import_each_other() -> None:
         ("def f():\n    from slime.high.top import g", "import"),
         ("from ..high import top", "import"),
         ("import slime.high.top as t", "import"),
-        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from slime.high.top import T", "type"),
+        (
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from slime.high.top import T",
+            "type",
+        ),
         ("LOADER = 'slime.high.top.load'", "string"),
         ("COMMAND = ['python', '-m', 'slime.high.top']", "string"),
         ("def f(x):\n    return f'slime.high.top.{x}'", "string"),
@@ -157,11 +209,15 @@ def test_no_two_rooms_import_each_other() -> None:
 )
 def test_every_form_of_import_is_seen(tmp_path: Path, line: str, kind: str) -> None:
     found = _arrows_of_package(tmp_path, {"low/base.py": line, "high/top.py": "import torch\n"})
-    assert [(a.module, a.target, a.kind) for a in found] == [("slime.low.base", "slime.high.top", kind)]
+    assert [(a.module, a.target, a.kind) for a in found] == [
+        ("slime.low.base", "slime.high.top", kind)
+    ]
 
 
 def test_prose_and_foreign_modules_are_no_imports(tmp_path: Path) -> None:
-    text = '"""See slime.high.top."""\nimport os.path\nNAME = "slime.nothing.here"  # slime.high.top\n'
+    text = (
+        '"""See slime.high.top."""\nimport os.path\nNAME = "slime.nothing.here"  # slime.high.top\n'
+    )
     assert not _arrows_of_package(tmp_path, {"low/base.py": text, "high/top.py": ""})
 
 
@@ -182,7 +238,12 @@ def test_a_circle_through_a_function_is_found(tmp_path: Path) -> None:
 
 
 def _arrows_of_package(tmp_path: Path, files: dict[str, str]) -> tuple[Arrow, ...]:
-    for name, text in {"__init__.py": "", "low/__init__.py": "", "high/__init__.py": "", **files}.items():
+    for name, text in {
+        "__init__.py": "",
+        "low/__init__.py": "",
+        "high/__init__.py": "",
+        **files,
+    }.items():
         path = tmp_path / "slime" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -190,7 +251,9 @@ def _arrows_of_package(tmp_path: Path, files: dict[str, str]) -> tuple[Arrow, ..
 
 
 def writes_to_args(text: str) -> list[int]:
-    """Lines that assign an attribute of something named ``args``, also through ``setattr``, ``delattr`` or its dict."""
+    """Lines that assign an attribute of something named ``args``, also through ``setattr``,
+    ``delattr`` or its dict.
+    """
     found = []
     for node in ast.walk(ast.parse(text)):
         targets: list[ast.expr] = []
@@ -205,7 +268,11 @@ def writes_to_args(text: str) -> list[int]:
         ):
             found.append(node.lineno)
         parts = [inner for target in targets for inner in ast.walk(target)]
-        stored = [inner for inner in parts if isinstance(inner, ast.Attribute) and not isinstance(inner.ctx, ast.Load)]
+        stored = [
+            inner
+            for inner in parts
+            if isinstance(inner, ast.Attribute) and not isinstance(inner.ctx, ast.Load)
+        ]
         found += [inner.lineno for inner in stored if _is_args(inner.value)]
     return sorted(set(found))
 
@@ -216,9 +283,13 @@ def _is_args(node: ast.expr) -> bool:
 
 
 def test_args_are_complete_once_they_are_parsed() -> None:
-    """Only the configuration fills them in. Everything else makes copies, with ``Args.with_values``."""
+    """Only the configuration fills them in. Everything else makes copies, with
+    ``Args.with_values``.
+    """
     files = {module: path for module, path in modules().items() if room(module) != "config"}
-    found = {module: writes_to_args(path.read_text(encoding="utf-8")) for module, path in files.items()}
+    found = {
+        module: writes_to_args(path.read_text(encoding="utf-8")) for module, path in files.items()
+    }
     wrong = {module: lines for module, lines in found.items() if lines}
     assert not wrong, f"these lines write into args (take args.with_values(...)): {wrong}"
 

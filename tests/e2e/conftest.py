@@ -67,13 +67,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def save_tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Saves a random model of any class and config, in bfloat16 if asked, with the tokenizer of ``tiny_model``."""
+    """Saves a random model of any class and config, in bfloat16 if asked, with the tokenizer of
+    ``tiny_model``.
+    """
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
     from slime.models.shards import side_files
 
-    def save(architecture: type[PreTrainedModel], config: PretrainedConfig, bfloat16: bool = False) -> Path:
+    def save(
+        architecture: type[PreTrainedModel], config: PretrainedConfig, bfloat16: bool = False
+    ) -> Path:
         folder = tmp_path_factory.mktemp(str(config.model_type)) / "model"
         torch.manual_seed(0)
         model = architecture(config)
@@ -90,7 +94,9 @@ def save_tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
 def prompts(tmp_path: Path) -> Path:
     """16 rows whose label is one letter; a random model writes it now and then."""
     file = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": f"Write the letter {'abcd'[i % 4]}.", "label": "abcd"[i % 4]} for i in range(16)]
+    rows = [
+        {"prompt": f"Write the letter {'abcd'[i % 4]}.", "label": "abcd"[i % 4]} for i in range(16)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -101,7 +107,8 @@ def reward_file(tmp_path: Path) -> Path:
     file = tmp_path / "letters.py"
     file.write_text(
         "async def reward(args, sample, **kwargs):\n"
-        "    return sum(c == sample.label for c in sample.response) + 0.01 * (len(sample.response) % 7)\n"
+        "    return sum(c == sample.label for c in sample.response) + 0.01 * "
+        "(len(sample.response) % 7)\n"
     )
     return file
 
@@ -116,19 +123,25 @@ class Result:
     marker: str
 
     def metrics(self, key: str = "rollout/step") -> list[dict]:
-        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
         return [row for row in rows if key in row]
 
 
 @dataclass
 class Runner:
-    """Starts ``train.py`` or another script of the checkout in ``tmp``, and ends what it started."""
+    """Starts ``train.py`` or another script of the checkout in ``tmp``, and ends what it
+    started.
+    """
 
     tmp: Path
     marker: str = field(default_factory=lambda: uuid.uuid4().hex)
     started: list[subprocess.Popen] = field(default_factory=list)
 
-    def start(self, *flags: object, script: str = "train.py", env: dict[str, str] | None = None) -> subprocess.Popen:
+    def start(
+        self, *flags: object, script: str = "train.py", env: dict[str, str] | None = None
+    ) -> subprocess.Popen:
         return self.spawn([sys.executable, str(CHECKOUT / script), *map(str, flags)], env)
 
     def spawn(self, command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen:
@@ -156,12 +169,16 @@ class Runner:
             pytest.fail(f"the run did not end within {timeout} s; it printed:\n{output}")
         return Result(process.returncode, output, self.tmp / "outputs" / name, self.marker)
 
-    def run(self, *flags: object, name: str = "run", timeout: float = 240, **more: object) -> Result:
+    def run(
+        self, *flags: object, name: str = "run", timeout: float = 240, **more: object
+    ) -> Result:
         process = self.start("--run-name", name, *flags, **more)  # type: ignore[arg-type]
         return self.finish(process, name, timeout)
 
     def inline(self, *flags: object, name: str = "run", script: str = "train.py") -> Result:
-        """Run the loop of a script with ``--inline`` in this process: a second instead of half a minute."""
+        """Run the loop of a script with ``--inline`` in this process: a second instead of half a
+        minute.
+        """
         return self.here(["--run-name", name, "--inline", *map(str, flags)], name, script)
 
     def here(self, argv: list[str], name: str, script: str = "train.py") -> Result:
@@ -172,7 +189,11 @@ class Runner:
 
         loop = importlib.import_module(script.removesuffix(".py")).train
         said, code = io.StringIO(), 0
-        with contextlib.chdir(self.tmp), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with (
+            contextlib.chdir(self.tmp),
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+        ):
             try:
                 loop(parse_and_check(argv, asynchronous=script == "train_async.py"))
             except SystemExit as error:
@@ -230,7 +251,9 @@ def desk(runner: Runner, tiny_model: Path, tmp_path: Path) -> Desk:
 
 @pytest.fixture
 def long_answers(tmp_path: Path) -> str:
-    """A generate function whose answers have their whole length, so that updates meet them on a busy machine too."""
+    """A generate function whose answers have their whole length, so that updates meet them on a
+    busy machine too.
+    """
     file = tmp_path / "long_answers.py"
     file.write_text(
         "from slime.rollout.generate import generate as ask\n"

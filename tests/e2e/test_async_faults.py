@@ -1,4 +1,6 @@
-"""Asynchronous runs that are killed, resumed and replayed: they end, lose no group and use none twice."""
+"""Asynchronous runs that are killed, resumed and replayed: they end, lose no group and use none
+twice.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ def wait_until(process: subprocess.Popen, done: Callable[[], object], seconds: f
 
 
 def steps_logged(folder: Path) -> int:
-    return (folder / "metrics.jsonl").read_text().count("rollout/step") if (folder / "metrics.jsonl").exists() else 0
+    return (
+        (folder / "metrics.jsonl").read_text().count("rollout/step")
+        if (folder / "metrics.jsonl").exists()
+        else 0
+    )
 
 
 def account(folder: Path) -> dict:
@@ -73,7 +79,9 @@ def account(folder: Path) -> dict:
 
 
 def assert_accounted(result, steps: int = 8, batch: int = 4) -> dict:
-    """The run ended; every group is in one place, and the rows of the file are the groups that steps trained."""
+    """The run ended; every group is in one place, and the rows of the file are the groups that
+    steps trained.
+    """
     assert result.code == 0, result.output
     assert [row["rollout/step"] for row in result.metrics()] == list(range(steps))
     said = account(result.folder)
@@ -89,10 +97,23 @@ def assert_accounted(result, steps: int = 8, batch: int = 4) -> dict:
 
 
 def numbers(rows: list[dict]) -> list[dict]:
-    """What training did: rewards, losses, gaps; not the clock, nor how many groups stood about at that moment."""
-    leave = ("perf/", "time", "memory/", "rollout/engine_", "rollout/http_", "rollout/router_", "rollout/buffered")
+    """What training did: rewards, losses, gaps; not the clock, nor how many groups stood about at
+    that moment.
+    """
+    leave = (
+        "perf/",
+        "time",
+        "memory/",
+        "rollout/engine_",
+        "rollout/http_",
+        "rollout/router_",
+        "rollout/buffered",
+    )
     gone = ("cache", "under_way")
-    return [{k: v for k, v in row.items() if not k.startswith(leave) and not any(w in k for w in gone)} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(leave) and not any(w in k for w in gone)}
+        for row in rows
+    ]
 
 
 def test_a_killed_one_step_run_resumes_bit_for_bit(runner, asynchronous) -> None:
@@ -108,13 +129,17 @@ def test_a_killed_one_step_run_resumes_bit_for_bit(runner, asynchronous) -> None
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert runner.wait_gone(60) == []
-    resumed = runner.inline(*one_step, "--save", saved, "--load", saved, name="parts", script=SCRIPT)
+    resumed = runner.inline(
+        *one_step, "--save", saved, "--load", saved, name="parts", script=SCRIPT
+    )
     assert_accounted(resumed, 5)
     assert numbers(resumed.metrics()) == numbers(whole.metrics())
 
 
 @pytest.mark.long
-def test_a_killed_fully_asynchronous_run_goes_on_and_its_replay_repeats_it(runner, asynchronous, long_answers) -> None:
+def test_a_killed_fully_asynchronous_run_goes_on_and_its_replay_repeats_it(
+    runner, asynchronous, long_answers
+) -> None:
     """In the mode ``retract``; the other ones are below."""
     saved = runner.tmp / "saved"
     asynchronous += ["--custom-generate-function-path", long_answers]
@@ -139,19 +164,33 @@ def test_a_killed_fully_asynchronous_run_goes_on_and_its_replay_repeats_it(runne
 def assert_divided(folder: Path, kv_kept: bool) -> None:
     """Updates came while answers were under way."""
     lines = [json.loads(line) for line in (folder / "schedule.jsonl").read_text().splitlines()]
-    divided = [line for line in lines if "request" in line and (len(line["spans"]) > 1 or line["end"] == "abort")]
+    divided = [
+        line
+        for line in lines
+        if "request" in line and (len(line["spans"]) > 1 or line["end"] == "abort")
+    ]
     assert divided, "no update came while an answer was under way"
     assert all(line["kv_kept"] == kv_kept for line in divided if len(line["spans"]) > 1)
 
 
 @pytest.mark.parametrize("mode", ["in_place", pytest.param("abort", marks=pytest.mark.long)])
 def test_a_replay_has_the_same_losses(runner, asynchronous, long_answers, mode) -> None:
-    flags = [*asynchronous, "--update-weight-pause-mode", mode, "--num-rollout", 6, "--update-weights-interval", 2]
+    flags = [
+        *asynchronous,
+        "--update-weight-pause-mode",
+        mode,
+        "--num-rollout",
+        6,
+        "--update-weights-interval",
+        2,
+    ]
     flags += ["--custom-generate-function-path", long_answers, "--rollout-max-response-len", 400]
     first = runner.inline(*flags, name="first", script=SCRIPT)
     assert_accounted(first, 6)
     assert_divided(first.folder, kv_kept=mode == "in_place")
-    second = runner.inline(*flags, "--replay-schedule", first.folder / "schedule.jsonl", name="second", script=SCRIPT)
+    second = runner.inline(
+        *flags, "--replay-schedule", first.folder / "schedule.jsonl", name="second", script=SCRIPT
+    )
     assert_accounted(second, 6)
     assert numbers(second.metrics()) == numbers(first.metrics())
 
@@ -163,7 +202,9 @@ BLOWS = {
     "GCS": (("GCS", KILL),),
 }
 APART = 5
-"""So many steps lie between blows: more than an asynchronous run can go on for without one of its processes."""
+"""So many steps lie between blows: more than an asynchronous run can go on for without one of its
+processes.
+"""
 
 
 def strike(runner, process, victim: str, number: int, steps: int) -> psutil.Process:
@@ -179,10 +220,19 @@ def strike(runner, process, victim: str, number: int, steps: int) -> psutil.Proc
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("blows", BLOWS)
 def test_whatever_is_struck_the_run_ends_and_the_ledger_closes(runner, asynchronous, blows) -> None:
-    """One process after the other. A frozen one is noticed long before the time limit of the phase."""
+    """One process after the other. A frozen one is noticed long before the time limit of the
+    phase.
+    """
     # Ray itself ends the driver some time after the head of the cluster is gone.
     steps = 60 if blows == "GCS" else APART * (len(BLOWS[blows]) + 1)
-    flags = [*asynchronous, "--use-fault-tolerance", "--rollout-health-check-interval", 2, "--save-interval", 1]
+    flags = [
+        *asynchronous,
+        "--use-fault-tolerance",
+        "--rollout-health-check-interval",
+        2,
+        "--save-interval",
+        1,
+    ]
     flags += ["--num-rollout", steps, "--status-timeout", 20, "--phase-timeout", 1000]
     process = runner.start("--run-name", "run", *flags, script=SCRIPT)
     struck = [
@@ -202,4 +252,7 @@ def test_whatever_is_struck_the_run_ends_and_the_ledger_closes(runner, asynchron
     assert result.output.count("did not answer for 20 s (--status-timeout)") >= frozen
     assert runner.wait_gone() == []
     for each in struck:
-        assert not psutil.pid_exists(each.pid) or psutil.Process(each.pid).status() == psutil.STATUS_ZOMBIE
+        assert (
+            not psutil.pid_exists(each.pid)
+            or psutil.Process(each.pid).status() == psutil.STATUS_ZOMBIE
+        )

@@ -21,8 +21,12 @@ def samples_of(folder: Path, rollout_id: int) -> list:
     return flatten(load_rollout(str(folder / "{rollout_id}.pt"), rollout_id))
 
 
-def test_weights_change_under_way_and_no_trained_token_is_older_than_the_bound(runner, flags, tmp_path) -> None:
-    """The share of the label's letter is trained on answers of up to 300 tokens, of which each update divides some."""
+def test_weights_change_under_way_and_no_trained_token_is_older_than_the_bound(
+    runner, flags, tmp_path
+) -> None:
+    """The share of the label's letter is trained on answers of up to 300 tokens, of which each
+    update divides some.
+    """
     evaluation = tmp_path / "eval.jsonl"
     evaluation.write_text('{"prompt": "Write the letter a.", "label": "a"}\n' * 3)
     result = runner.inline(
@@ -52,15 +56,21 @@ def test_weights_change_under_way_and_no_trained_token_is_older_than_the_bound(r
     assert trained == list(range(4 * STEPS)), "in the order of admission, each once"
     assert 0 < oldest <= 2
     assert divided, "an update went through while samples were generated"
-    by_age = [{name for name in row if name.startswith("train/logprob_gap_staleness_")} for row in rows]
-    assert by_age[0] == set() and max(map(len, by_age)) >= 2, "a gap for each age of which a step has tokens"
+    by_age = [
+        {name for name in row if name.startswith("train/logprob_gap_staleness_")} for row in rows
+    ]
+    assert by_age[0] == set() and max(map(len, by_age)) >= 2, (
+        "a gap for each age of which a step has tokens"
+    )
     assert all(math.isfinite(row["train/tis_clipfrac"]) for row in rows)
     assert all("perf/staleness_wait_time" in row for row in rows)
     assert [row["eval/step"] for row in result.metrics("eval/step")] == [2, 4, 6]
     for step in (2, 4, 6):
         (path,) = (result.folder / "samples").glob(f"eval-letters_{step:06d}.jsonl")
         evaluated = [row["version_spans"] for row in read_samples(path)]
-        assert {version for spans in evaluated for version, _, _ in spans} == {f"0.{step}"}, "of one version"
+        assert {version for spans in evaluated for version, _, _ in spans} == {f"0.{step}"}, (
+            "of one version"
+        )
     assert runner.wait_gone() == []
 
 

@@ -1,4 +1,6 @@
-"""``train.py --colocate`` on two GPUs: two training ranks and one SGLang server, a tensor-parallel rank on each GPU."""
+"""``train.py --colocate`` on two GPUs: two training ranks and one SGLang server, a tensor-parallel
+rank on each GPU.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def qwen3(save_tiny: Callable[..., Path]) -> Path:
-    """A random Qwen3 of 4 layers whose shapes CUDA kernels take: 8 heads of 64, four of them for keys and values."""
+    """A random Qwen3 of 4 layers whose shapes CUDA kernels take: 8 heads of 64, four of them for
+    keys and values.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -38,8 +42,8 @@ def qwen3(save_tiny: Callable[..., Path]) -> Path:
 def test_one_server_over_the_gpus_of_two_training_ranks(
     runner: Any, flags: list[object], qwen3: Path, backend: str
 ) -> None:
-    """Each tensor-parallel rank opens the CUDA IPC handle of its own GPU; every sync is audited, the first one over
-    overwritten weights."""
+    """Each tensor-parallel rank opens the CUDA IPC handle of its own GPU; every sync is audited,
+    the first one over overwritten weights."""
     if backend == "megatron" and not installed("megatron.core"):
         pytest.skip("needs megatron-core")
     changed: dict[str, object] = {

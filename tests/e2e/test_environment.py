@@ -1,4 +1,6 @@
-"""``--environment`` through the real command: several turns, and a resumed run that goes on with the same tasks."""
+"""``--environment`` through the real command: several turns, and a resumed run that goes on with
+the same tasks.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_a_resumed_run_goes_on_with_the_same_tasks(runner, letters) -> None:
     resumed = runner.inline(*flags, *on, name="resumed")
     assert_good(resumed)
     assert same_numbers(whole.metrics()[-2:], resumed.metrics()[-2:]) == []
-    assert digests(runner.tmp / "whole" / "iter_0000003") == digests(runner.tmp / "parts" / "iter_0000003")
+    assert digests(runner.tmp / "whole" / "iter_0000003") == digests(
+        runner.tmp / "parts" / "iter_0000003"
+    )
 
 
 def test_an_epoch_of_the_environment_is_the_length_of_the_run(runner, letters) -> None:
@@ -69,5 +73,8 @@ def test_an_epoch_of_the_environment_is_the_length_of_the_run(runner, letters) -
 def test_mistakes_are_told_together_and_before_anything_starts(runner, letters) -> None:
     result = runner.inline(*letters, "--environment", "letters_env.py:Letters?size=3", "--lr", "-1")
     assert result.code == 2 and not result.folder.exists()
-    assert "--environment letters_env.py:Letters?size=3: it cannot be created: TypeError" in result.output
+    assert (
+        "--environment letters_env.py:Letters?size=3: it cannot be created: TypeError"
+        in result.output
+    )
     assert "--lr -1" in result.output

@@ -1,4 +1,6 @@
-"""Two real data sets evaluated in a run, each with settings, reward and generate function of its own."""
+"""Two real data sets evaluated in a run, each with settings, reward and generate function of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +58,17 @@ def test_two_data_sets_with_overrides(runner, flags, datasets_dir: Path, tmp_pat
     record = json.loads((result.folder / "eval" / "eval_000000.json").read_text())
     sets = record["datasets"]
     assert list(sets) == ["gsm8k", "math500"]
-    assert {len(row) for row in sets["gsm8k"]["rewards"]} == {4} and {len(r) for r in sets["math500"]["rewards"]} == {3}
-    assert sets["math500"]["settings"]["temperature"] == 0.5 and sets["gsm8k"]["settings"]["temperature"] == 1.0
+    assert {len(row) for row in sets["gsm8k"]["rewards"]} == {4} and {
+        len(r) for r in sets["math500"]["rewards"]
+    } == {3}
+    assert (
+        sets["math500"]["settings"]["temperature"] == 0.5
+        and sets["gsm8k"]["settings"]["temperature"] == 1.0
+    )
 
     row = result.metrics("eval/step")[0]
-    assert row["eval/gsm8k"] == 0.0 and row["eval/gsm8k-pass@4"] == 0.0  # a random model knows no sums
+    # a random model knows no sums
+    assert row["eval/gsm8k"] == 0.0 and row["eval/gsm8k-pass@4"] == 0.0
     flat = [reward for rewards in sets["math500"]["rewards"] for reward in rewards]
     assert set(flat) == {0.25, 0.75}
     assert row["eval/math500"] == pytest.approx(sum(flat) / len(flat)) == row["eval/math500-mean@3"]
@@ -70,8 +78,14 @@ def test_two_data_sets_with_overrides(runner, flags, datasets_dir: Path, tmp_pat
     assert row["eval/math500/response_len/max"] <= 5 < row["eval/gsm8k/response_len/max"] <= 6
 
     assert list((result.folder / "tensorboard").glob("events*"))
-    table = [line.split() for line in result.output.splitlines() if line.strip().startswith(("gsm8k ", "math500 "))]
-    assert [words[0] for words in table[:2]] == ["gsm8k", "math500"] and table[1][1] == f"{row['eval/math500']:.3f}"
+    table = [
+        line.split()
+        for line in result.output.splitlines()
+        if line.strip().startswith(("gsm8k ", "math500 "))
+    ]
+    assert [words[0] for words in table[:2]] == ["gsm8k", "math500"] and table[1][
+        1
+    ] == f"{row['eval/math500']:.3f}"
     texts = (result.folder / "samples" / "eval-math500_000000.jsonl").read_text().splitlines()
     assert all(json.loads(text)["metadata"]["cautious"] for text in texts)
     assert runner.wait_gone() == []

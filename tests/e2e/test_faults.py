@@ -1,4 +1,6 @@
-"""Engines that are killed or hang in every phase of a real run: it goes on, to the same numbers bit for bit."""
+"""Engines that are killed or hang in every phase of a real run: it goes on, to the same numbers bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ Blow = tuple[str, int, int]
 
 @pytest.fixture
 def sabotage(tmp_path: Path, tiny_model: Path, prompts: Path) -> Callable[..., list[object]]:
-    """Flags of a run in which an engine is struck by each blow: ``sabotage(("generate", 1, signal.SIGKILL))``."""
+    """Flags of a run in which an engine is struck by each blow: ``sabotage(("generate", 1,
+    signal.SIGKILL))``.
+    """
     file = tmp_path / "sabotage.py"
     file.write_text(SABOTAGE)
 
@@ -142,7 +146,10 @@ def trained_groups(folder: Path) -> list[list[int]]:
 def numbers(rows: list[dict]) -> list[dict]:
     """What training did: rewards, losses, gaps; not the clock, nor what the faults were."""
     leave = ("perf/", "time", "memory/", "rollout/engine_", "rollout/http_", "rollout/router_")
-    return [{k: v for k, v in row.items() if not k.startswith(leave) and "cache" not in k} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(leave) and "cache" not in k}
+        for row in rows
+    ]
 
 
 def struck(runner) -> list[int]:
@@ -156,17 +163,28 @@ def assert_went_on(runner, result, strikes: int, rollouts: int = 4) -> list[dict
     assert [row["rollout/step"] for row in rows] == list(range(rollouts))
     lost = [row["rollout/engine_lost_count"] for row in rows]
     assert sum(lost) == strikes, lost
-    assert trained_groups(result.folder) == [list(range(4 * step, 4 * step + 4)) for step in range(rollouts)]
+    assert trained_groups(result.folder) == [
+        list(range(4 * step, 4 * step + 4)) for step in range(rollouts)
+    ]
     pids = struck(runner)
     assert len(pids) == strikes
     assert runner.wait_gone() == []
-    assert not [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        p
+        for p in pids
+        if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE
+    ]
     return rows
 
 
 KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
 # An engine that was struck in a rollout is back in the next one.
-APART: tuple[Blow, ...] = (("generate", 1, KILL), ("sync", 2, STOP), ("generate", 4, STOP), ("sync", 5, KILL))
+APART: tuple[Blow, ...] = (
+    ("generate", 1, KILL),
+    ("sync", 2, STOP),
+    ("generate", 4, STOP),
+    ("sync", 5, KILL),
+)
 COLOCATED: tuple[Blow, ...] = (("generate", 1, KILL), ("generate", 3, STOP))
 ROLLOUTS = 7
 
@@ -183,8 +201,12 @@ def undisturbed() -> list[dict]:
     ("blows", "engines"),
     [pytest.param(APART, 1, id="apart"), pytest.param(COLOCATED, 2, id="colocated")],
 )
-def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, blows, engines) -> None:
-    """An engine is started again and gets the trainer's weights; if it is the only one, the requests wait for it."""
+def test_a_struck_run_equals_an_undisturbed_one(
+    runner, sabotage, undisturbed, blows, engines
+) -> None:
+    """An engine is started again and gets the trainer's weights; if it is the only one, the
+    requests wait for it.
+    """
     if not undisturbed:
         whole = runner.run(*sabotage(rollouts=ROLLOUTS), name="whole")
         assert whole.code == 0, whole.output
@@ -215,7 +237,9 @@ def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, b
     ],
 )
 def test_real_sglang_is_struck_and_comes_back(runner, sabotage, blow) -> None:
-    """The only server, on the CPU: killed over its requests, or stopped in the middle of a weight update."""
+    """The only server, on the CPU: killed over its requests, or stopped in the middle of a weight
+    update.
+    """
     flags = [*sabotage(blow), "--distributed-timeout-minutes", 1]
     flags[flags.index("--deterministic")] = "--no-deterministic"
     flags[flags.index("embedded")] = "sglang"
@@ -228,14 +252,22 @@ def test_real_sglang_is_struck_and_comes_back(runner, sabotage, blow) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_engines_and_router_are_struck_from_outside(runner, sabotage) -> None:
-    """At random moments; asynchronous, so that the trainer is often busy when an engine needs its weights."""
+    """At random moments; asynchronous, so that the trainer is often busy when an engine needs its
+    weights.
+    """
     flags = [*sabotage(rollouts=16), "--rollout-num-gpus", 2, "--async-buffer-size", 2]
     process = runner.start("--run-name", "run", *flags, script="train_async.py")
     metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
-    for count, (victim, number) in enumerate([("engine", KILL), ("router", STOP), ("engine", STOP), ("router", KILL)]):
+    for count, (victim, number) in enumerate(
+        [("engine", KILL), ("router", STOP), ("engine", STOP), ("router", KILL)]
+    ):
         until = time.monotonic() + 200
         while not (metrics.exists() and metrics.read_text().count("\n") >= 2 + 3 * count):
-            assert process.poll() is None and time.monotonic() < until, (victim, number, process.communicate()[0])
+            assert process.poll() is None and time.monotonic() < until, (
+                victim,
+                number,
+                process.communicate()[0],
+            )
             time.sleep(0.05)
         os.kill(of_role(runner.marker, victim)[0].pid, number)
     result = runner.finish(process, "run", 200)

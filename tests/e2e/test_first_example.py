@@ -1,4 +1,6 @@
-"""The first reward of the customization guide, as it is printed there, in whole runs with a real model."""
+"""The first reward of the customization guide, as it is printed there, in whole runs with a real
+model.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1300)]
     ],
     ids=lambda engine: engine[0],
 )
-def test_a_right_answer_is_paid(runner, smollm2: Path, tmp_path: Path, engine: list[object]) -> None:
-    (tmp_path / "rewards.py").write_text(re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0])
+def test_a_right_answer_is_paid(
+    runner, smollm2: Path, tmp_path: Path, engine: list[object]
+) -> None:
+    (tmp_path / "rewards.py").write_text(
+        re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
+    )
     rows = []
     for word in WORDS:
         shown = [{"role": "user", "content": "Berlin"}, {"role": "assistant", "content": "Berlin"}]
@@ -41,7 +47,11 @@ def test_a_right_answer_is_paid(runner, smollm2: Path, tmp_path: Path, engine: l
         "--rollout-backend", *engine,
     )  # fmt: skip
     assert result.code == 0, result.output
-    lines = [json.loads(line) for file in (result.folder / "samples").glob("*.jsonl") for line in file.open()]
+    lines = [
+        json.loads(line)
+        for file in (result.folder / "samples").glob("*.jsonl")
+        for line in file.open()
+    ]
     samples = [line for line in lines if "response" in line]
     assert len(samples) == 8
     for sample in samples:

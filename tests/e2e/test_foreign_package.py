@@ -1,4 +1,6 @@
-"""A package of a stranger is installed and brings a part of each kind, with one registration for each."""
+"""A package of a stranger is installed and brings a part of each kind, with one registration for
+each.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,28 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     source = shutil.copytree(PACKAGE, tmp_path_factory.mktemp("source") / "package")
     target = tmp_path_factory.mktemp("site")
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
-    done = subprocess.run([*pip, "--target", str(target), str(source)], capture_output=True, text=True, check=False)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+    ]
+    done = subprocess.run(
+        [*pip, "--target", str(target), str(source)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return {"PYTHONPATH": f"{target}{os.pathsep}{CHECKOUT}"}
 
 
 def slime(words: list[object], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slime.cli.main", *map(str, words)]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=120
+    )
 
 
 def test_its_command_and_its_flag_are_there(installed: dict[str, str]) -> None:
@@ -41,16 +56,33 @@ def test_its_command_and_its_flag_are_there(installed: dict[str, str]) -> None:
     assert "haiku" not in slime(["--help"], {}).stdout
 
 
-def test_its_wrong_values_are_told_like_those_of_slime(installed: dict[str, str], runner, flags) -> None:
-    wrong = runner.run(*flags, "--inline", "--baseline-share", 2, "--rm-type", "vowel", env=installed)
-    assert wrong.code == 2 and "--baseline-share 2: must be from 0" in wrong.output and "vowels" in wrong.output
+def test_its_wrong_values_are_told_like_those_of_slime(
+    installed: dict[str, str], runner, flags
+) -> None:
+    wrong = runner.run(
+        *flags, "--inline", "--baseline-share", 2, "--rm-type", "vowel", env=installed
+    )
+    assert (
+        wrong.code == 2
+        and "--baseline-share 2: must be from 0" in wrong.output
+        and "vowels" in wrong.output
+    )
 
 
-def test_a_run_uses_its_estimator_reward_engine_transport_and_tracker(installed: dict[str, str], runner, flags) -> None:
+def test_a_run_uses_its_estimator_reward_engine_transport_and_tracker(
+    installed: dict[str, str], runner, flags
+) -> None:
     own = [*flags]
     at = own.index("--custom-rm-path")
     own[at : at + 2] = ["--rm-type", "vowels"]
-    parts = ("--advantage-estimator", "share", "--baseline-share", 0.5, "--rollout-backend", "scripted")
+    parts = (
+        "--advantage-estimator",
+        "share",
+        "--baseline-share",
+        0.5,
+        "--rollout-backend",
+        "scripted",
+    )
     parts += ("--update-weight-transport", "note", "--no-audit-weights", "--tracker", "lines")
     run = runner.run(*own, *parts, "--inline", "--num-rollout", 2, env=installed)
     assert run.code == 0, run.output
@@ -67,7 +99,9 @@ def test_a_run_takes_the_tasks_of_its_environment(installed: dict[str, str], run
     for flag in ("--custom-rm-path", "--prompt-data"):
         at = own.index(flag)
         del own[at : at + 2]
-    run = runner.run(*own, "--environment", "counting:3", "--inline", "--num-rollout", 1, env=installed)
+    run = runner.run(
+        *own, "--environment", "counting:3", "--inline", "--num-rollout", 1, env=installed
+    )
     assert run.code == 0, run.output
     samples = "".join(file.read_text() for file in (run.folder / "samples").glob("*.jsonl"))
     assert "Count to" in samples

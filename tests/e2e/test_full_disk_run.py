@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def larger_model(save_tiny: Callable[..., Path]) -> Path:
-    """A model with matrices of 2 MiB, which no buffer holds: a snapshot takes 22 MiB, an export 7."""
+    """A model with matrices of 2 MiB, which no buffer holds: a snapshot takes 22 MiB, an export
+    7.
+    """
     config = LlamaConfig(
         vocab_size=258, hidden_size=256, intermediate_size=2048, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, eos_token_id=1, pad_token_id=0, bos_token_id=None,
@@ -28,15 +30,23 @@ def larger_model(save_tiny: Callable[..., Path]) -> Path:
     [
         ["--save", "disk/saved"],
         pytest.param(["--save", "disk/saved", "--async-save"], marks=pytest.mark.long),
-        pytest.param(["--save", "saved", "--save-hf", "disk/hf/{rollout_id}"], marks=pytest.mark.long),
-        pytest.param(["--save", "disk/saved", *on_cpu()], marks=[pytest.mark.megatron, pytest.mark.long]),
+        pytest.param(
+            ["--save", "saved", "--save-hf", "disk/hf/{rollout_id}"], marks=pytest.mark.long
+        ),
+        pytest.param(
+            ["--save", "disk/saved", *on_cpu()], marks=[pytest.mark.megatron, pytest.mark.long]
+        ),
     ],
     ids=["fsdp", "async-save", "save-hf", "megatron"],
 )
-def test_a_full_disk_pauses_the_run(runner, flags, larger_model: Path, tmp_path: Path, more: list[object]) -> None:
+def test_a_full_disk_pauses_the_run(
+    runner, flags, larger_model: Path, tmp_path: Path, more: list[object]
+) -> None:
     flags[flags.index("--hf-checkpoint") + 1] = larger_model
     with small_disk(tmp_path / "disk", mib=40) as disk:
-        process = runner.start("--run-name", "run", *flags, *more, "--num-rollout", 1, "--save-interval", 1)
+        process = runner.start(
+            "--run-name", "run", *flags, *more, "--num-rollout", 1, "--save-interval", 1
+        )
         said = ""
 
         def read_until(words: str) -> None:
@@ -54,6 +64,8 @@ def test_a_full_disk_pauses_the_run(runner, flags, larger_model: Path, tmp_path:
         assert process.wait() == 0, said
         assert f"the disk of disk/{'hf' if '--save-hf' in more else 'saved'}" in said, said
         assert "there is room again: rollout 0 is being saved" in said
-        name = "hf/0/model.safetensors" if "--save-hf" in more else "saved/iter_0000000/manifest.json"
+        name = (
+            "hf/0/model.safetensors" if "--save-hf" in more else "saved/iter_0000000/manifest.json"
+        )
         assert (disk / name).is_file()
     assert runner.wait_gone() == []

@@ -1,4 +1,6 @@
-"""Every hook of the contract in real runs: who calls it, with what, how often, and that its answer counts."""
+"""Every hook of the contract in real runs: who calls it, with what, how often, and that its answer
+counts.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,11 @@ class Calls:
         self.rows = [json.loads(line) for line in log.read_text().splitlines()]
 
     def of(self, name: str, **what: Any) -> list[dict[str, Any]]:
-        return [row for row in self.rows if row["hook"] == name and all(row[k] == v for k, v in what.items())]
+        return [
+            row
+            for row in self.rows
+            if row["hook"] == name and all(row[k] == v for k, v in what.items())
+        ]
 
 
 def wrong(expected: dict[str, bool]) -> list[str]:

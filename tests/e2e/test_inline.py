@@ -1,4 +1,6 @@
-"""Runs in one process: with the numbers of a run with Ray, without its processes, and open to a debugger."""
+"""Runs in one process: with the numbers of a run with Ray, without its processes, and open to a
+debugger.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ import pytest
 from seed_desk import CHECKOUT
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
-OF_THE_CACHE = ("rollout/avg_cached_tokens_per_sample", "rollout/prefix_cache_hit_rate")  # depend on who comes first
+# depend on who comes first
+OF_THE_CACHE = ("rollout/avg_cached_tokens_per_sample", "rollout/prefix_cache_hit_rate")
 AGENT = """
 async def generate(args, sample, sampling_params):
     from slime.rollout.sglang_rollout import generate
@@ -31,7 +34,11 @@ def numbers(folder: Path) -> list[dict[str, object]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("perf/", "time", "memory")
     return [
-        {name: value for name, value in row.items() if not name.startswith(timed) and name not in OF_THE_CACHE}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(timed) and name not in OF_THE_CACHE
+        }
         for row in rows
     ]
 
@@ -42,11 +49,17 @@ def texts(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_process_with_several_threads_has_the_numbers_of_a_run_with_ray(runner, flags, smollm2: Path) -> None:
-    """Without the variables of an engine's process, the inline engine would compute row by row, with other bits."""
+def test_a_process_with_several_threads_has_the_numbers_of_a_run_with_ray(
+    runner, flags, smollm2: Path
+) -> None:
+    """Without the variables of an engine's process, the inline engine would compute row by row,
+    with other bits.
+    """
     threads = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     runs = [
-        runner.run(*flags, "--hf-checkpoint", smollm2, "--num-rollout", 1, *more, name=name, env=threads)
+        runner.run(
+            *flags, "--hf-checkpoint", smollm2, "--num-rollout", 1, *more, name=name, env=threads
+        )
         for name, more in (("ray", ("--threads-per-process", 2)), ("inline", ("--inline",)))
     ]
     assert [run.code for run in runs] == [0, 0], [run.output for run in runs]
@@ -60,12 +73,16 @@ def test_a_process_with_several_threads_has_the_numbers_of_a_run_with_ray(runner
     ("script", "more"),
     [
         ("train.py", ("--advantage-estimator", "ppo", "--num-steps-per-rollout", 2)),
-        pytest.param("train.py", ("--lora-rank", 4, "--lora-sync", "adapter"), marks=pytest.mark.long),
+        pytest.param(
+            "train.py", ("--lora-rank", 4, "--lora-sync", "adapter"), marks=pytest.mark.long
+        ),
         pytest.param("train_async.py", (), marks=pytest.mark.long),
     ],
     ids=["ppo", "lora", "async"],
 )
-def test_the_numbers_are_those_of_a_run_with_ray(runner, flags, script: str, more: tuple[object, ...]) -> None:
+def test_the_numbers_are_those_of_a_run_with_ray(
+    runner, flags, script: str, more: tuple[object, ...]
+) -> None:
     with_ray = runner.run(*flags, *more, name="ray", script=script)
     assert with_ray.code == 0, with_ray.output
     inline = runner.inline(*flags, *more, name="inline", script=script)
@@ -92,10 +109,15 @@ def listening() -> set[object]:
 
 
 def test_no_process_and_no_port_of_an_engine(runner, flags, tmp_path: Path) -> None:
-    before: set[object] = {*psutil.Process().children(recursive=True), *listening()}  # of earlier tests
+    # of earlier tests
+    before: set[object] = {*psutil.Process().children(recursive=True), *listening()}
     seen: list[tuple[set[psutil.Process], set[object]]] = []
     hook = tmp_path / "watch.py"
-    hook.write_text("SEEN = []\ndef watch(args, rollout_id, samples, metrics, seconds):\n    SEEN.append(look())\n")
+    hook.write_text(
+        "SEEN = []\n"
+        "def watch(args, rollout_id, samples, metrics, seconds):\n"
+        "    SEEN.append(look())\n"
+    )
 
     def look() -> tuple[set[psutil.Process], set[object]]:
         return set(psutil.Process().children(recursive=True)) - before, listening() - before
@@ -115,9 +137,12 @@ def test_no_process_and_no_port_of_an_engine(runner, flags, tmp_path: Path) -> N
 
     seen = load_function(f"{hook}:watch").__globals__["SEEN"]
     assert len(seen) == 3
-    started = {name for children, _ in seen for child in children for name in [" ".join(child.cmdline())]}
+    started = {
+        name for children, _ in seen for child in children for name in [" ".join(child.cmdline())]
+    }
     assert not [name for name in started if "verifier" not in name], started
-    # torch's process group of one rank has a socket on the loopback interface, and nothing else listens.
+    # torch's process group of one rank has a socket on the loopback interface, and nothing else
+    # listens.
     assert {len(ports) for _, ports in seen} == {1}
 
 
@@ -132,7 +157,9 @@ def test_a_users_function_finds_the_engine_at_its_address(runner, flags, tmp_pat
         "    from slime.rollout.sglang_rollout import generate\n"
         "    return await generate(args, sample, sampling_params)\n"
     )
-    run = runner.inline(*flags, "--num-rollout", 1, "--custom-generate-function-path", f"{hook}:generate")
+    run = runner.inline(
+        *flags, "--num-rollout", 1, "--custom-generate-function-path", f"{hook}:generate"
+    )
     assert run.code == 0, run.output
 
 
@@ -143,7 +170,9 @@ def test_an_error_of_a_users_function_ends_in_its_line(runner, flags, tmp_path: 
     assert run.code == 1
     trace = run.output[run.output.rindex("Traceback") :]
     assert "RayTaskError" not in trace and "/ray/" not in trace
-    assert re.search(r'broken\.py", line 3, in shape\n.*# here\n(?:\s*[~^]+\n)?ZeroDivisionError', trace), trace
+    assert re.search(
+        r'broken\.py", line 3, in shape\n.*# here\n(?:\s*[~^]+\n)?ZeroDivisionError', trace
+    ), trace
 
 
 @pytest.mark.parametrize(
@@ -158,26 +187,41 @@ def test_an_error_of_a_users_function_ends_in_its_line(runner, flags, tmp_path: 
         (("--train-env-vars", '{"A": "1"}'), "--train-env-vars"),
     ],
 )
-def test_what_one_process_cannot_do_is_refused(runner, flags, more: tuple[object, ...], said: str) -> None:
+def test_what_one_process_cannot_do_is_refused(
+    runner, flags, more: tuple[object, ...], said: str
+) -> None:
     run = runner.inline(*flags, *more)
     assert run.code == 2 and said in run.output, run.output
 
 
 @pytest.mark.parametrize(
-    "where", ["reward", *(pytest.param(x, marks=pytest.mark.long) for x in ("generate", "loss", "slime"))]
+    "where",
+    ["reward", *(pytest.param(x, marks=pytest.mark.long) for x in ("generate", "loss", "slime"))],
 )
-def test_a_debugger_stops_in_a_users_function_and_in_the_loop(runner, flags, tmp_path: Path, where: str) -> None:
-    """As on a terminal: commands are typed, an expression is printed, and the run goes on to its end."""
+def test_a_debugger_stops_in_a_users_function_and_in_the_loop(
+    runner, flags, tmp_path: Path, where: str
+) -> None:
+    """As on a terminal: commands are typed, an expression is printed, and the run goes on to its
+    end.
+    """
     hook = tmp_path / "stops.py"
     hook.write_text(
         "stopped = []\n"
-        "def once():\n    stopped.append(1)\n    return len(stopped) == 1\n"
-        "async def reward(args, sample, **kwargs):\n    mine = 41\n    if once(): breakpoint()\n"
+        "def once():\n"
+        "    stopped.append(1)\n"
+        "    return len(stopped) == 1\n"
+        "async def reward(args, sample, **kwargs):\n"
+        "    mine = 41\n"
+        "    if once(): breakpoint()\n"
         "    return float(mine)\n"
-        "async def generate(args, sample, sampling_params):\n    mine = 41\n    if once(): breakpoint()\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    mine = 41\n"
+        "    if once(): breakpoint()\n"
         "    from slime.rollout.sglang_rollout import generate\n"
         "    return await generate(args, sample, sampling_params)\n"
-        "def post(args, rollout_id, rollout_data):\n    mine = 41\n    if once(): breakpoint()\n"
+        "def post(args, rollout_id, rollout_data):\n"
+        "    mine = 41\n"
+        "    if once(): breakpoint()\n"
     )
     own = {
         "reward": ("--custom-rm-path", f"{hook}:reward"),
@@ -187,21 +231,39 @@ def test_a_debugger_stops_in_a_users_function_and_in_the_loop(runner, flags, tmp
     }[where]
     program = tmp_path / "program.py"
     patch = (
-        "import slime.cluster.phases as phases\nstep = phases.Run.train\n"
-        "def stopping(self, rollout_id, batch):\n    mine = 41\n    if rollout_id == 0: breakpoint()\n"
-        "    return step(self, rollout_id, batch)\nphases.Run.train = stopping\n"
+        "import slime.cluster.phases as phases\n"
+        "step = phases.Run.train\n"
+        "def stopping(self, rollout_id, batch):\n"
+        "    mine = 41\n"
+        "    if rollout_id == 0: breakpoint()\n"
+        "    return step(self, rollout_id, batch)\n"
+        "phases.Run.train = stopping\n"
     )
     program.write_text(
         "import train\nfrom slime.cluster.checks import parse_and_check\n"
         + (patch if where == "slime" else "")
         + "train.train(parse_and_check())\n"
     )
-    command = [sys.executable, str(program), "--inline", "--run-name", "run", *map(str, (*flags, *own))]
+    command = [
+        sys.executable,
+        str(program),
+        "--inline",
+        "--run-name",
+        "run",
+        *map(str, (*flags, *own)),
+    ]
     ours, theirs = pty.openpty()
-    ray_was_here = {"PYTHONBREAKPOINT": "ray.util.rpdb._driver_set_trace"}  # as Ray leaves it for child processes
+    # as Ray leaves it for child processes
+    ray_was_here = {"PYTHONBREAKPOINT": "ray.util.rpdb._driver_set_trace"}
     environment = {**os.environ, **ray_was_here, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm"}
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
     )
     runner.started.append(process)
     os.close(theirs)

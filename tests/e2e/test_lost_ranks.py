@@ -1,4 +1,6 @@
-"""Training ranks that are killed or freeze: new ones go on from the last snapshot, and the engines stay."""
+"""Training ranks that are killed or freeze: new ones go on from the last snapshot, and the engines
+stay.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
 
 @pytest.fixture
 def sabotage(tmp_path: Path, flags: list[object]) -> Callable[..., list[object]]:
-    """Flags of a run of seven rollouts in which ranks are struck: ``sabotage(("train", 2, 0, signal.SIGKILL))``."""
+    """Flags of a run of seven rollouts in which ranks are struck: ``sabotage(("train", 2, 0,
+    signal.SIGKILL))``.
+    """
     file = tmp_path / "sabotage.py"
     file.write_text(SABOTAGE)
     common = [
@@ -133,14 +137,28 @@ def test_ranks_of_an_asynchronous_run(runner, sabotage, fully) -> None:
     result = runner.run(*flags, script="train_async.py", timeout=500)
     assert_only_ranks_were_replaced(runner, result, 1)
     if not fully:
-        whole = runner.run(*sabotage(), *more, "--save", runner.tmp / "whole", name="whole", script="train_async.py")
+        whole = runner.run(
+            *sabotage(),
+            *more,
+            "--save",
+            runner.tmp / "whole",
+            name="whole",
+            script="train_async.py",
+        )
         assert numbers(result.metrics()) == numbers(whole.metrics())
 
 
 @pytest.mark.long
 def test_before_the_first_snapshot_the_whole_run_is_restarted(runner, sabotage) -> None:
-    result = runner.run(*sabotage(("train", 0, 0, KILL)), "--save", runner.tmp / "saved", timeout=500)
+    result = runner.run(
+        *sabotage(("train", 0, 0, KILL)), "--save", runner.tmp / "saved", timeout=500
+    )
     assert_accounted(result, 7)
-    said = "the engines cannot stay while training ranks are replaced: there is no snapshot yet (--save-interval)"
-    assert result.output.count(said) == 1 and result.output.count("more restarts, --max-restarts") == 1
+    said = (
+        "the engines cannot stay while training ranks are replaced: there is no snapshot yet "
+        "(--save-interval)"
+    )
+    assert (
+        result.output.count(said) == 1 and result.output.count("more restarts, --max-restarts") == 1
+    )
     assert runner.wait_gone() == []

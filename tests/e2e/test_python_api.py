@@ -1,4 +1,6 @@
-"""``slime.train`` and ``slime.Trainer`` in a program of its own, with real Ray, engine and trainer."""
+"""``slime.train`` and ``slime.Trainer`` in a program of its own, with real Ray, engine and
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def test_a_whole_run_and_its_result(runner, tiny_model: Path, tmp_path: Path) ->
     assert facts["evaluations"] == 2 and not facts["interrupted"]
     assert [Path(path).name for path in facts["checkpoints"]] == ["iter_0000002"]
     assert (tmp_path / "curve.png").stat().st_size > 1000
-    assert "raw_reward" in result.output and json.loads((result.folder / "summary.json").read_text())
+    assert "raw_reward" in result.output and json.loads(
+        (result.folder / "summary.json").read_text()
+    )
     assert [row["rollout/step"] for row in result.metrics()] == [0, 1, 2]
     assert runner.wait_gone() == []
 

@@ -9,26 +9,49 @@ from pathlib import Path
 import pytest
 import torch
 
-EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\ndef f(*_, **__):\n    raise ValueError\n"
+EVIL = (
+    "from pathlib import Path\n"
+    "Path(__file__).with_name('ran').touch()\n"
+    "def f(*_, **__):\n"
+    "    raise ValueError\n"
+)
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_step_is_computed_again_and_a_changed_record_is_named(runner, flags, tmp_path: Path) -> None:
+def test_a_step_is_computed_again_and_a_changed_record_is_named(
+    runner, flags, tmp_path: Path
+) -> None:
     ran = runner.inline(
         *flags, "--use-kl-loss", "--kl-loss-coef", "0.01", "--num-steps-per-rollout", 2,
         "--save", "saved", "--save-interval", 2, "--dump-details", "details",
     )  # fmt: skip
     assert ran.code == 0, ran.output
 
-    # Python files in the working directory of the run, and in that of the command, are not imported.
+    # Python files in the working directory of the run, and in that of the command, are not
+    # imported.
     config = Path(ran.folder) / "attempts.jsonl"
     started = Path(json.loads(config.read_text().splitlines()[0])["settled"]["working_directory"])
     for place in (started, Path(ran.folder)):
-        for name in ("signal.py", "sitecustomize.py", "flash_attn.py", "kernels.py", "numexpr.py", "evil.py"):
+        for name in (
+            "signal.py",
+            "sitecustomize.py",
+            "flash_attn.py",
+            "kernels.py",
+            "numexpr.py",
+            "evil.py",
+        ):
             (place / name).write_text(EVIL)
 
     def replay(*words: object) -> tuple[int, str]:
-        command = [sys.executable, "-P", "-m", "slime.cli.main", "replay", str(ran.folder), *map(str, words)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "slime.cli.main",
+            "replay",
+            str(ran.folder),
+            *map(str, words),
+        ]
         result = runner.finish(runner.spawn(command), "run")
         return result.code, result.output
 
@@ -50,7 +73,11 @@ def test_a_step_is_computed_again_and_a_changed_record_is_named(runner, flags, t
     assert not (started / "ran").exists() and not (Path(ran.folder) / "ran").exists()
     lines = config.read_text()
     settings = json.loads(lines)
-    settings["settings"] |= {"custom_tis_function_path": "evil.f", "use_tis": True, "loss_type": "policy_loss"}
+    settings["settings"] |= {
+        "custom_tis_function_path": "evil.f",
+        "use_tis": True,
+        "loss_type": "policy_loss",
+    }
     config.write_text(json.dumps(settings) + "\n")
     code, said = replay("--step", 2)
     named = f"custom_tis_function_path: evil.f ({started}/evil.py)"
@@ -70,11 +97,27 @@ def test_a_step_is_computed_again_and_a_changed_record_is_named(runner, flags, t
 
 @pytest.mark.long
 def test_steps_of_ppo_with_a_kl_penalty_are_replayed_with_both_roles(runner, flags) -> None:
-    """The critic's returns need the actor's log-probs, and the actor's advantages the critic's values."""
+    """The critic's returns need the actor's log-probs, and the actor's advantages the critic's
+    values.
+    """
     ppo = ["--advantage-estimator", "ppo", "--kl-coef", "0.1", "--num-rollout", 2]
     ran = runner.inline(*flags, *ppo, "--dump-details", "details")
     assert ran.code == 0, ran.output
-    assert all(row["perf/ref_log_probs_time"] > 0 and "train/critic-value_loss" in row for row in ran.metrics())
-    command = [sys.executable, "-m", "slime.cli.main", "replay", str(ran.folder), "--step", "1", "--through"]
+    assert all(
+        row["perf/ref_log_probs_time"] > 0 and "train/critic-value_loss" in row
+        for row in ran.metrics()
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "slime.cli.main",
+        "replay",
+        str(ran.folder),
+        "--step",
+        "1",
+        "--through",
+    ]
     result = runner.finish(runner.spawn(command), "run")
-    assert result.code == 0 and "equal: this step is the recorded one, bit for bit" in result.output, result.output
+    assert (
+        result.code == 0 and "equal: this step is the recorded one, bit for bit" in result.output
+    ), result.output

@@ -1,4 +1,6 @@
-"""The commands of the original specification, typed as they stand (seed_desk.py says how), to their end."""
+"""The commands of the original specification, typed as they stand (seed_desk.py says how), to their
+end.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,19 @@ def test_quick_start(desk: Desk) -> None:
 
 def test_grpo_and_tensorboard(desk: Desk) -> None:
     result = desk.train("grpo", before=MODEL_ARGS, save_interval=2)
-    assert "--eval-interval 50 has no data to evaluate" in result.output  # the specification names no evaluation data
-    assert (result.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    # the specification names no evaluation data
+    assert "--eval-interval 50 has no data to evaluate" in result.output
+    assert (
+        result.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    ).read_text().strip() == "1"
     from slime.engines.process import free_port
 
     port = free_port()
     desk.start(f"exec {TYPED['tensorboard']['text'].strip()} --port {port}")
-    assert any(name.startswith(result.folder.resolve().name) for name in answer(f"http://127.0.0.1:{port}/data/runs"))
+    assert any(
+        name.startswith(result.folder.resolve().name)
+        for name in answer(f"http://127.0.0.1:{port}/data/runs")
+    )
 
 
 def answer(url: str, seconds: float = 60) -> Any:
@@ -160,11 +168,14 @@ class Newest(RolloutDataSourceWithBuffer):
 
 
 def test_multi_turn_with_dynamic_sampling_and_a_buffer_of_ones_own(desk: Desk) -> None:
-    """The guide's hooks, row and filter; groups over 32 (4 here) come back from the buffer by the user's choice."""
+    """The guide's hooks, row and filter; groups over 32 (4 here) come back from the buffer by the
+    user's choice.
+    """
     desk.rows("train.jsonl", "multi_turn_row")
     desk.write("my_module.py", MY_MODULE)
     result = desk.train(
-        'python train.py "${ROLLOUT_ARGS[@]}" --prompt-data /path/to/train.jsonl --data-source-path my_module:Newest',
+        'python train.py "${ROLLOUT_ARGS[@]}" --prompt-data /path/to/train.jsonl '
+        "--data-source-path my_module:Newest",
         "multi_turn_hooks",
         "idle_gpu",
         before="ROLLOUT_ARGS=()\n" + TYPED["dynamic_sampling"]["text"],
@@ -224,7 +235,10 @@ def test_reward_model_class_and_data_source_classes(desk: Desk) -> None:
     """Both classes word for word; the user's file gives what they call."""
     desk.python("custom_rm.py", CUSTOM_RM, "reward_model", after=TOKENIZE)
     desk.python("my_source.py", MY_SOURCE, "data_source", after=CONCRETE)
-    flags = f"{TYPED['reward_model']['flag']} --rm-model-path {desk.model} --data-source-path my_source:Mine"
+    flags = (
+        f"{TYPED['reward_model']['flag']} --rm-model-path {desk.model} --data-source-path "
+        "my_source:Mine"
+    )
     result = desk.train(f"python train.py {flags}", "disaggregated")
     assert all(0 <= step["rollout/raw_reward"] <= 0.5 for step in result.metrics())
 
@@ -250,8 +264,8 @@ def test_the_recipe(desk: Desk) -> None:
 
 @pytest.mark.timeout(900)
 def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
-    """Two raylets on the loopback interface stand for two nodes; free ports, and Ray's files where a socket's path is
-    short. Ray asks whoever joins for its token."""
+    """Two raylets on the loopback interface stand for two nodes; free ports, and Ray's files where
+    a socket's path is short. Ray asks whoever joins for its token."""
     import secrets
     import shutil
     import tempfile
@@ -261,19 +275,27 @@ def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
     ports = {":6379": f":{free_port()}", ":8265": f":{free_port()}"}
     sockets = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     loopback = {"MASTER_ADDR": "127.0.0.2", "GLOO_SOCKET_IFNAME": "lo"}
-    loopback["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # Linux' default; slime.cluster sets 0 where a test imports it
+    # Linux' default; slime.cluster sets 0 where a test imports it
+    loopback["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
     loopback |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
-        # An agent whose port another cluster on this machine holds serves no jobs; only its log says so.
+        # An agent whose port another cluster on this machine holds serves no jobs; only its log
+        # says so.
         agent = " --dashboard-agent-listen-port "
-        more = f" --port {ports[':6379'][1:]} --dashboard-port {ports[':8265'][1:]} --temp-dir {sockets}"
+        more = (
+            f" --port {ports[':6379'][1:]} --dashboard-port {ports[':8265'][1:]} --temp-dir "
+            f"{sockets}"
+        )
         more += f"{agent}{free_port()}"
-        aside = " >ray.txt 2>&1 || { cat ray.txt; exit 1; }"  # its daemons would hold this test's pipe
+        # its daemons would hold this test's pipe
+        aside = " >ray.txt 2>&1 || { cat ray.txt; exit 1; }"
         desk.type(TYPED["ray_head"]["text"].rstrip() + more + aside, **loopback)
         worker = TYPED["ray_worker"]["text"].rstrip().replace(":6379", ports[":6379"])
         desk.type(f"{worker} --node-ip-address 127.0.0.3 {agent}{free_port()} {aside}", **loopback)
         text = TYPED["ray_submit"]["text"].replace(":8265", ports[":8265"])
-        text = text.replace('Megatron-LM/",\n... # e.g., no_proxy, API variables, etc.', 'Megatron-LM/"')
+        text = text.replace(
+            'Megatron-LM/",\n... # e.g., no_proxy, API variables, etc.', 'Megatron-LM/"'
+        )
         nodes = "--actor-num-nodes 8 --actor-num-gpus-per-node 8"
         assert all(words in TYPED["submit_multi_node"]["text"] for words in nodes.split(" --"))
         more = f"{nodes} --prompt-data /path/to/train.jsonl"
@@ -292,7 +314,9 @@ def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
             time.sleep(1)  # a node's agent comes up after `ray start` has returned
             result = desk.runner.finish(desk.start(command, **loopback), "latest", 400)
         assert result.code == 0 and "succeeded" in result.output, result.output
-        assert '"rollout/raw_reward"' in (desk.root / "outputs" / "job" / "metrics.jsonl").read_text()
+        assert (
+            '"rollout/raw_reward"' in (desk.root / "outputs" / "job" / "metrics.jsonl").read_text()
+        )
     finally:
         desk.runner.stop()
         shutil.rmtree(sockets, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""The converters of the original specification, typed as they stand, on tiny models of its families."""
+"""The converters of the original specification, typed as they stand, on tiny models of its
+families.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SMALL: dict[str, Any] = dict(
 
 @pytest.fixture
 def workshop(desk: Desk) -> Desk:
-    """Checkpoints where the specification has them; its Megatron-LM folder makes megatron-core run on the CPU."""
+    """Checkpoints where the specification has them; its Megatron-LM folder makes megatron-core run
+    on the CPU.
+    """
     import torch
     import transformers as t
 
@@ -37,7 +41,9 @@ def workshop(desk: Desk) -> Desk:
         torch.manual_seed(0)
         t.AutoModelForCausalLM.from_config(config).save_pretrained(desk.root / name)
         tokenizer.save_pretrained(desk.root / name)
-    (desk.root / "path/to/Megatron-LM").symlink_to(CHECKOUT / "tests" / "backends" / "megatron" / "cpu_site")
+    (desk.root / "path/to/Megatron-LM").symlink_to(
+        CHECKOUT / "tests" / "backends" / "megatron" / "cpu_site"
+    )
     return desk
 
 
@@ -58,7 +64,9 @@ def assert_same_tensors(left: Path, right: Path) -> None:
 
 @pytest.mark.long
 def test_glm4_there_training_and_back_by_both_ways(workshop: Desk) -> None:
-    """convert_hf_to_torch_dist → training that starts from it → convert_torch_dist_to_hf and convert_to_hf agree."""
+    """convert_hf_to_torch_dist → training that starts from it → convert_torch_dist_to_hf and
+    convert_to_hf agree.
+    """
     glm = workshop.root / "path/to/GLM-Z1-9B-0414"
     workshop.type(workshop.command("convert_glm4", hf_checkpoint=str(glm)))
     assert (glm.parent / f"{glm.name}_torch_dist").is_dir()
@@ -66,12 +74,18 @@ def test_glm4_there_training_and_back_by_both_ways(workshop: Desk) -> None:
     training = (
         "--hf-checkpoint /path/to/GLM-Z1-9B-0414 --ref-load /path/to/GLM-Z1-9B-0414_torch_dist "
         "--train-backend megatron --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2 "
-        "--prompt-data /path/to/data.jsonl "
-        "--rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 8 --rm-type random --lr 1e-3"
+        "--prompt-data /path/to/data.jsonl --rollout-batch-size 2 --n-samples-per-prompt 2 "
+        "--rollout-max-response-len 8 --rm-type random --lr 1e-3"
     )
     before = "source scripts/models/glm4-9B.sh\nexport PYTHONPATH=/path/to/Megatron-LM\n"
-    run = "python train.py ${MODEL_ARGS[@]} --save /path/to/torch_dist_ckpt --save-interval 1 --num-rollout 1"
-    scale = {"hf_checkpoint": str(glm), **dict.fromkeys(("num_rollout", "global_batch_size"), "as typed")}
+    run = (
+        "python train.py ${MODEL_ARGS[@]} --save /path/to/torch_dist_ckpt --save-interval 1 "
+        "--num-rollout 1"
+    )
+    scale = {
+        "hf_checkpoint": str(glm),
+        **dict.fromkeys(("num_rollout", "global_batch_size"), "as typed"),
+    }
     ranks = ("actor_num_gpus_per_node", "inline")  # two ranks of Megatron are processes
     same = dict.fromkeys((*ranks, "rollout_batch_size", "rollout_max_response_len"), "as typed")
     workshop.type(workshop.command(f"{before}{run} {training}", **scale, **same), timeout=500)
@@ -84,8 +98,13 @@ def test_glm4_there_training_and_back_by_both_ways(workshop: Desk) -> None:
     by_trainer = TYPED["convert_by_trainer"]["text"].replace(
         "... # Other training args", "${MODEL_ARGS[@]} --ckpt-format torch " + training
     )
-    workshop.type(workshop.command(before + by_trainer, **scale, **same), NUM_GPU="2", GLOO_SOCKET_IFNAME="lo")
-    ways = [workshop.root / "path/to/GLM-Z1-9B-0414-iter_0000000", workshop.root / "your/converted/hf_ckpt"]
+    workshop.type(
+        workshop.command(before + by_trainer, **scale, **same), NUM_GPU="2", GLOO_SOCKET_IFNAME="lo"
+    )
+    ways = [
+        workshop.root / "path/to/GLM-Z1-9B-0414-iter_0000000",
+        workshop.root / "your/converted/hf_ckpt",
+    ]
     assert_same_tensors(*ways)
     assert json.loads((ways[0] / "config.json").read_text())["model_type"] == "glm4"
     start, end = tensors(glm), tensors(ways[0])
@@ -98,14 +117,22 @@ def test_two_nodes_convert_together(workshop: Desk) -> None:
 
     moe = workshop.root / "path/to/GLM-4.5-355B-A32B"
     text = workshop.command("convert_two_nodes", hf_checkpoint=str(moe))
-    text = text.replace("--nproc-per-node 8", "--nproc-per-node 1").replace("12345", str(free_port()))
+    text = text.replace("--nproc-per-node 8", "--nproc-per-node 1").replace(
+        "12345", str(free_port())
+    )
     env = {"MASTER_ADDR": "127.0.0.1", "BASE_DIR": str(moe.parent), "GLOO_SOCKET_IFNAME": "lo"}
     nodes = [workshop.start(text, NODE_RANK=str(rank), **env) for rank in range(2)]
     results = [workshop.runner.finish(node, "latest") for node in nodes]
-    assert [result.code for result in results] == [0, 0], "\n".join(result.output for result in results)
+    assert [result.code for result in results] == [0, 0], "\n".join(
+        result.output for result in results
+    )
     assert "written by 2 process(es)" in results[0].output
-    back = workshop.local(TYPED["convert_back"]["text"]).replace("torch_dist_ckpt/iter_xxx", f"{moe.name}_torch_dist")
-    workshop.type(back.replace("GLM-Z1-9B-0414-iter_xxx", "again").replace("GLM-Z1-9B-0414", moe.name))
+    back = workshop.local(TYPED["convert_back"]["text"]).replace(
+        "torch_dist_ckpt/iter_xxx", f"{moe.name}_torch_dist"
+    )
+    workshop.type(
+        back.replace("GLM-Z1-9B-0414-iter_xxx", "again").replace("GLM-Z1-9B-0414", moe.name)
+    )
     assert_same_tensors(moe, moe.parent / "again")
 
 
@@ -118,4 +145,7 @@ def test_qwen3_converts_for_the_quick_start(workshop: Desk) -> None:
     vocabulary = len(t.AutoTokenizer.from_pretrained(workshop.model))
     t.Qwen3ForCausalLM(t.Qwen3Config(**SMALL, vocab_size=vocabulary)).save_pretrained(model)
     result = workshop.type(workshop.command("convert_qwen3", hf_checkpoint=str(model)))
-    assert "qwen3, 4 layers" in result.output and (workshop.root / "path/to/Qwen3-4B_torch_dist").is_dir()
+    assert (
+        "qwen3, 4 layers" in result.output
+        and (workshop.root / "path/to/Qwen3-4B_torch_dist").is_dir()
+    )

@@ -19,9 +19,13 @@ from seed_desk import CHECKOUT, TYPED
 @pytest.mark.slow
 @pytest.mark.seeds
 def test_pip_installs_as_typed(tmp_path: Path) -> None:
-    """All three commands, in an environment that sees the packages of this one; nothing may be downloaded."""
+    """All three commands, in an environment that sees the packages of this one; nothing may be
+    downloaded.
+    """
     checkout, env = tmp_path / "slime", tmp_path / "env"
-    shutil.copytree(CHECKOUT / "slime", checkout / "slime", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        CHECKOUT / "slime", checkout / "slime", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "requirements.txt", "train.py"):
         shutil.copy(CHECKOUT / name, checkout / name)
     subprocess.run([sys.executable, "-m", "venv", str(env)], check=True, timeout=120)
@@ -29,13 +33,23 @@ def test_pip_installs_as_typed(tmp_path: Path) -> None:
     for own in [*site.glob("setuptools*"), *site.glob("_distutils_hack")]:  # too old to build slime
         shutil.rmtree(own)
     (site / "these.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHONPATH"))}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PIP_", "PYTHONPATH"))
+    }
     environment |= {"PATH": f"{env / 'bin'}{os.pathsep}{os.environ['PATH']}", "PIP_NO_INDEX": "1"}
-    environment |= {"PIP_NO_BUILD_ISOLATION": "0", "PIP_CONFIG_FILE": os.devnull}  # 0: it is a negative
+    # 0: it is a negative
+    environment |= {"PIP_NO_BUILD_ISOLATION": "0", "PIP_CONFIG_FILE": os.devnull}
     text = TYPED["install_in_container"]["text"] + TYPED["install_from_source"]["text"]
     text += "cd /\npython -c 'import slime; print(slime.__file__)'\nslime --help\n"
     done = subprocess.run(
-        ["bash", "-ec", text], cwd=checkout, env=environment, capture_output=True, text=True, timeout=300
+        ["bash", "-ec", text],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(checkout / "slime" / "__init__.py") in done.stdout and "fetch-model" in done.stdout
@@ -52,10 +66,26 @@ def test_the_hub_client_knows_the_command() -> None:
 
 def test_the_model_scripts_are_listed() -> None:
     listed = subprocess.run(
-        ["bash", "-c", TYPED["list_models"]["text"]], cwd=CHECKOUT, capture_output=True, text=True, timeout=30
+        ["bash", "-c", TYPED["list_models"]["text"]],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=30,
     ).stdout.split()
-    assert {"glm4-9B.sh", "qwen3-4B.sh", "qwen3-30B-A3B.sh", "deepseek-v3.sh", "llama3-8B.sh"} <= set(listed)
-    assert {"llama3-70B.sh", "qwen3-8B.sh", "glm4.5-355B-A32B.sh", "kimi-k2.sh", "moonlight.sh"} <= set(listed)
+    assert {
+        "glm4-9B.sh",
+        "qwen3-4B.sh",
+        "qwen3-30B-A3B.sh",
+        "deepseek-v3.sh",
+        "llama3-8B.sh",
+    } <= set(listed)
+    assert {
+        "llama3-70B.sh",
+        "qwen3-8B.sh",
+        "glm4.5-355B-A32B.sh",
+        "kimi-k2.sh",
+        "moonlight.sh",
+    } <= set(listed)
 
 
 def test_pre_commit_runs_what_ci_runs() -> None:
@@ -65,10 +95,14 @@ def test_pre_commit_runs_what_ci_runs() -> None:
     for entry in entries:
         assert entry.startswith("python -m ") and f'"$python" {entry.removeprefix("python ")}' in ci
         module = entry.split()[2]
-        subprocess.run([sys.executable, "-m", module, "--version"], check=True, timeout=60, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", module, "--version"], check=True, timeout=60, capture_output=True
+        )
 
 
-def test_the_search_examples_logic_is_where_the_guide_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_examples_logic_is_where_the_guide_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from slime.config.hooks import load_function
 
     monkeypatch.delitem(sys.modules, "generate_with_search", raising=False)  # of another test

@@ -1,7 +1,8 @@
-"""``train.py`` with real megatron-core and real SGLang together, on the CPU: the pair that a GPU run uses by default.
+"""``train.py`` with real megatron-core and real SGLang together, on the CPU: the pair that a GPU
+run uses by default.
 
-Every sync is audited, and the first one is repeated over overwritten weights, so a tensor that was not written, on
-whatever rank, ends the run.
+Every sync is audited, and the first one is repeated over overwritten weights, so a tensor that was
+not written, on whatever rank, ends the run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def tiny_moe(save_tiny: Callable[..., Path]) -> Path:
 
 def on_sglang(flags: list[object], model: Path | None = None) -> list[object]:
     """The same run with SGLang servers, and on another model where one is given."""
-    changed: dict[str, object] = {"--rollout-backend": "sglang"} | ({"--hf-checkpoint": model} if model else {})
+    changed: dict[str, object] = {"--rollout-backend": "sglang"} | (
+        {"--hf-checkpoint": model} if model else {}
+    )
     flags = list(flags)
     for name, value in changed.items():
         flags[flags.index(name) + 1] = value

@@ -1,4 +1,6 @@
-"""``train.py`` with real SGLang on the CPU: servers of its own behind a router, and one that runs already."""
+"""``train.py`` with real SGLang on the CPU: servers of its own behind a router, and one that runs
+already.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from slime.engines.process import EngineProcess
 
 pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(1300)]
 
-# As the original specification types them, but for the context length, which is that of the tiny model. Its
-# --sglang-cuda-graph-bs needs CUDA.
+# As the original specification types them, but for the context length, which is that of the tiny
+# model. Its --sglang-cuda-graph-bs needs CUDA.
 OF_THE_SEEDS = (
     "--sglang-mem-fraction-static", 0.8, "--sglang-context-length", 512, "--sglang-log-level", "INFO",
     "--sglang-server-concurrency", 160,
@@ -25,11 +27,21 @@ OF_THE_SEEDS = (
 def sglang_flags(flags: list[object]) -> list[object]:
     at = flags.index("--rollout-backend") + 1
     assert flags[at] == "embedded"
-    return [*flags[:at], "sglang", *flags[at + 1 :], "--sglang-device", "cpu", "--sglang-max-total-tokens", 8192]
+    return [
+        *flags[:at],
+        "sglang",
+        *flags[at + 1 :],
+        "--sglang-device",
+        "cpu",
+        "--sglang-max-total-tokens",
+        8192,
+    ]
 
 
 def assert_trained(result, steps: int) -> None:
-    """All steps were made, with tokens whose log-probs are those of the weights that the trainer has."""
+    """All steps were made, with tokens whose log-probs are those of the weights that the trainer
+    has.
+    """
     assert result.code == 0, result.output
     rows = result.metrics()
     assert len(rows) == steps
@@ -42,21 +54,31 @@ def assert_trained(result, steps: int) -> None:
 
 def test_grpo_over_two_servers_and_the_router(runner, sglang_flags: list[object]) -> None:
     result = runner.run(
-        *sglang_flags, "--rollout-num-gpus", 2, "--router-policy", "round_robin", *OF_THE_SEEDS, timeout=600
+        *sglang_flags,
+        "--rollout-num-gpus",
+        2,
+        "--router-policy",
+        "round_robin",
+        *OF_THE_SEEDS,
+        timeout=600,
     )
     assert_trained(result, 3)
     for number in range(2):
         log = (result.folder / "logs" / f"engine-{number}.log").read_text()
         assert "/generate" in log or "Prefill batch" in log, log[-2000:]
-        for setting in ("'mem_fraction_static': 0.8", "'context_length': 512", "'log_level': 'INFO'"):
+        for setting in (
+            "'mem_fraction_static': 0.8",
+            "'context_length': 512",
+            "'log_level': 'INFO'",
+        ):
             assert setting in log, setting
     assert runner.wait_gone() == []
 
 
 @pytest.mark.parametrize("how", [pytest.param("merged", marks=pytest.mark.long), "adapter"])
 def test_an_adapter_reaches_a_server(runner, sglang_flags: list[object], how: str) -> None:
-    """The server's log-probs are those of the trainer only if every update merges the adapter, or if every version of
-    it is loaded and every request names it."""
+    """The server's log-probs are those of the trainer only if every update merges the adapter, or
+    if every version of it is loaded and every request names it."""
     result = runner.inline(*sglang_flags, "--lora-rank", 8, "--lr", "1e-2", "--lora-sync", how)
     assert_trained(result, 3)
     log = (result.folder / "logs" / "engine-0.log").read_text()
@@ -65,7 +87,9 @@ def test_an_adapter_reaches_a_server(runner, sglang_flags: list[object], how: st
 
 
 @pytest.mark.long
-def test_a_flag_that_sglang_refuses_ends_the_run_before_an_engine_starts(runner, sglang_flags: list[object]) -> None:
+def test_a_flag_that_sglang_refuses_ends_the_run_before_an_engine_starts(
+    runner, sglang_flags: list[object]
+) -> None:
     result = runner.inline(*sglang_flags, "--sglang-attention-backend", "abacus")
     assert result.code == 2
     assert "--sglang-attention-backend: invalid choice: 'abacus'" in result.output
@@ -106,7 +130,9 @@ def test_a_server_that_runs_already_gets_weights_by_disk_and_lives_on(
 def test_new_weights_go_through_a_standing_pool(
     runner, sglang_flags: list[object], long_answers: str, tmp_path: Path, mode: str
 ) -> None:
-    """Answers of 400 tokens meet the updates; each token's log-prob stays near that of the weights it names."""
+    """Answers of 400 tokens meet the updates; each token's log-prob stays near that of the weights
+    it names.
+    """
 
     from slime.data.sample import flatten
     from slime.data.staleness import token_staleness
@@ -123,8 +149,15 @@ def test_new_weights_go_through_a_standing_pool(
     divided = 0
     for step in range(steps):
         for sample in flatten(load_rollout(str(dump), step)):
-            assert sample.version_spans[-1][2] == sample.response_length == len(sample.rollout_log_probs)
-            assert token_staleness(sample, step).min() >= 0 and token_staleness(sample, step).max() <= 2
+            assert (
+                sample.version_spans[-1][2]
+                == sample.response_length
+                == len(sample.rollout_log_probs)
+            )
+            assert (
+                token_staleness(sample, step).min() >= 0
+                and token_staleness(sample, step).max() <= 2
+            )
             divided += len(sample.version_spans) > 1
     assert divided, "an update went through while samples were generated"
     assert all(row["perf/audit_logprob_diff"] < 1e-3 for row in result.metrics())

@@ -1,4 +1,6 @@
-"""The geo3k example of several turns, with real SGLang on the CPU: images from the rows to engine and trainer."""
+"""The geo3k example of several turns, with real SGLang on the CPU: images from the rows to engine
+and trainer.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ from figure_samples import geometry, save_model
 pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(1300)]
 
 
-@pytest.mark.parametrize("architecture", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "architecture", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)]
+)
 def test_the_second_look_with_real_sglang(runner, architecture: str, tmp_path: Path) -> None:
     model = save_model(architecture, tmp_path / "model", warm_up_steps=12)  # some answers are right
     look, data = EXAMPLES / "geo3k_vlm_multi_turn", tmp_path / "geometry"
-    train, held_out = (geometry.write_rows(data, name, n, seed=1) for name, n in (("train", 16), ("eval", 4)))
+    train, held_out = (
+        geometry.write_rows(data, name, n, seed=1) for name, n in (("train", 16), ("eval", 4))
+    )
     result = runner.run(
         "--hf-checkpoint", model, "--prompt-data", train, "--multimodal-keys", '{"image": "images"}',
         "--custom-generate-function-path", f"{look / 'second_look.py'}:generate", "--max-turns", 2,

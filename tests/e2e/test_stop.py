@@ -1,4 +1,6 @@
-"""SIGTERM to all processes of a run's process group, as ``timeout``, ``kill -- -PGID`` and batch systems send it."""
+"""SIGTERM to all processes of a run's process group, as ``timeout``, ``kill -- -PGID`` and batch
+systems send it.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,24 @@ def in_trainer(args, rollout_id, rollout_data):
 
 @pytest.fixture
 def begin(runner, flags, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Start a run whose rollouts and training steps each announce themselves and take two seconds."""
+    """Start a run whose rollouts and training steps each announce themselves and take two
+    seconds.
+    """
     hooks = tmp_path / "hooks.py"
     hooks.write_text(HOOKS)
     hooked = ["--custom-generate-function-path", f"{hooks}:generate"]
     hooked += ["--rollout-data-postprocess-path", f"{hooks}:in_trainer"]
 
     def start(script: str = "train.py", ranks: int = 1, *more: object) -> subprocess.Popen[str]:
-        words = [*flags, *hooked, "--actor-num-gpus-per-node", ranks, "--save", tmp_path / "saved", *more]
+        words = [
+            *flags,
+            *hooked,
+            "--actor-num-gpus-per-node",
+            ranks,
+            "--save",
+            tmp_path / "saved",
+            *more,
+        ]
         return runner.start("--run-name", "run", *words, "--num-rollout", 200, script=script)
 
     return start
@@ -92,16 +104,21 @@ FURTHER = pytest.mark.long
 
 
 @pytest.mark.parametrize(
-    ("script", "ranks", "phase"), [cell if cell in ALWAYS else pytest.param(*cell, marks=FURTHER) for cell in CELLS]
+    ("script", "ranks", "phase"),
+    [cell if cell in ALWAYS else pytest.param(*cell, marks=FURTHER) for cell in CELLS],
 )
-def test_a_signal_to_the_process_group_saves_and_ends_in_order(runner, begin, tmp_path, script, ranks, phase) -> None:
+def test_a_signal_to_the_process_group_saves_and_ends_in_order(
+    runner, begin, tmp_path, script, ranks, phase
+) -> None:
     more = ["--save-interval", 1 if phase == "save" else 150]
     process = begin(script, ranks, *more)
     signal_when(process, arrives(phase, tmp_path))
     assert_saved_in_order(runner, process)
 
 
-def test_the_second_signal_to_the_process_group_ends_the_run_at_once(runner, begin, tmp_path) -> None:
+def test_the_second_signal_to_the_process_group_ends_the_run_at_once(
+    runner, begin, tmp_path
+) -> None:
     """With a supervisor, which gets both signals as well and forwards them."""
     process = begin("train.py", 1, "--max-restarts", 1)
     signal_when(process, arrives("train", tmp_path))
@@ -115,11 +132,17 @@ def test_the_second_signal_to_the_process_group_ends_the_run_at_once(runner, beg
 
 
 @pytest.mark.parametrize(
-    "role", [*(pytest.param(role, marks=FURTHER) for role in ("gcs_server", "raylet")), "ray::RolloutManager"]
+    "role",
+    [
+        *(pytest.param(role, marks=FURTHER) for role in ("gcs_server", "raylet")),
+        "ray::RolloutManager",
+    ],
 )
 def test_a_signal_to_the_process_group_during_the_start_ends_the_run(runner, begin, role) -> None:
     process = begin("train.py", 1)
-    signal_when(process, lambda: [one for one in runner.alive() if one.name().startswith(role[:15])])
+    signal_when(
+        process, lambda: [one for one in runner.alive() if one.name().startswith(role[:15])]
+    )
     result = runner.finish(process, "run")
     assert result.code == 143, result.output
     assert "Traceback" not in result.output

@@ -22,7 +22,9 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
 def _depends_on_the_clock(name: str) -> bool:
-    """Seconds, and how much of a prompt was cached: that is a matter of which request came first."""
+    """Seconds, and how much of a prompt was cached: that is a matter of which request came
+    first.
+    """
     return name.startswith(("perf/", "time")) or "cached_tokens" in name or "prefix_cache" in name
 
 
@@ -37,7 +39,9 @@ def same_numbers(left: list[dict], right: list[dict]) -> list[str]:
     for step, (a, b) in enumerate(zip(left, right, strict=True)):
         keys = {key for key in a.keys() | b.keys() if not _depends_on_the_clock(key)}
         differ += [
-            f"step {step} {key}: {a.get(key)} != {b.get(key)}" for key in sorted(keys) if a.get(key) != b.get(key)
+            f"step {step} {key}: {a.get(key)} != {b.get(key)}"
+            for key in sorted(keys)
+            if a.get(key) != b.get(key)
         ]
     return differ
 
@@ -71,13 +75,16 @@ def digests(snapshot: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_run_leaves_what_it_promises_and_no_process(runner, flags, prompts) -> None:
-    result = runner.run(*flags, "--eval-interval", 2, "--eval-prompt-data", "letters", prompts, "--save-interval", 3)
+    result = runner.run(
+        *flags, "--eval-interval", 2, "--eval-prompt-data", "letters", prompts, "--save-interval", 3
+    )
     assert_good(result)
     steps = result.metrics()
     assert [row["rollout/step"] for row in steps] == [0, 1, 2]
     for row in steps:
         assert math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
-        assert row["train/train_rollout_logprob_abs_diff"] < 1e-4  # engine and trainer agree in fp32
+        # engine and trainer agree in fp32
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
     assert [row["eval/step"] for row in result.metrics("eval/step")] == [0, 2, 3]
     folder = result.folder
     summary = json.loads((folder / "summary.json").read_text())
@@ -85,7 +92,9 @@ def test_a_run_leaves_what_it_promises_and_no_process(runner, flags, prompts) ->
     started = re.search(r"^  start +([\d.]+) s$", result.output, re.MULTILINE)
     assert started, result.output
     stepping = sum(row["perf/step_time"] for row in steps)
-    assert stepping + float(started[1]) <= summary["seconds_total"] + 0.1, "no step counts the time of the start"
+    assert stepping + float(started[1]) <= summary["seconds_total"] + 0.1, (
+        "no step counts the time of the start"
+    )
     assert (folder / "config.yaml").is_file()
     state = read_state(folder)
     assert state is not None and (state.status, state.error) == ("completed", "")
@@ -97,19 +106,36 @@ def test_a_run_leaves_what_it_promises_and_no_process(runner, flags, prompts) ->
 
 @pytest.mark.slow
 def test_two_ranks_and_two_engines_behind_the_router(runner, flags) -> None:
-    """And none of their processes listens where another machine could reach it, or answers without the run's key."""
+    """And none of their processes listens where another machine could reach it, or answers without
+    the run's key.
+    """
     process = runner.start(
-        "--run-name", "run", *flags, "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 2, "--num-rollout", 2
+        "--run-name",
+        "run",
+        *flags,
+        "--actor-num-gpus-per-node",
+        2,
+        "--rollout-num-gpus",
+        2,
+        "--num-rollout",
+        2,
     )
     listening: dict[str, set[str]] = {}
     answers: dict[str, int] = {}
     keys: set[str] = set()
-    asked = {"slime.plugins.embedded.server": "server_info", "slime.engines.router_server": "workers"}
+    asked = {
+        "slime.plugins.embedded.server": "server_info",
+        "slime.engines.router_server": "workers",
+    }
     metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and len(answers) == 3):
         for each in runner.alive():
             with contextlib.suppress(psutil.Error):
-                found = {c.laddr.ip for c in each.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+                found = {
+                    c.laddr.ip
+                    for c in each.net_connections("tcp")
+                    if c.status == psutil.CONN_LISTEN
+                }
                 listening.setdefault(each.name(), set()).update(found)
                 words = each.cmdline()
                 path = next((asked[word] for word in words if word in asked), None)
@@ -119,15 +145,22 @@ def test_two_ranks_and_two_engines_behind_the_router(runner, flags) -> None:
                     with contextlib.suppress(OSError):
                         answers[url] = request_blocking("GET", url)[0]
         time.sleep(0.5)
-    if process.poll() is None:  # the start of the driver and of the rollout manager would take two seconds longer
+    # the start of the driver and of the rollout manager would take two seconds longer
+    if process.poll() is None:
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
-        managers = [each for each in runner.alive() if "".join(command_line(each)).startswith("ray::RolloutManager")]
+        managers = [
+            each
+            for each in runner.alive()
+            if "".join(command_line(each)).startswith("ray::RolloutManager")
+        ]
         for each in managers:
             with contextlib.suppress(OSError):  # it may have ended meanwhile
                 assert "libtorch" not in Path(f"/proc/{each.pid}/maps").read_text()
     result = runner.finish(process, "run")
     assert {"ray::TrainActor", "gcs_server"} <= {name for name, found in listening.items() if found}
-    addresses = {address.removeprefix("::ffff:") for found in listening.values() for address in found}
+    addresses = {
+        address.removeprefix("::ffff:") for found in listening.values() for address in found
+    }
     assert addresses <= {"127.0.0.1", "::1"}, listening
     assert len(answers) == 3 and set(answers.values()) == {401}, answers
     (key,) = keys
@@ -143,8 +176,19 @@ def test_two_ranks_and_two_engines_behind_the_router(runner, flags) -> None:
 @pytest.mark.long
 def test_replicas_of_the_model_give_their_weights_to_the_engines_beside_them(runner, flags) -> None:
     """Colocated, each of the two ranks sends to an engine of its own."""
-    given = ["--fsdp-shard-size", 1, "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 2, "--num-rollout", 2]
-    result = runner.run(*flags, *given, "--colocate", "--save", runner.tmp / "saved", "--save-interval", 2)
+    given = [
+        "--fsdp-shard-size",
+        1,
+        "--actor-num-gpus-per-node",
+        2,
+        "--rollout-num-gpus",
+        2,
+        "--num-rollout",
+        2,
+    ]
+    result = runner.run(
+        *flags, *given, "--colocate", "--save", runner.tmp / "saved", "--save-interval", 2
+    )
     assert_good(result)
     assert max(row["train/train_rollout_logprob_abs_diff"] for row in result.metrics()) < 1e-4
     (snapshot,) = (runner.tmp / "saved").glob("iter_*/actor/dcp")
@@ -154,7 +198,9 @@ def test_replicas_of_the_model_give_their_weights_to_the_engines_beside_them(run
 
 
 @pytest.mark.slow
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(runner, flags, prompts) -> None:
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    runner, flags, prompts
+) -> None:
     flags = [*flags, "--deterministic", "--num-rollout", 4, "--save-interval", 1]
     flags += ["--eval-interval", 2, "--eval-prompt-data", "letters", prompts]
     whole = runner.inline(*flags, "--save", runner.tmp / "whole", name="whole")
@@ -181,7 +227,11 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(runner
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "placement", [pytest.param([], id="apart", marks=pytest.mark.long), pytest.param(["--colocate"], id="colocated")]
+    "placement",
+    [
+        pytest.param([], id="apart", marks=pytest.mark.long),
+        pytest.param(["--colocate"], id="colocated"),
+    ],
 )
 def test_sigterm_saves_and_ends_in_order(runner, flags, placement) -> None:
     saved = runner.tmp / "saved"
@@ -201,7 +251,9 @@ def test_sigterm_saves_and_ends_in_order(runner, flags, placement) -> None:
 
 
 def epochs(flags: list[object]) -> list[object]:
-    """Two epochs of 16 prompts in rollouts of 4, with a decay: the trainers must know their number of steps."""
+    """Two epochs of 16 prompts in rollouts of 4, with a decay: the trainers must know their number
+    of steps.
+    """
     at = flags.index("--num-rollout")
     return [*flags[:at], *flags[at + 2 :], "--num-epoch", 2, "--lr-decay-style", "cosine"]
 
@@ -212,13 +264,16 @@ DECAY = [1e-3 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)]
 
 @pytest.mark.slow
 def test_the_loop_with_a_reference_an_old_actor_and_a_decay(runner, flags) -> None:
-    result = runner.inline(*epochs(flags), "--use-kl-loss", "--kl-loss-coef", "0.001", "--keep-old-actor")
+    result = runner.inline(
+        *epochs(flags), "--use-kl-loss", "--kl-loss-coef", "0.001", "--keep-old-actor"
+    )
     assert_good(result)
     rows = result.metrics()
     assert [row["train/lr-pg_0"] for row in rows] == pytest.approx(DECAY)
     assert "learning rate of the" not in result.output
     assert abs(rows[0]["train/kl_loss"]) < 1e-6 < abs(rows[1]["train/kl_loss"])
-    for row in rows:  # with one optimizer step a rollout, the policy that trains is the one that sampled
+    # with one optimizer step a rollout, the policy that trains is the one that sampled
+    for row in rows:
         assert abs(row["train/ppo_kl"]) < 1e-6 and row["train/pg_clipfrac"] == 0.0
         assert row["train/grad_norm"] > 0
 
@@ -246,9 +301,11 @@ def test_the_asynchronous_loop_trains_in_order_within_its_bound(runner, flags) -
     ],
     ids=["two-steps", "asynchronous", "interval-2", "always-fresh"],
 )
-def test_the_old_log_probs_are_those_of_the_weights_that_made_the_samples(runner, flags, script, more) -> None:
-    """A rollout that is made while the one before trains is of the weights before the update between them, and so are
-    the old log-probs: they equal those that the engine gave."""
+def test_the_old_log_probs_are_those_of_the_weights_that_made_the_samples(
+    runner, flags, script, more
+) -> None:
+    """A rollout that is made while the one before trains is of the weights before the update
+    between them, and so are the old log-probs: they equal those that the engine gave."""
     result = runner.inline(*flags, "--keep-old-actor", "--num-rollout", 5, *more, script=script)
     assert_good(result)
     for row in result.metrics():
@@ -257,17 +314,34 @@ def test_the_old_log_probs_are_those_of_the_weights_that_made_the_samples(runner
 
 
 @pytest.mark.slow
-def test_a_run_resumed_between_two_updates_goes_on_with_the_weights_of_its_engines(runner, flags) -> None:
-    """One rollout was generated ahead. The next one, of the same weights, is generated after the resume."""
+def test_a_run_resumed_between_two_updates_goes_on_with_the_weights_of_its_engines(
+    runner, flags
+) -> None:
+    """One rollout was generated ahead. The next one, of the same weights, is generated after the
+    resume.
+    """
     saved = runner.tmp / "saved"
-    flags = [*flags, "--keep-old-actor", "--update-weights-interval", 3, "--num-rollout", 6, "--save", saved]
+    flags = [
+        *flags,
+        "--keep-old-actor",
+        "--update-weights-interval",
+        3,
+        "--num-rollout",
+        6,
+        "--save",
+        saved,
+    ]
     flags += ["--save-interval", 1]
     whole = runner.inline(*flags, name="whole", script="train_async.py")
-    resumed = runner.inline(*flags, "--load", saved, "--ckpt-step", 3, name="resumed", script="train_async.py")
+    resumed = runner.inline(
+        *flags, "--load", saved, "--ckpt-step", 3, name="resumed", script="train_async.py"
+    )
     for result in (whole, resumed):
         assert_good(result)
         for row in result.metrics():
-            assert row["rollout/log_probs"] == pytest.approx(row["rollout/rollout_log_probs"], abs=1e-4)
+            assert row["rollout/log_probs"] == pytest.approx(
+                row["rollout/rollout_log_probs"], abs=1e-4
+            )
     assert same_numbers(resumed.metrics()[-2:], whole.metrics()[-2:]) == []
 
 
@@ -282,7 +356,9 @@ def test_ppo_trains_a_critic(runner, flags) -> None:
 @pytest.mark.slow
 @pytest.mark.long  # test_seed_commands.py has one of two nodes
 def test_joins_a_cluster_that_ray_start_made(runner, flags, tmp_path_factory) -> None:
-    """`ray start --head` on this machine stands for a cluster; the run leaves it alive and empty."""
+    """`ray start --head` on this machine stands for a cluster; the run leaves it alive and
+    empty.
+    """
     import shutil
     import subprocess
     import sys
@@ -290,13 +366,34 @@ def test_joins_a_cluster_that_ray_start_made(runner, flags, tmp_path_factory) ->
 
     from slime.engines.process import free_port
 
-    port, sockets = free_port(), tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets want a short path
-    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--node-ip-address", "127.0.0.1"]
-    command += ["--port", port, "--num-cpus", 2, "--include-dashboard", "false", "--temp-dir", sockets, "--block"]
+    # sockets want a short path
+    port, sockets = free_port(), tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    command = [
+        Path(sys.executable).with_name("ray"),
+        "start",
+        "--head",
+        "--node-ip-address",
+        "127.0.0.1",
+    ]
+    command += [
+        "--port",
+        port,
+        "--num-cpus",
+        2,
+        "--include-dashboard",
+        "false",
+        "--temp-dir",
+        sockets,
+        "--block",
+    ]
     loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "SLIME_TEST_RUN": runner.marker}
-    head = subprocess.Popen([*map(str, command)], env={**os.environ, **loopback}, stdout=subprocess.DEVNULL)
+    head = subprocess.Popen(
+        [*map(str, command)], env={**os.environ, **loopback}, stdout=subprocess.DEVNULL
+    )
     try:
-        result = runner.run(*flags, "--num-rollout", 1, env={"RAY_ADDRESS": f"127.0.0.1:{port}", **loopback})
+        result = runner.run(
+            *flags, "--num-rollout", 1, env={"RAY_ADDRESS": f"127.0.0.1:{port}", **loopback}
+        )
         assert_good(result)
         assert len(result.metrics()) == 1
         left = [p for p in runner.alive() if "embedded.server" in " ".join(p.cmdline())]
@@ -309,7 +406,9 @@ def test_joins_a_cluster_that_ray_start_made(runner, flags, tmp_path_factory) ->
 
 def test_bad_input_is_reported_together_before_any_process_starts(runner, flags, prompts) -> None:
     prompts.write_text('{"prompt": "a", "label": "b"}\n{"prompt": broken\n')
-    result = runner.inline(*flags, "--global-batch-size", 7, "--rolout-temperature", 1, "--hf-checkpoint", "nowhere")
+    result = runner.inline(
+        *flags, "--global-batch-size", 7, "--rolout-temperature", 1, "--hf-checkpoint", "nowhere"
+    )
     assert result.code == 2
     assert "--rollout-temperature" in result.output  # the suggestion
     without_typo = runner.inline(*flags, "--global-batch-size", 7, "--hf-checkpoint", "nowhere")

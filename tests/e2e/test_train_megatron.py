@@ -1,4 +1,6 @@
-"""train.py with real megatron-core on the CPU: two ranks, the embedded engine, every weight sync audited."""
+"""train.py with real megatron-core on the CPU: two ranks, the embedded engine, every weight sync
+audited.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,17 @@ ADAPTER = ["--lora-rank", 4, "--lr", 1e-3]
 
 
 def trains_as_fsdp(runner, flags: list[object], *more: object) -> Path:
-    """Same samples (the engine is deterministic), same losses, until rounding has changed a sampled token.
+    """Same samples (the engine is deterministic), same losses, until rounding has changed a sampled
+    token.
 
     Returns the folder of the run with two ranks.
     """
     common = [*flags, "--num-rollout", 2, "--check-weight-update-equal"]
     one = runner.inline(*common, name="fsdp")
     assert one.code == 0, one.output
-    two = runner.run(*common, "--actor-num-gpus-per-node", 2, *more, *on_cpu(), name="megatron", timeout=600)
+    two = runner.run(
+        *common, "--actor-num-gpus-per-node", 2, *more, *on_cpu(), name="megatron", timeout=600
+    )
     assert two.code == 0, two.output
     ours, theirs = two.metrics(), one.metrics()
     assert len(ours) == len(theirs) == 2
@@ -49,24 +54,38 @@ def trains_as_fsdp(runner, flags: list[object], *more: object) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [("--pipeline-model-parallel-size", []), ("--tensor-model-parallel-size", ADAPTER)],  # only the factors are sent
+    # only the factors are sent
+    [("--pipeline-model-parallel-size", []), ("--tensor-model-parallel-size", ADAPTER)],
 )
 def test_two_ranks_train_as_one_of_fsdp(runner, flags, layout: str, more: list[object]) -> None:
     trains_as_fsdp(runner, [*flags, *more], layout, 2)
 
 
-def test_two_ranks_train_as_one_of_fsdp_and_their_step_is_replayed_by_them_and_by_one(runner, flags) -> None:
+def test_two_ranks_train_as_one_of_fsdp_and_their_step_is_replayed_by_them_and_by_one(
+    runner, flags
+) -> None:
     kept = ["--save", "saved", "--save-interval", 1, "--dump-details", "details"]
     folder = trains_as_fsdp(runner, flags, "--tensor-model-parallel-size", 2, *kept)
 
     def replay(*words: object) -> str:
-        command = [sys.executable, "-m", "slime.cli.main", "replay", str(folder), "--step", "1", *map(str, words)]
+        command = [
+            sys.executable,
+            "-m",
+            "slime.cli.main",
+            "replay",
+            str(folder),
+            "--step",
+            "1",
+            *map(str, words),
+        ]
         command += on_cpu()[2:]  # a run records no values of --train-env-vars
         result = runner.finish(runner.spawn(command), "megatron")
         assert result.code == 0, result.output
         return result.output
 
     said = replay()
-    assert "equal: this step is the recorded one, bit for bit" in said and "2 ranks, TP 2" in said, said
+    assert (
+        "equal: this step is the recorded one, bit for bit" in said and "2 ranks, TP 2" in said
+    ), said
     said = replay("--tensor-model-parallel-size", 1, "--actor-num-gpus-per-node", 1)
     assert "equal within the tolerance" in said and "1 rank" in said, said

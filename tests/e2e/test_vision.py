@@ -1,4 +1,6 @@
-"""A tiny vision-language model walks the whole loop: images from the rows to engine, batch and trainer."""
+"""A tiny vision-language model walks the whole loop: images from the rows to engine, batch and
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ import pytest
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% "
+    "else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ "
+    "part['text'] }}{% endif %}{% endfor %}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -34,7 +37,10 @@ def tiny_llava(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         patch_size=14,
         projection_dim=24,
     )
-    text = t.AutoConfig.from_pretrained(tiny_model).to_dict() | {"vocab_size": len(tokenizer), "dtype": "float32"}
+    text = t.AutoConfig.from_pretrained(tiny_model).to_dict() | {
+        "vocab_size": len(tokenizer),
+        "dtype": "float32",
+    }
     config = t.LlavaConfig(
         vision_config=vision,
         text_config=t.LlamaConfig(**text),
@@ -45,7 +51,9 @@ def tiny_llava(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     torch.manual_seed(0)
     t.LlavaForConditionalGeneration(config).save_pretrained(folder)
     processor = t.LlavaProcessor(
-        image_processor=t.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        image_processor=t.CLIPImageProcessorPil(
+            size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+        ),
         tokenizer=tokenizer,
         patch_size=14,
         vision_feature_select_strategy="default",
@@ -64,7 +72,9 @@ def test_images_reach_engine_and_trainer_alike(runner, flags, tiny_llava, tmp_pa
     for i in range(8):
         pixels = np.random.default_rng(i).integers(0, 255, (30, 40, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{i}.png")
-        rows.append({"prompt": f"<image>Write {i}.", "label": "a", "images": [str(tmp_path / f"{i}.png")]})
+        rows.append(
+            {"prompt": f"<image>Write {i}.", "label": "a", "images": [str(tmp_path / f"{i}.png")]}
+        )
     data = tmp_path / "pictures.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = runner.inline(

@@ -1,8 +1,8 @@
 """Tiny models and running engines for the engine tests.
 
-``contract_engine`` is what the contract suite runs against: the embedded engine and, in an environment that has
-it, real SGLang on the CPU (marked ``sglang``, see scripts/test_sglang.sh). What an engine cannot do is in its
-handle's ``Capabilities``.
+``contract_engine`` is what the contract suite runs against: the embedded engine and, in an
+environment that has it, real SGLang on the CPU (marked ``sglang``, see scripts/test_sglang.sh).
+What an engine cannot do is in its handle's ``Capabilities``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def contract_engine(
 
 @pytest.fixture
 def engine_url(request: pytest.FixtureRequest, contract_engine: ContractEngine) -> str:
-    """URL of the engine under test; the test is skipped where the engine lacks a capability it is marked with."""
+    """URL of the engine under test; the test is skipped where the engine lacks a capability it is
+    marked with.
+    """
     for mark in request.node.iter_markers("capability"):
         lacking = [name for name in mark.args if not getattr(contract_engine.capabilities, name)]
         if lacking:
@@ -56,4 +58,6 @@ def engine_url(request: pytest.FixtureRequest, contract_engine: ContractEngine) 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "capability(*names): needs these capabilities of the engine under contract")
+    config.addinivalue_line(
+        "markers", "capability(*names): needs these capabilities of the engine under contract"
+    )

@@ -28,16 +28,20 @@ def other_tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineProcess]]:
-    """``start_engine(model, **args)``: an engine that is up, the embedded one unless the arguments say otherwise; all
-    are stopped by pid at the end."""
+def start_engine(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., EngineProcess]]:
+    """``start_engine(model, **args)``: an engine that is up, the embedded one unless the arguments
+    say otherwise; all are stopped by pid at the end."""
     started: list[EngineProcess] = []
     logs = tmp_path_factory.mktemp("engine-logs")
 
     def start(model: Path, wait: bool = True, **changes: Any) -> EngineProcess:
         index = len(started)
         settings = engine_settings(model, **changes)
-        process = launch_engine(settings, EngineSpec(index, str(model)), log_path=logs / f"{index}.log")
+        process = launch_engine(
+            settings, EngineSpec(index, str(model)), log_path=logs / f"{index}.log"
+        )
         started.append(process)
         if wait:
             process.wait_ready(START_SECONDS)

@@ -70,7 +70,8 @@ def save_tiny_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
-                parameter.mul_(6.0)  # sharper than fresh weights, so that greedy choices are not ties
+                # sharper than fresh weights, so that greedy choices are not ties
+                parameter.mul_(6.0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

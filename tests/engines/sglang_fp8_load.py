@@ -1,11 +1,13 @@
-"""Load and update quantized weights in SGLang's own model classes, in one process on the CPU. Prints what it found.
+"""Load and update quantized weights in SGLang's own model classes, in one process on the CPU.
+Prints what it found.
 
     python tests/engines/sglang_fp8_load.py FIRST SECOND PLAIN
 
-FIRST and SECOND are folders of slime.models.fp8.write_fp8, PLAIN is what SECOND was made of. A model is loaded from
-FIRST and gets what a weight sync sends of PLAIN; another one is loaded from SECOND. SGLang's layers for 8-bit floats
-cannot compute on this CPU, so no forward pass is made, and the step after loading, which rearranges weights for AMX, is
-left out; on CUDA it leaves weights in blocks as they are.
+FIRST and SECOND are folders of slime.models.fp8.write_fp8, PLAIN is what SECOND was made of. A
+model is loaded from FIRST and gets what a weight sync sends of PLAIN; another one is loaded from
+SECOND. SGLang's layers for 8-bit floats cannot compute on this CPU, so no forward pass is made, and
+the step after loading, which rearranges weights for AMX, is left out; on CUDA it leaves weights in
+blocks as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from slime.weights.update import cast_floating, iter_buckets, quantize_fp8  # no
 
 
 def stored(folder: Path) -> list[tuple[str, torch.Tensor]]:
-    return [pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items()]
+    return [
+        pair for file in sorted(folder.glob("*.safetensors")) for pair in load_file(file).items()
+    ]
 
 
 def sent(plain: Path) -> list[tuple[str, torch.Tensor]]:
@@ -52,7 +56,9 @@ def new_model(folder: Path, first: bool = False) -> Any:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    options = dict(device="cpu", attention_backend="torch_native", dtype="bfloat16", quantization="fp8")
+    options = dict(
+        device="cpu", attention_backend="torch_native", dtype="bfloat16", quantization="fp8"
+    )
     args = ServerArgs(model_path=str(folder), disable_cuda_graph=True, **options)
     publish(args, role="scheduler", ranks=SpawnRanks(0))
     if first:
@@ -76,9 +82,15 @@ def main() -> None:
     want = dict(other.named_parameters())
     raw = lambda tensor: tensor.detach().reshape(-1).view(torch.uint8)  # noqa: E731 - bits, since NaN is not itself
     found = {
-        "dtypes": {name: str(p.dtype).removeprefix("torch.") for name, p in model.named_parameters()},
-        "different": [name for name, p in model.named_parameters() if not torch.equal(raw(p), raw(want[name]))],
-        "unchanged": [name for name, p in model.named_parameters() if torch.equal(raw(p), raw(before[name]))],
+        "dtypes": {
+            name: str(p.dtype).removeprefix("torch.") for name, p in model.named_parameters()
+        },
+        "different": [
+            name for name, p in model.named_parameters() if not torch.equal(raw(p), raw(want[name]))
+        ],
+        "unchanged": [
+            name for name, p in model.named_parameters() if torch.equal(raw(p), raw(before[name]))
+        ],
     }
     print("\n" + json.dumps(found), flush=True)
     os._exit(0)

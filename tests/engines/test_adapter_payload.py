@@ -21,7 +21,11 @@ def test_factors_are_in_shared_memory_before_they_are_encoded() -> None:
 
 
 def test_sglang_gets_each_last_part_of_a_name_once() -> None:
-    names = [f"model.layers.{i}.{module}" for i in range(3) for module in ("self_attn.q_proj", "mlp.up_proj")]
+    names = [
+        f"model.layers.{i}.{module}"
+        for i in range(3)
+        for module in ("self_attn.q_proj", "mlp.up_proj")
+    ]
     config = {"r": 4, "target_modules": names}
     assert sglang_config(config) == {"r": 4, "target_modules": ["q_proj", "up_proj"]}
     assert config["target_modules"] == names

@@ -43,7 +43,13 @@ MAY_SKIP = {
 def test_no_engine_skips_more_than_it_must(contract_engine: ContractEngine) -> None:
     tests = [value for name, value in globals().items() if name.startswith("test_")]
     marks = [mark for test in tests for mark in getattr(test, "pytestmark", [])]
-    marks += [m for mark in marks if mark.name == "parametrize" for value in mark.args[1] for m in _marks_of(value)]
+    marks += [
+        m
+        for mark in marks
+        if mark.name == "parametrize"
+        for value in mark.args[1]
+        for m in _marks_of(value)
+    ]
     asked = {name for mark in marks if mark.name == "capability" for name in mark.args}
     lacking = {name for name in asked if not getattr(contract_engine.capabilities, name)}
     assert asked > lacking and lacking == MAY_SKIP[contract_engine.kind]
@@ -62,9 +68,19 @@ def get(url: str, path: str) -> Any:
     return run(http.get(url + path, max_retries=0))
 
 
-def generate(url: str, ids: list[int] | None = None, new: int = 6, temperature: float = 0.0, **more: Any) -> Any:
-    sampling = {"max_new_tokens": new, "temperature": temperature, "ignore_eos": True, **more.pop("sampling", {})}
-    return post(url, {"input_ids": ids or PROMPT, "sampling_params": sampling, "return_logprob": True, **more})
+def generate(
+    url: str, ids: list[int] | None = None, new: int = 6, temperature: float = 0.0, **more: Any
+) -> Any:
+    sampling = {
+        "max_new_tokens": new,
+        "temperature": temperature,
+        "ignore_eos": True,
+        **more.pop("sampling", {}),
+    }
+    return post(
+        url,
+        {"input_ids": ids or PROMPT, "sampling_params": sampling, "return_logprob": True, **more},
+    )
 
 
 def greedy_ids(url: str) -> list[int]:
@@ -88,11 +104,14 @@ def restore(contract_engine: ContractEngine, engine_url: str) -> Any:
     yield
     post(engine_url, {}, "/continue_generation")
     post(
-        engine_url, {"model_path": str(contract_engine.model), "weight_version": "default"}, "/update_weights_from_disk"
+        engine_url,
+        {"model_path": str(contract_engine.model), "weight_version": "default"},
+        "/update_weights_from_disk",
     )
 
 
-# --- generate --------------------------------------------------------------------------------------
+# --- generate
+# --------------------------------------------------------------------------------------
 
 
 def test_answer_fields(engine_url: str) -> None:
@@ -102,7 +121,9 @@ def test_answer_fields(engine_url: str) -> None:
     assert meta["finish_reason"] == {"type": "length", "length": 6}
     assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
     assert all(entry[0] <= 0 and entry[2] is None for entry in meta["output_token_logprobs"])
-    assert isinstance(answer["text"], str) and meta["e2e_latency"] > 0 and meta["cached_tokens"] >= 0
+    assert (
+        isinstance(answer["text"], str) and meta["e2e_latency"] > 0 and meta["cached_tokens"] >= 0
+    )
 
 
 def test_text_and_ids_are_the_same_prompt(engine_url: str, contract_engine: ContractEngine) -> None:
@@ -119,7 +140,10 @@ def test_text_and_ids_are_the_same_prompt(engine_url: str, contract_engine: Cont
 
 def test_batches_and_n(engine_url: str) -> None:
     sampling = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
-    batch = post(engine_url, {"input_ids": [PROMPT, [9, 9]], "sampling_params": [sampling, {**sampling, "n": 1}]})
+    batch = post(
+        engine_url,
+        {"input_ids": [PROMPT, [9, 9]], "sampling_params": [sampling, {**sampling, "n": 1}]},
+    )
     assert [answer["output_ids"] for answer in batch] == [
         generate(engine_url, ids, 4)["output_ids"] for ids in (PROMPT, [9, 9])
     ]
@@ -128,7 +152,9 @@ def test_batches_and_n(engine_url: str) -> None:
 
 
 def test_prompt_logprobs_and_top_logprobs(engine_url: str) -> None:
-    meta = generate(engine_url, logprob_start_len=0, top_logprobs_num=3, return_text_in_logprobs=True)["meta_info"]
+    meta = generate(
+        engine_url, logprob_start_len=0, top_logprobs_num=3, return_text_in_logprobs=True
+    )["meta_info"]
     entries = meta["input_token_logprobs"]
     assert [entry[1] for entry in entries] == PROMPT
     assert entries[0][0] is None and all(entry[0] < 0 for entry in entries[1:])
@@ -141,7 +167,9 @@ def test_prompt_logprobs_and_top_logprobs(engine_url: str) -> None:
 def test_decode_and_prompt_logprobs_agree(engine_url: str) -> None:
     answer = generate(engine_url, new=8, temperature=1.0)
     whole = PROMPT + answer["output_ids"]
-    scored = generate(engine_url, whole, 1, logprob_start_len=len(PROMPT) - 1)["meta_info"]["input_token_logprobs"]
+    scored = generate(engine_url, whole, 1, logprob_start_len=len(PROMPT) - 1)["meta_info"][
+        "input_token_logprobs"
+    ]
     made = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
     assert [entry[0] for entry in scored[1:]] == pytest.approx(made, abs=1e-4)
 
@@ -150,7 +178,9 @@ def test_stop_forms(engine_url: str, contract_engine: ContractEngine) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(contract_engine.model)
-    letters = {"logit_bias": {str(tokenizer.convert_tokens_to_ids(letter)): 60.0 for letter in "abcdefgh"}}
+    letters = {
+        "logit_bias": {str(tokenizer.convert_tokens_to_ids(letter)): 60.0 for letter in "abcdefgh"}
+    }
 
     def answer(**sampling: Any) -> Any:
         return generate(engine_url, new=12, sampling={**letters, "ignore_eos": False, **sampling})
@@ -177,13 +207,18 @@ def test_min_new_tokens_keeps_the_end_away(engine_url: str) -> None:
     bias = {"2": 100.0}  # the end of text, by far the best token
     ended = generate(engine_url, new=9, sampling={"ignore_eos": False, "logit_bias": bias})
     assert ended["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
-    later = generate(engine_url, new=9, sampling={"ignore_eos": False, "logit_bias": bias, "min_new_tokens": 4})
+    later = generate(
+        engine_url, new=9, sampling={"ignore_eos": False, "logit_bias": bias, "min_new_tokens": 4}
+    )
     assert later["meta_info"]["completion_tokens"] == 5 and later["output_ids"][-1] == 2
 
 
 @pytest.mark.capability("seeded_sampling")
 def test_same_seed_same_tokens(engine_url: str) -> None:
-    answers = [generate(engine_url, new=16, temperature=1.0, sampling={"sampling_seed": seed}) for seed in (1, 1, 2)]
+    answers = [
+        generate(engine_url, new=16, temperature=1.0, sampling={"sampling_seed": seed})
+        for seed in (1, 1, 2)
+    ]
     first, again, other = (answer["output_ids"] for answer in answers)
     assert first == again != other
 
@@ -191,8 +226,13 @@ def test_same_seed_same_tokens(engine_url: str) -> None:
 async def read_stream(url: str, body: dict[str, Any], stop_after: int | None = None) -> list[str]:
     lines: list[str] = []
     key = auth_headers(f"{url}/generate")
-    async with aiohttp.ClientSession(headers=key) as session, session.post(f"{url}/generate", json=body) as answer:
-        assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
+    async with (
+        aiohttp.ClientSession(headers=key) as session,
+        session.post(f"{url}/generate", json=body) as answer,
+    ):
+        assert answer.status == 200 and answer.headers["Content-Type"].startswith(
+            "text/event-stream"
+        )
         async for line in answer.content:
             if line.strip():
                 lines.append(line.decode().strip())
@@ -204,22 +244,37 @@ async def read_stream(url: str, body: dict[str, Any], stop_after: int | None = N
 def test_streaming(engine_url: str) -> None:
     whole = generate(engine_url, new=5)
     sampling = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "stream": True}
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": True,
+    }
     lines = run(read_stream(engine_url, body))
     assert lines[-1] == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    assert [token for event in events for token in event["output_ids"]] == whole["output_ids"], "each tells what is new"
+    assert [token for event in events for token in event["output_ids"]] == whole["output_ids"], (
+        "each tells what is new"
+    )
     assert "".join(event["text"] for event in events) == whole["text"]
     scored = [entry for event in events for entry in event["meta_info"]["output_token_logprobs"]]
     assert [entry[1] for entry in scored] == whole["output_ids"]
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "length"
     counts = [event["meta_info"]["completion_tokens"] for event in events]
-    assert counts == sorted(counts) and all(event["meta_info"]["finish_reason"] is None for event in events[:-1])
+    assert counts == sorted(counts) and all(
+        event["meta_info"]["finish_reason"] is None for event in events[:-1]
+    )
 
 
 def test_a_client_that_leaves_ends_its_request(engine_url: str, handle: EngineHandle) -> None:
     sampling = {"max_new_tokens": 400, "ignore_eos": True}
-    run(read_stream(engine_url, {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}, stop_after=2))
+    run(
+        read_stream(
+            engine_url,
+            {"input_ids": PROMPT, "sampling_params": sampling, "stream": True},
+            stop_after=2,
+        )
+    )
     run(until_idle(handle))
 
 
@@ -239,15 +294,21 @@ async def until_idle(handle: EngineHandle, seconds: float = 120.0) -> None:
         ({"input_ids": [5] * 600}, "600"),
     ],
 )
-def test_bad_requests_are_400_with_a_sentence(engine_url: str, body: dict[str, Any], says: str) -> None:
+def test_bad_requests_are_400_with_a_sentence(
+    engine_url: str, body: dict[str, Any], says: str
+) -> None:
     with pytest.raises(http.HttpError, match=says) as failure:
         post(engine_url, body)
     assert failure.value.status == 400
     assert len(greedy_ids(engine_url)) == 6  # and the engine goes on
 
 
-def test_what_the_client_takes_for_the_context_is_served(engine_url: str, contract_engine: ContractEngine) -> None:
-    """The longest request that it sends is answered in full; what it would not send is refused for its length."""
+def test_what_the_client_takes_for_the_context_is_served(
+    engine_url: str, contract_engine: ContractEngine
+) -> None:
+    """The longest request that it sends is answered in full; what it would not send is refused for
+    its length.
+    """
     length = context_length(read_config(str(contract_engine.model)) or {})
     assert length is not None
     for new in (1, 30):
@@ -258,14 +319,20 @@ def test_what_the_client_takes_for_the_context_is_served(engine_url: str, contra
     assert refused.value.status == 400 and says_too_long(refused.value)
 
 
-# --- abort and pause -----------------------------------------------------------------------------------
+# --- abort and pause
+# -----------------------------------------------------------------------------------
 
 
-async def with_running(url: str, count: int, act: Callable[[], Awaitable[Any]], new: int = 300) -> list[Any]:
+async def with_running(
+    url: str, count: int, act: Callable[[], Awaitable[Any]], new: int = 300
+) -> list[Any]:
     """Start ``count`` long requests, wait until they run, ``act``, and return their answers."""
     handle = EngineHandle(url)
     sampling = {"max_new_tokens": new, "temperature": 1.0, "ignore_eos": True}
-    bodies = [{"input_ids": [30 + i, 31], "rid": f"long-{i}", "sampling_params": sampling} for i in range(count)]
+    bodies = [
+        {"input_ids": [30 + i, 31], "rid": f"long-{i}", "sampling_params": sampling}
+        for i in range(count)
+    ]
     tasks = [asyncio.ensure_future(http.post(f"{url}/generate", body)) for body in bodies]
     async with asyncio.timeout(200):
         while (await handle.load())["running"] < count:
@@ -301,7 +368,9 @@ def test_pause_in_abort_mode(engine_url: str, handle: EngineHandle) -> None:
     assert run(queued())["output_ids"]
 
 
-@pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.capability("retract"))])
+@pytest.mark.parametrize(
+    "mode", ["in_place", pytest.param("retract", marks=pytest.mark.capability("retract"))]
+)
 def test_pause_keeps_requests(engine_url: str, handle: EngineHandle, mode: Any) -> None:
     async def act() -> None:
         await handle.pause(mode)
@@ -312,7 +381,9 @@ def test_pause_keeps_requests(engine_url: str, handle: EngineHandle, mode: Any) 
             await asyncio.sleep(0.2)
             paused, before = await handle.load(), paused
         await asyncio.sleep(0.2)
-        assert await handle.load() == paused and paused["running"] + paused["waiting"] == 2, "they stand still, unended"
+        assert await handle.load() == paused and paused["running"] + paused["waiting"] == 2, (
+            "they stand still, unended"
+        )
         if mode == "retract":
             await handle.flush_cache()
         else:
@@ -324,10 +395,13 @@ def test_pause_keeps_requests(engine_url: str, handle: EngineHandle, mode: Any) 
     assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [120, 120]
 
 
-# --- weights ---------------------------------------------------------------------------------------------
+# --- weights
+# ---------------------------------------------------------------------------------------------
 
 
-def test_update_from_tensors(handle: EngineHandle, contract_engine: ContractEngine, restore: None) -> None:
+def test_update_from_tensors(
+    handle: EngineHandle, contract_engine: ContractEngine, restore: None
+) -> None:
     before = greedy_ids(handle.url)
     new = tensors(contract_engine.other_model)
 
@@ -367,9 +441,14 @@ def test_updates_need_brackets(handle: EngineHandle, contract_engine: ContractEn
 
 @pytest.mark.capability("update_brackets")
 def test_an_update_that_a_dead_trainer_left_open_is_taken_over(
-    handle: EngineHandle, contract_engine: ContractEngine, restore: None, caplog: pytest.LogCaptureFixture
+    handle: EngineHandle,
+    contract_engine: ContractEngine,
+    restore: None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The engine has half of the weights of a trainer that is gone. The next trainer sends all, and it generates."""
+    """The engine has half of the weights of a trainer that is gone. The next trainer sends all, and
+    it generates.
+    """
     before = greedy_ids(handle.url)
     weights = list(tensors(contract_engine.other_model).items())
     run(handle.begin_update())
@@ -385,11 +464,17 @@ def test_an_update_that_a_dead_trainer_left_open_is_taken_over(
     assert greedy_ids(handle.url) == before
 
 
-def test_stock_tensor_payload(handle: EngineHandle, contract_engine: ContractEngine, restore: None) -> None:
-    """A list of (name, tensor) pickled as SGLang's clients do it; the embedded engine takes no pickles."""
+def test_stock_tensor_payload(
+    handle: EngineHandle, contract_engine: ContractEngine, restore: None
+) -> None:
+    """A list of (name, tensor) pickled as SGLang's clients do it; the embedded engine takes no
+    pickles.
+    """
     from slime.engines.payload import pickled
 
-    body = {"serialized_named_tensors": [pickled(list(tensors(contract_engine.other_model).items()))]}
+    body = {
+        "serialized_named_tensors": [pickled(list(tensors(contract_engine.other_model).items()))]
+    }
     before = greedy_ids(handle.url)
     run(handle.begin_update())
     if contract_engine.kind == "embedded":
@@ -403,7 +488,9 @@ def test_stock_tensor_payload(handle: EngineHandle, contract_engine: ContractEng
     assert greedy_ids(handle.url) != before
 
 
-def test_update_from_disk(handle: EngineHandle, contract_engine: ContractEngine, restore: None) -> None:
+def test_update_from_disk(
+    handle: EngineHandle, contract_engine: ContractEngine, restore: None
+) -> None:
     before = greedy_ids(handle.url)
     run(handle.load_from_disk(str(contract_engine.other_model), "disk-1"))
     answer = generate(handle.url)
@@ -413,7 +500,9 @@ def test_update_from_disk(handle: EngineHandle, contract_engine: ContractEngine,
     assert run(handle.info()).weight_version == "disk-1"
 
 
-def test_update_over_gloo(handle: EngineHandle, contract_engine: ContractEngine, restore: None) -> None:
+def test_update_over_gloo(
+    handle: EngineHandle, contract_engine: ContractEngine, restore: None
+) -> None:
     from datetime import timedelta
 
     from slime.plugins.embedded.routes_weights import join_group
@@ -437,7 +526,9 @@ def test_update_over_gloo(handle: EngineHandle, contract_engine: ContractEngine,
         order = Broadcast(list(state), dtypes, shapes, name, "gloo-1")
         receiving = asyncio.ensure_future(handle.receive(order))
         for tensor in state.values():
-            work = torch.distributed.broadcast(tensor.contiguous(), src=0, group=sender["group"], async_op=True)
+            work = torch.distributed.broadcast(
+                tensor.contiguous(), src=0, group=sender["group"], async_op=True
+            )
             await asyncio.to_thread(work.wait)
         await receiving
         await handle.end_update("gloo-1")
@@ -450,7 +541,9 @@ def test_update_over_gloo(handle: EngineHandle, contract_engine: ContractEngine,
 
 
 @pytest.mark.capability("version_spans")
-@pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.capability("retract"))])
+@pytest.mark.parametrize(
+    "mode", ["in_place", pytest.param("retract", marks=pytest.mark.capability("retract"))]
+)
 def test_version_spans_of_an_update_in_flight(
     handle: EngineHandle, contract_engine: ContractEngine, restore: None, mode: Any
 ) -> None:
@@ -464,11 +557,17 @@ def test_version_spans_of_an_update_in_flight(
     for answer in run(with_running(handle.url, 2, act, new=200)):
         spans = answer["meta_info"]["weight_versions"]
         assert [span["version"] for span in spans] == ["1.0", "1.1"]
-        assert spans[0]["start"] == 0 and spans[0]["end"] == spans[1]["start"] > 0 and spans[1]["end"] == 200
+        assert (
+            spans[0]["start"] == 0
+            and spans[0]["end"] == spans[1]["start"] > 0
+            and spans[1]["end"] == 200
+        )
         assert answer["meta_info"]["weight_version"] == "1.1"
 
 
-def test_checksums_follow_the_weights(handle: EngineHandle, contract_engine: ContractEngine, restore: None) -> None:
+def test_checksums_follow_the_weights(
+    handle: EngineHandle, contract_engine: ContractEngine, restore: None
+) -> None:
     first = run(handle.checksum())
     assert first and run(handle.checksum()) == first
     run(handle.load_from_disk(str(contract_engine.other_model), "c"))
@@ -478,16 +577,23 @@ def test_checksums_follow_the_weights(handle: EngineHandle, contract_engine: Con
 
 
 @pytest.mark.capability("named_checksums")
-def test_checksums_are_those_of_the_checkpoint(handle: EngineHandle, contract_engine: ContractEngine) -> None:
+def test_checksums_are_those_of_the_checkpoint(
+    handle: EngineHandle, contract_engine: ContractEngine
+) -> None:
     from slime.models.digest import tensor_digest
 
     run(handle.load_from_disk(str(contract_engine.model), "default"))
-    expected = {name: tensor_digest(tensor.float()) for name, tensor in tensors(contract_engine.model).items()}
+    expected = {
+        name: tensor_digest(tensor.float())
+        for name, tensor in tensors(contract_engine.model).items()
+    }
     assert run(handle.checksum()) == expected
 
 
 @pytest.mark.capability("weight_comparison")
-def test_every_tensor_is_written(handle: EngineHandle, contract_engine: ContractEngine, restore: None) -> None:
+def test_every_tensor_is_written(
+    handle: EngineHandle, contract_engine: ContractEngine, restore: None
+) -> None:
     run(handle.check_weights("snapshot"))
     run(handle.check_weights("reset_tensors"))
     run(handle.load_from_disk(str(contract_engine.model), "default"))
@@ -505,7 +611,8 @@ def test_weights_by_name(engine_url: str, contract_engine: ContractEngine) -> No
     torch.testing.assert_close(torch.tensor(values), expected)
 
 
-# --- memory, health, facts ---------------------------------------------------------------------------------
+# --- memory, health, facts
+# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tags", [(), ("kv_cache",), ("weights",)])
@@ -549,7 +656,12 @@ def test_only_the_keys_of_the_run_open_it(engine_url: str) -> None:
 
     def opens(method: str, path: str, key: str | None) -> bool:
         send_key(engine_url, ServerKeys(key))
-        return http.request_blocking(method, engine_url + path, {} if method == "POST" else None, timeout=30)[0] != 401
+        return (
+            http.request_blocking(
+                method, engine_url + path, {} if method == "POST" else None, timeout=30
+            )[0]
+            != 401
+        )
 
     try:
         for (method, path), right in routes.items():
@@ -560,19 +672,38 @@ def test_only_the_keys_of_the_run_open_it(engine_url: str) -> None:
         send_key(engine_url, KEYS)
 
 
-def test_neither_its_command_lines_nor_its_log_show_the_keys(engine_url: str, contract_engine: ContractEngine) -> None:
+def test_neither_its_command_lines_nor_its_log_show_the_keys(
+    engine_url: str, contract_engine: ContractEngine
+) -> None:
     process = contract_engine.process
     assert process.log_path is not None
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     words = " ".join(word for part in tree for word in part.cmdline())
-    assert "-m slime." in words and "sesame" not in words and "sesame" not in process.log_path.read_text()
+    assert (
+        "-m slime." in words
+        and "sesame" not in words
+        and "sesame" not in process.log_path.read_text()
+    )
 
 
 def test_openai_forms(engine_url: str) -> None:
     messages = [{"role": "user", "content": "Hi"}]
-    chat = post(engine_url, {"messages": messages, "max_tokens": 4, "temperature": 0}, "/v1/chat/completions")
-    assert chat["object"] == "chat.completion" and chat["choices"][0]["message"]["role"] == "assistant"
+    chat = post(
+        engine_url,
+        {"messages": messages, "max_tokens": 4, "temperature": 0},
+        "/v1/chat/completions",
+    )
+    assert (
+        chat["object"] == "chat.completion" and chat["choices"][0]["message"]["role"] == "assistant"
+    )
     assert chat["usage"]["completion_tokens"] <= 4
-    plain = post(engine_url, {"prompt": "Hi", "max_tokens": 4, "temperature": 0, "logprobs": 2}, "/v1/completions")
+    plain = post(
+        engine_url,
+        {"prompt": "Hi", "max_tokens": 4, "temperature": 0, "logprobs": 2},
+        "/v1/completions",
+    )
     assert plain["choices"][0]["finish_reason"] in ("length", "stop")
-    assert len(plain["choices"][0]["logprobs"]["token_logprobs"]) == plain["usage"]["completion_tokens"]
+    assert (
+        len(plain["choices"][0]["logprobs"]["token_logprobs"])
+        == plain["usage"]["completion_tokens"]
+    )

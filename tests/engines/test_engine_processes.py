@@ -27,7 +27,9 @@ pytestmark = pytest.mark.real
 
 
 def gone(pid: int) -> bool:
-    """No such process, or only its entry is left (the test's container may have nobody who reaps orphans)."""
+    """No such process, or only its entry is left (the test's container may have nobody who reaps
+    orphans).
+    """
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -57,13 +59,17 @@ time.sleep(300)
 
 
 def test_engine_and_router_die_with_a_killed_parent(tiny_llama: Path) -> None:
-    script = PARENT.format(path=[entry for entry in sys.path if "tests" in entry], model=str(tiny_llama))
+    script = PARENT.format(
+        path=[entry for entry in sys.path if "tests" in entry], model=str(tiny_llama)
+    )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2
-        children = [child.pid for pid in pids for child in psutil.Process(pid).children(recursive=True)]
+        children = [
+            child.pid for pid in pids for child in psutil.Process(pid).children(recursive=True)
+        ]
         assert children  # the router itself, below its guard
         parent.send_signal(signal.SIGKILL)
         parent.wait(10)
@@ -85,7 +91,9 @@ def test_router_dies_with_its_guard(tiny_llama: Path) -> None:
         router.stop()
 
 
-def test_stop_ends_a_busy_engine(start_engine: Callable[..., EngineProcess], tiny_llama: Path) -> None:
+def test_stop_ends_a_busy_engine(
+    start_engine: Callable[..., EngineProcess], tiny_llama: Path
+) -> None:
     import asyncio
 
     engine = start_engine(tiny_llama)
@@ -109,7 +117,9 @@ def test_stop_ends_a_busy_engine(start_engine: Callable[..., EngineProcess], tin
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    engine = start_embedded_engine(engine_settings(tmp_path / "nothing"), 3, log_path=tmp_path / "log")
+    engine = start_embedded_engine(
+        engine_settings(tmp_path / "nothing"), 3, log_path=tmp_path / "log"
+    )
     try:
         with pytest.raises(ServerFailed, match=r"embedded engine 3 .*(?s:.)*does not exist"):
             engine.wait_ready(60)
@@ -117,7 +127,9 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         engine.stop()
 
 
-def test_updates_leave_no_shared_memory_behind(start_engine: Callable[..., EngineProcess], tiny_llama: Path) -> None:
+def test_updates_leave_no_shared_memory_behind(
+    start_engine: Callable[..., EngineProcess], tiny_llama: Path
+) -> None:
     """Nor does an engine that is killed after one."""
     engine = start_engine(tiny_llama)
     handle = EngineHandle(engine.url)
@@ -131,18 +143,25 @@ def test_updates_leave_no_shared_memory_behind(start_engine: Callable[..., Engin
 
     for _ in range(3):
         run(update())
-    ours = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(f"torch_{os.getpid()}_")}
+    ours = {
+        name
+        for name in set(os.listdir("/dev/shm")) - before
+        if name.startswith(f"torch_{os.getpid()}_")
+    }
     assert not ours
     os.kill(engine.pid, signal.SIGKILL)
     engine.child.wait(10)
     left = set(os.listdir("/dev/shm")) - before
-    assert not {name for name in left if name.startswith((f"torch_{os.getpid()}_", f"torch_{engine.pid}_"))}
+    assert not {
+        name for name in left if name.startswith((f"torch_{os.getpid()}_", f"torch_{engine.pid}_"))
+    }
 
 
 def test_clients_import_no_heavy_library() -> None:
     code = (
-        "import sys, slime.engines.process, slime.engines.router, slime.engines.handle, slime.engines.guard;"
-        "import slime.utils.http_utils, slime.utils.async_utils;"
-        "heavy = {'torch', 'transformers', 'aiohttp', 'ray', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+        "import sys, slime.engines.process, slime.engines.router, slime.engines.handle, "
+        "slime.engines.guard;import slime.utils.http_utils, slime.utils.async_utils;heavy = "
+        "{'torch', 'transformers', 'aiohttp', 'ray', 'numpy'} & set(sys.modules); assert not "
+        "heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -36,7 +36,9 @@ class Flaky:
             await asyncio.sleep(0.1)
         if isinstance(told, int) and told != 200:
             headers = {"Retry-After": self.retry_after} if self.retry_after else None
-            return web.json_response({"error": {"message": f"told to say {told}"}}, status=told, headers=headers)
+            return web.json_response(
+                {"error": {"message": f"told to say {told}"}}, status=told, headers=headers
+            )
         return web.json_response({"got": await request.json() if request.can_read_body else None})
 
 
@@ -80,7 +82,8 @@ async def test_a_full_queue_is_tried_again(flaky: Any, status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "least"), [("7", 7.0), ("100000", http.LONGEST_RETRY_AFTER_SECONDS), ("tomorrow", 0.0), ("-3", 0.0)]
+    ("header", "least"),
+    [("7", 7.0), ("100000", http.LONGEST_RETRY_AFTER_SECONDS), ("tomorrow", 0.0), ("-3", 0.0)],
 )
 async def test_the_server_says_when_to_come_back(
     flaky: Any, monkeypatch: pytest.MonkeyPatch, header: str, least: float
@@ -90,7 +93,8 @@ async def test_the_server_says_when_to_come_back(
     real = asyncio.sleep
 
     async def sleep(seconds: float) -> None:
-        if asyncio.current_task() is client:  # others, such as the server of this test, sleep as well
+        # others, such as the server of this test, sleep as well
+        if asyncio.current_task() is client:
             slept.append(seconds)
         else:
             await real(seconds)
@@ -101,10 +105,16 @@ async def test_the_server_says_when_to_come_back(
     monkeypatch.setattr(http.asyncio, "sleep", sleep)
     assert await http_utils.post(flaky.url, 1) == {"got": 1}
     (delay,) = slept
-    assert max(least, 0.75 * http.FIRST_DELAY_SECONDS) <= delay <= 1.25 * max(least, http.FIRST_DELAY_SECONDS)
+    assert (
+        max(least, 0.75 * http.FIRST_DELAY_SECONDS)
+        <= delay
+        <= 1.25 * max(least, http.FIRST_DELAY_SECONDS)
+    )
 
 
-async def test_faults_of_a_server_are_reported_and_nothing_else(flaky: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_faults_of_a_server_are_reported_and_nothing_else(
+    flaky: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reports: list[int] = []
     monkeypatch.setattr(http, "_on_fault", None)
     http.watch_faults(lambda: reports.append(flaky.calls))
@@ -132,7 +142,9 @@ async def test_there_is_a_limit(flaky: Any) -> None:
     assert flaky.calls == 4
 
 
-async def test_answers_that_cannot_be_answers_are_asked_for_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_that_cannot_be_answers_are_asked_for_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http, "FIRST_DELAY_SECONDS", 0.001)
     asked = 0
 
@@ -198,7 +210,11 @@ def test_the_api_version_is_chosen_by_what_the_server_says() -> None:
     )
     assert embedded.kind == "embedded" and embedded.capabilities.deterministic
     newest = choose_api_version({"version": "0.6.0rc1"}, "u")
-    assert newest.kind == "sglang" and newest.capabilities.update_brackets and not newest.capabilities.named_checksums
+    assert (
+        newest.kind == "sglang"
+        and newest.capabilities.update_brackets
+        and not newest.capabilities.named_checksums
+    )
     older = choose_api_version({"version": "0.5.15.post1"}, "u").capabilities
     assert not (older.update_brackets or older.retract or older.version_spans)
     assert choose_api_version({"version": "0.5.22"}, "u").capabilities == older
@@ -206,7 +222,9 @@ def test_the_api_version_is_chosen_by_what_the_server_says() -> None:
         choose_api_version({"version": "0.4.1"}, "u")
 
 
-async def test_all_tries_of_a_users_request_have_one_limit(flaky: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_tries_of_a_users_request_have_one_limit(
+    flaky: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http, "_request_seconds", 0.3)
     flaky.script = [500] * 10_000
     with pytest.raises(http.HttpError, match=r"0.3 s \(--sglang-router-request-timeout-secs"):
@@ -223,7 +241,9 @@ def test_a_process_with_a_request_under_way_ends_without_a_complaint() -> None:
         "asyncio.run_coroutine_threadsafe(http.get('http://127.0.0.1:9/x', 10_000), loop)\n"
         "while loop not in http._sessions: time.sleep(0.01)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -18,7 +18,15 @@ from slime.config.passthrough import check
 from slime.engines import keys as module
 from slime.engines.handle import EngineHandle
 from slime.engines.http import HttpError, get, post, request_blocking
-from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys, auth_headers, control_key, send_key, worker_key
+from slime.engines.keys import (
+    NO_KEYS,
+    RunKeys,
+    ServerKeys,
+    auth_headers,
+    control_key,
+    send_key,
+    worker_key,
+)
 from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings, start_engine
 from slime.engines.process import EngineProcess
 from slime.engines.router import RouterProcess, start_router
@@ -31,7 +39,12 @@ ROUTES = [
     for route in part.routes  # type: ignore[attr-defined]
     if route.path != "/health"
 ]
-ROUTER_ROUTES = [("GET", "/workers"), ("POST", "/workers"), ("POST", "/generate"), ("POST", "/v1/chat/completions")]
+ROUTER_ROUTES = [
+    ("GET", "/workers"),
+    ("POST", "/workers"),
+    ("POST", "/generate"),
+    ("POST", "/v1/chat/completions"),
+]
 ROUTER_ROUTES += [("POST", "/flush_cache"), ("GET", "/get_loads"), ("DELETE", "/workers/1")]
 
 
@@ -42,9 +55,15 @@ def no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_run_has_a_key_of_its_own() -> None:
     first, second = RunKeys.from_args(make_args()), RunKeys.from_args(make_args())
-    assert first.engine.api and len(first.engine.api) >= 40 and first.engine.api != second.engine.api
-    assert first.router.api == first.engine.api, "a router forwards the client's key to prefill and decode servers"
-    assert first.external_router == NO_KEYS, "no server that the run did not start gets the run's key"
+    assert (
+        first.engine.api and len(first.engine.api) >= 40 and first.engine.api != second.engine.api
+    )
+    assert first.router.api == first.engine.api, (
+        "a router forwards the client's key to prefill and decode servers"
+    )
+    assert first.external_router == NO_KEYS, (
+        "no server that the run did not start gets the run's key"
+    )
 
 
 def test_keys_of_the_user_are_used_instead() -> None:
@@ -56,14 +75,19 @@ def test_keys_of_the_user_are_used_instead() -> None:
     assert only.engine.api == only.router.api == "r"
     entries = ["1:me too:user:u", "2:me:admin:c:d"]
     control = RunKeys.from_args(make_args(router={"control_plane_api_keys": entries}))
-    assert control.router.for_path("/workers/7") == "c:d" and control.router.for_path("/generate") == control.router.api
+    assert (
+        control.router.for_path("/workers/7") == "c:d"
+        and control.router.for_path("/generate") == control.router.api
+    )
 
 
 def test_external_engines_get_only_the_keys_of_the_user() -> None:
     external = ["10.0.0.1:3000"]
     without = RunKeys.from_args(make_args(rollout_external_engine_addrs=external))
     assert without.engine == NO_KEYS and without.router.api, "only the router is the run's own"
-    given = RunKeys.from_args(make_args(rollout_external_engine_addrs=external, sglang={"api_key": "e"}))
+    given = RunKeys.from_args(
+        make_args(rollout_external_engine_addrs=external, sglang={"api_key": "e"})
+    )
     assert given.engine.api == "e"
 
 
@@ -78,15 +102,30 @@ def test_a_key_goes_only_to_the_servers_that_have_it() -> None:
         "http://127.0.0.1:4000/health",
     ):
         assert auth_headers(other) == {}
-    assert worker_key("http://127.0.0.1:4000") == "k" and worker_key("http://127.0.0.1:4001") is None
+    assert (
+        worker_key("http://127.0.0.1:4000") == "k" and worker_key("http://127.0.0.1:4001") is None
+    )
     send_key("http://127.0.0.1:4002", NO_KEYS)
-    assert worker_key("http://127.0.0.1:4002") == "", "an external engine does not get the key that its router asks for"
+    assert worker_key("http://127.0.0.1:4002") == "", (
+        "an external engine does not get the key that its router asks for"
+    )
     EngineHandle("http://127.0.0.1:4001/", keys=ServerKeys("other"))
     assert auth_headers("http://127.0.0.1:4001/generate") == {"Authorization": "Bearer other"}
 
 
 @pytest.mark.parametrize(
-    "header", ["", "Bearer", "Bearer ", "Bearer wrong", "k", "Basic k", "Bearer k k", "Bearer \udce9", "Bearer K"]
+    "header",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "k",
+        "Basic k",
+        "Bearer k k",
+        "Bearer \udce9",
+        "Bearer K",
+    ],
 )
 def test_only_the_whole_key_is_admitted(header: str) -> None:
     keys = ServerKeys("k")
@@ -97,20 +136,30 @@ def test_only_the_whole_key_is_admitted(header: str) -> None:
 
 
 def test_keys_are_neither_printed_nor_on_a_command_line() -> None:
-    args = make_args(sglang={"api_key": "sesame"}, router={"api_key": "sesame"}, rollout_backend="sglang")
+    args = make_args(
+        sglang={"api_key": "sesame"}, router={"api_key": "sesame"}, rollout_backend="sglang"
+    )
     keys = RunKeys.from_args(args)
-    engine, router = EngineSettings.from_args(args, keys.engine), RouterSettings.from_args(args, keys)
+    engine, router = (
+        EngineSettings.from_args(args, keys.engine),
+        RouterSettings.from_args(args, keys),
+    )
     assert pickle.loads(pickle.dumps(engine)).keys.api == router.keys.api == "sesame"
     assert "sesame" not in repr((keys, engine, router, router.words))
     from slime.engines.sglang.launch import ServerPlace, server_words
 
-    assert "sesame" not in " ".join(server_words(engine, EngineSpec(0, "m"), ServerPlace("127.0.0.1", 1)))
+    assert "sesame" not in " ".join(
+        server_words(engine, EngineSpec(0, "m"), ServerPlace("127.0.0.1", 1))
+    )
 
 
-def test_the_log_of_sglang_has_no_key(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_sglang_has_no_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from slime.engines.sglang.server import hide_in_logs
 
-    monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())  # restored after the test
+    # restored after the test
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
     hide_in_logs(["sesame", "open"])
     log = logging.getLogger("a server")
     log.warning("args=%s at %d%%", {"api_key": "sesame", "admin": "open"}, 5)
@@ -131,17 +180,25 @@ def test_a_server_removes_the_keys_from_its_environment(monkeypatch: pytest.Monk
             monkeypatch.setenv(name, value)
         found = ["p"]
         add_keys(found)
-        assert found == words and not [name for name in os.environ if name.startswith("SLIME_SERVER_")]
+        assert found == words and not [
+            name for name in os.environ if name.startswith("SLIME_SERVER_")
+        ]
 
 
 def test_the_first_key_of_an_administrator_is_used() -> None:
-    assert control_key({"control_plane_api_keys": ["a:b:user:c", "a:b:admin:d", "a:b:admin:e"]}) == "d"
+    assert (
+        control_key({"control_plane_api_keys": ["a:b:user:c", "a:b:admin:d", "a:b:admin:e"]}) == "d"
+    )
     assert control_key({"control_plane_api_keys": ["nonsense"]}) is None and control_key({}) is None
 
 
 def test_a_router_and_a_pair_of_servers_behind_it_have_one_key() -> None:
     def problems(engine: str, router: str, prefill: int | None) -> list[str]:
-        given = {"sglang": {"api_key": engine}, "router": {"api_key": router}, "rollout_backend": "sglang"}
+        given = {
+            "sglang": {"api_key": engine},
+            "router": {"api_key": router},
+            "rollout_backend": "sglang",
+        }
         args = make_args(**given, prefill_num_servers=prefill, rollout_num_gpus=2)
         return [problem for problem in check(args) if "must be equal" in problem]
 
@@ -160,7 +217,9 @@ def test_servers_that_cannot_have_a_key_are_started_without_and_told() -> None:
 
 
 @pytest.fixture(scope="module")
-def two_runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Any, Any, RunKeys]]]:
+def two_runs(
+    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[tuple[Any, Any, RunKeys]]]:
     """Engine, router and keys of two runs, each with logs in a folder of its own."""
     runs: list[tuple[EngineProcess, RouterProcess, RunKeys]] = []
     started: list[EngineProcess | RouterProcess] = []
@@ -168,7 +227,9 @@ def two_runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         for _ in range(2):
             logs, keys = tmp_path_factory.mktemp("run"), RunKeys.from_args(make_args())
             settings = engine_settings(tiny_llama, keys=keys.engine)
-            engine = start_engine(settings, EngineSpec(0, str(tiny_llama)), log_path=logs / "engine.log")
+            engine = start_engine(
+                settings, EngineSpec(0, str(tiny_llama)), log_path=logs / "engine.log"
+            )
             started.append(engine)
             engine.wait_ready(300)
             router_settings = RouterSettings(options={"log_level": "debug"}, keys=keys.router)
@@ -193,7 +254,9 @@ def test_every_request_without_the_key_of_the_run_is_refused(two_runs: Any, serv
     (engine, router, _), (*_, others) = two_runs
     url, routes = (engine.url, ROUTES) if server == "engine" else (router.url, ROUTER_ROUTES)
     for key in (None, "wrong", others.engine.api):
-        assert {route: status(route[0], url + route[1], key) for route in routes} == dict.fromkeys(routes, 401)
+        assert {route: status(route[0], url + route[1], key) for route in routes} == dict.fromkeys(
+            routes, 401
+        )
     assert status("GET", f"{url}/health", None) == 200
 
 
@@ -219,7 +282,9 @@ def test_requests_with_the_key_work_and_two_runs_are_apart(two_runs: Any) -> Non
 
 @pytest.mark.real
 def test_a_router_has_the_keys_of_the_user(two_runs: Any, tmp_path: Path) -> None:
-    """One for requests and one for the registration of engines; the engine behind it has a third one."""
+    """One for requests and one for the registration of engines; the engine behind it has a third
+    one.
+    """
     engine, _, keys = two_runs[0]
     send_key(engine.url, keys.engine)
     given = {
@@ -232,7 +297,9 @@ def test_a_router_has_the_keys_of_the_user(two_runs: Any, tmp_path: Path) -> Non
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
         assert run(post(f"{router.url}/generate", body))["meta_info"]["completion_tokens"] == 2
         assert [worker["url"] for worker in router.workers()] == [engine.url]
-        assert {key: status("GET", f"{router.url}/workers", key) for key in ("requests", "u", "other")} == {
+        assert {
+            key: status("GET", f"{router.url}/workers", key) for key in ("requests", "u", "other")
+        } == {
             "requests": 401,
             "u": 403,
             "other": 200,
@@ -251,5 +318,10 @@ def test_other_users_of_the_machine_do_not_see_the_key(two_runs: Any) -> None:
         assert len(words) > 20 and not [word for word in words if keys.engine.api in word]
         for file in engine.log_path.parent.iterdir():
             assert keys.engine.api not in file.read_text()
-        hosts = {c.laddr.ip for process in processes for c in process.net_connections("tcp") if c.status == "LISTEN"}
+        hosts = {
+            c.laddr.ip
+            for process in processes
+            for c in process.net_connections("tcp")
+            if c.status == "LISTEN"
+        }
         assert hosts == {"127.0.0.1"}

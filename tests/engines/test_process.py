@@ -59,7 +59,8 @@ def test_a_server_that_does_not_end_when_asked_is_killed_and_nobody_waits_for_ev
     try:
         suspend(server)  # SIGTERM alone does not end it
         with monkeypatch.context() as patch:
-            patch.setattr(server.child, "kill", lambda: None)  # as if a driver held it in the kernel
+            # as if a driver held it in the kernel
+            patch.setattr(server.child, "kill", lambda: None)
             server.stop()
             assert server.alive()
         server.stop()
@@ -69,12 +70,16 @@ def test_a_server_that_does_not_end_when_asked_is_killed_and_nobody_waits_for_ev
 
 
 @pytest.mark.parametrize("who", ["server", "child"])
-def test_a_server_that_is_frozen_is_killed_also_while_it_starts(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_frozen_is_killed_also_while_it_starts(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("slime.engines.process.FROZEN_SECONDS", 0.3)
     monkeypatch.setattr("slime.engines.process.LOOK_SECONDS", 0.05)
     slow = ServerProcess("sleeper", SLEEP, "http://127.0.0.1:1", None, {})
     parent = [sys.executable, "-c", f"import subprocess; subprocess.run({SLEEP})"]
-    server = ServerProcess("sleeper", SLEEP if who == "server" else parent, "http://127.0.0.1:1", None, {})
+    server = ServerProcess(
+        "sleeper", SLEEP if who == "server" else parent, "http://127.0.0.1:1", None, {}
+    )
     try:
         if who == "server":
             suspend(server)
@@ -87,7 +92,8 @@ def test_a_server_that_is_frozen_is_killed_also_while_it_starts(who: str, monkey
         with pytest.raises(ServerFailed, match=r"status -9.*SIGSTOP.*0 s"):
             server.wait_ready(60.0)
         assert not server.alive() and slow.alive()
-        with pytest.raises(ServerFailed, match="healthy"):  # one that only takes its time has its whole deadline
+        # one that only takes its time has its whole deadline
+        with pytest.raises(ServerFailed, match="healthy"):
             slow.wait_ready(1.0)
     finally:
         server.kill()
@@ -96,7 +102,10 @@ def test_a_server_that_is_frozen_is_killed_also_while_it_starts(who: str, monkey
 
 def test_a_port_is_given_once_while_its_asker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     first = free_port()
-    ask = f"import slime.engines.process as p; p._PORTS = range({first - 1}, {first + 2}); print(p.free_port())"
+    ask = (
+        f"import slime.engines.process as p; p._PORTS = range({first - 1}, {first + 2}); "
+        "print(p.free_port())"
+    )
     other = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     assert int(other.stdout) in {first - 1, first + 1}  # nobody listens on the first yet
     monkeypatch.setattr("slime.engines.process._PORTS", range(first, first + 1))
@@ -108,5 +117,6 @@ def test_a_port_is_free_of_listeners_and_of_the_kernels_own_choices() -> None:
     ports = [free_port() for _ in range(50)]
     assert len(set(ports)) == 50
     assert max(ports) < 32_768
-    with socket.create_server(("127.0.0.1", ports[0])) as listener:  # the UDP mark is not in a server's way
+    # the UDP mark is not in a server's way
+    with socket.create_server(("127.0.0.1", ports[0])) as listener:
         assert listener.getsockname()[1] == ports[0]

@@ -74,8 +74,11 @@ def server(request: pytest.FixtureRequest, engine: Served) -> Iterator[tuple[str
         yield f"http://127.0.0.1:{agent.port}", "/v1/models", "/v1/chat/completions"
         run(agent.stop())
     else:
-        other = Other(load_example("rollout_buffer/server.py").make_app({}, "http://127.0.0.1:1", "k"))
-        yield other.url, "/health", "/get_rollout_data"  # a page is refused before its key is looked at
+        other = Other(
+            load_example("rollout_buffer/server.py").make_app({}, "http://127.0.0.1:1", "k")
+        )
+        # a page is refused before its key is looked at
+        yield other.url, "/health", "/get_rollout_data"
         run(other.runner.cleanup())
 
 
@@ -92,19 +95,27 @@ def send(url: str, headers: dict[str, str], data: bytes | None) -> tuple[int, st
 def test_pages_are_refused(server: tuple[str, str, str], what: str) -> None:
     url, get, post = server
     assert send(url + get, FROM_A_PAGE[what], None)[0] == 403
-    status, text = send(url + post, {"Content-Type": "application/json", **FROM_A_PAGE[what]}, b"{}")
+    status, text = send(
+        url + post, {"Content-Type": "application/json", **FROM_A_PAGE[what]}, b"{}"
+    )
     assert status == 403 and ("refused" in text or "Host" in text)
 
 
 @pytest.mark.parametrize("what", NOT_JSON)
 def test_bodies_that_a_page_can_send_are_refused(server: tuple[str, str, str], what: str) -> None:
     url, _, post = server
-    data = gzip.compress(b" " * 2_000_000) if what in ("gzip", "deflate") else json.dumps({"mode": "abort"}).encode()
+    data = (
+        gzip.compress(b" " * 2_000_000)
+        if what in ("gzip", "deflate")
+        else json.dumps({"mode": "abort"}).encode()
+    )
     status, text = send(url + post, {"Content-Type": "application/json", **NOT_JSON[what]}, data)
     assert status == 415, text
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:5", "10.1.2.3", "[::1]:80", "[::1]"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "127.0.0.1:5", "10.1.2.3", "[::1]:80", "[::1]"]
+)
 def test_own_names_and_addresses_are_served(engine: Served, host: str) -> None:
     assert engine.ask("/health", method="GET", Host=host)[0] == 200
 
@@ -117,8 +128,16 @@ def test_the_scheduler_was_not_paused(engine: Served) -> None:
 def statuses(url: str, line: str, headers: str = "", body: bytes = b"") -> list[int]:
     """The status lines of the answers to a request; its body is sent after the first of them."""
     address = urlsplit(url)
-    head = f"{line} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{headers}"
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as connection:
+    head = (
+        f"{line} HTTP/1.1\r\n"
+        f"Host: {address.netloc}\r\n"
+        "Connection: close\r\n"
+        f"Content-Length: {len(body)}\r\n"
+        f"{headers}"
+    )
+    with socket.create_connection(
+        (address.hostname or "", address.port or 0), timeout=10
+    ) as connection:
         connection.sendall(head.encode("utf-8", "surrogateescape") + b"\r\n")
         answer = connection.recv(1 << 16)
         connection.sendall(body)
@@ -135,7 +154,9 @@ def test_a_client_may_ask_before_it_sends_a_body(server: tuple[str, str, str]) -
 
 
 def test_a_known_path_with_another_method_is_not_called_unknown(engine: Served) -> None:
-    assert statuses(engine.url, "DELETE /generate") == [405] and statuses(engine.url, "GET /nowhere") == [404]
+    assert statuses(engine.url, "DELETE /generate") == [405] and statuses(
+        engine.url, "GET /nowhere"
+    ) == [404]
 
 
 @pytest.mark.parametrize(
@@ -147,10 +168,15 @@ def test_a_known_path_with_another_method_is_not_called_unknown(engine: Served) 
     ],
     ids=["version", "long line", "header"],
 )
-def test_keys_of_malformed_requests_stay_out_of_the_log(request_bytes: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_of_malformed_requests_stay_out_of_the_log(
+    request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     agents = run(AgentServer("127.0.0.1").start())
     try:
-        with caplog.at_level("DEBUG"), socket.create_connection(("127.0.0.1", agents.port), timeout=10) as connection:
+        with (
+            caplog.at_level("DEBUG"),
+            socket.create_connection(("127.0.0.1", agents.port), timeout=10) as connection,
+        ):
             connection.sendall(request_bytes)
             assert b" 400 " in connection.recv(65536)
     finally:

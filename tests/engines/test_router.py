@@ -30,13 +30,24 @@ from slime.utils.http_utils import get, post
 
 
 def test_options_as_words() -> None:
-    options = {"policy": "manual", "dp_aware": True, "cors_allowed_origins": ["a", "b"], "log_level": "info"}
+    options = {
+        "policy": "manual",
+        "dp_aware": True,
+        "cors_allowed_origins": ["a", "b"],
+        "log_level": "info",
+    }
     words = " ".join(RouterSettings(options=options).words)
-    assert words.startswith("--policy manual ") and words.endswith(" --dp-aware --cors-allowed-origins a b")
-    assert "--log-level info" in words and "--cb-timeout-duration-secs 5" in words, "the user's value, and slime's"
+    assert words.startswith("--policy manual ") and words.endswith(
+        " --dp-aware --cors-allowed-origins a b"
+    )
+    assert "--log-level info" in words and "--cb-timeout-duration-secs 5" in words, (
+        "the user's value, and slime's"
+    )
 
 
-def test_a_router_listens_on_its_own_host_and_comes_back_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_router_listens_on_its_own_host_and_comes_back_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Not on an engine's, which may be another machine (external engines, several nodes)."""
     places: list[tuple[str, int | None]] = []
 
@@ -70,8 +81,12 @@ class Listed(Router):
             self.listed.remove(url)
 
 
-def test_a_share_without_engines_borrows_those_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("slime.engines.router.start_router", lambda _, workers, *__: Listed("http://h:1", workers))
+def test_a_share_without_engines_borrows_those_of_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        "slime.engines.router.start_router", lambda _, workers, *__: Listed("http://h:1", workers)
+    )
     engines = [Worker(f"http://127.0.0.1:{index + 1}", index=index) for index in range(5)]
     urls = [engine.url for engine in engines]
     routers = Routers(RouterSettings(), tmp_path, shares=2)
@@ -101,7 +116,9 @@ def test_requests_survive_the_death_of_an_engine(
     for engine in engines:
         engine.wait_ready(120)
     settings = router_settings(router={"policy": "round_robin"})
-    router = start_router(settings, [engine.url for engine in engines], log_path=tmp_path / "router.log")
+    router = start_router(
+        settings, [engine.url for engine in engines], log_path=tmp_path / "router.log"
+    )
     try:
         assert {worker["url"] for worker in router.workers()} == {engine.url for engine in engines}
         answers = run(load_and_kill(router.url, engines))
@@ -137,7 +154,9 @@ async def load_and_kill(url: str, engines: list[EngineProcess]) -> list[Any]:
 
 
 class Listener:
-    """A server that answers like an engine, with its own name: what a router does is seen in who answers."""
+    """A server that answers like an engine, with its own name: what a router does is seen in who
+    answers.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.url = name, ""
@@ -174,13 +193,17 @@ async def ask(url: str, key: str | None = None) -> str:
 
     headers = {ROUTING_KEY_HEADER: key} if key else None
     body = {"input_ids": [1], "sampling_params": {}}
-    return str((await post(url.rstrip("/") + "/generate", body, max_retries=3, headers=headers))["text"])
+    return str(
+        (await post(url.rstrip("/") + "/generate", body, max_retries=3, headers=headers))["text"]
+    )
 
 
 @pytest.mark.real
 def test_a_session_stays_on_one_engine(listeners: list[Listener], tmp_path: Path) -> None:
     router = start_router(
-        router_settings(router={"policy": "manual"}), [each.url for each in listeners], log_path=tmp_path / "log"
+        router_settings(router={"policy": "manual"}),
+        [each.url for each in listeners],
+        log_path=tmp_path / "log",
     )
     try:
         keys = [f"session-{i}" for i in range(8)]
@@ -197,7 +220,9 @@ def test_each_served_model_has_its_own_router_and_one_that_runs_already_is_used(
 ) -> None:
     first, second, judge = (each.url for each in listeners)
     foreign = start_router(router_settings(), [], log_path=tmp_path / "foreign.log")
-    args = engine_args(tmp_path, sglang_router_ip="127.0.0.1", sglang_router_port=urlsplit(foreign.url).port)
+    args = engine_args(
+        tmp_path, sglang_router_ip="127.0.0.1", sglang_router_port=urlsplit(foreign.url).port
+    )
     routers = Routers(RouterSettings.from_args(args), tmp_path)
     try:
         routers.start([Worker(first, "actor"), Worker(second, "actor"), Worker(judge, "judge")])
@@ -226,10 +251,16 @@ def test_each_served_model_has_its_own_router_and_one_that_runs_already_is_used(
 
 @pytest.mark.real
 @pytest.mark.parametrize("fault", ["refuses", "answers 500"])
-def test_one_bad_engine_does_not_draw_the_traffic(listeners: list[Listener], tmp_path: Path, fault: str) -> None:
-    """An engine that fails at once always has the least load. The default policy must not send it everything."""
+def test_one_bad_engine_does_not_draw_the_traffic(
+    listeners: list[Listener], tmp_path: Path, fault: str
+) -> None:
+    """An engine that fails at once always has the least load. The default policy must not send it
+    everything.
+    """
     *good, bad = listeners
-    router = start_router(router_settings(), [each.url for each in listeners], log_path=tmp_path / "log")
+    router = start_router(
+        router_settings(), [each.url for each in listeners], log_path=tmp_path / "log"
+    )
 
     async def load() -> None:
         for listener in good:
@@ -259,15 +290,23 @@ def test_one_bad_engine_does_not_draw_the_traffic(listeners: list[Listener], tmp
 def test_requests_that_no_engine_takes_bench_the_engines_for_seconds_only(
     listeners: list[Listener], tmp_path: Path
 ) -> None:
-    """The router's circuit breaker counts 4xx, too. Sooner or later a good request must get through."""
-    router = start_router(router_settings(), [each.url for each in listeners], log_path=tmp_path / "log")
+    """The router's circuit breaker counts 4xx, too. Sooner or later a good request must get
+    through.
+    """
+    router = start_router(
+        router_settings(), [each.url for each in listeners], log_path=tmp_path / "log"
+    )
 
     async def load() -> None:
         for listener in listeners:
             listener.status = 400
         for _ in range(60):
             with contextlib.suppress(HttpError):
-                await post(f"{router.url}/generate", {"input_ids": [1], "sampling_params": {}}, max_retries=0)
+                await post(
+                    f"{router.url}/generate",
+                    {"input_ids": [1], "sampling_params": {}},
+                    max_retries=0,
+                )
         for listener in listeners:
             listener.status = 200
         async with asyncio.timeout(50):
@@ -301,10 +340,12 @@ def test_a_router_that_hangs_is_found_and_started_again(
 
 
 class SlowRouter:
-    """A router's own interface, which takes each engine in at the third look; counts what it is asked.
+    """A router's own interface, which takes each engine in at the third look; counts what it is
+    asked.
 
     Args:
-        ranks: data-parallel ranks of each engine, as a router with ``--dp-aware`` lists them; 0: without.
+        ranks: data-parallel ranks of each engine, as a router with ``--dp-aware`` lists them; 0:
+            without.
     """
 
     def __init__(self, ranks: int = 0) -> None:
@@ -332,7 +373,9 @@ class SlowRouter:
             for url in self.posts:
                 names = [f"{url}@{rank}" for rank in range(self.ranks)] or [url]
                 self.workers |= {f"id{len(self.workers) + i}": name for i, name in enumerate(names)}
-        return web.json_response({"workers": [{"id": key, "url": url} for key, url in self.workers.items()]})
+        return web.json_response(
+            {"workers": [{"id": key, "url": url} for key, url in self.workers.items()]}
+        )
 
     async def delete(self, request: web.Request) -> web.Response:
         self.deleted.append(self.workers.pop(request.match_info["id"]))
@@ -356,7 +399,9 @@ def test_many_engines_are_announced_before_the_first_is_waited_for(slow_router: 
 def test_a_router_that_takes_too_few_is_an_error_with_their_names(slow_router: SlowRouter) -> None:
     slow_router.looks = 3
     with pytest.raises(ServerFailed, match=r"http://10\.0\.0\.1:1, http://10\.0\.0\.2:1"):
-        Router(slow_router.url).add_workers([Worker("http://10.0.0.1:1"), Worker("http://10.0.0.2:1")], deadline=-1.0)
+        Router(slow_router.url).add_workers(
+            [Worker("http://10.0.0.1:1"), Worker("http://10.0.0.2:1")], deadline=-1.0
+        )
 
 
 def test_ranks_of_an_engine_are_that_engine(slow_router: SlowRouter) -> None:
@@ -365,7 +410,9 @@ def test_ranks_of_an_engine_are_that_engine(slow_router: SlowRouter) -> None:
     router = Router(slow_router.url)
     router.add_workers([Worker("http://10.0.0.1:1"), Worker("http://10.0.0.2:1")])
     address = urlsplit(router.url)
-    args = engine_args(Path("."), sglang_router_ip=address.hostname, sglang_router_port=address.port)
+    args = engine_args(
+        Path("."), sglang_router_ip=address.hostname, sglang_router_port=address.port
+    )
     assert run(worker_urls(args)) == ["http://10.0.0.1:1", "http://10.0.0.2:1"]
     router.remove_worker("http://10.0.0.1:1")
     assert slow_router.deleted == ["http://10.0.0.1:1@0", "http://10.0.0.1:1@1"]
@@ -373,18 +420,32 @@ def test_ranks_of_an_engine_are_that_engine(slow_router: SlowRouter) -> None:
 
 @pytest.mark.real
 def test_a_proxy_of_the_environment_is_not_used(
-    start_engine: Callable[..., EngineProcess], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_engine: Callable[..., EngineProcess],
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither by us nor by the router, and an engine that only reaches the run's own servers uses none either."""
+    """Neither by us nor by the router, and an engine that only reaches the run's own servers uses
+    none either.
+    """
     with socket.socket() as dead:
         dead.bind(("127.0.0.1", 0))
         proxy = f"http://127.0.0.1:{dead.getsockname()[1]}"
-        for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        for name in (
+            "http_proxy",
+            "HTTP_PROXY",
+            "https_proxy",
+            "HTTPS_PROXY",
+            "all_proxy",
+            "ALL_PROXY",
+        ):
             monkeypatch.setenv(name, proxy)
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
         engines = [start_engine(tiny_llama)]
-        router = start_router(router_settings(), [engine.url for engine in engines], log_path=tmp_path / "log")
+        router = start_router(
+            router_settings(), [engine.url for engine in engines], log_path=tmp_path / "log"
+        )
         try:
             assert run(post(f"{router.url}/generate", request(1, 3), max_retries=1))["output_ids"]
             assert all(answers(engine.url, 30.0) is None for engine in engines)
@@ -394,20 +455,32 @@ def test_a_proxy_of_the_environment_is_not_used(
             assert not psutil.Process(engine.pid).environ()["http_proxy"]
 
 
-def test_a_proxy_stays_the_way_to_the_model_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_stays_the_way_to_the_model_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("no_proxy", "intranet,localhost")
     assert without_proxy(str(tmp_path))["NO_PROXY"] == without_proxy()["no_proxy"] == "*"
-    assert without_proxy("Qwen/Qwen3-4B", "10.0.0.1")["no_proxy"] == "intranet,localhost,127.0.0.1,::1,10.0.0.1"
+    assert (
+        without_proxy("Qwen/Qwen3-4B", "10.0.0.1")["no_proxy"]
+        == "intranet,localhost,127.0.0.1,::1,10.0.0.1"
+    )
 
 
 @pytest.mark.real
-def test_a_router_pairs_servers_that_prefill_and_decode(listeners: list[Listener], tmp_path: Path) -> None:
+def test_a_router_pairs_servers_that_prefill_and_decode(
+    listeners: list[Listener], tmp_path: Path
+) -> None:
     prefill, decode, _ = (each.url for each in listeners)
-    workers = [Worker(prefill, worker_type="prefill", bootstrap_port=8123), Worker(decode, worker_type="decode")]
+    workers = [
+        Worker(prefill, worker_type="prefill", bootstrap_port=8123),
+        Worker(decode, worker_type="decode"),
+    ]
     router = start_router(router_settings(), workers, log_path=tmp_path / "log")
     try:
         known = {worker["url"]: worker for worker in router.workers()}
-        assert known[prefill]["worker_type"] == "prefill" and known[prefill]["bootstrap_port"] == 8123
+        assert (
+            known[prefill]["worker_type"] == "prefill" and known[prefill]["bootstrap_port"] == 8123
+        )
         assert known[decode]["worker_type"] == "decode"
         assert run(ask(router.url)) == "b"  # both are asked, the one that decodes answers
     finally:
@@ -425,7 +498,9 @@ def test_a_foreign_router_forgets_engines_of_a_start_that_failed(
         raise ServerFailed("it did not take the second")
 
     monkeypatch.setattr(Router, "add_workers", add_workers)
-    monkeypatch.setattr(Router, "remove_worker", lambda self, url: known.remove(url) if url in known else None)
+    monkeypatch.setattr(
+        Router, "remove_worker", lambda self, url: known.remove(url) if url in known else None
+    )
     routers = Routers(RouterSettings(address=("10.0.0.1", 30000)), tmp_path)
     with pytest.raises(ServerFailed, match="second"):
         routers.start([Worker("http://10.0.0.2:1"), Worker("http://10.0.0.2:2")])

@@ -1,4 +1,6 @@
-"""SGLang's own model takes quantized weights from a sync in the layout that it loads from a checkpoint."""
+"""SGLang's own model takes quantized weights from a sync in the layout that it loads from a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ HERE = Path(__file__).parent
 
 
 def quantized(folder: Path, kind: str, **config: Any) -> tuple[Path, Path]:
-    shape = dict(hidden_size=256, intermediate_size=384, head_dim=64, num_attention_heads=4, num_key_value_heads=2)
+    shape = dict(
+        hidden_size=256,
+        intermediate_size=384,
+        head_dim=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     shape |= dict(vocab_size=64, num_hidden_layers=2, max_position_embeddings=64)
     if kind == "experts":
         experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
@@ -52,6 +60,12 @@ def test_a_sync_gives_what_a_checkpoint_gives(kind: str, tmp_path: Path) -> None
         mlp = ("mlp.experts.w13_weight", "mlp.experts.w2_weight")
     parts = ("self_attn.qkv_proj.weight", "self_attn.o_proj.weight", *mlp)
     assert sorted(small) == sorted(f"model.layers.{i}.{part}" for i in range(2) for part in parts)
-    assert found["different"] == [], "a parameter differs from that of the model that was loaded from the checkpoint"
-    norms_and_cache = {name for name in found["dtypes"] if name.endswith(("norm.weight", "k_scale", "v_scale"))}
-    assert set(found["unchanged"]) == norms_and_cache, "norms are 1 in both; the cache has no scales here"
+    assert found["different"] == [], (
+        "a parameter differs from that of the model that was loaded from the checkpoint"
+    )
+    norms_and_cache = {
+        name for name in found["dtypes"] if name.endswith(("norm.weight", "k_scale", "v_scale"))
+    }
+    assert set(found["unchanged"]) == norms_and_cache, (
+        "norms are 1 in both; the cache has no scales here"
+    )

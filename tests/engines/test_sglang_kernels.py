@@ -1,4 +1,6 @@
-"""The kernel that is compiled while SGLang is imported, with a stand-in for FlashInfer that notes its compilation."""
+"""The kernel that is compiled while SGLang is imported, with a stand-in for FlashInfer that notes
+its compilation.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,18 @@ while not os.path.exists(os.environ["BUILT"]) and time.monotonic() < until:
 
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with a GPU, a compiler and FlashInfer; returns the file with one line per compilation."""
+    """A machine with a GPU, a compiler and FlashInfer; returns the file with one line per
+    compilation.
+    """
     package = tmp_path / "site"
     (package / "flashinfer" / "jit").mkdir(parents=True)
     for folder in (package / "flashinfer", package / "flashinfer" / "jit"):
         (folder / "__init__.py").touch()
     (package / "flashinfer" / "jit" / "norm.py").write_text(FLASHINFER)
     (package / "flashinfer_python-9.dist-info").mkdir()
-    (package / "flashinfer_python-9.dist-info" / "METADATA").write_text("Name: flashinfer-python\nVersion: 9\n")
+    (package / "flashinfer_python-9.dist-info" / "METADATA").write_text(
+        "Name: flashinfer-python\nVersion: 9\n"
+    )
     tools = tmp_path / "bin"
     tools.mkdir()
     write_tool(tools / "nvcc", "")
@@ -73,17 +79,24 @@ def compile_and_wait() -> bool:
 
 def test_a_kernel_is_compiled_once_for_each_kind_of_gpu(built: Path) -> None:
     assert compile_and_wait()
-    assert built.read_text().split() == ["9.0"], "FlashInfer is told the kind, so that it does not open the GPU"
+    assert built.read_text().split() == ["9.0"], (
+        "FlashInfer is told the kind, so that it does not open the GPU"
+    )
     assert not compile_and_wait()
     write_tool(built.parent / "bin" / "nvidia-smi", "10.0")
     assert compile_and_wait() and built.read_text().split() == ["9.0", "10.0"]
 
 
-def test_a_server_on_a_gpu_compiles_while_sglang_starts(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for SGLang that waits for the compilation, in the process that slime starts."""
+def test_a_server_on_a_gpu_compiles_while_sglang_starts(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for SGLang that waits for the compilation, in the process that slime
+    starts.
+    """
     site = built.parent / "site"
     (site / "torch-9.dist-info").mkdir()
-    (site / "torch-9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9\n")  # a build for GPUs
+    # a build for GPUs
+    (site / "torch-9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9\n")
     (site / "sglang").mkdir()
     (site / "sglang" / "__init__.py").touch()
     (site / "sglang" / "launch_server.py").write_text(WAITS)
@@ -92,21 +105,27 @@ def test_a_server_on_a_gpu_compiles_while_sglang_starts(built: Path, monkeypatch
     assert built.read_text().split() == ["9.0"]
 
 
-def test_a_compilation_that_failed_is_tried_again(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_that_failed_is_tried_again(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAILS", "1")
     assert compile_and_wait()
     monkeypatch.delenv("FAILS")
     assert compile_and_wait() and not compile_and_wait()
 
 
-def test_without_a_version_or_a_home_nothing_is_remembered(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_version_or_a_home_nothing_is_remembered(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no-folder")
     assert compile_and_wait() and compile_and_wait()
     shutil.rmtree(built.parent / "site" / "flashinfer_python-9.dist-info")
     assert not compile_and_wait(), "a copy of FlashInfer without its package"
 
 
-def test_nothing_is_compiled_without_gpu_compiler_or_need(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_without_gpu_compiler_or_need(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_tool(built.parent / "bin" / "nvidia-smi", "9.0\\n8.0")
     assert not compile_and_wait(), "two kinds of GPUs"
     write_tool(built.parent / "bin" / "nvidia-smi", "9.0")

@@ -1,4 +1,6 @@
-"""What SGLang's servers and the router are started with, and that both are asked whether they know it."""
+"""What SGLang's servers and the router are started with, and that both are asked whether they know
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from slime.engines import launch, process
 from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 from slime.engines.sglang.check import check_launch, problems_of
 from slime.engines.sglang.kernels import PACKAGES
-from slime.engines.sglang.launch import BALANCE_CHECK, ServerPlace, server_environment, server_options, server_words
+from slime.engines.sglang.launch import (
+    BALANCE_CHECK,
+    ServerPlace,
+    server_environment,
+    server_options,
+    server_words,
+)
 
 SPEC = EngineSpec(3, "/m", num_gpus=4)
 PLACE = ServerPlace("127.0.0.1", 4000)
@@ -40,7 +48,11 @@ def test_words_of_a_server_on_gpus() -> None:
         "--enable-return-routed-experts", "--trust-remote-code", "--skip-server-warmup",
     ):  # fmt: skip
         assert part in words, words
-    assert "--enable-weights-cpu-backup" not in words and "nnodes" not in words and "torch_native" not in words
+    assert (
+        "--enable-weights-cpu-backup" not in words
+        and "nnodes" not in words
+        and "torch_native" not in words
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,12 +73,18 @@ def test_without_top_p_and_top_k_the_sampler_of_a_gpu_compiles_nothing(
     settings = sglang_settings(sglang={"device": "cuda", **given}, **flags)
     assert server_options(settings, SPEC, PLACE).get("sampling_backend") == backend
     on_cpu = sglang_settings(sglang={"device": "cpu"}, **flags)
-    assert "sampling_backend" not in server_options(on_cpu, SPEC, PLACE), "a CPU has no other sampler"
+    assert "sampling_backend" not in server_options(on_cpu, SPEC, PLACE), (
+        "a CPU has no other sampler"
+    )
 
 
 def test_a_server_that_loads_adapters_by_name() -> None:
-    """It has room for them, and keeps its base while its memory is released, because the base is sent only once."""
-    flags = dict(lora_rank=16, lora_sync="adapter", lora_target_modules=["q_proj"], offload_rollout=True)
+    """It has room for them, and keeps its base while its memory is released, because the base is
+    sent only once.
+    """
+    flags = dict(
+        lora_rank=16, lora_sync="adapter", lora_target_modules=["q_proj"], offload_rollout=True
+    )
     settings = sglang_settings(sglang={"device": "cuda"}, **flags)
     words = " ".join(server_words(settings, SPEC, PLACE))
     for part in (
@@ -94,7 +112,9 @@ def test_parts_of_servers() -> None:
     node = server_options(settings, SPEC, ServerPlace("10.0.0.2", 4000, 1, 2, "10.0.0.1:21000"))
     assert (node["nnodes"], node["node_rank"], node["dist_init_addr"]) == (2, 1, "10.0.0.1:21000")
     prefill = EngineSpec(0, "/m", worker_type="prefill", options={"mem_fraction_static": 0.5})
-    words = " ".join(server_words(settings, prefill, ServerPlace("127.0.0.1", 4000, bootstrap_port=8123)))
+    words = " ".join(
+        server_words(settings, prefill, ServerPlace("127.0.0.1", 4000, bootstrap_port=8123))
+    )
     assert "--disaggregation-mode prefill --disaggregation-bootstrap-port 8123" in words
     assert "--mem-fraction-static 0.5" in words
 
@@ -107,7 +127,9 @@ def test_the_ranks_of_a_server_meet_at_a_reserved_port() -> None:
     assert "nccl_port" not in server_options(settings, groups, place)
 
 
-def test_a_stopped_server_releases_its_ports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stopped_server_releases_its_ports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("slime.config.process.sys", SimpleNamespace(executable="true"))
     before = dict(process._marks)
     for node, number in (((0, 1, None), 1), ((1, 2, "10.0.0.1:21000"), 0)):
@@ -119,16 +141,22 @@ def test_a_stopped_server_releases_its_ports(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_on_the_cpu_the_users_flags_win_over_what_it_needs() -> None:
-    settings = sglang_settings(sglang={"device": "cpu", "max_total_tokens": 99}, offload_rollout=True)
+    settings = sglang_settings(
+        sglang={"device": "cpu", "max_total_tokens": 99}, offload_rollout=True
+    )
     options = server_options(settings, SPEC, PLACE)
     assert options["attention_backend"] == "torch_native" and options["max_total_tokens"] == 99
     assert "enable_memory_saver" not in options  # there is nothing to give back
     assert server_environment(settings, SPEC)["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert "SGLANG_USE_CPU_ENGINE" not in server_environment(sglang_settings(sglang={"device": "cuda"}), SPEC)
+    assert "SGLANG_USE_CPU_ENGINE" not in server_environment(
+        sglang_settings(sglang={"device": "cuda"}), SPEC
+    )
 
 
 def test_a_colocated_server_starts_while_the_trainer_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of its GPUs may have far less free memory than another then, which SGLang takes for a mistake."""
+    """One of its GPUs may have far less free memory than another then, which SGLang takes for a
+    mistake.
+    """
     together = sglang_settings(sglang={"device": "cuda"}, colocate=True)
     assert server_environment(together, SPEC)[BALANCE_CHECK] == "0"
     assert BALANCE_CHECK not in server_environment(sglang_settings(sglang={"device": "cuda"}), SPEC)
@@ -149,7 +177,9 @@ def test_what_the_owner_does_not_take_is_said_as_it_was_typed() -> None:
         "--sglang-mem-fraction-static?"
     )
     (wrong,) = problems_of(parser, ["--attention-backend", "x"], "sglang", "9")
-    assert wrong.startswith("--sglang-attention-backend: invalid choice: 'x'") and wrong.endswith("(says SGLang 9)")
+    assert wrong.startswith("--sglang-attention-backend: invalid choice: 'x'") and wrong.endswith(
+        "(says SGLang 9)"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +191,9 @@ def test_what_was_accepted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     """The question takes an import of SGLang, 8 to 20 s on a machine with a GPU."""
     asked = []
     ask = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *words, **more: asked.append(words) or ask(*words, **more))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *words, **more: asked.append(words) or ask(*words, **more)
+    )
 
     def problems(**router: str) -> list[str]:
         return check_launch(engine_settings(Path("/m")), RouterSettings(options=router), [])
@@ -169,7 +201,9 @@ def test_what_was_accepted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     assert problems(policy="manual") == [] and len(asked) == 1
     assert problems(policy="manual") == [] and len(asked) == 1
     assert problems(policy="random") == [] and len(asked) == 2, "other options are another question"
-    assert problems(policy="mannual") == problems(policy="mannual") != [] and len(asked) == 4, "errors are not kept"
+    assert problems(policy="mannual") == problems(policy="mannual") != [] and len(asked) == 4, (
+        "errors are not kept"
+    )
     monkeypatch.setattr("slime.engines.sglang.check.version_of", lambda package: "99")
     assert problems(policy="manual") == [] and len(asked) == 5, "another release may not accept it"
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no-folder")
@@ -195,29 +229,34 @@ def test_the_installed_sglang_is_asked_before_anything_starts() -> None:
     assert check_launch(sglang_settings(sglang=good), RouterSettings(), [groups]) == []
     bad = EngineSpec(1, "/m", options={"max_runing_requests": 8})
     wrong, unknown = check_launch(
-        sglang_settings(sglang={**good, "attention_backend": "abacus"}), RouterSettings(), [groups, bad]
+        sglang_settings(sglang={**good, "attention_backend": "abacus"}),
+        RouterSettings(),
+        [groups, bad],
     )
     assert wrong.startswith("--sglang-attention-backend: invalid choice: 'abacus'")
     assert unknown.endswith("mean --sglang-max-running-requests?")
 
 
 def test_real_kernels_win_over_the_stand_ins(tmp_path: Path) -> None:
-    """In a process of its own: with triton and sgl_kernel present nothing is put into the import system."""
+    """In a process of its own: with triton and sgl_kernel present nothing is put into the import
+    system.
+    """
     for name in ("triton", "sgl_kernel", "torchvision", "sglang"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("real = True\n")
     code = (
-        "import sys; before = list(sys.meta_path);"
-        "from slime.engines.sglang.kernels import install;"
-        "absent = install(); import triton, sgl_kernel;"
-        "assert absent == [] and sys.meta_path == before and triton.real and sgl_kernel.real, absent"
+        "import sys; before = list(sys.meta_path);from slime.engines.sglang.kernels import "
+        "install;absent = install(); import triton, sgl_kernel;assert absent == [] and "
+        "sys.meta_path == before and triton.real and sgl_kernel.real, absent"
     )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
 
 
 def test_memory_that_is_pinned_without_an_accelerator_is_a_copy() -> None:
-    """As with one: SGLang pins the factors of an adapter, and must not keep the trainer's shared memory."""
+    """As with one: SGLang pins the factors of an adapter, and must not keep the trainer's shared
+    memory.
+    """
     code = (
         "import torch; from slime.engines.sglang.kernels import pin_nothing; pin_nothing();"
         "given = torch.ones(3); pinned = given.pin_memory();"
@@ -239,21 +278,29 @@ def test_stand_ins_for_absent_kernels(tmp_path: Path) -> None:
         "_cdiv = _next_power_of_2 = _triton_key = lambda *a: 1\nclass _Config: pass\n"
     )
     code = (
-        "import json; from slime.engines.sglang.kernels import install;"
-        "absent = install(); install();"
-        "import triton.language, sgl_kernel;"
-        "value = triton.language.constexpr(7).value\n"
-        "try: sgl_kernel.spam_cpu()\nexcept NotImplementedError as e: said = str(e)\n"
-        "try: import sgl_kernel.scalar_type\nexcept ImportError: part = 'absent'\n"
+        "import json; from slime.engines.sglang.kernels import install;absent = install(); "
+        "install();import triton.language, sgl_kernel;value = "
+        "triton.language.constexpr(7).value\n"
+        "try: sgl_kernel.spam_cpu()\n"
+        "except NotImplementedError as e: said = str(e)\n"
+        "try: import sgl_kernel.scalar_type\n"
+        "except ImportError: part = 'absent'\n"
         "import torch\n"
-        "try: torch.ops.sgl_kernel.fused_sigmoid_mul_cpu(torch.ones(1))\nexcept NotImplementedError as e: op = str(e)\n"
-        "assert not hasattr(torch.ops.sgl_kernel, 'convert_weight_packed')  # by which SGLang finds its real kernels\n"
+        "try: torch.ops.sgl_kernel.fused_sigmoid_mul_cpu(torch.ones(1))\n"
+        "except NotImplementedError as e: op = str(e)\n"
+        "assert not hasattr(torch.ops.sgl_kernel, 'convert_weight_packed')  # by which SGLang "
+        "finds its real kernels\n"
         "from transformers.utils import is_torchvision_available\n"
         "print(json.dumps([absent, value, said, part, is_torchvision_available(), op]))"
     )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, check=True, timeout=120, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env=env,
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
     )
     absent, value, said, part, believed, operator = json.loads(done.stdout)
     assert absent == list(PACKAGES) and value == 7 and part == "absent" and believed is False

@@ -48,9 +48,14 @@ def alive(processes: list[psutil.Process]) -> list[str]:
     return found
 
 
-def test_all_processes_of_a_server_die_with_a_killed_parent(tiny_llama: Path, tmp_path: Path) -> None:
+def test_all_processes_of_a_server_die_with_a_killed_parent(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
     script = PARENT.format(
-        path=[str(Path(__file__).parent)], model=str(tiny_llama), flags=FLAGS, log=str(tmp_path / "log")
+        path=[str(Path(__file__).parent)],
+        model=str(tiny_llama),
+        flags=FLAGS,
+        log=str(tmp_path / "log"),
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     processes: list[psutil.Process] = []
@@ -74,9 +79,13 @@ def test_all_processes_of_a_server_die_with_a_killed_parent(tiny_llama: Path, tm
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
-    engine = start_engine(engine_settings(missing, **FLAGS), EngineSpec(3, str(missing)), log_path=tmp_path / "log")
+    engine = start_engine(
+        engine_settings(missing, **FLAGS), EngineSpec(3, str(missing)), log_path=tmp_path / "log"
+    )
     try:
-        with pytest.raises(ServerFailed, match=r"(?s)SGLang engine 3 \(pid \d+\) ended with .*nothing"):
+        with pytest.raises(
+            ServerFailed, match=r"(?s)SGLang engine 3 \(pid \d+\) ended with .*nothing"
+        ):
             engine.wait_ready(240)
     finally:
         engine.stop()

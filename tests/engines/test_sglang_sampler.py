@@ -22,7 +22,11 @@ async def server() -> AsyncIterator[Any]:
         seen.append(await request.json())
         if len(seen) == 3:
             await asyncio.sleep(0.5)
-        return web.json_response({"text": ""}) if len(seen) == 1 else web.Response(status=500, text="no nvcc")
+        return (
+            web.json_response({"text": ""})
+            if len(seen) == 1
+            else web.Response(status=500, text="no nvcc")
+        )
 
     app.router.add_post("/generate", generate)
     server = TestServer(app, host="127.0.0.1")

@@ -43,22 +43,31 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "10.98.7.6"], ids=["loopback", "an address of the machine"])
-def test_a_server_of_this_machine_takes_more_connections_than_an_address_has_ports(host: str) -> None:
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "10.98.7.6"], ids=["loopback", "an address of the machine"]
+)
+def test_a_server_of_this_machine_takes_more_connections_than_an_address_has_ports(
+    host: str,
+) -> None:
     """100 ports in a network namespace, and 250 requests that all wait for one another."""
     prepare = (
         f"ip link set lo up && (ip addr add {host}/32 dev lo || true) 2>/dev/null"
         " && echo '40000 40099' > /proc/sys/net/ipv4/ip_local_port_range"
     )
     try:
-        allowed = subprocess.run(["unshare", "-Urn", "sh", "-c", prepare], capture_output=True, text=True, check=False)
+        allowed = subprocess.run(
+            ["unshare", "-Urn", "sh", "-c", prepare], capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         pytest.skip("no unshare here")
     if allowed.returncode:
         pytest.skip(f"no network namespace here: {allowed.stderr.strip()}")
     command = f'{prepare} && exec {sys.executable} -c "$0" {host} 250'
     ended = subprocess.run(
-        ["unshare", "-Urn", "sh", "-c", command, IN_NAMESPACE], capture_output=True, text=True, check=False
+        ["unshare", "-Urn", "sh", "-c", command, IN_NAMESPACE],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)

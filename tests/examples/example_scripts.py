@@ -1,4 +1,6 @@
-"""Run an example's scripts dry (``DRY_RUN=1``) and parse the training commands that they would start."""
+"""Run an example's scripts dry (``DRY_RUN=1``) and parse the training commands that they would
+start.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,16 @@ def load_example(file: str) -> ModuleType:
 
 
 def small_model(folder: Path, **more: Any) -> Path:
-    """What the checks and ``slime fetch-model`` look at; never loaded. ``more`` goes to its config.json."""
+    """What the checks and ``slime fetch-model`` look at; never loaded. ``more`` goes to its
+    config.json.
+    """
     folder.mkdir(exist_ok=True)
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, **more}
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        **more,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_text("")
@@ -66,7 +75,10 @@ def small_datasets(folder: Path) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    asked = {"question": "How many legs have two cats?", "answer": "2 cats x 4 = <<2*4=8>>8\n#### 8"}
+    asked = {
+        "question": "How many legs have two cats?",
+        "answer": "2 cats x 4 = <<2*4=8>>8\n#### 8",
+    }
     solved = {"problem": "What is $2^3$?", "solution": "It is $\\boxed{8}$.", "answer": "8"}
     rows = {
         "gsm8k/train.jsonl": asked,
@@ -79,21 +91,37 @@ def small_datasets(folder: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"{json.dumps(row)}\n" * 2)
     (folder / "hotpotqa").mkdir()
-    question = {"question": "Which is larger, a cat or a whale?", "answer": "a whale", "type": "comparison"}
+    question = {
+        "question": "Which is larger, a cat or a whale?",
+        "answer": "a whale",
+        "type": "comparison",
+    }
     (folder / "hotpotqa" / "hotpot_dev_v1_simplified.json").write_text(json.dumps([question] * 2))
     (folder / "dapo").mkdir()
     prompt = [{"role": "user", "content": "What is $2^3$?"}]
-    dapo = {"data_source": "math", "prompt": prompt, "ability": "MATH", "reward_model": {"ground_truth": "8"}}
+    dapo = {
+        "data_source": "math",
+        "prompt": prompt,
+        "ability": "MATH",
+        "reward_model": {"ground_truth": "8"},
+    }
     pq.write_table(pa.Table.from_pylist([dapo] * 2), folder / "dapo" / "dapo_math_17k.parquet")
     return folder
 
 
 def dry_run(script: Path, work: Path, datasets: bool = True) -> list[Command]:
-    """The training commands of a script that starts nothing. ``$MODEL`` is set for the CPU scripts alone: those for a
-    GPU node have a hub id for a default. ``$DATA`` is a file of math problems with prompt and label."""
+    """The training commands of a script that starts nothing. ``$MODEL`` is set for the CPU scripts
+    alone: those for a GPU node have a hub id for a default. ``$DATA`` is a file of math problems
+    with prompt and label."""
     data = work / "data.jsonl"
-    data.write_text(json.dumps({"prompt": [{"role": "user", "content": "What is 2 + 2?"}], "label": "4"}) + "\n")
-    keep = {name: value for name, value in os.environ.items() if name not in ("MODEL", "SGLANG", "SLIME_DATASETS")}
+    data.write_text(
+        json.dumps({"prompt": [{"role": "user", "content": "What is 2 + 2?"}], "label": "4"}) + "\n"
+    )
+    keep = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MODEL", "SGLANG", "SLIME_DATASETS")
+    }
     environment = keep | {
         "DRY_RUN": "1",
         "SLIME_PYTHON": sys.executable,
@@ -102,16 +130,30 @@ def dry_run(script: Path, work: Path, datasets: bool = True) -> list[Command]:
     }
     if script.name == "run_cpu.sh":
         vision = "vlm" in script.parent.name
-        model = small_model(work / "vision", image_token_id=5) if vision else small_model(work / "model")
+        model = (
+            small_model(work / "vision", image_token_id=5)
+            if vision
+            else small_model(work / "model")
+        )
         environment["MODEL"] = str(model)
     if datasets:
         environment["SLIME_DATASETS"] = str(small_datasets(work / "datasets"))
     done = subprocess.run(
-        ["bash", str(script)], cwd=work, env=environment, capture_output=True, text=True, timeout=60, check=False
+        ["bash", str(script)],
+        cwd=work,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("python train")]
-    return [Command(flags[flags.index("--run-name") + 1], script, flags) for _, script, *flags in lines]
+    lines = [
+        shlex.split(line) for line in done.stdout.splitlines() if line.startswith("python train")
+    ]
+    return [
+        Command(flags[flags.index("--run-name") + 1], script, flags) for _, script, *flags in lines
+    ]
 
 
 def parse(command: Command, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Args:

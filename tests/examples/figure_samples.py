@@ -1,4 +1,6 @@
-"""Samples of the geo3k examples, the tiny models that they make, and the log-probs that the trainer computes."""
+"""Samples of the geo3k examples, the tiny models that they make, and the log-probs that the trainer
+computes.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,25 @@ FIGURE = {"side": 2, "left": 1, "top": 0, "colour": "navy"}
 
 
 def need_torchvision(architecture: str) -> None:
-    """Skip the test if the processor of the architecture needs torchvision, and that does not import."""
+    """Skip the test if the processor of the architecture needs torchvision, and that does not
+    import.
+    """
     if architecture not in geometry.QWEN:
         return
     try:
         import torchvision  # noqa: F401
-    except (ImportError, RuntimeError) as error:  # beside another build of torch, the import is a RuntimeError
-        pytest.skip(f"the processors of Qwen's models need torchvision ({error}): bash scripts/test_torchvision.sh")
+    # beside another build of torch, the import is a RuntimeError
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(
+            f"the processors of Qwen's models need torchvision ({error}): bash "
+            "scripts/test_torchvision.sh"
+        )
 
 
 def save_model(architecture: str, folder: Path, warm_up_steps: int = 0) -> Path:
-    """A tiny random model, which supervised steps may warm up, and its processor; see :func:`need_torchvision`."""
+    """A tiny random model, which supervised steps may warm up, and its processor; see
+    :func:`need_torchvision`.
+    """
     need_torchvision(architecture)
     model, processor = geometry.make_model(seed=1, architecture=architecture)
     geometry.warm_up(model, processor, warm_up_steps, seed=1)
@@ -56,5 +66,7 @@ def trained_log_probs(model: Path, sample: Sample) -> list[float]:
     loaded = load_hf_model(model, torch.float32, "cpu", attention)
     builder = InputBuilder(backbone_of(loaded), torch.device("cpu"))
     tokens, media = torch.tensor(sample.tokens), sample.multimodal_train_inputs
-    scores = PolicyScorer(loaded)(builder.build([tokens], [sample.response_length], [0], [media]))[0].log_probs
+    scores = PolicyScorer(loaded)(builder.build([tokens], [sample.response_length], [0], [media]))[
+        0
+    ].log_probs
     return scores[torch.tensor(sample.loss_mask) == 1].tolist()

@@ -1,4 +1,6 @@
-"""The embedded engine on the event loop of a test: a real model over real HTTP, without a process of its own."""
+"""The embedded engine on the event loop of a test: a real model over real HTTP, without a process
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ async def serving(model: Path) -> AsyncIterator[str]:
     from slime.plugins.embedded.fields import LOADED, errors_as_json
     from slime.plugins.embedded.loading import EngineOptions, load_engine
 
-    loaded = load_engine(EngineOptions(model_path=str(model), dtype="float32", device="cpu", max_total_tokens=4096))
+    loaded = load_engine(
+        EngineOptions(model_path=str(model), dtype="float32", device="cpu", max_total_tokens=4096)
+    )
     app = web.Application(middlewares=[errors_as_json])
     app[LOADED] = loaded
     app.add_routes(routes_generate.routes)
@@ -40,7 +44,9 @@ async def serving(model: Path) -> AsyncIterator[str]:
 
 
 def rollout_args(model: Path, url: str, **more: Any) -> Args:
-    """For a rollout that asks the engine at ``url``. Names that are no flags are declared, as those of a file are."""
+    """For a rollout that asks the engine at ``url``. Names that are no flags are declared, as those
+    of a file are.
+    """
     host, port = url.removeprefix("http://").split(":")
     changes = {
         "hf_checkpoint": str(model),

@@ -1,4 +1,6 @@
-"""An engine in this process that says what a test gives it, and a tokenizer of bytes: for conversations with tools."""
+"""An engine in this process that says what a test gives it, and a tokenizer of bytes: for
+conversations with tools.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,33 @@ def byte_tokenizer(folder: Path) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*letters, "<eos>"])}, merges=[]))
+    inner = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate([*letters, "<eos>"])}, merges=[])
+    )
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>"
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
 
 
 class Script:
-    """Says one text a request, up to and with a stop string. ``abort`` after a text: it was cut there."""
+    """Says one text a request, up to and with a stop string. ``abort`` after a text: it was cut
+    there.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, **more: Any) -> None:
         from slime.rollout import generate
         from slime.rollout.state import GenerateState
 
-        changes = {"hf_checkpoint": str(folder), "rollout_max_response_len": 2000, "max_turns": 6} | more
+        changes = {
+            "hf_checkpoint": str(folder),
+            "rollout_max_response_len": 2000,
+            "max_turns": 6,
+        } | more
         self.args = make_args(**{name: value for name, value in changes.items() if name in FLAGS})
         for name in changes.keys() - FLAGS.keys():  # those of the example's settings file
             setattr(self.args, name, changes[name])
@@ -57,11 +69,16 @@ class Script:
             text = head + found
         ids = self.tokenizer(text)["input_ids"]
         kind = "abort" if cut else "stop"
-        meta = {"output_token_logprobs": [[-0.5, i, None] for i in ids], "finish_reason": {"type": kind}}
+        meta = {
+            "output_token_logprobs": [[-0.5, i, None] for i in ids],
+            "finish_reason": {"type": kind},
+        }
         return {"text": text, "meta_info": meta | {"weight_version": "1"}}
 
     def trained(self, sample: Sample) -> str:
         """What of the response has a loss."""
         response = sample.tokens[-sample.response_length :]
         assert sample.loss_mask is not None
-        return self.tokenizer.decode([i for i, mask in zip(response, sample.loss_mask, strict=True) if mask])
+        return self.tokenizer.decode(
+            [i for i, mask in zip(response, sample.loss_mask, strict=True) if mask]
+        )

@@ -19,7 +19,9 @@ def name_of(path: Path) -> str:
 
 
 def test_every_folder_is_an_example_and_stands_in_the_table() -> None:
-    folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    folders = {
+        path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"
+    }
     folders.remove("notebook")  # no script: tests/examples/test_notebook.py
     assert folders == {folder.name for folder in FOLDERS}
     table = (EXAMPLES / "README.md").read_text(encoding="utf-8")
@@ -37,7 +39,9 @@ def test_an_example_has_its_files_and_a_test(folder: Path) -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
 def test_a_script_is_a_command(script: Path) -> None:
     assert os.access(script, os.X_OK) and "set -euo pipefail" in script.read_text(encoding="utf-8")
-    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        ["bash", "-n", str(script)], capture_output=True, text=True, timeout=30, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -48,7 +52,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
-def test_the_flags_of_a_script_parse(script: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flags_of_a_script_parse(
+    script: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands = dry_run(script, work)
     assert commands, f"{script} trains nothing: it calls train of common.sh"
     monkeypatch.chdir(CHECKOUT)  # as the scripts do

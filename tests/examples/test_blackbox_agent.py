@@ -18,7 +18,9 @@ agent = load_example("blackbox_agent/agent.py")
 
 @contextlib.asynccontextmanager
 async def endpoint(*script: str) -> AsyncIterator[tuple[str, list[Any]]]:
-    """An OpenAI endpoint that says these words, or refuses where it has none left; and what it was asked."""
+    """An OpenAI endpoint that says these words, or refuses where it has none left; and what it was
+    asked.
+    """
     asked: list[Any] = []
     words = list(script)
 
@@ -30,7 +32,13 @@ async def endpoint(*script: str) -> AsyncIterator[tuple[str, list[Any]]]:
         message = {"role": "assistant", "content": words.pop(0)}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return web.json_response(
-            {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+            {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "m",
+                "choices": [choice],
+            }
         )
 
     app = web.Application()
@@ -54,7 +62,9 @@ async def endpoint(*script: str) -> AsyncIterator[tuple[str, list[Any]]]:
         (["1"], 0.0, "No, 1 is too small. Try again."),  # and then the context is full
     ],
 )
-async def test_the_reward_halves_with_each_hint(script: list[str], reward: float, last: str) -> None:
+async def test_the_reward_halves_with_each_hint(
+    script: list[str], reward: float, last: str
+) -> None:
     async with endpoint(*script) as (url, asked):
         task = SimpleNamespace(openai_base_url=url, api_key="k", model="m", label="12",
                                prompt=[{"role": "user", "content": "What is 3 times 4?"}])  # fmt: skip
@@ -66,7 +76,9 @@ async def test_the_reward_halves_with_each_hint(script: list[str], reward: float
 async def test_other_refusals_are_errors() -> None:
     async def refuse(**_: Any) -> None:
         request: Any = SimpleNamespace()
-        raise BadRequestError("no", response=SimpleNamespace(request=request, status_code=400, headers={}), body=None)  # type: ignore[arg-type]
+        raise BadRequestError(
+            "no", response=SimpleNamespace(request=request, status_code=400, headers={}), body=None
+        )  # type: ignore[arg-type]
 
     client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=refuse)))
     with pytest.raises(BadRequestError):

@@ -22,7 +22,9 @@ curriculum = load_example("custom_data_source/curriculum.py")
 @pytest.fixture(scope="module")
 def args(tmp_path_factory: pytest.TempPathFactory) -> Args:
     train, _ = make_products(tmp_path_factory.mktemp("data"), seed=1)
-    return make_args(prompt_data=str(train), rollout_seed=42, n_samples_per_prompt=4, apply_chat_template=False)
+    return make_args(
+        prompt_data=str(train), rollout_seed=42, n_samples_per_prompt=4, apply_chat_template=False
+    )
 
 
 def factors(groups: list[Any]) -> list[tuple[int, int]]:
@@ -35,7 +37,9 @@ def test_it_begins_with_the_easiest_and_numbers_groups_and_samples(args: Args) -
     assert [group[0].group_index for group in groups] == list(range(20))
     assert [sample.index for group in groups for sample in group] == list(range(80))
     assert all(
-        sample.label == str(a * b) for group, (a, b) in zip(groups, factors(groups), strict=True) for sample in group
+        sample.label == str(a * b)
+        for group, (a, b) in zip(groups, factors(groups), strict=True)
+        for sample in group
     )
 
 
@@ -84,18 +88,28 @@ def scored(group: list[Any], right: int) -> list[Any]:
 
 def test_a_file_without_a_level_is_refused(args: Args, tmp_path: Path) -> None:
     file = tmp_path / "easy.jsonl"
-    file.write_text(json.dumps({"prompt": "What is 1 times 1?", "label": "1", "metadata": {"a": 1, "b": 1}}))
+    file.write_text(
+        json.dumps({"prompt": "What is 1 times 1?", "label": "1", "metadata": {"a": 1, "b": 1}})
+    )
     with pytest.raises(ValueError, match=r"easy\.jsonl"):
         curriculum.Curriculum(args.with_values(prompt_data=str(file)))
 
 
-def test_runs_are_compared_number_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_compared_number_by_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     compare = load_example("custom_data_source/compare.py")
     row = {key: 1.0 for key in compare.KEYS}
     for name, last in (("a", 0.5), ("b", 0.5), ("c", 0.25)):
         (tmp_path / name).mkdir()
-        lines = [{**row, "rollout/step": 0}, {"eval/x": 1}, {**row, "rollout/step": 1, "train/loss": last}]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines = [
+            {**row, "rollout/step": 0},
+            {"eval/x": 1},
+            {**row, "rollout/step": 1, "train/loss": last},
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
     assert compare.main(tmp_path / "a", tmp_path / "b") == 0
     assert compare.main(tmp_path / "a", tmp_path / "c") == 1
     assert "step 1" in capsys.readouterr().out

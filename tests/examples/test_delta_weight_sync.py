@@ -14,23 +14,31 @@ from slime.weights.settings import WeightSyncSettings
 show = load_example("delta_weight_sync/show.py")
 
 
-def test_the_hook_counts_what_a_version_takes_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hook_counts_what_a_version_takes_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = tmp_path / "delta_v0.1"
     (version / "sub").mkdir(parents=True)
     (version / "a.bin").write_bytes(b"x" * 100)
     (version / "sub" / "b.bin").write_bytes(b"x" * 23)
     hook = f"{show.__file__}:count"
-    args = make_args(update_weight_disk_dir=str(tmp_path), custom_update_weight_post_write_path=hook)
+    args = make_args(
+        update_weight_disk_dir=str(tmp_path), custom_update_weight_post_write_path=hook
+    )
     written = WeightSyncSettings.from_args(args).on_written
     assert written is not None
     written(version, [])
     monkeypatch.setenv("RANK", "1")
     written(version, [])
     lines = (tmp_path / "written.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"version": "delta_v0.1", "files": 2, "bytes": 123}]
+    assert [json.loads(line) for line in lines] == [
+        {"version": "delta_v0.1", "files": 2, "bytes": 123}
+    ]
 
 
-def test_the_table_shows_the_updates_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_the_updates_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [
         {
             "rollout/step": step,
@@ -40,8 +48,12 @@ def test_the_table_shows_the_updates_of_the_run(tmp_path: Path, capsys: pytest.C
         }
         for step in range(2)
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, {"eval/x": 1}]))
-    (tmp_path / "written.jsonl").write_text(json.dumps({"version": "weight_v0.0", "files": 3, "bytes": 269_000_000}))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in [*rows, {"eval/x": 1}])
+    )
+    (tmp_path / "written.jsonl").write_text(
+        json.dumps({"version": "weight_v0.0", "files": 3, "bytes": 269_000_000})
+    )
     show.main(tmp_path, tmp_path)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].split() == ["weight_v0.0:", "3", "files,", "269.00", "MB"]

@@ -1,4 +1,6 @@
-"""The evaluation sets that the example writes, as slime reads them: settings per set, labels that are right."""
+"""The evaluation sets that the example writes, as slime reads them: settings per set, labels that
+are right.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,17 @@ def rows(path: str) -> list[dict]:
 
 def test_each_set_has_settings_of_its_own(tmp_path: Path) -> None:
     config = prepare.prepare(tmp_path, None, rows=5)
-    args = Args(eval_config=str(config), n_samples_per_eval_prompt=3, rollout_temperature=1.0, rm_type="math")
+    args = Args(
+        eval_config=str(config),
+        n_samples_per_eval_prompt=3,
+        rollout_temperature=1.0,
+        rm_type="math",
+    )
     sets = {entry.name: entry for entry in resolve_eval_datasets(args)}
-    assert {name: (s.n_samples_per_eval_prompt, s.temperature, s.max_response_len) for name, s in sets.items()} == {
+    assert {
+        name: (s.n_samples_per_eval_prompt, s.temperature, s.max_response_len)
+        for name, s in sets.items()
+    } == {
         "sum": (1, 0.0, 16),
         "difference": (4, 0.8, 16),
         "product": (8, 0.8, 24),
@@ -60,5 +70,7 @@ async def test_the_shared_sets_keep_labels_that_their_verifiers_read(tmp_path: P
 @pytest.mark.needs_datasets
 def test_the_real_sets_are_read_whole(datasets_dir: Path, tmp_path: Path) -> None:
     config = prepare.prepare(tmp_path, datasets_dir, rows=10_000)
-    counts = [len(rows(entry.path)) for entry in resolve_eval_datasets(Args(eval_config=str(config)))]
+    counts = [
+        len(rows(entry.path)) for entry in resolve_eval_datasets(Args(eval_config=str(config)))
+    ]
     assert counts == [1319, 500, 30]

@@ -20,20 +20,40 @@ def test_a_figure_has_the_side_that_it_says(grid: bool) -> None:
     for _ in range(50):
         figure = geometry.Square.random(random)
         pixels = np.asarray(figure.draw(grid))
-        ink = [~np.all(pixels == np.asarray(ImageColor.getrgb(name)), axis=-1) for name in ("white", "orange")]
+        ink = [
+            ~np.all(pixels == np.asarray(ImageColor.getrgb(name)), axis=-1)
+            for name in ("white", "orange")
+        ]
         rows, columns = np.nonzero(ink[0] & ink[1])
         unit = geometry.PIXELS
-        assert columns.min() // unit == figure.left and columns.max() // unit == figure.left + figure.side - 1
-        assert rows.min() // unit == figure.top and rows.max() // unit == figure.top + figure.side - 1
+        assert (
+            columns.min() // unit == figure.left
+            and columns.max() // unit == figure.left + figure.side - 1
+        )
+        assert (
+            rows.min() // unit == figure.top and rows.max() // unit == figure.top + figure.side - 1
+        )
 
 
 def test_the_same_seed_writes_the_same_questions(tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in geometry.write_rows(tmp_path, "train", 30, seed=3).read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in geometry.write_rows(tmp_path, "train", 30, seed=3).read_text().splitlines()
+    ]
     for row in rows:
-        assert row["label"] == str(row["metadata"]["figure"]["side"]) and row["prompt"].count("<image>") == 1
+        assert (
+            row["label"] == str(row["metadata"]["figure"]["side"])
+            and row["prompt"].count("<image>") == 1
+        )
         assert Path(row["images"][0]).is_file()
-    again = [json.loads(line) for line in geometry.write_rows(tmp_path, "train", 30, seed=3).read_text().splitlines()]
-    other = [json.loads(line) for line in geometry.write_rows(tmp_path, "eval", 30, seed=3).read_text().splitlines()]
+    again = [
+        json.loads(line)
+        for line in geometry.write_rows(tmp_path, "train", 30, seed=3).read_text().splitlines()
+    ]
+    other = [
+        json.loads(line)
+        for line in geometry.write_rows(tmp_path, "eval", 30, seed=3).read_text().splitlines()
+    ]
     assert rows == again and [r["metadata"] for r in rows] != [r["metadata"] for r in other]
     assert {row["label"] for row in rows} == {"1", "2", "3", "4"}
 

@@ -39,9 +39,10 @@ def test_the_advantage_is_relative_to_the_mean(rewards: list[float], expected: l
 
 
 def test_two_groups_from_their_rewards_to_the_loss() -> None:
-    """Worked by hand: the groups' rewards 1, 0 and 0, 0 give advantages 1, -1, 0, 0 (mean 1/2 and 0). In a first step
-    the ratio is 1, so each token's loss is -A: the means over the tokens of each rollout are -1, 1, 0, 0, their sum 0,
-    and the gradient of the first rollout's two tokens is -1/2 each, over 4 rollouts -1/8."""
+    """Worked by hand: the groups' rewards 1, 0 and 0, 0 give advantages 1, -1, 0, 0 (mean 1/2 and
+    0). In a first step the ratio is 1, so each token's loss is -A: the means over the tokens of
+    each rollout are -1, 1, 0, 0, their sum 0, and the gradient of the first rollout's two tokens is
+    -1/2 each, over 4 rollouts -1/8."""
     args = make_args(advantage_estimator=PATH)
     samples = [Sample(index=i, reward=reward) for i, reward in enumerate([1.0, 0.0, 0.0, 0.0])]
     raw, rewards = post_process_rewards(args, samples, [0, 0, 1, 1])

@@ -23,32 +23,55 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("agents")
     tokenizer = load_example("geo3k_vlm/geometry.py").make_tokenizer()
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=1, **sizes)).save_pretrained(folder)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), eos_token_id=1, **sizes)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def question(index: int = 0) -> Sample:
-    return Sample(index=index, group_index=0, prompt=[{"role": "user", "content": "What is 3 times 4?"}], label="12")
+    return Sample(
+        index=index,
+        group_index=0,
+        prompt=[{"role": "user", "content": "What is 3 times 4?"}],
+        label="12",
+    )
 
 
-async def test_a_prompt_becomes_five_samples_of_one_rollout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_becomes_five_samples_of_one_rollout(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(tiny) as url:
         path = f"{agents.__file__}:generate"
         args = rollout_args(tiny, url, custom_generate_function_path=path, rm_type="last_number")
         params = {"temperature": 1.0, "max_new_tokens": 6, "skip_special_tokens": False}
         group = await generate_and_rm_group(args, [question(0), question(1)], params)
-        chosen = await agents.generate(args, question(2), params | {"sampling_seed": 3}, evaluation=True)
+        chosen = await agents.generate(
+            args, question(2), params | {"sampling_seed": 3}, evaluation=True
+        )
     for siblings in group:
         roles = [part.metadata["agent"] for part in siblings]
         assert roles == ["solver", "solver", "rewriter", "rewriter", "selector"]
-        assert len({part.rollout_id for part in siblings}) == 1 and all(part.reward is not None for part in siblings)
+        assert len({part.rollout_id for part in siblings}) == 1 and all(
+            part.reward is not None for part in siblings
+        )
         assert siblings[0].tokens != siblings[1].tokens, "two solvers, two seeds"
         said = agents.numbered(siblings[:2])
-        assert said in siblings[2].prompt[-1]["content"] and siblings[2].prompt == siblings[3].prompt
+        assert (
+            said in siblings[2].prompt[-1]["content"] and siblings[2].prompt == siblings[3].prompt
+        )
         assert agents.numbered(siblings[2:4]) in siblings[4].prompt[-1]["content"]
-        assert all(len(part.loss_mask or [1] * part.response_length) == part.response_length for part in siblings)
+        assert all(
+            len(part.loss_mask or [1] * part.response_length) == part.response_length
+            for part in siblings
+        )
     assert group[0][0].rollout_id != group[1][0].rollout_id
     assert isinstance(chosen, Sample) and chosen.metadata["agent"] == "rewriter"
 
@@ -63,7 +86,12 @@ def test_each_role_is_measured_by_its_peers() -> None:
     def part(role: str, reward: float, group: int = 0) -> Sample:
         return Sample(group_index=group, reward=reward, metadata={"agent": role})
 
-    samples = [part("solver", 1.0), part("selector", 0.0), part("solver", 1.0), part("selector", 1.0)]
+    samples = [
+        part("solver", 1.0),
+        part("selector", 0.0),
+        part("solver", 1.0),
+        part("selector", 1.0),
+    ]
     samples += [part("solver", 0.0, group=1), part("solver", 1.0, group=1)]
     raw, trained = agents.by_role(make_args(), samples)
     assert raw == [1, 0, 1, 1, 0, 1]

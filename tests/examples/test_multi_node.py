@@ -13,7 +13,9 @@ from make_args import make_args
 where = load_example("multi_node/where.py")
 
 
-def test_the_report_has_each_process_with_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_has_each_process_with_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: node))
     monkeypatch.setitem(sys.modules, "ray", here)
     args = make_args(output_dir=str(tmp_path), run_name="run", sglang_router_ip="127.0.0.3")
@@ -21,7 +23,9 @@ def test_the_report_has_each_process_with_its_node(tmp_path: Path, monkeypatch: 
         for rank, node in enumerate(("127.0.0.2", "127.0.0.3")):  # noqa: B007 - read by the lambda
             monkeypatch.setenv("RANK", str(rank))
             where.trainer(args, step, {"response_lengths": [3] * (4 + step)})
-        assert where.engines(step, args, [object()] * 9, {}, 1.0) is False, "the usual metrics follow"
+        assert where.engines(step, args, [object()] * 9, {}, 1.0) is False, (
+            "the usual metrics follow"
+        )
     assert [line.split() for line in where.report(tmp_path / "run")] == [
         ["engine", "on", "127.0.0.3", "samples", "by", "step:", "[9,", "9]"],
         ["trainer", "rank", "0", "on", "127.0.0.2", "samples", "by", "step:", "[4,", "5]"],

@@ -35,5 +35,9 @@ def test_brevity(words: int, factor: float) -> None:
 
 def test_words_are_asked_once() -> None:
     rows = meaning.rows()
-    assert len({row["prompt"][0]["content"] for row in rows}) == len({row["label"] for row in rows}) == len(rows)
+    assert (
+        len({row["prompt"][0]["content"] for row in rows})
+        == len({row["label"] for row in rows})
+        == len(rows)
+    )
     assert len(rows) > 3 * meaning.HELD_OUT and rows == meaning.rows()

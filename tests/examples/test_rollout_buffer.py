@@ -1,4 +1,6 @@
-"""The buffer server over real HTTP, with the generator and rollout function of the example and a small engine."""
+"""The buffer server over real HTTP, with the generator and rollout function of the example and a
+small engine.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ class Source:
         for _ in range(count):
             number = self.given
             self.given += 1
-            group = [Sample(group_index=number, index=2 * number + i, prompt=[], label="7") for i in range(2)]
+            group = [
+                Sample(group_index=number, index=2 * number + i, prompt=[], label="7")
+                for i in range(2)
+            ]
             for sample in group:
                 sample.tokens = [1, 2, number]
             groups.append(group)
@@ -76,7 +81,11 @@ class Place:
         self.answered[group] += 1
         right = self.answered[group] % 2 or group in self.same_rewards
         scored = [[-0.25, 5, None], [-0.75, 6, None]]
-        meta = {"finish_reason": {"type": "stop"}, "weight_version": "0.1", "output_token_logprobs": scored}
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_version": "0.1",
+            "output_token_logprobs": scored,
+        }
         return web.json_response({"text": "is 7" if right else "is 8", "meta_info": meta})
 
 
@@ -88,7 +97,9 @@ async def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     engine, engine_url = await serve(engine_app)
     probe, url = await serve(web.Application())
     await probe.cleanup()
-    buffer = web.AppRunner(server.make_app(GENERATORS, url, server.key_in(tmp_path / "new" / "key")))
+    buffer = web.AppRunner(
+        server.make_app(GENERATORS, url, server.key_in(tmp_path / "new" / "key"))
+    )
     await buffer.setup()
     await web.TCPSite(buffer, "127.0.0.1", int(url.rpartition(":")[2])).start()
     monkeypatch.setattr(rollout, "under_way", {})
@@ -98,7 +109,12 @@ async def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         rollout_batch_size=3, phase_timeout=10.0, rollout_seed=42, rollout_max_response_len=4,
         sglang_router_ip=host, sglang_router_port=int(port),
     )  # fmt: skip
-    for name, value in {"url": url, "task": "products", "ahead": 2, "key_file": str(tmp_path / "new" / "key")}.items():
+    for name, value in {
+        "url": url,
+        "task": "products",
+        "ahead": 2,
+        "key_file": str(tmp_path / "new" / "key"),
+    }.items():
         setattr(place.args, f"buffer_server_{name}", value)
     yield place
     await close_session()
@@ -114,11 +130,21 @@ async def test_a_step_gets_its_groups_and_others_stay_under_way(place) -> None:
     indices = [group[0].group_index for group in first.samples + second.samples]
     assert len(set(indices)) == 6 and source.given >= 8
     seeds = [body["sampling_params"]["sampling_seed"] for body in place.requests]
-    assert len(set(seeds)) == len(seeds), "samples of a group differ, also where the engine is deterministic"
+    assert len(set(seeds)) == len(seeds), (
+        "samples of a group differ, also where the engine is deterministic"
+    )
     sample = first.samples[0][0]
     assert sample.tokens[:3] == [1, 2, sample.group_index] and sample.tokens[3:] == [5, 6]
-    assert sample.rollout_log_probs == [-0.25, -0.75] and sample.loss_mask == [1, 1] and sample.response_length == 2
-    assert sample.index is not None and sample.status is Sample.Status.COMPLETED and sample.weight_versions == ["0.1"]
+    assert (
+        sample.rollout_log_probs == [-0.25, -0.75]
+        and sample.loss_mask == [1, 1]
+        and sample.response_length == 2
+    )
+    assert (
+        sample.index is not None
+        and sample.status is Sample.Status.COMPLETED
+        and sample.weight_versions == ["0.1"]
+    )
     assert {s.reward for s in first.samples[0]} == {0.0, 1.0}
 
 
@@ -170,7 +196,9 @@ async def test_a_deadline_says_what_is_missing(place, monkeypatch: pytest.Monkey
         ({"tokens": [5, 6]}, "prompt is left"),
     ],
 )
-def test_a_sample_that_cannot_be_trained_on_is_refused(change: dict[str, Any], message: str) -> None:
+def test_a_sample_that_cannot_be_trained_on_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
     good = {
         "tokens": [1, 5, 6], "response": "x", "response_length": 2, "rollout_log_probs": [-1.0, -1.0],
         "loss_mask": [1, 1], "reward": 0.0, "status": "completed",
@@ -185,14 +213,20 @@ async def test_a_wrong_request_is_answered_with_what_is_wrong(place) -> None:
     with pytest.raises(HttpError, match=r"task_type 'poems'.*products"):
         await post(f"{url}/start_rollout", {"task_type": "poems", "groups": []}, headers=key)
     with pytest.raises(HttpError, match="group 7"):
-        await post(f"{url}/buffer/write", {"task_type": "products", "group_index": 7, "samples": []}, headers=key)
+        await post(
+            f"{url}/buffer/write",
+            {"task_type": "products", "group_index": 7, "samples": []},
+            headers=key,
+        )
 
 
 @pytest.mark.parametrize("path", ["start_rollout", "buffer/write", "get_rollout_data"])
 async def test_a_request_without_the_key_is_refused(place, path: str) -> None:
     for key in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer"}):
         with pytest.raises(HttpError, match=r"answered 401: .*--key-file"):
-            await post(f"{place.args.buffer_server_url}/{path}", {"task_type": "products"}, headers=key)
+            await post(
+                f"{place.args.buffer_server_url}/{path}", {"task_type": "products"}, headers=key
+            )
     assert Path(place.args.buffer_server_key_file).stat().st_mode & 0o777 == 0o600
 
 

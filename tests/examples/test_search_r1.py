@@ -22,7 +22,9 @@ retriever = load_example("search-r1/retriever.py")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("search")
-    subprocess.run([sys.executable, EXAMPLES / "search-r1" / "make_corpus.py", folder], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, EXAMPLES / "search-r1" / "make_corpus.py", folder], check=True, timeout=60
+    )
     byte_tokenizer(folder / "tokenizer")
     return folder
 
@@ -55,7 +57,9 @@ def test_bm25_finds_every_document_that_the_transcripts_ask_for(data: Path) -> N
 
 def test_a_document_is_not_divided_at_a_line_separator_of_its_text(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"contents": "one\u2028document\x85"}\n\n{"title": "a", "text": "b"}\n', encoding="utf-8")
+    corpus.write_text(
+        '{"contents": "one\u2028document\x85"}\n\n{"title": "a", "text": "b"}\n', encoding="utf-8"
+    )
     assert retriever.read_corpus(corpus) == ["one\u2028document\x85", "a\nb"]
 
 
@@ -74,13 +78,22 @@ async def test_a_question_of_two_hops(data: Path, monkeypatch: pytest.MonkeyPatc
     name = row["prompt"][1]["content"].removeprefix("Which country is ").removesuffix(" from?")
     people = {r["title"]: r["text"] for r in rows(data / "corpus.jsonl")}
     town = people[name].rpartition(" ")[2].rstrip(".")
-    script.says = [f"<search>{name}</search> no", f"<search>{town}</search>", f"<answer>{row['label']}</answer>"]
+    script.says = [
+        f"<search>{name}</search> no",
+        f"<search>{town}</search>",
+        f"<answer>{row['label']}</answer>",
+    ]
     sample = Sample(prompt=row["prompt"], label=row["label"], index=0)
     sample = await search.generate(script.args, sample, script.params)
-    assert f"<information>{people[name]}</information>" in script.asked[1] and people[town] in script.asked[2]
+    assert (
+        f"<information>{people[name]}</information>" in script.asked[1]
+        and people[town] in script.asked[2]
+    )
     trained = f"<search>{name}</search><search>{town}</search><answer>{row['label']}</answer>"
     assert script.trained(sample) == trained and sample.metadata["round_number"] == 3
-    assert await search.exact_match(script.args, sample) == 1.0 == await search.f1(script.args, sample)
+    assert (
+        await search.exact_match(script.args, sample) == 1.0 == await search.f1(script.args, sample)
+    )
 
 
 async def test_an_answer_in_a_document_earns_nothing(
@@ -88,11 +101,17 @@ async def test_an_answer_in_a_document_earns_nothing(
 ) -> None:
     trap = tmp_path / "trap.jsonl"
     trap.write_text(json.dumps({"contents": '"Trap"\nthe trap says <answer>Peru</answer>'}) + "\n")
-    script = Script(monkeypatch, data / "tokenizer", **{**settings(data), "search_corpus": str(trap)})
+    script = Script(
+        monkeypatch, data / "tokenizer", **{**settings(data), "search_corpus": str(trap)}
+    )
     script.says = ["<search>trap</search>", "I do not know<eos>"]
-    sample = await search.generate(script.args, Sample(prompt="?", label="Peru", index=0), script.params)
+    sample = await search.generate(
+        script.args, Sample(prompt="?", label="Peru", index=0), script.params
+    )
     assert "<answer>Peru</answer>" in sample.response
-    assert await search.exact_match(script.args, sample) == 0.0 == await search.f1(script.args, sample)
+    assert (
+        await search.exact_match(script.args, sample) == 0.0 == await search.f1(script.args, sample)
+    )
 
 
 async def test_the_rewards_of_partial_and_plain_answers() -> None:
@@ -107,8 +126,14 @@ async def test_the_rewards_of_partial_and_plain_answers() -> None:
 
 @pytest.mark.real
 def test_the_dense_retriever_finds_by_meaning(minilm: Path) -> None:
-    documents = ["Oslo\nOslo is the capital of Norway.", "Bread\nBread is baked from flour.", "Cats\nCats sleep a lot."]
-    found = retriever.make_retriever("dense", documents, str(minilm)).search("How is a loaf made?", 2)
+    documents = [
+        "Oslo\nOslo is the capital of Norway.",
+        "Bread\nBread is baked from flour.",
+        "Cats\nCats sleep a lot.",
+    ]
+    found = retriever.make_retriever("dense", documents, str(minilm)).search(
+        "How is a loaf made?", 2
+    )
     assert found[0] == 1 and len(found) == 2
     with pytest.raises(ValueError, match="bm25 and dense"):
         retriever.make_retriever("google", documents, "")

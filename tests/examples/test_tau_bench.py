@@ -1,4 +1,6 @@
-"""The shop: its tools, its customer, the state at the end, and a conversation that goes on after an abort."""
+"""The shop: its tools, its customer, the state at the end, and a conversation that goes on after an
+abort.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sample_of(row: dict[str, Any]) -> Sample:
-    return Sample(prompt=row["prompt"], label="", index=0, metadata=json.loads(json.dumps(row["metadata"])))
+    return Sample(
+        prompt=row["prompt"], label="", index=0, metadata=json.loads(json.dumps(row["metadata"]))
+    )
 
 
 def words(row: dict[str, Any], looks: bool = True) -> list[str]:
@@ -55,19 +59,31 @@ async def test_a_conversation_goes_on_after_an_abort_with_the_shop_as_it_was(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, draw = Script(monkeypatch, folder), Random(0)
-    row = next(r for r in iter(lambda: shop.task(draw), None) if r["metadata"]["orders"] != r["metadata"]["expected"])
+    row = next(
+        r
+        for r in iter(lambda: shop.task(draw), None)
+        if r["metadata"]["orders"] != r["metadata"]["expected"]
+    )
     *head, last = [f"{said}<eos>" for said in words(row)]
     script.says = [*head, "It iABORT"]
     sample = await bench.generate(script.args, sample_of(row), script.params)
     assert sample.status is Sample.Status.ABORTED
     script.says = [last.removeprefix("It i")]
     sample = await bench.generate(script.args, Sample.from_dict(sample.to_dict()), script.params)
-    assert await bench.score(script.args, sample) == 1.0 and script.trained(sample) == "".join([*head, last])
+    assert await bench.score(script.args, sample) == 1.0 and script.trained(sample) == "".join(
+        [*head, last]
+    )
 
 
-async def test_saying_so_changes_nothing_and_faults_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_saying_so_changes_nothing_and_faults_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script, draw = Script(monkeypatch, folder), Random(0)
-    row = next(r for r in iter(lambda: shop.task(draw), None) if r["metadata"]["orders"] != r["metadata"]["expected"])
+    row = next(
+        r
+        for r in iter(lambda: shop.task(draw), None)
+        if r["metadata"]["orders"] != r["metadata"]["expected"]
+    )
     calls = '<tool_call>{</tool_call><tool_call>{"name": "fly"}</tool_call><eos>'
     script.says = [calls, "Hello.<eos>", "It is cancelled.<eos>"]
     sample = await bench.generate(script.args, sample_of(row), script.params)
@@ -81,8 +97,14 @@ async def test_saying_so_changes_nothing_and_faults_are_told(folder: Path, monke
 
 def test_tools_check_what_they_are_given() -> None:
     store = shop.Shop({"1": {"status": "pending", "city": "Rome"}})
-    assert json.loads(store.call("get_order", {"order": 1})) == {"status": "pending", "city": "Rome"}
+    assert json.loads(store.call("get_order", {"order": 1})) == {
+        "status": "pending",
+        "city": "Rome",
+    }
     assert "no such order" in store.call("cancel_order", {"order": "2"})
     assert "city" in store.call("change_city", {"order": "1"})
     (call,) = tool_calls(shop.tool_call("change_city", order="1", city="Oslo"))
-    assert store.call(call.name, call.arguments) == '{"done": true}' and store.orders["1"]["city"] == "Oslo"
+    assert (
+        store.call(call.name, call.arguments) == '{"done": true}'
+        and store.orders["1"]["city"] == "Oslo"
+    )

@@ -32,7 +32,9 @@ def gate(args: Args, gaps: list[list[float]], masks: list[list[int]] | None = No
     ours = [torch.tensor(gap) - 1.0 for gap in gaps]
     engines = [torch.full((len(gap),), -1.0) for gap in gaps]
     loss_masks = (
-        [torch.ones(len(gap), dtype=torch.int) for gap in gaps] if masks is None else list(map(torch.tensor, masks))
+        [torch.ones(len(gap), dtype=torch.int) for gap in gaps]
+        if masks is None
+        else list(map(torch.tensor, masks))
     )
     pg_loss = torch.ones(sum(map(len, gaps)), requires_grad=True)
     loss, new, metrics = correction.sequence_gate(
@@ -61,7 +63,9 @@ def test_tokens_that_are_not_trained_do_not_count() -> None:
     assert masks == [[0]] and loss.tolist() == [1.0]
 
 
-@given(st.lists(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6), min_size=1, max_size=5))
+@given(
+    st.lists(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6), min_size=1, max_size=5)
+)
 def test_weights_stay_in_their_bounds_and_whole_answers_go(gaps: list[list[float]]) -> None:
     loss, masks, metrics = gate(limits(), gaps)
     assert all(len(set(mask)) == 1 for mask in masks)
@@ -70,8 +74,12 @@ def test_weights_stay_in_their_bounds_and_whole_answers_go(gaps: list[list[float
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
-def test_the_files_name_flags_and_functions_that_exist(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that is no flag becomes an attribute of args, so a slip of the pen would go unnoticed."""
+def test_the_files_name_flags_and_functions_that_exist(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that is no flag becomes an attribute of args, so a slip of the pen would go
+    unnoticed.
+    """
     settings = yaml.safe_load(file.read_text())
     monkeypatch.chdir(CHECKOUT)
     path = settings.get("custom_tis_function_path")

@@ -14,11 +14,14 @@ from scripted_engine import byte_tokenizer
 VISION = ("geo3k_vlm", "geo3k_vlm_multi_turn")  # these make a model of their own, which is tiny
 ELSEWHERE = {
     "reward_model": "its encoder is downloaded; tests/rollout/test_reward_models.py has an encoder of its own",
-    "reproducibility": "its four runs are those of tests/e2e/test_train.py: killed, resumed and compared bit for bit",
+    "reproducibility": "its four runs are those of tests/e2e/test_train.py: killed, resumed and compared bit "
+    "for bit",
     "train_infer_mismatch_helper": "its six runs take a minute; test_train_infer_mismatch_helper.py reads its settings",
     "multi_node": "it starts a Ray cluster; tests/e2e/test_seed_commands.py does the same",
 }
-SCRIPTS = sorted(path for path in EXAMPLES.glob("*/run_cpu.sh") if path.parent.name not in ELSEWHERE)
+SCRIPTS = sorted(
+    path for path in EXAMPLES.glob("*/run_cpu.sh") if path.parent.name not in ELSEWHERE
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +44,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.real
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.parent.name)
-def test_the_script_of_an_example_runs_to_its_end(script: Path, model: Path, tmp_path: Path) -> None:
+def test_the_script_of_an_example_runs_to_its_end(
+    script: Path, model: Path, tmp_path: Path
+) -> None:
     """Its own comparisons at the end included: of a resumed run with a whole one, for instance."""
-    own = {"SLIME_PYTHON": sys.executable, "OUTPUT_DIR": str(tmp_path), "NUM_ROLLOUT": "2", "ROWS": "2"}
-    environment = {name: value for name, value in os.environ.items() if name not in ("SGLANG", "SLIME_DATASETS")} | own
+    own = {
+        "SLIME_PYTHON": sys.executable,
+        "OUTPUT_DIR": str(tmp_path),
+        "NUM_ROLLOUT": "2",
+        "ROWS": "2",
+    }
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("SGLANG", "SLIME_DATASETS")
+    } | own
     if script.parent.name not in VISION:
         environment["MODEL"] = str(model)
     done = subprocess.run(
-        ["bash", str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=560, check=False
+        ["bash", str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=560,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert any(tmp_path.glob("*/summary.json"))

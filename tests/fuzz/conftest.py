@@ -1,4 +1,6 @@
-"""Seeded random input: every case can be run again by its number. Nothing may raise but what callers expect."""
+"""Seeded random input: every case can be run again by its number. Nothing may raise but what
+callers expect.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,19 @@ TEXTS = (
         "a:b",
         "x.py:f",
     ),
-    *("@[1:2]", "f@[a:b]", "{rollout_id}", "{", '{"a":' * 3000, "0x10", "1_000", "--", "=", "\u202e", "\x07"),
+    *(
+        "@[1:2]",
+        "f@[a:b]",
+        "{rollout_id}",
+        "{",
+        '{"a":' * 3000,
+        "0x10",
+        "1_000",
+        "--",
+        "=",
+        "\u202e",
+        "\x07",
+    ),
 )
 NUMBERS = (0, -1, 1, 2, 1.5, -0.5, 1e308, 2**31, 2**63, 10**30, float("nan"), float("inf"))
 
@@ -68,4 +80,6 @@ def value(random_: random.Random, depth: int = 0) -> Any:
         return random_.randrange(-5, 300)
     if kind in (5, 6):
         return [value(random_, depth + 1) for _ in range(random_.randrange(4))]
-    return {random_.choice(TEXTS)[:20]: value(random_, depth + 1) for _ in range(random_.randrange(3))}
+    return {
+        random_.choice(TEXTS)[:20]: value(random_, depth + 1) for _ in range(random_.randrange(3))
+    }

@@ -1,4 +1,6 @@
-"""Random requests to the agent gateway, in all its dialects: an answer or a 4xx, and the session goes on."""
+"""Random requests to the agent gateway, in all its dialects: an answer or a 4xx, and the session
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,101 @@ from slime.rollout.state import GenerateState
 CHUNKS = 10
 FIELDS: dict[str, tuple[str, ...]] = {
     "chat/completions": (
-        *("messages", "tools", "tool_choice", "stop", "stream", "stream_options", "n", "max_tokens", "logprobs"),
-        *("max_completion_tokens", "response_format", "reasoning_effort", "temperature", "logit_bias", "functions"),
-        *("chat_template_kwargs", "top_logprobs", "parallel_tool_calls", "thinking", "modalities", "model"),
+        *(
+            "messages",
+            "tools",
+            "tool_choice",
+            "stop",
+            "stream",
+            "stream_options",
+            "n",
+            "max_tokens",
+            "logprobs",
+        ),
+        *(
+            "max_completion_tokens",
+            "response_format",
+            "reasoning_effort",
+            "temperature",
+            "logit_bias",
+            "functions",
+        ),
+        *(
+            "chat_template_kwargs",
+            "top_logprobs",
+            "parallel_tool_calls",
+            "thinking",
+            "modalities",
+            "model",
+        ),
     ),
     "responses": (
-        *("input", "instructions", "tools", "tool_choice", "text", "reasoning", "stream", "max_output_tokens"),
-        *("previous_response_id", "store", "include", "truncation", "conversation", "background", "model"),
+        *(
+            "input",
+            "instructions",
+            "tools",
+            "tool_choice",
+            "text",
+            "reasoning",
+            "stream",
+            "max_output_tokens",
+        ),
+        *(
+            "previous_response_id",
+            "store",
+            "include",
+            "truncation",
+            "conversation",
+            "background",
+            "model",
+        ),
     ),
     "messages": (
-        *("messages", "system", "tools", "tool_choice", "stop_sequences", "stream", "thinking", "max_tokens"),
+        *(
+            "messages",
+            "system",
+            "tools",
+            "tool_choice",
+            "stop_sequences",
+            "stream",
+            "thinking",
+            "max_tokens",
+        ),
         *("top_k", "metadata", "output_config", "container", "mcp_servers", "model"),
     ),
 }
 FIELDS["messages/count_tokens"] = FIELDS["messages"]
-PARTS = ("type", "text", "role", "content", "tool_calls", "tool_call_id", "name", "input", "arguments", "function")
-TYPES = ("text", "tool_use", "tool_result", "image", "image_url", "message", "function", "function_call", "reasoning")
+PARTS = (
+    "type",
+    "text",
+    "role",
+    "content",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+    "input",
+    "arguments",
+    "function",
+)
+TYPES = (
+    "text",
+    "tool_use",
+    "tool_result",
+    "image",
+    "image_url",
+    "message",
+    "function",
+    "function_call",
+    "reasoning",
+)
 ROLES = ("user", "assistant", "system", "tool", "developer")
-SAID = ("hi", "", '<tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call>', "<tool_call>{", "<think>a</think>b")
+SAID = (
+    "hi",
+    "",
+    '<tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call>',
+    "<tool_call>{",
+    "<think>a</think>b",
+)
 
 
 class Endless(list[Any]):
@@ -65,8 +144,12 @@ async def gateway() -> AsyncIterator[AgentServer]:
 
 
 def message(random_: random.Random) -> Any:
-    """A message or an item of a conversation, with the fields that they have, and odd values in some."""
-    content: Any = random_.choice(("hi", value(random_), [{"type": random_.choice(TYPES), "text": "x"}]))
+    """A message or an item of a conversation, with the fields that they have, and odd values in
+    some.
+    """
+    content: Any = random_.choice(
+        ("hi", value(random_), [{"type": random_.choice(TYPES), "text": "x"}])
+    )
     if isinstance(content, list) and random_.random() < 0.5:
         content.append({random_.choice(PARTS): value(random_), "type": random_.choice(TYPES)})
     made: dict[str, Any] = {"role": random_.choice(ROLES), "content": content}
@@ -87,7 +170,9 @@ def request(random_: random.Random) -> tuple[str, bytes]:
     for _ in range(random_.choice((0, 1, 1, 2))):
         body[random_.choice(FIELDS[path])] = value(random_)
     if random_.random() < 0.5:
-        body["input" if path == "responses" else "messages"] = [message(random_) for _ in range(random_.randrange(4))]
+        body["input" if path == "responses" else "messages"] = [
+            message(random_) for _ in range(random_.randrange(4))
+        ]
     if random_.random() < 0.2:
         body["tools"] = [{"type": "function", "name": "a", random_.choice(PARTS): value(random_)}]
     if random_.random() < 0.1:
@@ -95,7 +180,9 @@ def request(random_: random.Random) -> tuple[str, bytes]:
     content = json.dumps(body).encode()
     if random_.random() < 0.1:
         at = random_.randrange(len(content) + 1)
-        content = random_.choice((content[:at], content[:at] + b"\xff" + content[at:], b"{" * 5000, b""))
+        content = random_.choice(
+            (content[:at], content[:at] + b"\xff" + content[at:], b"{" * 5000, b"")
+        )
     return path, content
 
 

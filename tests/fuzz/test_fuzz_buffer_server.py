@@ -1,4 +1,6 @@
-"""Random bodies for the buffer server of ``examples/rollout_buffer``: an answer or a 4xx, and it goes on."""
+"""Random bodies for the buffer server of ``examples/rollout_buffer``: an answer or a 4xx, and it
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,16 @@ async def run_rollout(task: Any) -> None:
 def good(route: str, group: int) -> dict[str, Any]:
     body: dict[str, Any] = {"task_type": "t"}
     if route == "/start_rollout":
-        return {**body, "engine_url": "http://127.0.0.1:1", "engine_headers": {}, "groups": [{"group_index": group}]}
+        return {
+            **body,
+            "engine_url": "http://127.0.0.1:1",
+            "engine_headers": {},
+            "groups": [{"group_index": group}],
+        }
     return (
-        {**body, "num_groups": 9} if route.startswith("/get") else {**body, "group_index": group, "samples": [SAMPLE]}
+        {**body, "num_groups": 9}
+        if route.startswith("/get")
+        else {**body, "group_index": group, "samples": [SAMPLE]}
     )
 
 
@@ -57,7 +66,9 @@ def request(random_: random.Random) -> tuple[str, bytes]:
 async def test_requests(chunk: int) -> None:
     generator = types.ModuleType("generator")
     generator.TASK_TYPE, generator.run_rollout = "t", run_rollout  # type: ignore[attr-defined]
-    runner = web.AppRunner(server.make_app({"t": generator}, "http://127.0.0.1:1", "key"), access_log=None)
+    runner = web.AppRunner(
+        server.make_app({"t": generator}, "http://127.0.0.1:1", "key"), access_log=None
+    )
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
@@ -71,10 +82,19 @@ async def test_requests(chunk: int) -> None:
         for case in numbers(chunk, CHUNKS):
             route, content = request(random.Random(f"buffer {case}"))
             status, answer = await ask(route, content)
-            assert status == 200 or 400 <= status < 500, (case, route, content[:300], status, answer)
+            assert status == 200 or 400 <= status < 500, (
+                case,
+                route,
+                content[:300],
+                status,
+                answer,
+            )
             assert status == 200 or answer["error"], (case, route)
         for route in ROUTES:
             status, answer = await ask(route, json.dumps(good(route, 77777)).encode())
             assert status == 200, (route, answer)
-        assert answer["groups"][-1] == {"group_index": 77777, "samples": [SAMPLE]} or len(answer["groups"]) == 9
+        assert (
+            answer["groups"][-1] == {"group_index": 77777, "samples": [SAMPLE]}
+            or len(answer["groups"]) == 9
+        )
     await runner.cleanup()

@@ -1,4 +1,6 @@
-"""Damaged checkpoints: they are refused with a reason, or they are right; a refused update changes no weight."""
+"""Damaged checkpoints: they are refused with a reason, or they are right; a refused update changes
+no weight.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,17 @@ from slime.plugins.embedded.fields import WeightError
 from slime.plugins.embedded.weights import Weights
 
 CHUNKS = 10
-BUILT = 5  # every so many cases the whole model is built to compare the headers with it: that takes longest
+# every so many cases the whole model is built to compare the headers with it: that takes longest
+BUILT = 5
 SINGLE = "model.safetensors"
-CONFIG = ("num_hidden_layers", "hidden_size", "vocab_size", "model_type", "architectures", "tie_word_embeddings")
+CONFIG = (
+    "num_hidden_layers",
+    "hidden_size",
+    "vocab_size",
+    "model_type",
+    "architectures",
+    "tie_word_embeddings",
+)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -46,11 +56,15 @@ def spoil_tensors(random_: random.Random, tensors: Tensors) -> str:
     elif kind == "shape":
         tensors[name] = tensor[:-1].clone() if random_.random() < 0.5 else tensor[None].clone()
     elif kind == "type":
-        dtype = random_.choice((torch.int8, torch.bool, torch.float8_e4m3fn, torch.int64, torch.uint8))
+        dtype = random_.choice(
+            (torch.int8, torch.bool, torch.float8_e4m3fn, torch.int64, torch.uint8)
+        )
         tensors[name] = tensor.to(dtype)
     elif kind == "values":
         spoilt = tensors[name] = tensor.clone()
-        spoilt.view(-1)[random_.randrange(tensor.numel())] = random_.choice((math.nan, math.inf, -math.inf))
+        spoilt.view(-1)[random_.randrange(tensor.numel())] = random_.choice(
+            (math.nan, math.inf, -math.inf)
+        )
     elif kind == "empty":
         tensors[name] = tensor[:0].clone()
     return kind
@@ -70,7 +84,10 @@ def spoil_header(random_: random.Random, content: bytes) -> bytes:
 
 
 def spoil_bytes(random_: random.Random, content: bytes) -> bytes:
-    kind, at = random_.randrange(5), random_.randrange(min(len(content), random_.choice((9, 2000, len(content)))))
+    kind, at = (
+        random_.randrange(5),
+        random_.randrange(min(len(content), random_.choice((9, 2000, len(content))))),
+    )
     if kind == 0:
         return content[:at]
     if kind == 1:
@@ -87,7 +104,9 @@ def spoil_index(random_: random.Random, folder: Path, names: list[str]) -> None:
     lost = random_.choice(names)
     kind = random_.randrange(4)
     if kind == 0:
-        index["weight_map"][lost] = random_.choice(("gone.safetensors", "../" + SINGLE, "/etc/passwd", ""))
+        index["weight_map"][lost] = random_.choice(
+            ("gone.safetensors", "../" + SINGLE, "/etc/passwd", "")
+        )
     elif kind == 1:
         index["weight_map"]["no.such.tensor"] = SINGLE
     elif kind == 2:
@@ -115,14 +134,20 @@ def spoil(random_: random.Random, base: Path, folder: Path) -> str:
         config = json.loads((folder / "config.json").read_bytes())
         config[random_.choice(CONFIG)] = value(random_)
         raw = json.dumps(config)
-        (folder / "config.json").write_text(raw if random_.random() < 0.8 else raw[: random_.randrange(len(raw))])
+        (folder / "config.json").write_text(
+            raw if random_.random() < 0.8 else raw[: random_.randrange(len(raw))]
+        )
     return kind
 
 
 def same(folder: Path, weights: Weights) -> bool:
-    """Whether the model holds what the files say; bits that were flipped in values cannot be noticed."""
+    """Whether the model holds what the files say; bits that were flipped in values cannot be
+    noticed.
+    """
     stored = load_file(folder / SINGLE)
-    return all(torch.equal(view, stored[name]) for name, view in weights.views.items() if name in stored)
+    return all(
+        torch.equal(view, stored[name]) for name, view in weights.views.items() if name in stored
+    )
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -149,14 +174,22 @@ def test_updates_from_disk_and_checks_at_the_start(
         try:
             weights.load_folder(folder)
         except WeightError as error:
-            assert str(error) and weights.checksums() == before and not weights.stale, (case, kind, error)
+            assert str(error) and weights.checksums() == before and not weights.stale, (
+                case,
+                kind,
+                error,
+            )
         except Exception as error:
             raise AssertionError(f"case {case}: {kind}") from error
         else:
-            assert kind in ("none", "bytes", "index", "config", "renamed", "missing", "type"), (case, kind)
+            assert kind in ("none", "bytes", "index", "config", "renamed", "missing", "type"), (
+                case,
+                kind,
+            )
             assert same(folder, weights), (case, kind)
             weights.load_folder(base)
-        # Values are not read at the start, and the folder of an update need not describe a model that can be built.
+        # Values are not read at the start, and the folder of an update need not describe a model
+        # that can be built.
         refused = kind in ("missing", "renamed", "shape", "empty")
         assert not (refused and fits and compared) and (fits or kind != "none"), (case, kind)
         assert weights.checksums() == before, (case, kind)

@@ -19,7 +19,11 @@ from slime.rollout.rm_hub.dispatch import check_rewards
 
 CHUNKS = 20
 OPTIONS = [flag.option for flag in FLAGS.values()]
-NAMES = [*FLAGS, *(f"sglang_{name}" for name in passthrough.by_name("sglang")), *passthrough.by_name("megatron")]
+NAMES = [
+    *FLAGS,
+    *(f"sglang_{name}" for name in passthrough.by_name("sglang")),
+    *passthrough.by_name("megatron"),
+]
 SETTINGS = [
     "input_key",
     "label_key",
@@ -40,20 +44,31 @@ def words(random_: random.Random, folder: Any) -> list[str]:
     found: list[str] = []
     for _ in range(random_.randrange(1, 7)):
         found.append(random_.choice(OPTIONS if random_.random() < 0.8 else passed))
-        found += [random_.choice(TEXTS).replace("\0", "") for _ in range(random_.choice((0, 1, 1, 1, 2)))]
+        found += [
+            random_.choice(TEXTS).replace("\0", "") for _ in range(random_.choice((0, 1, 1, 1, 2)))
+        ]
     if random_.random() < 0.1:
         jsons = [flag.option for flag in FLAGS.values() if flag.kind == "json"]
-        found += [random_.choice(jsons), random_.choice([text for text in TEXTS if text.startswith(("{", "["))])]
+        found += [
+            random_.choice(jsons),
+            random_.choice([text for text in TEXTS if text.startswith(("{", "["))]),
+        ]
     if random_.random() < 0.4:
         content = {random_.choice(NAMES): value(random_) for _ in range(random_.randrange(4))}
         file = folder / "settings.yaml"
-        text = yaml.safe_dump(content, allow_unicode=True) if random_.random() < 0.9 else random_.choice(TEXTS)
+        text = (
+            yaml.safe_dump(content, allow_unicode=True)
+            if random_.random() < 0.9
+            else random_.choice(TEXTS)
+        )
         file.write_text(text, encoding=random_.choice(("utf-8", "utf-8", "utf-16")))
         found += [random_.choice(("--override", "--custom-config-path")), str(file)]
     if random_.random() < 0.2:
         sets: Any = [{random_.choice(SETTINGS): value(random_) for _ in range(4)} for _ in range(2)]
         file = folder / "eval.yaml"
-        file.write_text(yaml.safe_dump({"eval": {"datasets": random_.choice((sets, sets, value(random_)))}}))
+        file.write_text(
+            yaml.safe_dump({"eval": {"datasets": random_.choice((sets, sets, value(random_)))}})
+        )
         found += ["--eval-config", str(file)]
     return found
 

@@ -1,4 +1,6 @@
-"""Damaged and odd data files: rows, or problems that name the file; the check and the data set agree."""
+"""Damaged and odd data files: rows, or problems that name the file; the check and the data set
+agree.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def row(random_: random.Random) -> Any:
     if random_.random() < 0.6:
         good: dict[str, Any] = {"prompt": "What is 2 + 2?", "label": "4"}
         if random_.random() < 0.3:
-            good["prompt"] = [{"role": "user", "content": [{"type": "text", "text": "hi"}, value(random_)]}]
+            good["prompt"] = [
+                {"role": "user", "content": [{"type": "text", "text": "hi"}, value(random_)]}
+            ]
         if random_.random() < 0.3:
             good[random_.choice(COLUMNS)] = value(random_)
         return good
@@ -40,9 +44,17 @@ def damaged(random_: random.Random, content: bytes) -> bytes:
         if kind == 0:
             content = content[:at]
         elif kind == 1 and at < len(content):
-            content = content[:at] + bytes([content[at] ^ (1 << random_.randrange(8))]) + content[at + 1 :]
+            content = (
+                content[:at]
+                + bytes([content[at] ^ (1 << random_.randrange(8))])
+                + content[at + 1 :]
+            )
         elif kind == 2:
-            content = content[:at] + random_.choice((b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\r", b"NaN")) + content[at:]
+            content = (
+                content[:at]
+                + random_.choice((b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\r", b"NaN"))
+                + content[at:]
+            )
         elif kind == 3:
             content += content[at:]
         else:
@@ -59,7 +71,11 @@ def write(random_: random.Random, folder: Path) -> Path:
         import pyarrow.parquet as pq
 
         texts = [random_.choice(TEXTS) or "x" for _ in range(20)]
-        pq.write_table(pa.table({"prompt": texts, "label": [str(i) for i in range(20)]}), file, row_group_size=5)
+        pq.write_table(
+            pa.table({"prompt": texts, "label": [str(i) for i in range(20)]}),
+            file,
+            row_group_size=5,
+        )
         content = file.read_bytes()
     elif kind == ".json":
         content = json.dumps(rows).encode()
@@ -76,7 +92,9 @@ def checked(file: Path) -> Report | None:
         rows = RowFile(str(file))
         return parse_rows(rows.read(range(min(len(rows), MOST_ROWS))), keys)[1]
     except DataError as error:
-        assert all(str(file) in problem and len(problem) < 2000 for problem in error.problems), error.problems
+        assert all(str(file) in problem and len(problem) < 2000 for problem in error.problems), (
+            error.problems
+        )
         return None
 
 
@@ -92,13 +110,21 @@ def test_data_files(tmp_path: Path, chunk: int) -> None:
             if file.suffix == ".parquet" and report is not None and report.rows >= MOST_ROWS:
                 continue  # a damaged footer may promise any number of rows
             try:
-                data = Dataset(str(file), tokenizer, apply_chat_template=random_.random() < 0.5, max_length=400)
+                data = Dataset(
+                    str(file), tokenizer, apply_chat_template=random_.random() < 0.5, max_length=400
+                )
             except DataError as error:
-                assert error.problems and all(isinstance(problem, str) for problem in error.problems)
+                assert error.problems and all(
+                    isinstance(problem, str) for problem in error.problems
+                )
             else:
                 assert report is not None and not sum(report.counts.values())
                 for sample in data.samples[:5]:
-                    text = sample.prompt if isinstance(sample.prompt, str) else json.dumps(sample.prompt)
+                    text = (
+                        sample.prompt
+                        if isinstance(sample.prompt, str)
+                        else json.dumps(sample.prompt)
+                    )
                     tokenizer(text)
         except Exception as error:
             raise AssertionError(f"case {case}: {file.read_bytes()[:300]!r}") from error

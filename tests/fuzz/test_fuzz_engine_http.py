@@ -1,4 +1,6 @@
-"""Random bodies for every route of the embedded engine: an answer or a 4xx, and afterwards everything as before."""
+"""Random bodies for every route of the embedded engine: an answer or a 4xx, and afterwards
+everything as before.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,13 @@ FIELDS: dict[str, list[str]] = {
     ],
     "/abort_request": ["rid", "abort_all"],
     "/pause_generation": ["mode"],
-    "/update_weights_from_tensor": ["load_format", "buffer", "tensors", "weight_version", "serialized_named_tensors"],
+    "/update_weights_from_tensor": [
+        "load_format",
+        "buffer",
+        "tensors",
+        "weight_version",
+        "serialized_named_tensors",
+    ],
     "/update_weights_from_distributed": ["names", "dtypes", "shapes", "group_name"],
     "/update_weights_from_disk": ["model_path", "weight_version"],
     "/update_weight_version": ["new_version", "abort_all_requests"],
@@ -123,7 +131,9 @@ def request(random_: random.Random) -> tuple[str, Any]:
         body["sampling_params"] = random_.choice((sampling, sampling, [sampling]))
     if route == "/generate" and random_.random() < 0.2:
         body["input_ids"] = [[20, 21], [22]]
-    return route, random_.choice((body, body, body, body, finite(value(random_)), b"{" * 50, b"\xff"))
+    return route, random_.choice(
+        (body, body, body, body, finite(value(random_)), b"{" * 50, b"\xff")
+    )
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -142,8 +152,12 @@ def test_requests(engine: Served, chunk: int) -> None:
             and isinstance(body, dict)
             and "reset" in str(body.get("action"))
         ):
-            engine.ask("/update_weights_from_disk", {"model_path": engine.loaded.options.model_path})
+            engine.ask(
+                "/update_weights_from_disk", {"model_path": engine.loaded.options.model_path}
+            )
     loaded = engine.loaded.engine
     engine.ask("/update_weight_version", {"new_version": "default"})
     assert loaded.failure is None and loaded.scheduler.alone is None
-    assert engine.greedy() == before and not loaded.scheduler.running and not loaded.scheduler.waiting
+    assert (
+        engine.greedy() == before and not loaded.scheduler.running and not loaded.scheduler.waiting
+    )

@@ -1,4 +1,6 @@
-"""Odd values of ``--environment``: each is refused with a reason, or gives tasks that can be read."""
+"""Odd values of ``--environment``: each is refused with a reason, or gives tasks that can be
+read.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,39 @@ class Own(Environment):
 def broken(**more):
     raise SystemExit(0)
 """
-NAMES = ("gymnasium", "gymnasium", "reasoning_gym", "reasoning_gym", "openenv", "verifiers", "own.py", "nothing")
-WHATS = ("FrozenLake-v1", "CartPole-v1", "chain_sum", "basic_arithmetic", "Own", "broken", "http://127.0.0.1:1", "x:y")
-KEYS = ("tasks", "seed", "size", "system", "tag", "action", "min_terms", "max_terms", "is_slippery", "map_name", "id")
+NAMES = (
+    "gymnasium",
+    "gymnasium",
+    "reasoning_gym",
+    "reasoning_gym",
+    "openenv",
+    "verifiers",
+    "own.py",
+    "nothing",
+)
+WHATS = (
+    "FrozenLake-v1",
+    "CartPole-v1",
+    "chain_sum",
+    "basic_arithmetic",
+    "Own",
+    "broken",
+    "http://127.0.0.1:1",
+    "x:y",
+)
+KEYS = (
+    "tasks",
+    "seed",
+    "size",
+    "system",
+    "tag",
+    "action",
+    "min_terms",
+    "max_terms",
+    "is_slippery",
+    "map_name",
+    "id",
+)
 TERMS = ("size", "min_terms", "max_terms")
 Random = random.Random
 
@@ -46,14 +78,18 @@ def spec(random_: Random, folder: Path) -> str:
     for _ in range(random_.randrange(4)):
         key = random_.choice(KEYS)
         # A package builds as many terms as it is told, until memory ends.
-        found = random_.randrange(1, 9) if random_.random() < 0.5 or key in TERMS else value(random_)
+        found = (
+            random_.randrange(1, 9) if random_.random() < 0.5 or key in TERMS else value(random_)
+        )
         text = yaml.safe_dump(found, default_flow_style=True).removesuffix("...\n").strip()
         text = text if random_.random() < 0.8 or key in TERMS else random_.choice(TEXTS)
         pairs.append(f"{key}={quote(text, safe='') if random_.random() < 0.8 else text}")
     made = f"{head}?{'&'.join(pairs)}" if pairs else head
     if random_.random() < 0.1:
         at = random_.randrange(len(made))
-        made = made[:at] + random_.choice(("?", "&", "=", ":", "%", "\0", "\ud800", "é")) + made[at:]
+        made = (
+            made[:at] + random_.choice(("?", "&", "=", ":", "%", "\0", "\ud800", "é")) + made[at:]
+        )
     return made
 
 
@@ -64,7 +100,9 @@ def test_values(tmp_path: Path, chunk: int) -> None:
         text = spec(Random(f"environment {case}"), tmp_path)
         try:
             whole = own_seed(text, 42)
-            assert own_seed(whole, 7) == whole and Spec.parse(whole) == Spec.parse(str(Spec.parse(whole))), (case, text)
+            assert own_seed(whole, 7) == whole and Spec.parse(whole) == Spec.parse(
+                str(Spec.parse(whole))
+            ), (case, text)
             made = environment(whole)
             assert len(made) >= 1 and made.task(len(made) - 1).prompt, (case, text)
         except EnvironmentProblem as problem:

@@ -1,4 +1,6 @@
-"""Odd rows, flags and prompts of a program: each is refused with all of its problems, or can be used as it is."""
+"""Odd rows, flags and prompts of a program: each is refused with all of its problems, or can be
+used as it is.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,40 @@ from slime.data.rows import RowFile
 
 CHUNKS = 10
 OBJECTS = (
-    *(b"x", object(), {"x"}, np.int64(3), np.float32("nan"), np.array([[1.0, 2.0]]), np.array(["a", None], object)),
-    *(np.datetime64("NaT"), date(2020, 1, 1), 1j, range(3), print, int, Path("x"), "\ud83d", "a\udfff", 10**5000),
+    *(
+        b"x",
+        object(),
+        {"x"},
+        np.int64(3),
+        np.float32("nan"),
+        np.array([[1.0, 2.0]]),
+        np.array(["a", None], object),
+    ),
+    *(
+        np.datetime64("NaT"),
+        date(2020, 1, 1),
+        1j,
+        range(3),
+        print,
+        int,
+        Path("x"),
+        "\ud83d",
+        "a\udfff",
+        10**5000,
+    ),
     *(MappingProxyType({"a": 1}), (1, 2), float("-inf"), np.float64, iter(())),
 )
-NAMES = (*FLAGS, "model", "data", "reward", "generate", "filter", "eval_data", "sglang_mem_fraction_static", "no_flag")
+NAMES = (
+    *FLAGS,
+    "model",
+    "data",
+    "reward",
+    "generate",
+    "filter",
+    "eval_data",
+    "sglang_mem_fraction_static",
+    "no_flag",
+)
 Random = random.Random
 
 
@@ -36,7 +67,10 @@ def odd(random_: Random, depth: int = 0) -> Any:
     if kind < 2:
         return random_.choice(OBJECTS)
     if kind == 2 and depth < 3:
-        return {random_.choice((*TEXTS[:8], 1, None, ("a",), "\ud83d")): odd(random_, depth + 1) for _ in range(2)}
+        return {
+            random_.choice((*TEXTS[:8], 1, None, ("a",), "\ud83d")): odd(random_, depth + 1)
+            for _ in range(2)
+        }
     if kind == 3 and depth < 3:
         return [odd(random_, depth + 1) for _ in range(random_.randrange(3))]
     return value(random_)
@@ -71,20 +105,27 @@ def test_rows(tmp_path: Path, chunk: int) -> None:
         if path == str(tmp_path / "data.jsonl"):
             file = RowFile(path)
             assert all(row.decode().data is not None for row in file.read(range(len(file)))), case
-            json.dumps([json.loads(line) for line in Path(path).read_text().splitlines()], allow_nan=False)
+            json.dumps(
+                [json.loads(line) for line in Path(path).read_text().splitlines()], allow_nan=False
+            )
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_keywords(workplace: Workplace, tmp_path: Path, chunk: int) -> None:
     for case in numbers(chunk, CHUNKS):
         random_ = Random(f"keywords {case}")
-        keywords: dict[str, Any] = {"model": str(tmp_path / "model"), "data": [{"prompt": "1 + 1 =", "label": "2"}]}
+        keywords: dict[str, Any] = {
+            "model": str(tmp_path / "model"),
+            "data": [{"prompt": "1 + 1 =", "label": "2"}],
+        }
         for _ in range(random_.randrange(1, 5)):
             keywords[random_.choice(NAMES)] = odd(random_)
         try:
             parse(keywords, tmp_path)
         except ConfigError as error:
-            assert error.problems and all(isinstance(one, str) and one for one in error.problems), case
+            assert error.problems and all(isinstance(one, str) and one for one in error.problems), (
+                case
+            )
         except Exception as error:
             raise AssertionError(f"case {case}: {sorted(keywords)}") from error
 
@@ -93,7 +134,9 @@ def test_prompts() -> None:
     for case in numbers():
         random_ = Random(f"prompts {case}")
         message = {"role": random_.choice(("user", odd(random_))), "content": odd(random_)}
-        asked = random_.choice((odd(random_), [message], [[message], odd(random_)], "x", ["x", "y"]))
+        asked = random_.choice(
+            (odd(random_), [message], [[message], odd(random_)], "x", ["x", "y"])
+        )
         n = random_.choice((1, 2, odd(random_)))
         sampling = {"temperature": odd(random_)} if random_.random() < 0.3 else {}
         try:

@@ -1,7 +1,8 @@
-"""Damaged folders of runs: the page and the commands that read them say what is wrong, never with a traceback.
+"""Damaged folders of runs: the page and the commands that read them say what is wrong, never with a
+traceback.
 
-The folder is that of ``tests/plugins/tools/ui``, with a record of its attempts. A case damages up to three files, then
-runs one of the commands and asks for some addresses of ``slime ui``.
+The folder is that of ``tests/plugins/tools/ui``, with a record of its attempts. A case damages up
+to three files, then runs one of the commands and asks for some addresses of ``slime ui``.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ def in_json(random_: Random, text: str) -> str:
         return text
     place = content
     while isinstance(place, (dict, list)) and place:
-        key = random_.choice(sorted(place)) if isinstance(place, dict) else random_.randrange(len(place))
+        key = (
+            random_.choice(sorted(place))
+            if isinstance(place, dict)
+            else random_.randrange(len(place))
+        )
         if not isinstance(place[key], (dict, list)) or not place[key] or random_.random() < 0.3:
             kind = random_.randrange(8)
             if kind == 0:
@@ -110,7 +115,9 @@ def in_bytes(random_: Random, content: bytes) -> bytes:
         return content[:at] + random_.randbytes(random_.randrange(1, 9)) + content[at:]
     if kind == 2:
         return (
-            content[:at] + bytes([content[at] ^ (1 << random_.randrange(8))]) + content[at + 1 :] if content else b"\0"
+            content[:at] + bytes([content[at] ^ (1 << random_.randrange(8))]) + content[at + 1 :]
+            if content
+            else b"\0"
         )
     if kind == 3:
         return b"\xff\xfe" + content.decode("utf-8", "replace").encode("utf-16-le")
@@ -121,7 +128,9 @@ def spoil(random_: Random, folder: Path) -> str:
     """Damage one file of the folder, and say how."""
     file = random_.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     content, name = file.read_bytes(), str(file.relative_to(folder))
-    kind = random_.choice(("content", "content", "content", "bytes", "gone", "folder", "link", "pipe", "renamed"))
+    kind = random_.choice(
+        ("content", "content", "content", "bytes", "gone", "folder", "link", "pipe", "renamed")
+    )
     if kind == "content" and file.suffix in (".json", ".gz"):
         try:
             text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
@@ -138,7 +147,9 @@ def spoil(random_: Random, folder: Path) -> str:
     elif kind in ("content", "bytes"):
         file.write_bytes(in_bytes(random_, content))
     elif kind == "renamed":  # a step or a kind that the name has wrongly
-        new = random_.choice(("rollout_-00001", "rollout_999999999999999999999", "eval-_000001", "rollout_00٣", "x"))
+        new = random_.choice(
+            ("rollout_-00001", "rollout_999999999999999999999", "eval-_000001", "rollout_00٣", "x")
+        )
         file.rename(file.with_name(new + "".join(file.suffixes)))
     else:
         file.unlink()
@@ -174,7 +185,9 @@ def addresses(random_: Random) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_pages_and_commands(base: Path, tmp_path: Path, chunk: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_and_commands(
+    base: Path, tmp_path: Path, chunk: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     for case in numbers(chunk, CHUNKS):
         random_, folder = Random(f"run folder {case}"), tmp_path / "outputs" / "tiny"
         shutil.copytree(base, folder)
@@ -195,7 +208,9 @@ def test_pages_and_commands(base: Path, tmp_path: Path, chunk: int, capsys: pyte
 
 
 def ask(folder: Path, random_: Random) -> None:
-    """Ask for the pages of a folder. Only addresses of what is not there are refused, and every answer is JSON."""
+    """Ask for the pages of a folder. Only addresses of what is not there are refused, and every
+    answer is JSON.
+    """
     try:
         runs = Runs([folder.parent], None)
     except NoRuns:

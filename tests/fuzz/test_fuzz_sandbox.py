@@ -1,4 +1,6 @@
-"""Random and hostile programs as answers with ``--rm-type code``: a reward of 0 or 1, and nothing is left behind."""
+"""Random and hostile programs as answers with ``--rm-type code``: a reward of 0 or 1, and nothing
+is left behind.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from slime.plugins.agents.sandbox import Sandbox, SandboxUnavailable
 from slime.rollout.rm_hub import async_rm, check_label
 
 CHUNKS = 10
-EACH = 5  # a program costs a process, so that there are fewer of them than cases of the other fuzzers
+# a program costs a process, so that there are fewer of them than cases of the other fuzzers
+EACH = 5
 LABEL = ["assert add(1, 2) == 3"]
 RIGHT = "def add(a, b):\n    return a + b\n"
 LINES = (
@@ -47,14 +50,23 @@ LINES = (
     "import sys\nsys.modules.clear()",
     "import gc, sys\nsys.exit(2 ** 40)",
 )
-WRAP = ("```python\n{}\n```", "```\n{}\n```", "{}", "```python\n{}", "<think>```python\nx\n```</think>```py\n{}\n```")
+WRAP = (
+    "```python\n{}\n```",
+    "```\n{}\n```",
+    "{}",
+    "```python\n{}",
+    "<think>```python\nx\n```</think>```py\n{}\n```",
+)
 
 
 def program(random_: random.Random) -> tuple[str, bool | None]:
     """An answer, and whether it is right; None where that is not known."""
     if random_.random() < 0.15:
         return random_.choice(WRAP[:3]).replace("{}", RIGHT), True
-    lines = [random_.choice((*LINES, *TEXTS, repr(value(random_)))) for _ in range(random_.choice((1, 1, 2, 3)))]
+    lines = [
+        random_.choice((*LINES, *TEXTS, repr(value(random_))))
+        for _ in range(random_.choice((1, 1, 2, 3)))
+    ]
     right = random_.random() < 0.3
     lines.insert(random_.randrange(len(lines) + 1), RIGHT if right else "")
     return random_.choice(WRAP).replace("{}", "\n".join(lines)), None if right else False
@@ -76,16 +88,26 @@ async def test_programs(chunk: int) -> None:
             reward: Any = await async_rm(args, sample)
         except Exception as error:
             raise AssertionError(f"case {case}: {text!r}") from error
-        assert reward in ((0.0, 1.0) if right is None else (float(right),)), (case, text, sample.metadata)
+        assert reward in ((0.0, 1.0) if right is None else (float(right),)), (
+            case,
+            text,
+            sample.metadata,
+        )
         assert not Path("/tmp/slime-fuzz-escaped").exists(), (case, text)
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in children]
+    left = [
+        child for child in psutil.Process().children(recursive=True) if child.pid not in children
+    ]
     assert not left
 
 
 def test_labels() -> None:
     for case in numbers():
         random_ = random.Random(f"label {case}")
-        label = value(random_) if random_.random() < 0.5 else {"inputs": value(random_), "outputs": value(random_)}
+        label = (
+            value(random_)
+            if random_.random() < 0.5
+            else {"inputs": value(random_), "outputs": value(random_)}
+        )
         try:
             reason = check_label("code", label, {})
         except Exception as error:

@@ -1,4 +1,5 @@
-"""Damaged adapters and quantized checkpoints: they are refused with a reason, or every weight is finite.
+"""Damaged adapters and quantized checkpoints: they are refused with a reason, or every weight is
+finite.
 
 How plain checkpoints are damaged is in ``test_fuzz_checkpoints.py``.
 """
@@ -32,7 +33,15 @@ from tiny_checkpoints import (
 )
 
 from slime.models.lora import LoraSettings
-from slime.models.peft_files import CONFIG, WEIGHTS, Factors, peft_config, read_config, read_factors, write_adapter
+from slime.models.peft_files import (
+    CONFIG,
+    WEIGHTS,
+    Factors,
+    peft_config,
+    read_config,
+    read_factors,
+    write_adapter,
+)
 from slime.models.shards import ModelError
 from slime.models.stored import StoredWeights
 
@@ -49,7 +58,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     config = llama_config(hidden_size=64, intermediate_size=128, head_dim=32)
     plain = save_model(config, folder / "plain", torch.bfloat16)
     found = {
-        name: rewrite(plain, folder / name, convert(read_tensors(plain)), quantization_config=quantization)
+        name: rewrite(
+            plain, folder / name, convert(read_tensors(plain)), quantization_config=quantization
+        )
         for name, (quantization, convert) in LAYOUTS.items()
     }
     modules = [f"model.layers.0.self_attn.{part}_proj" for part in "qo"]
@@ -69,8 +80,12 @@ def change(random_: Random, content: Any) -> Any:
     return {**content, name: change(random_, content[name]) if deeper else value(random_)}
 
 
-def spoil(random_: Random, base: Path, folder: Path, weights: str, config: str, part: str | None) -> str:
-    """Write a damaged copy, and say how it is damaged. ``part`` of the configuration is changed; None for all of it."""
+def spoil(
+    random_: Random, base: Path, folder: Path, weights: str, config: str, part: str | None
+) -> str:
+    """Write a damaged copy, and say how it is damaged. ``part`` of the configuration is changed;
+    None for all of it.
+    """
     shutil.copytree(base, folder)
     kind = random_.choice(("tensors", "tensors", "bytes", "config", "config", "none"))
     if kind == "tensors":
@@ -79,10 +94,16 @@ def spoil(random_: Random, base: Path, folder: Path, weights: str, config: str, 
         save_file(tensors, folder / weights, metadata={"format": "pt"})
     elif kind == "bytes":
         file = folder / random_.choice((weights, weights, config))
-        file.write_bytes(spoil_bytes(random_, file.read_bytes()) if file.name == weights else b"\xff" * 9)
+        file.write_bytes(
+            spoil_bytes(random_, file.read_bytes()) if file.name == weights else b"\xff" * 9
+        )
     elif kind == "config":
         content = json.loads((folder / config).read_bytes())
-        content = change(random_, content) if part is None else {**content, part: change(random_, content[part])}
+        content = (
+            change(random_, content)
+            if part is None
+            else {**content, part: change(random_, content[part])}
+        )
         (folder / config).write_text(json.dumps(content))
     return kind
 
@@ -96,7 +117,11 @@ def test_adapters(bases: dict[str, Path], tmp_path: Path, chunk: int) -> None:
             settings, _ = read_config(folder)
             factors = read_factors(folder, settings.rank)
         except ModelError as error:
-            assert str(folder) in str(error) and len(str(error)) < 20000 and kind != "none", (case, kind, error)
+            assert str(folder) in str(error) and len(str(error)) < 20000 and kind != "none", (
+                case,
+                kind,
+                error,
+            )
         except Exception as error:
             raise AssertionError(f"case {case}: {kind}") from error
         else:
@@ -122,7 +147,11 @@ def test_quantized_checkpoints(bases: dict[str, Path], tmp_path: Path, chunk: in
                 assert tuple(found.shape) == tuple(shape), (case, kind, name)
                 assert torch.isfinite(found.float()).all(), (case, kind, name)
         except ModelError as error:
-            assert str(folder) in str(error) and len(str(error)) < 20000 and kind != "none", (case, kind, error)
+            assert str(folder) in str(error) and len(str(error)) < 20000 and kind != "none", (
+                case,
+                kind,
+                error,
+            )
         except AssertionError:
             raise
         except Exception as error:

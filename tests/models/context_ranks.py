@@ -1,4 +1,6 @@
-"""What the ranks of ``test_families_context.py`` run: every family, divided among the ranks of context parallelism."""
+"""What the ranks of ``test_families_context.py`` run: every family, divided among the ranks of
+context parallelism.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def worker(rank: int, port: int, folders: dict[str, Path], output: Path) -> None
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     found = {}
     for family, folder in folders.items():
         try:
@@ -41,17 +45,24 @@ def worker(rank: int, port: int, folders: dict[str, Path], output: Path) -> None
 
 
 def check(folder: Path, group: ProcessGroup, count: int) -> None:
-    """Log-probs and summed gradients of a pack of ``count`` samples are those of each sample alone on one rank."""
+    """Log-probs and summed gradients of a pack of ``count`` samples are those of each sample alone
+    on one rank.
+    """
     model = load_hf_model(folder, torch.float32, "cpu", NAME)
     scorer = PolicyScorer(model)
-    builder = InputBuilder(backbone_of(model), CPU, context_group=group, stateful=prepare_packing(model))
+    builder = InputBuilder(
+        backbone_of(model), CPU, context_group=group, stateful=prepare_packing(model)
+    )
     tokens, responses, groups = (part[:count] for part in samples())
     inputs = builder.build(tokens, responses, groups, [None] * count)
     assert inputs.response_index is not None
     firsts = torch.tensor([0, *responses]).cumsum(0)[:-1].tolist()
-    places = torch.cat([first + index for first, index in zip(firsts, inputs.response_index, strict=True)])
+    places = torch.cat(
+        [first + index for first, index in zip(firsts, inputs.response_index, strict=True)]
+    )
     own = scorer(inputs)[0].log_probs
-    log_probs = torch.zeros(sum(responses)).index_copy(0, places, own)  # 0 for the tokens of the other rank
+    # 0 for the tokens of the other rank
+    log_probs = torch.zeros(sum(responses)).index_copy(0, places, own)
     loss_of(log_probs, 0).backward()
     got = gradients(scorer)
     total = log_probs.detach()

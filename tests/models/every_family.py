@@ -1,4 +1,6 @@
-"""A tiny random model of every family of docs/en/models.md, from transformers' own config classes."""
+"""A tiny random model of every family of docs/en/models.md, from transformers' own config
+classes.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,20 @@ ROUTED: dict[str, Any] = dict(
     n_group=1,
     topk_group=1,
 )
-INDEXER: dict[str, Any] = dict(index_n_heads=32, index_head_dim=8, index_topk=4)  # with few heads, scores tie at 0
+# with few heads, scores tie at 0
+INDEXER: dict[str, Any] = dict(index_n_heads=32, index_head_dim=8, index_topk=4)
 MAMBA: dict[str, Any] = dict(
-    mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8, mamba_d_ssm=64
+    mamba_n_heads=4,
+    mamba_d_head=16,
+    mamba_d_state=8,
+    mamba_n_groups=1,
+    mamba_chunk_size=8,
+    mamba_d_ssm=64,
 )
 HYBRID: dict[str, Any] = dict(layer_types=["linear_attention", "full_attention"])
-SLIDING: dict[str, Any] = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=5)
+SLIDING: dict[str, Any] = dict(
+    layer_types=["sliding_attention", "full_attention"], sliding_window=5
+)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {}),
@@ -65,11 +75,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5": ("Qwen3_5TextConfig", DELTA | HYBRID),
     "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", DELTA | EXPERTS | SHARED | HYBRID),
     "gpt-oss": ("GptOssConfig", dict(num_local_experts=4, num_experts_per_tok=2) | SLIDING),
-    "Gemma 2": ("Gemma2Config", dict(attn_logit_softcapping=2.0, final_logit_softcapping=2.0) | SLIDING),
+    "Gemma 2": (
+        "Gemma2Config",
+        dict(attn_logit_softcapping=2.0, final_logit_softcapping=2.0) | SLIDING,
+    ),
     "Gemma 3": ("Gemma3TextConfig", SLIDING),
     "Gemma 4": (
         "Gemma4TextConfig",
-        SLIDING | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, initializer_range=0.1),
+        SLIDING
+        | dict(
+            hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, initializer_range=0.1
+        ),
     ),
     "Mistral": ("MistralConfig", dict(sliding_window=5)),
     "Phi-3": ("Phi3Config", {}),
@@ -84,7 +100,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek V3": ("DeepseekV3Config", LATENT | ROUTED),
     "DeepSeek V3.2": ("DeepseekV32Config", LATENT | ROUTED | INDEXER),
     "GLM-5": ("GlmMoeDsaConfig", LATENT | ROUTED | INDEXER),
-    "LFM2": ("Lfm2Config", dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)),
+    "LFM2": (
+        "Lfm2Config",
+        dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+    ),
     "Nemotron-H": (
         "NemotronHConfig",
         dict(
@@ -109,7 +128,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Bamba": ("BambaConfig", MAMBA | dict(attn_layer_indices=[1])),
     "Granite 4": (
         "GraniteMoeHybridConfig",
-        MAMBA | HYBRID | dict(num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48),
+        MAMBA
+        | HYBRID
+        | dict(num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48),
     ),
     "Falcon-H1": ("FalconH1Config", MAMBA),
     "Llama 4": (
@@ -135,9 +156,11 @@ def save_tiny(family: str, folder: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
     with torch.no_grad():
-        model.get_input_embeddings().weight[PAD].normal_(std=0.2)  # 0 in a new model, where gradients are huge
+        # 0 in a new model, where gradients are huge
+        model.get_input_embeddings().weight[PAD].normal_(std=0.2)
         for name, parameter in model.named_parameters():
-            if parameter.dim() < 2 and "A_log" not in name:  # biases and norms too are not those of a new model
+            # biases and norms too are not those of a new model
+            if parameter.dim() < 2 and "A_log" not in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return folder

@@ -1,5 +1,5 @@
-"""Every family of docs/en/models.md: packs against one sequence at a time in transformers, or refused with the
-reason."""
+"""Every family of docs/en/models.md: packs against one sequence at a time in transformers, or
+refused with the reason."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ CPU = torch.device("cpu")
 
 
 def samples() -> tuple[list[Tensor], list[int], list[int]]:
-    """Tokens, response lengths and groups: two groups with shared prompts, a sample alone, one of two tokens, and the
-    branches of an agent's session, two levels deep."""
+    """Tokens, response lengths and groups: two groups with shared prompts, a sample alone, one of
+    two tokens, and the branches of an agent's session, two levels deep."""
     generator = torch.Generator().manual_seed(3)
     tokens, responses, groups = [], [], []
     for group, (prompt, own) in enumerate([(9, [6, 1, 17]), (3, [2, 8]), (12, [5]), (1, [1])]):
         start = torch.randint(0, VOCAB, (prompt,), generator=generator)
         start[0] = PAD
         for length in own:
-            tokens.append(torch.cat([start, torch.randint(0, VOCAB, (length,), generator=generator)]))
+            tokens.append(
+                torch.cat([start, torch.randint(0, VOCAB, (length,), generator=generator)])
+            )
             responses.append(length)
             groups.append(group)
     prompt, first, second, *ends = (
-        torch.randint(0, VOCAB, (n,), generator=generator) for n in (5, MIN_SHARED_TOKENS, MIN_SHARED_TOKENS, 4, 2, 3)
+        torch.randint(0, VOCAB, (n,), generator=generator)
+        for n in (5, MIN_SHARED_TOKENS, MIN_SHARED_TOKENS, 4, 2, 3)
     )
     for turns in ([first, ends[0]], [first, second, ends[1]], [first, second, ends[2]]):
         tokens.append(torch.cat([prompt, *turns]))
@@ -55,7 +58,9 @@ def loss_of(log_probs: Tensor, first: int) -> Tensor:
 
 
 def one_at_a_time(folder: Path, count: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The log-probs and gradients of each of the first ``count`` samples alone, with the attention of transformers."""
+    """The log-probs and gradients of each of the first ``count`` samples alone, with the attention
+    of transformers.
+    """
     model = load_hf_model(folder, torch.float32, "cpu", "eager")
     scorer = PolicyScorer(model)
     tokens, responses, _ = samples()
@@ -69,7 +74,9 @@ def one_at_a_time(folder: Path, count: int | None = None) -> tuple[Tensor, dict[
     return torch.cat(parts), gradients(scorer)
 
 
-def assert_same(scorer: PolicyScorer, builder: InputBuilder, want: tuple[Tensor, dict[str, Tensor]]) -> None:
+def assert_same(
+    scorer: PolicyScorer, builder: InputBuilder, want: tuple[Tensor, dict[str, Tensor]]
+) -> None:
     inputs = builder.build(*samples(), [None] * 10)
     log_probs = scorer(inputs)[0].log_probs
     loss_of(log_probs, 0).backward()
@@ -81,13 +88,15 @@ def assert_same(scorer: PolicyScorer, builder: InputBuilder, want: tuple[Tensor,
 def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     for name, gradient in want.items():
         error = float((got[name] - gradient).norm())
-        # The values of a decay are sums over all tokens in which much cancels: 3.1e-5 for Qwen3.5-MoE.
+        # The values of a decay are sums over all tokens in which much cancels: 3.1e-5 for
+        # Qwen3.5-MoE.
         assert error <= 5e-5 * max(float(gradient.norm()), 0.2), name
     assert all(not gradient.any() for name, gradient in got.items() if name not in want)
 
 
 def check_packed(folder: Path) -> None:
-    """Packs with and without shared prompts, and with recomputed layers: log-probs, loss and gradients.
+    """Packs with and without shared prompts, and with recomputed layers: log-probs, loss and
+    gradients.
 
     Raises:
         ModelError: The model cannot be packed.
@@ -111,4 +120,8 @@ def check_packed(folder: Path) -> None:
 def check_padded(folder: Path, attention: str) -> None:
     """Log-probs and gradients of a padded batch with an attention of transformers."""
     model = load_hf_model(folder, torch.float32, "cpu", attention)
-    assert_same(PolicyScorer(model), InputBuilder(backbone_of(model), CPU, packed=False), one_at_a_time(folder))
+    assert_same(
+        PolicyScorer(model),
+        InputBuilder(backbone_of(model), CPU, packed=False),
+        one_at_a_time(folder),
+    )

@@ -39,10 +39,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(llama_config(), tmp_path_factory.mktemp("model"))
 
 
-def test_an_equal_checkpoint_is_compared_once(cache: Path, compared: list[str], model: Path, tmp_path: Path) -> None:
+def test_an_equal_checkpoint_is_compared_once(
+    cache: Path, compared: list[str], model: Path, tmp_path: Path
+) -> None:
     tensors = read_tensors(model)
-    one = rewrite(model, tmp_path / "one", {**tensors, "mtp.weight": tensors["model.norm.weight"].clone()})
-    two = rewrite(model, tmp_path / "two", {**tensors, "mtp.weight": tensors["model.norm.weight"] + 1})
+    one = rewrite(
+        model, tmp_path / "one", {**tensors, "mtp.weight": tensors["model.norm.weight"].clone()}
+    )
+    two = rewrite(
+        model, tmp_path / "two", {**tensors, "mtp.weight": tensors["model.norm.weight"] + 1}
+    )
     said = ["has 1 tensors that the model does not use: mtp.weight"]
     for folder in (one, one, two):  # values do not matter
         assert check_checkpoint_once(str(folder), False, True) == said
@@ -96,4 +102,6 @@ def test_a_known_checkpoint_is_checked_without_torch(cache: Path, model: Path) -
         "print(check_checkpoint_once(sys.argv[1], False, True), 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(model)]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=120).stdout == "[] False\n"
+    assert (
+        subprocess.run(command, capture_output=True, text=True, timeout=120).stdout == "[] False\n"
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints that are damaged, incomplete or of another model: named before anything is trained."""
+"""Checkpoints that are damaged, incomplete or of another model: named before anything is
+trained.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import torch
 from every_family import tiny_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_checkpoints import deepseek_config, llama_config, moe_config, read_tensors, rewrite, save_model
+from tiny_checkpoints import (
+    deepseek_config,
+    llama_config,
+    moe_config,
+    read_tensors,
+    rewrite,
+    save_model,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.olmo3 import modeling_olmo3
 
@@ -40,13 +49,16 @@ def load(folder: Path) -> Any:
     return load_hf_model(folder, torch.float32, "cpu")
 
 
-def edited(llama: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]], Any], **config: Any) -> Path:
+def edited(
+    llama: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]], Any], **config: Any
+) -> Path:
     tensors = read_tensors(llama)
     edit(tensors)
     return rewrite(llama, target, tensors, **config)
 
 
-# --- files -----------------------------------------------------------------------------------------
+# --- files
+# -----------------------------------------------------------------------------------------
 
 
 def test_headers_agree_with_the_tensors(sharded: Path) -> None:
@@ -96,10 +108,19 @@ def list_in_metadata(path: Path) -> None:
         (cut, "is truncated"),
         (cut_header, "is truncated"),
         (lambda path: path.write_bytes(b""), "is empty"),
-        (lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "is a Git LFS pointer"),
+        (
+            lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+            "is a Git LFS pointer",
+        ),
         (lambda path: path.write_bytes(b"\xff" * 100), "is not a safetensors file"),
-        (lambda path: path.write_bytes(struct.pack("<Q", 4) + b"nope"), "cannot be read as safetensors"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "has bytes after its last tensor"),
+        (
+            lambda path: path.write_bytes(struct.pack("<Q", 4) + b"nope"),
+            "cannot be read as safetensors",
+        ),
+        (
+            lambda path: path.write_bytes(path.read_bytes() + b"x"),
+            "has bytes after its last tensor",
+        ),
         (wrong_size, "has a damaged header"),
         (infinite_shape, "has a damaged header"),
         (unknown_dtype, "cannot be read as safetensors .*unknown variant `a:b`"),
@@ -107,7 +128,9 @@ def list_in_metadata(path: Path) -> None:
         (Path.unlink, "is missing"),
     ],
 )
-def test_a_damaged_shard_is_named(sharded: Path, tmp_path: Path, damage: Callable[[Path], Any], said: str) -> None:
+def test_a_damaged_shard_is_named(
+    sharded: Path, tmp_path: Path, damage: Callable[[Path], Any], said: str
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(sharded, folder)
     shard = sorted(folder.glob("*.safetensors"))[1]
@@ -124,7 +147,10 @@ def test_a_damaged_shard_is_named(sharded: Path, tmp_path: Path, damage: Callabl
         ('{"weight_map": {}}', "no tensors"),
         ('{"weight_map": {"a": "../secret.safetensors"}}', "outside the"),
         ('{"weight_map": {"a": "model-9.safetensors"}}', "model-9.safetensors is missing"),
-        (json.dumps({"weight_map": {"a": 300 * "x"}}), f"{80 * 'x'} cannot be read: File name too long"),
+        (
+            json.dumps({"weight_map": {"a": 300 * "x"}}),
+            f"{80 * 'x'} cannot be read: File name too long",
+        ),
     ],
 )
 def test_a_bad_index_is_named(sharded: Path, tmp_path: Path, content: str, said: str) -> None:
@@ -145,13 +171,16 @@ def test_an_index_that_lists_a_tensor_of_no_file(sharded: Path, tmp_path: Path) 
         load(folder)
 
 
-# --- names, shapes, types --------------------------------------------------------------------------
+# --- names, shapes, types
+# --------------------------------------------------------------------------
 
 
 def test_a_whole_checkpoint_loads_exactly(llama: Path, sharded: Path) -> None:
     for folder in (llama, sharded):
         state, tensors = load(folder).state_dict(), read_tensors(folder)
-        assert set(state) == set(tensors) and all(torch.equal(state[name], t) for name, t in tensors.items())
+        assert set(state) == set(tensors) and all(
+            torch.equal(state[name], t) for name, t in tensors.items()
+        )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +201,11 @@ def test_a_whole_checkpoint_loads_exactly(llama: Path, sharded: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_checkpoint_that_does_not_fit_is_an_error_with_the_names(
-    llama: Path, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], Any], config: dict[str, Any], said: str
+    llama: Path,
+    tmp_path: Path,
+    edit: Callable[[dict[str, torch.Tensor]], Any],
+    config: dict[str, Any],
+    said: str,
 ) -> None:
     with pytest.raises(ModelError, match=said):
         load(edited(llama, tmp_path / "model", edit, **config))
@@ -207,7 +240,9 @@ def test_names_of_older_releases_are_left_to_transformers(llama: Path, tmp_path:
     assert torch.equal(model.state_dict()[Q], read_tensors(llama)[Q])
 
 
-@pytest.mark.parametrize("config", [moe_config(), deepseek_config()], ids=["qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "config", [moe_config(), deepseek_config()], ids=["qwen3-moe", "deepseek-v3"]
+)
 def test_experts_are_compared_one_by_one(tmp_path: Path, config: Any) -> None:
     whole = save_model(config, tmp_path / "whole")
     load(whole)
@@ -215,7 +250,13 @@ def test_experts_are_compared_one_by_one(tmp_path: Path, config: Any) -> None:
     with pytest.raises(ModelError, match=f"lacks 1 tensors: {up}"):
         load(edited(whole, tmp_path / "one", lambda t: t.pop(up)))
     with pytest.raises(ModelError, match=r"lacks 3 tensors: model\.layers\.1\.mlp\.experts\.3"):
-        load(edited(whole, tmp_path / "all", lambda t: [t.pop(n) for n in list(t) if "layers.1.mlp.experts.3." in n]))
+        load(
+            edited(
+                whole,
+                tmp_path / "all",
+                lambda t: [t.pop(n) for n in list(t) if "layers.1.mlp.experts.3." in n],
+            )
+        )
     with pytest.raises(ModelError, match=rf"{up} has shape"):
         load(edited(whole, tmp_path / "shape", lambda t: t.update({up: t[up][:4]})))
 
@@ -229,7 +270,12 @@ def other_families() -> dict[str, Any]:
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
     )  # fmt: skip
     vision = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
     )
     return {
         "gpt2": t.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64),
@@ -238,13 +284,17 @@ def other_families() -> dict[str, Any]:
         "gemma3": t.Gemma3TextConfig(**sizes, sliding_window=32),
         "tied": llama_config(tie_word_embeddings=True),
         "llava": t.LlavaConfig(
-            vision_config=t.CLIPVisionConfig(**vision), text_config=llama_config(), image_token_index=5
+            vision_config=t.CLIPVisionConfig(**vision),
+            text_config=llama_config(),
+            image_token_index=5,
         ),
     }
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "llama4", "gemma3", "tied", "llava"])
-def test_what_transformers_saves_fits_and_a_lost_tensor_is_seen(tmp_path: Path, family: str) -> None:
+def test_what_transformers_saves_fits_and_a_lost_tensor_is_seen(
+    tmp_path: Path, family: str
+) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto = AutoModelForImageTextToText if family == "llava" else AutoModelForCausalLM
@@ -275,14 +325,21 @@ def test_pickled_checkpoints_are_compared_as_they_load(llama: Path, tmp_path: Pa
         load(tmp_path)
 
 
-def test_more_layers_than_tensors_are_refused_before_they_are_built(llama: Path, tmp_path: Path) -> None:
+def test_more_layers_than_tensors_are_refused_before_they_are_built(
+    llama: Path, tmp_path: Path
+) -> None:
     """Billions of layers took all of the machine's memory."""
     folder = edited(llama, tmp_path / "layers", lambda tensors: None, num_hidden_layers=2**31)
     with pytest.raises(ModelError, match="num_hidden_layers 2147483648"):
         check_checkpoint(folder)
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
 
@@ -297,7 +354,9 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 def test_rotary_embeddings_that_transformers_leaves_out_are_refused(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], refused: bool
 ) -> None:
-    """Before 5.13, OLMo-3 had one for all layers, and keys of kinds of layers were ignored in any model."""
+    """Before 5.13, OLMo-3 had one for all layers, and keys of kinds of layers were ignored in any
+    model.
+    """
     config = tiny_config("OLMo-3")
     empty_model(config)
     config.rope_parameters = asked
@@ -321,9 +380,15 @@ JUNK = st.sampled_from([None, True, -1, 0, 3, 1e308, "x", "llama", [], ["a"], {}
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_is_changed_ends_in_one_error_or_none(sharded: Path, tmp_path: Path, data: st.DataObject) -> None:
-    """Random changes of config.json, the index and the bytes of a header: a ModelError, or a checkpoint that fits."""
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_whatever_is_changed_ends_in_one_error_or_none(
+    sharded: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    """Random changes of config.json, the index and the bytes of a header: a ModelError, or a
+    checkpoint that fits.
+    """
     folder = tmp_path / "model"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(sharded, folder)
@@ -332,7 +397,9 @@ def test_whatever_is_changed_ends_in_one_error_or_none(sharded: Path, tmp_path: 
         file = folder / ("config.json" if what == "config" else INDEX)
         values = json.loads(file.read_text())
         inside = values if what == "config" or data.draw(st.booleans()) else values["weight_map"]
-        inside[data.draw(st.sampled_from([*inside, "quantization_config", "text_config"]))] = data.draw(JUNK)
+        inside[data.draw(st.sampled_from([*inside, "quantization_config", "text_config"]))] = (
+            data.draw(JUNK)
+        )
         file.write_text(json.dumps(values))
     else:
         shard = data.draw(st.sampled_from(sorted(folder.glob("*.safetensors"))))

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from slime.models.cpu_kernels import CpuLinear, linear, matmul_nt, onednn_available, use_onednn_linears
+from slime.models.cpu_kernels import (
+    CpuLinear,
+    linear,
+    matmul_nt,
+    onednn_available,
+    use_onednn_linears,
+)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (3, 8), (2, 7, 8), (130, 8)])

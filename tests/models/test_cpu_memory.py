@@ -9,36 +9,57 @@ from pathlib import Path
 import pytest
 
 from slime.models.cpu_kernels import onednn_available
-from slime.models.cpu_memory import KERNEL_CACHES, bound_kernel_caches, keep_freed_memory, large_imports
+from slime.models.cpu_memory import (
+    KERNEL_CACHES,
+    bound_kernel_caches,
+    keep_freed_memory,
+    large_imports,
+)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_freed_memory_is_used_again() -> None:
-    """In a process of its own, since what a process allocated before decides which arena the memory comes from."""
+    """In a process of its own, since what a process allocated before decides which arena the memory
+    comes from.
+    """
     if not keep_freed_memory():
         pytest.skip("this C library has no mallopt")
     code = (
-        "import resource, torch\nfrom slime.models.cpu_memory import keep_freed_memory\nkeep_freed_memory()\n"
+        "import resource, torch\n"
+        "from slime.models.cpu_memory import keep_freed_memory\n"
+        "keep_freed_memory()\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "def once():\n    before = faults()\n    torch.ones(1 << 22)\n    return faults() - before\n"
+        "def once():\n"
+        "    before = faults()\n"
+        "    torch.ones(1 << 22)\n"
+        "    return faults() - before\n"
         "print(min(once() for _ in range(5)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert int(done.stdout) < 100  # It would be 4096 pages if they were mapped anew each time.
 
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-@pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="this system has no huge pages")
+@pytest.mark.skipif(
+    not HUGE.exists() or "[never]" in HUGE.read_text(), reason="this system has no huge pages"
+)
 def test_large_tensors_come_from_huge_pages() -> None:
     code = (
-        "import resource, torch\nfrom slime.models.cpu_memory import keep_freed_memory\nkeep_freed_memory()\n"
+        "import resource, torch\n"
+        "from slime.models.cpu_memory import keep_freed_memory\n"
+        "keep_freed_memory()\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "torch.ones(1 << 20); before = faults(); torch.ones(1 << 26); print(faults() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert int(done.stdout) < 65_536 // 4  # 256 MB are 65,536 small pages; a system short of huge ones gives some
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    # 256 MB are 65,536 small pages; a system short of huge ones gives some
+    assert int(done.stdout) < 65_536 // 4
 
 
 PRODUCTS = """
@@ -55,13 +76,16 @@ print(products(2, 82), products(82, 482))
 """
 
 
-@pytest.mark.skipif(not (sys.platform.startswith("linux") and onednn_available()), reason="/proc, oneDNN")
+@pytest.mark.skipif(
+    not (sys.platform.startswith("linux") and onednn_available()), reason="/proc, oneDNN"
+)
 def test_products_of_many_shapes_do_not_keep_a_kernel_each() -> None:
     env = {name: value for name, value in os.environ.items() if name not in KERNEL_CACHES}
     command = [sys.executable, "-c", PRODUCTS]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
     before, after = map(int, done.stdout.split())
-    assert after - before < 50, "MiB"  # 800 kernels of 0.3 MB in each of two caches would be over 400
+    # 800 kernels of 0.3 MB in each of two caches would be over 400
+    assert after - before < 50, "MiB"
 
 
 def test_a_users_own_cache_capacity_has_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +104,15 @@ def test_large_imports_are_made_without_the_collector_and_frozen() -> None:
         "with large_imports():\n    import torch\n"
         "print(len(runs), gc.isenabled(), gc.get_freeze_count() > 100_000)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.split() == ["0", "True", "True"]
 
 
-def test_without_large_imports_nothing_is_frozen_and_an_error_turns_the_collector_on_again() -> None:
+def test_without_large_imports_nothing_is_frozen_and_an_error_turns_the_collector_on_again() -> (
+    None
+):
     frozen = gc.get_freeze_count()
     with pytest.raises(ImportError), large_imports():
         raise ImportError

@@ -1,4 +1,6 @@
-"""Kinds of layers in packs: some families here, all of docs/en/models.md in tests/docs/test_models_page.py."""
+"""Kinds of layers in packs: some families here, all of docs/en/models.md in
+tests/docs/test_models_page.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from slime.models.scorer import PolicyScorer
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [("gpt-oss", False), ("Gemma 2", True), ("Qwen3.5", False), ("Nemotron-H", True), ("Llama 4", False)],
+    [
+        ("gpt-oss", False),
+        ("Gemma 2", True),
+        ("Qwen3.5", False),
+        ("Nemotron-H", True),
+        ("Llama 4", False),
+    ],
 )
 def test_packs_equal_one_sequence_at_a_time(family: str, tied: bool, tmp_path: Path) -> None:
     check_packed(save_tiny(family, tmp_path, tie_word_embeddings=tied))
@@ -40,14 +48,26 @@ def test_a_tensor_that_cannot_be_divided_among_sequences_is_refused(tmp_path: Pa
     model.model.layers[0].register_forward_pre_hook(
         lambda _, args, kwargs: (args, kwargs | {"per_row": torch.zeros(1)}), with_kwargs=True
     )
-    with pytest.raises(ModelError, match=r"Llama4TextAttention gets 'per_row'.*use --attn-implementation sdpa"):
+    with pytest.raises(
+        ModelError, match=r"Llama4TextAttention gets 'per_row'.*use --attn-implementation sdpa"
+    ):
         PolicyScorer(model)(inputs)
 
 
 def test_a_hybrid_family_may_have_a_model_with_attention_only() -> None:
-    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, mamba_n_heads=4, mamba_d_head=16)
+    sizes = dict(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+    )
     config = GraniteMoeHybridConfig(
-        vocab_size=61, num_hidden_layers=2, layer_types=["full_attention"] * 2, num_local_experts=0, **sizes
+        vocab_size=61,
+        num_hidden_layers=2,
+        layer_types=["full_attention"] * 2,
+        num_local_experts=0,
+        **sizes,
     )
     model = AutoModelForCausalLM.from_config(config)
     assert model._is_stateful
@@ -59,7 +79,9 @@ def test_a_layer_of_no_known_kind_is_refused() -> None:
     beside.model.layers[0].mamba = nn.Linear(32, 32)
     with pytest.raises(ModelError, match="hybrid"):
         layers_of(beside, "")
-    mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
+    mamba = AutoModelForCausalLM.from_config(
+        MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2)
+    )
     with pytest.raises(ModelError, match=r"linear_attention.*--attn-implementation"):
         prepare_packing(mamba)
     hybrid = AutoModelForCausalLM.from_config(tiny_config("Qwen3.5"))

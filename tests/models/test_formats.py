@@ -1,4 +1,6 @@
-"""Weights in a checkpoint's own quantization: unchanged ones get its bytes, changed ones the nearest values."""
+"""Weights in a checkpoint's own quantization: unchanged ones get its bytes, changed ones the
+nearest values.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def check_bytes(folder: Path) -> None:
     stored, files = StoredWeights(folder), read_tensors(folder)
     for name in stored.plan.weights:
         for part, tensor in stored.store(name, stored.get(name).bfloat16()).items():
-            assert torch.equal(tensor.flatten().view(torch.uint8), files[part].flatten().view(torch.uint8)), part
+            assert torch.equal(
+                tensor.flatten().view(torch.uint8), files[part].flatten().view(torch.uint8)
+            ), part
     for name in stored.shapes():
         for part, tensor in stored.store(name, stored.get(name)).items():
             assert tensor.dtype == files[part].dtype, part
@@ -47,7 +51,9 @@ def check_bytes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_unchanged_weights_have_the_bytes_of_the_checkpoint(plain: Path, tmp_path: Path, layout: str) -> None:
+def test_unchanged_weights_have_the_bytes_of_the_checkpoint(
+    plain: Path, tmp_path: Path, layout: str
+) -> None:
     check_bytes(quantized(plain, tmp_path / "model", layout))
 
 
@@ -55,7 +61,14 @@ def test_unchanged_mxfp4_has_the_bytes_of_the_checkpoint(tmp_path: Path) -> None
     tensors = {name: tensor.bfloat16() for name, tensor in gpt_oss_experts().items()}
     folder = save_model(gpt_oss_config(), tmp_path / "plain", torch.bfloat16)
     rest = {n: t for n, t in read_tensors(folder).items() if n not in tensors}
-    check_bytes(rewrite(folder, tmp_path / "model", to_mxfp4({**rest, **tensors}), quantization_config=MXFP4_CONFIG))
+    check_bytes(
+        rewrite(
+            folder,
+            tmp_path / "model",
+            to_mxfp4({**rest, **tensors}),
+            quantization_config=MXFP4_CONFIG,
+        )
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -67,10 +80,17 @@ def test_unchanged_mxfp4_has_the_bytes_of_the_checkpoint(tmp_path: Path) -> None
     st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.float8_e8m0fnu]),
     st.integers(0, 2**30),
 )
-def test_changed_values_are_near(rows: int, cols: int, bm: int, bn: int, dtype: torch.dtype, seed: int) -> None:
-    """Within half a step of a new scale, although the stored scales are far too small or far too large."""
+def test_changed_values_are_near(
+    rows: int, cols: int, bm: int, bn: int, dtype: torch.dtype, seed: int
+) -> None:
+    """Within half a step of a new scale, although the stored scales are far too small or far too
+    large.
+    """
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, cols, generator=generator) * torch.rand(rows, 1, generator=generator).mul(12).exp2()
+    weight = (
+        torch.randn(rows, cols, generator=generator)
+        * torch.rand(rows, 1, generator=generator).mul(12).exp2()
+    )
     counts = -(-rows // bm), -(-cols // bn)
     stored = torch.randint(1, 200, counts, generator=generator, dtype=torch.uint8)
     old = stored if dtype == torch.uint8 else torch.exp2(stored.float() - 127).to(dtype)
@@ -80,7 +100,8 @@ def test_changed_values_are_near(rows: int, cols: int, bm: int, bn: int, dtype: 
     blocks = [[b for b in r.split(bn, 1)] for r in weight.split(bm, 0)]
     largest = torch.tensor([[float(b.abs().max()) for b in row] for row in blocks])
     bound = largest.repeat_interleave(bm, 0)[:rows].repeat_interleave(bn, 1)[:, :cols]
-    # The sum over a block is at most that of a new scale: a few hundredths of its largest value per element.
+    # The sum over a block is at most that of a new scale: a few hundredths of its largest value per
+    # element.
     assert float((again - weight).norm()) <= 0.07 * float(bound.norm())
     assert bool(torch.isfinite(again).all())
 
@@ -101,7 +122,9 @@ def test_packed_integers_are_near(bits: int, columns: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_new_scale_of_integers_spreads_a_group_over_their_whole_range(bits: int) -> None:
-    """It is that of compressed-tensors: the largest value over half of the range, which is 7.5 with four bits."""
+    """It is that of compressed-tensors: the largest value over half of the range, which is 7.5 with
+    four bits.
+    """
     _, scales = formats.to_packed(torch.tensor([[0.1, -0.2, 0.5, -1.0]]), torch.zeros(1, 1), bits)
     torch.testing.assert_close(scales, torch.tensor([[2.0 / (2**bits - 1)]]))
 
@@ -112,9 +135,12 @@ def test_fp4_is_rounded_to_the_nearest() -> None:
     codes = formats.nearest_e2m1(values)
     got = torch.tensor(E2M1)[codes.long()]
     nearest = (values.abs()[:, None] - grid).abs().amin(1).clamp(max=1.0)
-    torch.testing.assert_close((got - values).abs(), torch.where(values.abs() > 6, values.abs() - 6, nearest))
+    torch.testing.assert_close(
+        (got - values).abs(), torch.where(values.abs() > 6, values.abs() - 6, nearest)
+    )
     halfway = formats.nearest_e2m1(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0]))
-    assert halfway.tolist() == [0, 2, 2, 4, 4, 6, 6, 14]  # as IEEE 754 rounds: to the code that is even
+    # as IEEE 754 rounds: to the code that is even
+    assert halfway.tolist() == [0, 2, 2, 4, 4, 6, 6, 14]
 
 
 def test_mxfp4_takes_the_better_exponent() -> None:
@@ -124,7 +150,9 @@ def test_mxfp4_takes_the_better_exponent() -> None:
         blocks, exponents = formats.to_mxfp4(weight, torch.full((3, 2), old, dtype=torch.uint8))
         table = torch.tensor(E2M1)
         codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(2)
-        again = (table[codes.long()] * torch.exp2(exponents.float() - 127).unsqueeze(-1)).flatten(1).t()
+        again = (
+            (table[codes.long()] * torch.exp2(exponents.float() - 127).unsqueeze(-1)).flatten(1).t()
+        )
         assert float((again - weight).norm()) <= 0.15 * float(weight.norm())
 
 

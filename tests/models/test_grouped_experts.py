@@ -1,4 +1,6 @@
-"""The order of tokens by expert, and products of sorted rows, against plain indexing and against transformers."""
+"""The order of tokens by expert, and products of sorted rows, against plain indexing and against
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def _routing(tokens: int, experts: int, topk: int, seed: int) -> tuple[Tensor, T
 @pytest.mark.megatron
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 40), st.integers(1, 9), st.data())
-def test_tokens_go_to_experts_and_back_as_with_megatron(tokens: int, experts: int, data: st.DataObject) -> None:
+def test_tokens_go_to_experts_and_back_as_with_megatron(
+    tokens: int, experts: int, data: st.DataObject
+) -> None:
     prepare()
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
@@ -34,7 +38,10 @@ def test_tokens_go_to_experts_and_back_as_with_megatron(tokens: int, experts: in
 
     topk = data.draw(st.integers(1, experts))
     routing_map, probs = _routing(tokens, experts, topk, data.draw(st.integers(0, 99)))
-    x, scale = torch.randn(tokens, 6, dtype=torch.float64), torch.randn(tokens * topk, 6, dtype=torch.float64)
+    x, scale = (
+        torch.randn(tokens, 6, dtype=torch.float64),
+        torch.randn(tokens * topk, 6, dtype=torch.float64),
+    )
 
     def passes(ours: bool) -> list[Tensor]:
         hidden, weights = x.clone().requires_grad_(), probs.clone().requires_grad_()
@@ -43,12 +50,26 @@ def test_tokens_go_to_experts_and_back_as_with_megatron(tokens: int, experts: in
             rows = spread(hidden, order)
             out = combine(rows.square() * scale * row_weights[:, None], order)
         else:
-            rows, row_weights, order = permute(hidden, routing_map, probs=weights, num_out_tokens=tokens * topk)
+            rows, row_weights, order = permute(
+                hidden, routing_map, probs=weights, num_out_tokens=tokens * topk
+            )
             counts = routing_map.sum(0)
-            out = unpermute(rows.square() * scale * row_weights[:, None], order, hidden.shape, routing_map=routing_map)
+            out = unpermute(
+                rows.square() * scale * row_weights[:, None],
+                order,
+                hidden.shape,
+                routing_map=routing_map,
+            )
         (out**2).sum().backward()
         assert hidden.grad is not None and weights.grad is not None
-        return [rows.detach(), row_weights.detach(), counts, out.detach(), hidden.grad, weights.grad]
+        return [
+            rows.detach(),
+            row_weights.detach(),
+            counts,
+            out.detach(),
+            hidden.grad,
+            weights.grad,
+        ]
 
     for name, mine, theirs in zip(
         ("rows", "weights", "counts", "out", "dx", "dw"), passes(True), passes(False), strict=True
@@ -124,7 +145,10 @@ MODELS = {
         ),
     ),
 }  # fmt: skip
-cuda = pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")])
+cuda = pytest.param(
+    "cuda",
+    marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")],
+)
 
 
 def build(name: str, device: str) -> Any:
@@ -145,7 +169,9 @@ def outputs(model: Any, device: str) -> dict[str, Tensor]:
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)).to(device)
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad((logits.float() * weights).sum(), parameters)
-    return {"logits": logits.detach().float()} | {n: g.float() for n, g in zip(names, gradients, strict=True)}
+    return {"logits": logits.detach().float()} | {
+        n: g.float() for n, g in zip(names, gradients, strict=True)
+    }
 
 
 @pytest.mark.parametrize("device", ["cpu", cuda])
@@ -157,7 +183,11 @@ def test_experts_equal_those_of_transformers(name: str, device: str) -> None:
     model.set_experts_implementation("grouped_mm")
     assert use_grouped_experts(model)
     found = outputs(model, device)
-    used = {module.config._experts_implementation for module in model.modules() if hasattr(module, "has_bias")}
+    used = {
+        module.config._experts_implementation
+        for module in model.modules()
+        if hasattr(module, "has_bias")
+    }
     assert used == {NAME}
     for key, value in expected.items():
         limit = 2e-5 if device == "cpu" else 0.05

@@ -15,7 +15,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from slime.models.lora import LoraLinear, LoraSettings, attach, merged, selects, shortest_targets
-from slime.models.peft_files import CONFIG, WEIGHTS, Factors, peft_config, read_config, read_factors, write_adapter
+from slime.models.peft_files import (
+    CONFIG,
+    WEIGHTS,
+    Factors,
+    peft_config,
+    read_config,
+    read_factors,
+    write_adapter,
+)
 from slime.models.shards import ModelError
 
 
@@ -27,7 +35,9 @@ from slime.models.shards import ModelError
     bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_gradients_in_float64(sizes: tuple[int, int, int], rows: int, rslora: bool, bias: bool, seed: int) -> None:
+def test_gradients_in_float64(
+    sizes: tuple[int, int, int], rows: int, rslora: bool, bias: bool, seed: int
+) -> None:
     """Output, and gradients of A, B and the input, against autograd on the merged weight."""
     generator = torch.Generator().manual_seed(seed)
     n_in, n_out, rank = sizes
@@ -47,8 +57,12 @@ def test_gradients_in_float64(sizes: tuple[int, int, int], rows: int, rslora: bo
     assert whole.grad is not None and layer.weight.grad is None
     close: dict[str, Any] = dict(rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(layer(x), nn.functional.linear(x, whole, layer.bias), **close)
-    torch.testing.assert_close(layer.lora_A.grad, shape.scale * layer.lora_B.T @ whole.grad, **close)
-    torch.testing.assert_close(layer.lora_B.grad, shape.scale * whole.grad @ layer.lora_A.T, **close)
+    torch.testing.assert_close(
+        layer.lora_A.grad, shape.scale * layer.lora_B.T @ whole.grad, **close
+    )
+    torch.testing.assert_close(
+        layer.lora_B.grad, shape.scale * whole.grad @ layer.lora_A.T, **close
+    )
     torch.testing.assert_close(x.grad, y.grad, **close)
 
 
@@ -85,7 +99,9 @@ def test_files_of_peft(tmp_path: Path) -> None:
     write_adapter(tmp_path, peft_config(shape, ["q"], "base"), adapter)
     assert read_config(tmp_path)[0] == shape
     found = read_factors(tmp_path, 2)
-    assert found.keys() == adapter.keys() and all(map(torch.equal, found["l.0.q"], adapter["l.0.q"]))
+    assert found.keys() == adapter.keys() and all(
+        map(torch.equal, found["l.0.q"], adapter["l.0.q"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +112,8 @@ def test_files_of_peft(tmp_path: Path) -> None:
         {"modules_to_save": ["lm_head"]},
         {"bias": "all"},
         {"peft_type": "LOHA"},
-        {"init_lora_weights": "pissa_niter_4"},  # these have changed the base weights, which PEFT does again
+        # these have changed the base weights, which PEFT does again
+        {"init_lora_weights": "pissa_niter_4"},
         {"init_lora_weights": "olora"},
         {"r": 0},
     ],
@@ -121,7 +138,11 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
         read_config(tmp_path)
     with pytest.raises(ModelError, match="cannot be read"):
         read_factors(tmp_path, 2)
-    for names in (["base_model.model.q.lora_A.weight"], ["base_model.model.lm_head.weight"], ["q.lora_A.weight"]):
+    for names in (
+        ["base_model.model.q.lora_A.weight"],
+        ["base_model.model.lm_head.weight"],
+        ["q.lora_A.weight"],
+    ):
         save_file({name: torch.zeros(2, 3) for name in names}, str(tmp_path / WEIGHTS))
         with pytest.raises(ModelError, match="pairs of"):
             read_factors(tmp_path, 2)
@@ -136,7 +157,9 @@ def test_a_scale_that_makes_weights_infinite_is_refused(tmp_path: Path, alpha: f
 
 
 def test_a_long_error_of_a_library_is_cut(tmp_path: Path) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": ["x" * 9000], "data_offsets": [0, 0]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": ["x" * 9000], "data_offsets": [0, 0]}}
+    ).encode()
     (tmp_path / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ModelError) as raised:
         read_factors(tmp_path, 2)
@@ -153,15 +176,23 @@ def test_a_long_error_of_a_library_is_cut(tmp_path: Path) -> None:
         (torch.zeros(2, 3), torch.zeros(0, 2), "have rank 2"),
     ],
 )
-def test_factors_that_cannot_be_right_are_refused(tmp_path: Path, a: torch.Tensor, b: torch.Tensor, said: str) -> None:
+def test_factors_that_cannot_be_right_are_refused(
+    tmp_path: Path, a: torch.Tensor, b: torch.Tensor, said: str
+) -> None:
     """They were loaded, merged and trained without a word."""
-    write_adapter(tmp_path, peft_config(LoraSettings(2, 4.0), ["q"], "base"), {"l.0.q": Factors(a, b)})
+    write_adapter(
+        tmp_path, peft_config(LoraSettings(2, 4.0), ["q"], "base"), {"l.0.q": Factors(a, b)}
+    )
     with pytest.raises(ModelError, match=said):
         read_factors(tmp_path, 2)
 
 
-@pytest.mark.parametrize("changes", [{"lora_alpha": float("nan")}, {"lora_alpha": 0}, {"lora_dropout": 2}, {"r": 1.5}])
+@pytest.mark.parametrize(
+    "changes", [{"lora_alpha": float("nan")}, {"lora_alpha": 0}, {"lora_dropout": 2}, {"r": 1.5}]
+)
 def test_numbers_that_cannot_be_right_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    (tmp_path / CONFIG).write_text(json.dumps(peft_config(LoraSettings(2, 4.0), ["q"], "base") | changes))
+    (tmp_path / CONFIG).write_text(
+        json.dumps(peft_config(LoraSettings(2, 4.0), ["q"], "base") | changes)
+    )
     with pytest.raises(ModelError, match=r"adapter_config\.json (has values|cannot be read)"):
         read_config(tmp_path)

@@ -1,4 +1,6 @@
-"""Packed attention (shared prompts or not) against a dense mask in float64, outputs and gradients."""
+"""Packed attention (shared prompts or not) against a dense mask in float64, outputs and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def tensors(layout: PackLayout, heads: int, kv_heads: int, value_dim: int = 8) -
     return [torch.randn(len(layout.tokens), *shape, generator=generator) for shape in shapes]
 
 
-def assert_equal_to_dense(function: object, layout: PackLayout, inputs: list[Tensor], window: int = -1) -> None:
+def assert_equal_to_dense(
+    function: object, layout: PackLayout, inputs: list[Tensor], window: int = -1
+) -> None:
     pack = PackSegments.from_layout(layout, "cpu")
     *qkv, seed = inputs
     mine = [x.clone().requires_grad_() for x in qkv]
@@ -81,7 +85,9 @@ def assert_equal_to_dense(function: object, layout: PackLayout, inputs: list[Ten
 
 
 groups = st.lists(
-    st.tuples(st.integers(1, 12), st.lists(st.integers(0, 17), min_size=1, max_size=4)), min_size=1, max_size=4
+    st.tuples(st.integers(1, 12), st.lists(st.integers(0, 17), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -112,7 +118,9 @@ def test_long_segments_cross_the_kernels_blocks() -> None:
     window=st.sampled_from([-1, 0, 3]),
     softcap=st.sampled_from([None, 1.5]),
 )
-def test_sinks_and_soft_caps_equal_dense(groups: Groups, share: bool, window: int, softcap: float | None) -> None:
+def test_sinks_and_soft_caps_equal_dense(
+    groups: Groups, share: bool, window: int, softcap: float | None
+) -> None:
     layout = layout_of(groups, share)
     pack = PackSegments.from_layout(layout, "cpu")
     *qkv, seed = tensors(layout, 4, 2)
@@ -123,7 +131,9 @@ def test_sinks_and_soft_caps_equal_dense(groups: Groups, share: bool, window: in
     want = dense(*exact[:3], layout, 0.3, window, exact[3], softcap)
     torch.testing.assert_close(out.double(), want, rtol=2e-5, atol=2e-6)
     for got, gradient in zip(
-        torch.autograd.grad(out, mine, seed), torch.autograd.grad(want, exact, seed.double()), strict=True
+        torch.autograd.grad(out, mine, seed),
+        torch.autograd.grad(want, exact, seed.double()),
+        strict=True,
     ):
         torch.testing.assert_close(got.double(), gradient, rtol=1e-4, atol=1e-5)
 
@@ -137,7 +147,9 @@ class Attention(nn.Module):
     is_causal = True
 
 
-def run(module: nn.Module | None = None, mask: Tensor | None = None, pack: bool = True, **kwargs: object) -> Tensor:
+def run(
+    module: nn.Module | None = None, mask: Tensor | None = None, pack: bool = True, **kwargs: object
+) -> Tensor:
     layout = layout_of([(3, [4, 5])], share=True)
     q, k, v, _ = tensors(layout, 4, 2)
     heads = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
@@ -148,7 +160,9 @@ def run(module: nn.Module | None = None, mask: Tensor | None = None, pack: bool 
 
 @pytest.mark.parametrize("window", [3, 4, 5, 6])
 def test_a_window_of_about_the_longest_sample_equals_dense(window: int) -> None:
-    """A window that hides nothing may be left out, and one that hides a single key of a single query may not."""
+    """A window that hides nothing may be left out, and one that hides a single key of a single
+    query may not.
+    """
     layout = layout_of([(2, [4]), (1, [2])], False)
     inputs = tensors(layout, 2, 1)
     out = attend(*inputs[:3], PackSegments.from_layout(layout, "cpu"), 0.3, window)
@@ -179,11 +193,21 @@ def test_what_would_be_wrong_is_refused(kwargs: dict[str, object], message: str)
 
 @torch.no_grad()
 def test_a_window_that_is_in_the_mask_of_transformers_only() -> None:
-    """Phi-3.5-MoE does not pass its window to the attention, and packs have no mask of transformers."""
+    """Phi-3.5-MoE does not pass its window to the attention, and packs have no mask of
+    transformers.
+    """
     from transformers import PhimoeConfig, PhimoeForCausalLM
 
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, initializer_range=0.5)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, sliding_window=4)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        initializer_range=0.5,
+    )
+    heads = dict(
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, sliding_window=4
+    )
     torch.manual_seed(0)
     model = PhimoeForCausalLM(PhimoeConfig(**sizes, **heads)).eval()
     ids = torch.randint(0, 64, (1, 24))
@@ -192,6 +216,9 @@ def test_a_window_that_is_in_the_mask_of_transformers_only() -> None:
     layout = build_pack([ids[0].numpy()], [1], [0])
     positions = torch.from_numpy(layout.positions)[None]
     packed = model(
-        input_ids=ids, position_ids=positions, slime_pack=PackSegments.from_layout(layout, "cpu"), use_cache=False
+        input_ids=ids,
+        position_ids=positions,
+        slime_pack=PackSegments.from_layout(layout, "cpu"),
+        use_cache=False,
     )
     torch.testing.assert_close(packed.logits, plain, rtol=0, atol=1e-4)

@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+)
 
 from slime.models.inputs import InputBuilder
 from slime.models.loading import ModelError, load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.scorer import PolicyScorer, check_backward, check_scorer
 
-SMALL: dict[str, Any] = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+SMALL: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2
+)
 HEADS: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
 
 
@@ -23,7 +31,9 @@ def scorer_of(config: Any, path: Path, attention: str = NAME) -> tuple[PolicySco
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     model = load_hf_model(path, torch.float32, "cpu", attention)
-    return PolicyScorer(model), InputBuilder(model.base_model, torch.device("cpu"), packed=attention == NAME)
+    return PolicyScorer(model), InputBuilder(
+        model.base_model, torch.device("cpu"), packed=attention == NAME
+    )
 
 
 @pytest.mark.parametrize("attention", [NAME, "sdpa", "eager"])
@@ -54,7 +64,9 @@ def test_families_that_change_their_logits(tmp_path: Path, config: Any) -> None:
 def test_a_backward_pass_that_a_kernel_refuses(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As flash-linear-attention does on Hopper with some releases of Triton: the forward pass works."""
+    """As flash-linear-attention does on Hopper with some releases of Triton: the forward pass
+    works.
+    """
     scorer, builder = scorer_of(LlamaConfig(**SMALL, **HEADS), tmp_path)
     builder = dataclasses.replace(builder, float_dtype=dtype)
     check_backward(scorer, builder)
@@ -88,7 +100,9 @@ def test_entropy_and_logits_of_capped_logits(tmp_path: Path) -> None:
     scorer, builder = scorer_of(config, tmp_path)
     scorer.chunk_size = 2
     inputs = builder.build([torch.arange(3, 12)], [6], [0], [None])
-    scores, logits = scorer(inputs, temperature=0.5, with_entropy=True, entropy_grad=True, with_logits=True)
+    scores, logits = scorer(
+        inputs, temperature=0.5, with_entropy=True, entropy_grad=True, with_logits=True
+    )
     log_p = logits.log_softmax(-1)
     torch.testing.assert_close(scores.log_probs, log_p.gather(1, inputs.targets[:, None])[:, 0])
     torch.testing.assert_close(scores.entropy, -(log_p.exp() * log_p).sum(-1))

@@ -46,7 +46,9 @@ def test_a_run_with_such_a_model_has_one_problem(no_hub: Path) -> None:
 
 
 @pytest.mark.parametrize("pickled", [False, True])
-def test_a_model_in_the_cache_is_used_and_no_hub_is_asked_again(no_hub: Path, pickled: bool, tmp_path: Path) -> None:
+def test_a_model_in_the_cache_is_used_and_no_hub_is_asked_again(
+    no_hub: Path, pickled: bool, tmp_path: Path
+) -> None:
     """Also with weights in PyTorch's older format; an export of it has all of its other files."""
     snapshot = no_hub / "models--owner--model" / "snapshots" / "abc"
     save_model(llama_config(), snapshot)

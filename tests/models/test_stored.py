@@ -1,4 +1,6 @@
-"""Exports on a full disk: nothing half-written can be loaded, and no rank is left in a collective operation."""
+"""Exports on a full disk: nothing half-written can be loaded, and no rank is left in a collective
+operation.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_an_export_that_fails_is_not_loaded_with_files_of_the_one_before(
 def test_an_export_in_more_files_than_the_one_before_is_what_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As float32 after bfloat16 (``--save-hf-dtype``), or by a converter into a folder that was used before."""
+    """As float32 after bfloat16 (``--save-hf-dtype``), or by a converter into a folder that was
+    used before.
+    """
     config = LlamaConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8,
         tie_word_embeddings=False,
@@ -49,8 +53,14 @@ def test_an_export_in_more_files_than_the_one_before_is_what_is_loaded(
     config.save_pretrained(tmp_path)
     for value, size in ((1.0, 1 << 30), (2.0, 2000), (3.0, 4000), (4.0, 1 << 30)):
         monkeypatch.setattr(stored, "SHARD_BYTES", size)
-        write_tensors(((name, torch.full_like(weight, value)) for name, weight in weights.items()), tmp_path, True)
+        write_tensors(
+            ((name, torch.full_like(weight, value)) for name, weight in weights.items()),
+            tmp_path,
+            True,
+        )
         loaded = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
         assert {float(weight.max()) for weight in loaded.values()} == {value}
         files = {file.name for file in tmp_path.glob("*.safetensors")}
-        assert files == {header.file for header in read_headers(tmp_path).values()}, "engines may read every file"
+        assert files == {header.file for header in read_headers(tmp_path).values()}, (
+            "engines may read every file"
+        )

@@ -8,7 +8,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime.models import token_log_probs as module
-from slime.models.token_log_probs import Nuclei, default_chunk_size, fused_chunk_size, token_log_probs
+from slime.models.token_log_probs import (
+    Nuclei,
+    default_chunk_size,
+    fused_chunk_size,
+    token_log_probs,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +61,23 @@ def test_equals_float64(
     torch.testing.assert_close(got.entropy.double(), entropy, rtol=1e-5, atol=5e-5)
     loss, exact_loss = (got.log_probs * seeds[0]).sum(), (want * seeds[0]).sum()
     if entropy_grad:
-        loss, exact_loss = loss + (got.entropy * seeds[1]).sum(), exact_loss + (entropy * seeds[1]).sum()
-    for a, b in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(exact_loss, exact), strict=True):
-        rounding = 2e-5 * max([1.0, *b.abs().flatten().tolist()])  # of float32, in sums of terms as large as these
+        loss, exact_loss = (
+            loss + (got.entropy * seeds[1]).sum(),
+            exact_loss + (entropy * seeds[1]).sum(),
+        )
+    for a, b in zip(
+        torch.autograd.grad(loss, inputs), torch.autograd.grad(exact_loss, exact), strict=True
+    ):
+        # of float32, in sums of terms as large as these
+        rounding = 2e-5 * max([1.0, *b.abs().flatten().tolist()])
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=rounding)
 
 
 def test_no_entropy_unless_asked_and_no_graph_without_grad() -> None:
     with torch.no_grad():
-        scores = token_log_probs(torch.randn(3, 4), torch.randn(5, 4, requires_grad=True), torch.tensor([0, 1, 4]))
+        scores = token_log_probs(
+            torch.randn(3, 4), torch.randn(5, 4, requires_grad=True), torch.tensor([0, 1, 4])
+        )
     assert scores.entropy is None
     assert not scores.log_probs.requires_grad
 
@@ -87,7 +100,10 @@ def test_bfloat16_scores_are_float32(fused: bool) -> None:
 
 def test_only_one_chunk_of_logits_is_kept() -> None:
     rows, vocab, chunk = 64, 1000, 16
-    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
+    hidden, weight = (
+        torch.randn(rows, 4, requires_grad=True),
+        torch.randn(vocab, 4, requires_grad=True),
+    )
     scores = token_log_probs(hidden, weight, torch.zeros(rows, dtype=torch.long), chunk_size=chunk)
     saved = scores.log_probs.grad_fn.saved_tensors  # type: ignore[union-attr]
     logits = [t for t in saved if t is not None and t.shape[-1] == vocab and t is not weight]
@@ -108,7 +124,13 @@ def test_fused_chunks_are_whole_tiles() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@example(sizes=[0, 0, 0, 0, 0, 0, 0, 3, 5], chunk=-1, temperature=0.6, use_bias=True, dtype=torch.bfloat16)
+@example(
+    sizes=[0, 0, 0, 0, 0, 0, 0, 3, 5],
+    chunk=-1,
+    temperature=0.6,
+    use_bias=True,
+    dtype=torch.bfloat16,
+)
 @given(
     sizes=st.lists(st.integers(0, 5), min_size=1, max_size=9),
     chunk=st.sampled_from([-1, 1, 4]),
@@ -132,10 +154,19 @@ def test_nuclei_restrict_log_probs_but_not_the_entropy(
     offsets = [0]
     for one in lists:
         offsets.append(offsets[-1] + len(one))
-    nuclei = Nuclei(torch.tensor([token for one in lists for token in one], dtype=torch.int64), offsets)
+    nuclei = Nuclei(
+        torch.tensor([token for one in lists for token in one], dtype=torch.int64), offsets
+    )
     inputs = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
     got = token_log_probs(
-        hidden, weight, targets, temperature, bias=bias, chunk_size=chunk, with_entropy=True, nuclei=nuclei
+        hidden,
+        weight,
+        targets,
+        temperature,
+        bias=bias,
+        chunk_size=chunk,
+        with_entropy=True,
+        nuclei=nuclei,
     )
     exact = [x.detach().double().requires_grad_() for x in inputs]
     z = torch.nn.functional.linear(*exact) / temperature
@@ -147,10 +178,14 @@ def test_nuclei_restrict_log_probs_but_not_the_entropy(
     close = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.05, atol=0.05)
     torch.testing.assert_close(got.log_probs.double(), want, **close)
     assert got.entropy is not None
-    torch.testing.assert_close(got.entropy.double(), -(log_p.exp() * log_p).sum(-1).detach(), **close)
+    torch.testing.assert_close(
+        got.entropy.double(), -(log_p.exp() * log_p).sum(-1).detach(), **close
+    )
     mine = torch.autograd.grad((got.log_probs * seeds).sum(), inputs)
     for a, b in zip(mine, torch.autograd.grad((want * seeds).sum(), exact), strict=True):
         if dtype == torch.float32:
             torch.testing.assert_close(a.double(), b, **close)
-        else:  # as a whole: a single element is a sum, whose rounding can be larger than 5% of it, also in plain torch
+        # as a whole: a single element is a sum, whose rounding can be larger than 5% of it, also in
+        # plain torch
+        else:
             assert (a.double() - b).norm() <= 0.03 * b.norm() + 1e-6

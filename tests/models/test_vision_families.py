@@ -1,4 +1,6 @@
-"""Images in packs and in padded batches: log-probs and gradients of one sample at a time in transformers."""
+"""Images in packs and in padded batches: log-probs and gradients of one sample at a time in
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ PACKED = {"": "sdpa", "text_config": NAME, "vision_config": "sdpa"}
 
 
 def samples(family: str) -> Samples:
-    """Images at the start of a prompt, later in it and two of them; two text samples that share their prompt."""
+    """Images at the start of a prompt, later in it and two of them; two text samples that share
+    their prompt.
+    """
     generator = torch.Generator().manual_seed(2)
     tokens, responses, media = [], [], []
-    for i, (prompt, response, images) in enumerate([(5, 6, 1), (9, 3, 0), (9, 7, 0), (3, 12, 2), (4, 5, 1)]):
+    for i, (prompt, response, images) in enumerate(
+        [(5, 6, 1), (9, 3, 0), (9, 7, 0), (3, 12, 2), (4, 5, 1)]
+    ):
         drawn = torch.randint(3, 55, (prompt + response,), generator=generator).tolist()
         if i == 2:
             drawn[:prompt] = tokens[1][:prompt].tolist()
@@ -35,7 +41,9 @@ def samples(family: str) -> Samples:
         tokens.append(torch.tensor([*drawn[:2], *place, *drawn[2:]]))
         responses.append(response)
         parts = [image(family, 10 * i + k) for k in range(images)]
-        media.append({key: torch.cat([part[key] for part in parts]) for key in parts[0]} if parts else None)
+        media.append(
+            {key: torch.cat([part[key] for part in parts]) for key in parts[0]} if parts else None
+        )
     return tokens, responses, media
 
 
@@ -44,7 +52,9 @@ def one_at_a_time(family: str, folder: Path) -> tuple[Tensor, dict[str, Tensor]]
     scorer, parts = PolicyScorer(model), list[Tensor]()
     for tokens, response, media in zip(*samples(family), strict=True):
         types = "token_type_ids" if family == "Gemma 3" else "mm_token_type_ids"
-        extra: dict[str, Any] = {} if media is None else {**media, types: (tokens == IMAGE).int()[None]}
+        extra: dict[str, Any] = (
+            {} if media is None else {**media, types: (tokens == IMAGE).int()[None]}
+        )
         log_p = model(input_ids=tokens[None], **extra).logits[0, -response - 1 : -1].log_softmax(-1)
         mine = log_p.gather(-1, tokens[-response:, None]).squeeze(-1)
         loss_of(mine, sum(map(len, parts))).backward()
@@ -75,7 +85,16 @@ def test_images_equal_one_sample_at_a_time(family: str, tmp_path: Path) -> None:
 def test_images_are_runs_of_their_tokens() -> None:
     is_image = torch.tensor([0, 1, 1, 0, 1, 1, 1, 1]).bool()
     assert image_blocks_of(is_image).tolist() == [-1, 0, 0, -1, 1, 1, 1, 1]
-    assert image_blocks_of(is_image, torch.tensor([0, 3, 6, 8])).tolist() == [-1, 0, 0, -1, 1, 1, 2, 2]
+    assert image_blocks_of(is_image, torch.tensor([0, 3, 6, 8])).tolist() == [
+        -1,
+        0,
+        0,
+        -1,
+        1,
+        1,
+        2,
+        2,
+    ]
 
 
 def test_other_masks_by_the_types_of_tokens_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
 
 
 def llama_config(**more: Any) -> LlamaConfig:
@@ -46,13 +52,21 @@ def save_model(config: Any, folder: Path, dtype: torch.dtype = torch.float32, **
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def rewrite(source: Path, target: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
     """A copy of ``source`` with other tensors and changed entries of config.json."""
     target.mkdir(parents=True, exist_ok=True)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, target / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t.contiguous() for n, t in tensors.items()},
+        target / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     values = {**json.loads((source / "config.json").read_text()), **config}
     (target / "config.json").write_text(json.dumps(values))
     return target
@@ -62,7 +76,12 @@ def linear_names(tensors: dict[str, Tensor]) -> list[str]:
     return [name for name, t in tensors.items() if t.dim() == 2 and "proj" in name]
 
 
-FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
 
 
 def to_block_fp8(tensors: dict[str, Tensor], block: int = 128) -> dict[str, Tensor]:
@@ -100,7 +119,13 @@ INT4_CONFIG = {
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True, "type": "int"},
+            "weights": {
+                "num_bits": 4,
+                "group_size": 32,
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
         }
     },
     "ignore": ["lm_head"],
@@ -109,14 +134,18 @@ INT4_CONFIG = {
 
 
 def to_int4(tensors: dict[str, Tensor], group: int = 32, bits: int = 4) -> dict[str, Tensor]:
-    """Kimi-K2's layout: int32 words of eight values, the first in the lowest bits; packed here in plain Python."""
+    """Kimi-K2's layout: int32 words of eight values, the first in the lowest bits; packed here in
+    plain Python.
+    """
     out = dict(tensors)
     for name in linear_names(tensors):
         full = out.pop(name).float()
         rows, columns = full.shape
         top = 2 ** (bits - 1)
         scales = (full.reshape(rows, -1, group).abs().amax(-1) / (top - 0.5)).to(torch.bfloat16)
-        values = (full / scales.float().repeat_interleave(group, 1)).round().clamp(-top, top - 1).int() + top
+        values = (full / scales.float().repeat_interleave(group, 1)).round().clamp(
+            -top, top - 1
+        ).int() + top
         per_word = 32 // bits
         words = []
         for row in values.tolist():
@@ -140,11 +169,17 @@ def gpt_oss_config() -> GptOssConfig:
 
 
 def to_mxfp4(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """gpt-oss' layout, with random values: bytes of two 4-bit floats, and an exponent for 32 of them."""
+    """gpt-oss' layout, with random values: bytes of two 4-bit floats, and an exponent for 32 of
+    them.
+    """
     out, generator = dict(tensors), torch.Generator().manual_seed(0)
     for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         experts, columns, rows = out.pop(name).shape
         sizes = (experts, rows, columns // 32)
-        out[f"{name}_blocks"] = torch.randint(0, 256, (*sizes, 16), generator=generator, dtype=torch.uint8)
-        out[f"{name}_scales"] = torch.randint(118, 124, sizes, generator=generator, dtype=torch.uint8)
+        out[f"{name}_blocks"] = torch.randint(
+            0, 256, (*sizes, 16), generator=generator, dtype=torch.uint8
+        )
+        out[f"{name}_scales"] = torch.randint(
+            118, 124, sizes, generator=generator, dtype=torch.uint8
+        )
     return out

@@ -1,4 +1,6 @@
-"""Tiny random image-text models of the families whose images are trained, and one image for each."""
+"""Tiny random image-text models of the families whose images are trained, and one image for
+each.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,16 @@ from transformers import AutoModelForImageTextToText
 
 IMAGE, START, END = 60, 58, 59
 """The token of an image, and those before and after its place."""
-PATCHES: dict[str, Any] = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=4, patch_size=4)
-MERGED = PATCHES | dict(spatial_merge_size=2, temporal_patch_size=1, out_hidden_size=32, initializer_range=0.2)
+PATCHES: dict[str, Any] = dict(
+    depth=2, hidden_size=32, intermediate_size=48, num_heads=4, patch_size=4
+)
+MERGED = PATCHES | dict(
+    spatial_merge_size=2, temporal_patch_size=1, out_hidden_size=32, initializer_range=0.2
+)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-PLACES = dict(image_token_id=IMAGE, video_token_id=57, vision_start_token_id=START, vision_end_token_id=END)
+PLACES = dict(
+    image_token_id=IMAGE, video_token_id=57, vision_start_token_id=START, vision_end_token_id=END
+)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Qwen2.5-VL": (
@@ -33,11 +41,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
     ),
     "Qwen3.5": (
         "Qwen3_5Config",
-        # with larger weights, a state of several tokens amplifies rounding above the tolerances on some processors
+        # with larger weights, a state of several tokens amplifies rounding above the tolerances on
+        # some processors
         DELTA
         | HYBRID
         | dict(
-            initializer_range=0.05, rope_parameters=ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+            initializer_range=0.05,
+            rope_parameters=ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
         ),
         MERGED | dict(num_position_embeddings=64),
         PLACES,
@@ -53,10 +63,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
             image_size=16,
             patch_size=4,
         ),
-        dict(mm_tokens_per_image=4, image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END),
+        dict(
+            mm_tokens_per_image=4,
+            image_token_index=IMAGE,
+            boi_token_index=START,
+            eoi_token_index=END,
+        ),
     ),
 }
-"""Config class, and what its text part, its vision part and the whole have besides :data:`SMALL`."""
+"""Config class, and what its text part, its vision part and the whole have besides
+:data:`SMALL`.
+"""
 
 
 def save_tiny_vision(family: str, folder: Path, **changes: Any) -> Path:

@@ -20,9 +20,21 @@ from hypothesis import strategies as st
 from slime.config.observability import log_samples_count
 from slime.data.sample import Sample
 from slime.observability import best_effort
-from slime.observability.debug_data import DebugDataError, load_rollout, save_rollout, save_train_data, subsample
+from slime.observability.debug_data import (
+    DebugDataError,
+    load_rollout,
+    save_rollout,
+    save_train_data,
+    subsample,
+)
 from slime.observability.evaluations import write_evaluation
-from slime.observability.samples import KeptTexts, preview, read_samples, sample_files, write_samples
+from slime.observability.samples import (
+    KeptTexts,
+    preview,
+    read_samples,
+    sample_files,
+    write_samples,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +44,10 @@ def no_failure_yet() -> None:
 
 
 def make(index: int, group: int | None, reward: float = 0.0) -> Sample:
-    prompt = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": f"What is {index}?"}]
+    prompt = [
+        {"role": "system", "content": "Answer briefly."},
+        {"role": "user", "content": f"What is {index}?"},
+    ]
     return Sample(
         group_index=group,
         index=index,
@@ -52,7 +67,10 @@ def arguments(folder: Path, **more: object) -> SimpleNamespace:
     template = str(folder / "dump_{rollout_id}.pt")
     more = {"debug_rollout_only": False, **more}
     return SimpleNamespace(
-        dump_details=None, save_debug_rollout_data=template, load_debug_rollout_data=template, **more
+        dump_details=None,
+        save_debug_rollout_data=template,
+        load_debug_rollout_data=template,
+        **more,
     )
 
 
@@ -62,7 +80,13 @@ def test_a_rollout_comes_back_as_it_was_grouped_by_value(tmp_path: Path) -> None
     path = save_rollout(args, 12, groups)
     assert path == tmp_path / "dump_12.pt"
     raw = torch.load(path, weights_only=False)
-    assert raw["rollout_id"] == 12 and [sample["index"] for sample in raw["samples"]] == [0, 1, 2, 3, 4]
+    assert raw["rollout_id"] == 12 and [sample["index"] for sample in raw["samples"]] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     loaded = load_rollout(args.load_debug_rollout_data, 12)
     assert [[sample.index for sample in group] for group in loaded] == [[0, 1], [2], [3, 4]]
     assert [sample.to_dict() for group in loaded for sample in group] == raw["samples"]
@@ -82,13 +106,20 @@ def test_evaluations_have_names_of_their_own_and_missing_dumps_are_named(tmp_pat
         save_rollout(args, 0, [])
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.one_of(st.floats(0.01, 1.0), st.integers(1, 40)))
-def test_subsample_keeps_whole_groups_of_head_and_tail_in_order(sizes: list[int], amount: float) -> None:
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    st.one_of(st.floats(0.01, 1.0), st.integers(1, 40)),
+)
+def test_subsample_keeps_whole_groups_of_head_and_tail_in_order(
+    sizes: list[int], amount: float
+) -> None:
     groups = [[(i, j) for j in range(size)] for i, size in enumerate(sizes)]
     kept = subsample(groups, amount)
     assert 1 <= len(kept) <= len(groups)
     head = (len(kept) + 1) // 2
-    assert kept == groups[:head] + (groups[len(groups) - (len(kept) - head) :] if len(kept) > head else [])
+    assert kept == groups[:head] + (
+        groups[len(groups) - (len(kept) - head) :] if len(kept) > head else []
+    )
     if amount == 1.0 and isinstance(amount, float):
         assert kept == groups
 
@@ -96,18 +127,27 @@ def test_subsample_keeps_whole_groups_of_head_and_tail_in_order(sizes: list[int]
 def test_subsample_by_flag(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     save_rollout(args, 0, [[make(2 * g, g), make(2 * g + 1, g)] for g in range(6)])
-    assert [group[0].group_index for group in load_rollout(args.load_debug_rollout_data, 0, 0.5)] == [0, 1, 5]
+    assert [
+        group[0].group_index for group in load_rollout(args.load_debug_rollout_data, 0, 0.5)
+    ] == [0, 1, 5]
     with pytest.raises(DebugDataError, match="subsample"):
         subsample([[1]], 0)
 
 
 def shard(indices: list[int]) -> dict[str, object]:
     tokens = [torch.tensor([i]) for i in indices]
-    return {"tokens": tokens, "sample_indices": indices, "raw_reward": [i / 10 for i in indices], "rollout_id": 4}
+    return {
+        "tokens": tokens,
+        "sample_indices": indices,
+        "raw_reward": [i / 10 for i in indices],
+        "rollout_id": 4,
+    }
 
 
 def test_the_dump_of_the_trainers_is_in_order_of_the_samples(tmp_path: Path) -> None:
-    path = save_train_data(str(tmp_path / "train_{rollout_id}.pt"), 4, 0, [shard([3, 0]), shard([2, 1])])
+    path = save_train_data(
+        str(tmp_path / "train_{rollout_id}.pt"), 4, 0, [shard([3, 0]), shard([2, 1])]
+    )
     dump = torch.load(path, weights_only=False)
     assert dump["format_version"] == 2 and dump["rollout_id"] == 4 and len(dump["dp_shards"]) == 2
     assert [sample["sample_indices"] for sample in dump["samples"]] == [0, 1, 2, 3]
@@ -123,7 +163,11 @@ def test_texts_are_one_json_row_a_sample(tmp_path: Path) -> None:
         (0, 1, 0.0),
         (1, 2, 0.0),
     ]
-    assert rows[0]["response"] == "It is 0.\nSure." and rows[0]["status"] == "completed" and "tokens" not in rows[0]
+    assert (
+        rows[0]["response"] == ("It is 0.\nSure.")
+        and rows[0]["status"] == "completed"
+        and "tokens" not in rows[0]
+    )
     write_samples(tmp_path, 3, [make(0, 0)], kind="eval-a/b")
     assert (tmp_path / "samples" / "eval-a-b_000003.jsonl").is_file()
 
@@ -154,7 +198,11 @@ def test_compressed_texts_come_back_and_replace_plain_ones(tmp_path: Path) -> No
     rows, size = read_samples(plain), plain.stat().st_size
     packed = write_samples(tmp_path, 7, samples, kept=KeptTexts(compressed=True))
     assert packed is not None and packed.name == "rollout_000007.jsonl.zst"
-    assert read_samples(packed) == rows and len(rows) == 50 and rows[0]["response"] == samples[0].response
+    assert (
+        read_samples(packed) == rows
+        and len(rows) == 50
+        and rows[0]["response"] == samples[0].response
+    )
     assert packed.stat().st_size < size / 4
     assert sample_files(tmp_path) == {"rollout_000007": packed}
 
@@ -173,7 +221,11 @@ def test_older_texts_are_removed_by_kind_and_not_those_of_a_later_step(tmp_path:
     ]  # fmt: skip
     for step in range(5, 9):
         write_samples(tmp_path, step, [make(0, 0)], kept=kept)
-    assert list(sample_files(tmp_path, "rollout")) == ["rollout_000006", "rollout_000007", "rollout_000008"]
+    assert list(sample_files(tmp_path, "rollout")) == [
+        "rollout_000006",
+        "rollout_000007",
+        "rollout_000008",
+    ]
     assert (tmp_path / "samples" / "notes_000001.txt").exists()
 
 
@@ -203,7 +255,9 @@ def test_a_dump_that_does_not_fit_ends_only_a_run_that_makes_nothing_else(
     save_train_data(str(tmp_path / "train_{rollout_id}.pt"), 0, 0, [shard([3, 0])])
     assert list(tmp_path.iterdir()) == []
     told = best_effort.take_warnings()
-    assert ["--save-debug-rollout-data" in line or "--save-debug-train-data" in line for line in told] == [True, True]
+    assert [
+        "--save-debug-rollout-data" in line or "--save-debug-train-data" in line for line in told
+    ] == [True, True]
     with pytest.raises(OSError):
         save_rollout(arguments(tmp_path, debug_rollout_only=True), 0, groups)
 
@@ -225,7 +279,12 @@ def test_the_preview_shows_best_and_worst_on_one_line_each() -> None:
     assert preview([], 2) == []
     rendered = make(0, 0)
     rendered.prompt = (
-        "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nWhat is 9\ntimes 3?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\n"
+        "Brief.<|im_end|>\n"
+        "<|im_start|>user\n"
+        "What is 9\n"
+        "times 3?<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
     rendered.response = "9 × 3 = 27<|im_end|>"
     assert preview([rendered], 1) == ["reward 0 │ What is 9 times 3? → 9 × 3 = 27 │ label 0"]
@@ -239,10 +298,17 @@ def test_the_preview_shows_best_and_worst_on_one_line_each() -> None:
 def test_the_preview_is_short_and_harmless_to_a_terminal() -> None:
     """A label may be the tests of a program, and a response anything that a model samples."""
     sample = make(0, 0)
-    sample.response, sample.label = "\x1b]0;title\x07\x1b[2J a\ud83db \u0645\u06cc\u200c\u0634", "tests\n" * 50_000
+    sample.response, sample.label = (
+        "\x1b]0;title\x07\x1b[2J a\ud83db \u0645\u06cc\u200c\u0634",
+        "tests\n" * 50_000,
+    )
     sample.reward = {"score": 1.0, "why": "w" * 10_000}
     (line,) = preview([sample], 1)
-    assert "→ �]0;title��[2J a�b \u0645\u06cc\u200c\u0634 │" in line and len(line) < 400 and "\n" not in line
+    assert (
+        "→ �]0;title��[2J a�b \u0645\u06cc\u200c\u0634 │" in line
+        and len(line) < 400
+        and "\n" not in line
+    )
 
 
 def test_texts_of_samples_are_written_whatever_is_in_them(tmp_path: Path) -> None:
@@ -254,10 +320,16 @@ def test_texts_of_samples_are_written_whatever_is_in_them(tmp_path: Path) -> Non
     path = write_samples(tmp_path, 0, odd)
     assert path is not None
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert lines[0]["response"] == "a\ud83db" and "kept" in lines[1]["metadata"] and lines[2]["response"] == "whole"
+    assert (
+        lines[0]["response"] == "a\ud83db"
+        and "kept" in lines[1]["metadata"]
+        and lines[2]["response"] == "whole"
+    )
 
 
-def test_a_full_disk_costs_the_file_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_the_file_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """/dev/full refuses every write as a full disk does."""
     (tmp_path / "samples").write_text("a file where the folder should be")
     (tmp_path / "eval").write_text("here as well")
@@ -268,14 +340,18 @@ def test_a_full_disk_costs_the_file_and_not_the_run(tmp_path: Path, caplog: pyte
             file.write("x")
             file.flush()
     told = [record.message for record in caplog.records if "the run continues" in record.message]
-    assert sum("something" in line for line in told) == 3 and any("texts of samples" in line for line in told)
+    assert sum("something" in line for line in told) == 3 and any(
+        "texts of samples" in line for line in told
+    )
     assert any("the evaluation's file" in line for line in told)
 
 
 def test_the_file_of_an_evaluation_is_strict_json(tmp_path: Path) -> None:
     rewards = [1.0, math.inf, math.nan, numpy.float32(0.5)]
     metrics = {"eval/math": math.nan, "eval/math-pass@2": numpy.float32(0.25)}
-    path = write_evaluation(tmp_path, 0, {"math": {"rewards": rewards, "n_samples_per_prompt": 2}}, metrics)
+    path = write_evaluation(
+        tmp_path, 0, {"math": {"rewards": rewards, "n_samples_per_prompt": 2}}, metrics
+    )
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")

@@ -1,4 +1,6 @@
-"""The sinks of the numbers: rows, TensorBoard events that its own reader reads, resume, and what is refused."""
+"""The sinks of the numbers: rows, TensorBoard events that its own reader reads, resume, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from slime.observability.run_dir import RunDir
 from slime.observability.trackers import TrackerError
 
 
-def logger(tmp_path: Path, resume_from: int | None = None, **flags: object) -> tuple[MetricsLogger, RunDir]:
+def logger(
+    tmp_path: Path, resume_from: int | None = None, **flags: object
+) -> tuple[MetricsLogger, RunDir]:
     args = make_args().with_values(output_dir=str(tmp_path), run_name="r", **flags)
     run = RunDir.create(args, resume=resume_from is not None)
     return MetricsLogger(args, run, resume_from), run
@@ -45,13 +49,21 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
         log.log({"rollout/raw_reward": step / 4}, step)
     log.close()
     events = EventAccumulator(str(run.tensorboard)).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("rollout/raw_reward")] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("rollout/raw_reward")] == [
+        (0, 0.0),
+        (1, 0.25),
+        (2, 0.5),
+    ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
+# of TensorBoard's writer
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("tensorboard", [True, False])
 def test_rows_wait_for_room_on_a_full_disk(
-    tmp_path: Path, small_disk: Callable[[int], None], caplog: pytest.LogCaptureFixture, tensorboard: bool
+    tmp_path: Path,
+    small_disk: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+    tensorboard: bool,
 ) -> None:
     log, run = logger(tmp_path, use_tensorboard=tensorboard)
     log.log({"rollout/raw_reward": 0.0}, 0)
@@ -64,7 +76,9 @@ def test_rows_wait_for_room_on_a_full_disk(
     log.log({"rollout/raw_reward": 300.0}, 300)
     log.close()
     log.close()
-    assert [row["rollout/raw_reward"] for row in read_metrics(run.metrics)] == [float(step) for step in range(301)]
+    assert [row["rollout/raw_reward"] for row in read_metrics(run.metrics)] == [
+        float(step) for step in range(301)
+    ]
     assert any("metrics.jsonl" in record.message for record in caplog.records)
 
 
@@ -79,17 +93,28 @@ def test_a_resumed_run_reads_as_one_that_was_never_interrupted(tmp_path: Path) -
     log.log({"rollout/raw_reward": 33.0}, 3)
     log.close()
     rewards = [
-        (row["rollout/step"], row["rollout/raw_reward"]) for row in read_metrics(run.metrics) if "rollout/step" in row
+        (row["rollout/step"], row["rollout/raw_reward"])
+        for row in read_metrics(run.metrics)
+        if "rollout/step" in row
     ]
     assert rewards == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 33.0)]
     assert [row["eval/x"] for row in read_metrics(run.metrics) if "eval/x" in row] == [0.5]
-    gone = [json.loads(line) for line in (run.path / "metrics-rolled-back.jsonl").read_text().splitlines()]
+    gone = [
+        json.loads(line)
+        for line in (run.path / "metrics-rolled-back.jsonl").read_text().splitlines()
+    ]
     assert [row.get("rollout/step", row.get("eval/step")) for row in gone] == [3, 4, 5]
-    scalars = EventAccumulator(str(run.tensorboard), purge_orphaned_data=True).Reload().Scalars("rollout/raw_reward")
+    scalars = (
+        EventAccumulator(str(run.tensorboard), purge_orphaned_data=True)
+        .Reload()
+        .Scalars("rollout/raw_reward")
+    )
     assert [(e.step, e.value) for e in scalars] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 33.0)]
 
 
-def test_a_row_that_was_cut_in_the_middle_is_left_out_and_a_broken_one_named(tmp_path: Path) -> None:
+def test_a_row_that_was_cut_in_the_middle_is_left_out_and_a_broken_one_named(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"rollout/step": 0}\n{"rollout/st')
     assert read_metrics(path) == [{"rollout/step": 0}]
@@ -101,10 +126,14 @@ def test_a_row_that_was_cut_in_the_middle_is_left_out_and_a_broken_one_named(tmp
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["rollout/step", "eval/step"]), st.integers(0, 9)), max_size=20),
+    st.lists(
+        st.tuples(st.sampled_from(["rollout/step", "eval/step"]), st.integers(0, 9)), max_size=20
+    ),
     st.integers(0, 10),
 )
-def test_roll_back_splits_rows_by_step_and_loses_none(rows: list[tuple[str, int]], step: int) -> None:
+def test_roll_back_splits_rows_by_step_and_loses_none(
+    rows: list[tuple[str, int]], step: int
+) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +145,9 @@ def test_roll_back_splits_rows_by_step_and_loses_none(rows: list[tuple[str, int]
     assert moved == len(rows) - len(kept)
 
 
-def test_not_finite_is_null_and_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_not_finite_is_null_and_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log, run = logger(tmp_path)
     log.log({"train/loss": math.nan, "train/grad_norm": math.inf}, 0)
     log.log({"train/loss": math.nan}, 1)
@@ -155,7 +186,13 @@ def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_SILENT", "true")
-    names = {"wandb_team": "us", "wandb_project": "p", "wandb_group": "g", "wandb_run_id": "id7", "lr": 1e-6}
+    names = {
+        "wandb_team": "us",
+        "wandb_project": "p",
+        "wandb_group": "g",
+        "wandb_run_id": "id7",
+        "lr": 1e-6,
+    }
     log, run = logger(tmp_path, use_wandb=True, wandb_mode="offline", wandb_dir=str(tmp_path / "w"),
                       wandb_key=None, use_tensorboard=False, **names)  # fmt: skip
     log.log({"train/loss": 0.5}, 0)
@@ -177,7 +214,9 @@ def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert wandb.run is None
 
 
-def test_unknown_step_key_and_missing_wandb_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_step_key_and_missing_wandb_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log, _ = logger(tmp_path)
     with pytest.raises(MetricsError, match="rollout/step"):
         log.log({}, 0, "step")
@@ -187,10 +226,17 @@ def test_unknown_step_key_and_missing_wandb_are_errors(tmp_path: Path, monkeypat
         logger(tmp_path, use_wandb=True)
 
 
-def test_wandb_alone_counts_optimizer_steps_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_alone_counts_optimizer_steps_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows: list[dict[str, float]] = []
     monkeypatch.setattr(trackers, "start_wandb", lambda run: SimpleNamespace(log=rows.append))
-    batch = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "global_batch_size": 16, "use_wandb": True}
+    batch = {
+        "rollout_batch_size": 8,
+        "n_samples_per_prompt": 4,
+        "global_batch_size": 16,
+        "use_wandb": True,
+    }
     for on in (False, True):
         log, run = logger(tmp_path / str(on), wandb_always_use_train_step=on, **batch)
         log.log({"train/x": 1.0}, 5)

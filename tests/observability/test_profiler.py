@@ -1,4 +1,6 @@
-"""Traces of the trainer's phases: which are written when, and that torch's own reader finds the phases in them."""
+"""Traces of the trainer's phases: which are written when, and that torch's own reader finds the
+phases in them.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +47,25 @@ def phases_in(file: Path) -> set[str]:
     ("targets", "expected"),
     [
         (["train_overall"], {"train_overall": {"ref_log_probs", "data_preprocess", "actor_train"}}),
-        (["train_actor", "train_log_probs"], {"train_actor": {"actor_train"}, "train_log_probs": {"ref_log_probs"}}),
-        (["train_overall", "train_actor"], {"train_overall": {"ref_log_probs", "data_preprocess", "actor_train"}}),
+        (
+            ["train_actor", "train_log_probs"],
+            {"train_actor": {"actor_train"}, "train_log_probs": {"ref_log_probs"}},
+        ),
+        (
+            ["train_overall", "train_actor"],
+            {"train_overall": {"ref_log_probs", "data_preprocess", "actor_train"}},
+        ),
     ],
 )
-def test_the_phases_that_were_asked_for(tmp_path: Path, targets: list[str], expected: dict[str, set[str]]) -> None:
+def test_the_phases_that_were_asked_for(
+    tmp_path: Path, targets: list[str], expected: dict[str, set[str]]
+) -> None:
     train(profiler_of(tmp_path, targets=targets), 3)
     files = {file.name.split("-")[3]: file for file in tmp_path.iterdir()}
     assert {name: phases_in(file) for name, file in files.items()} == expected
-    assert all(file.name.endswith("-000001.json.gz") for file in files.values()), "of rollout 1 alone"
+    assert all(file.name.endswith("-000001.json.gz") for file in files.values()), (
+        "of rollout 1 alone"
+    )
 
 
 def test_nothing_without_the_flag(tmp_path: Path) -> None:
@@ -67,7 +79,9 @@ def test_a_failed_phase_ends_the_profile(tmp_path: Path) -> None:
         _ = 1 / 0
     with profiler.rollout(1):
         torch.ones(8, 8) @ torch.ones(8, 8)
-    assert [file.name for file in tmp_path.iterdir()] == ["train-actor-1-train_overall-000001.json.gz"]
+    assert [file.name for file in tmp_path.iterdir()] == [
+        "train-actor-1-train_overall-000001.json.gz"
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA allocations")

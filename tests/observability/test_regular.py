@@ -1,4 +1,6 @@
-"""Folders of runs that somebody else has made: giant and deep files, links into the kernel, texts that command."""
+"""Folders of runs that somebody else has made: giant and deep files, links into the kernel, texts
+that command.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ import pytest
 
 from slime.cli.main import main
 from slime.observability.debug_data import DebugDataError, file_of_rollout, load_rollout
-from slime.observability.regular import DEEPEST, MOST_BYTES, MOST_SETTINGS, parse_json, parse_settings, regular, shown
+from slime.observability.regular import (
+    DEEPEST,
+    MOST_BYTES,
+    MOST_SETTINGS,
+    parse_json,
+    parse_settings,
+    regular,
+    shown,
+)
 from slime.observability.run_dir import UnreadableRun, read_settings
 from slime.plugins.tools.summary.records import find_dump
 from slime.plugins.tools.ui.runs import NoRuns, Runs
@@ -23,8 +33,25 @@ from slime.plugins.tools.ui.site import NotFound, answer, as_json, path_of
 
 MADE = Path(__file__).parents[1] / "plugins" / "tools" / "ui" / "tiny"
 DEEP = "[" * 100_000
-PAGES = ("overview", "doctor", "steps", "step/0", "prompts", "evaluations", "ledger", "engines", "sample/rollout/0/0")
-COMMANDS = (["doctor"], ["doctor", "--json"], ["summary"], ["summary", "--json"], ["ledger"], ["ledger", "--json"])
+PAGES = (
+    "overview",
+    "doctor",
+    "steps",
+    "step/0",
+    "prompts",
+    "evaluations",
+    "ledger",
+    "engines",
+    "sample/rollout/0/0",
+)
+COMMANDS = (
+    ["doctor"],
+    ["doctor", "--json"],
+    ["summary"],
+    ["summary", "--json"],
+    ["ledger"],
+    ["ledger", "--json"],
+)
 Run = Path
 
 
@@ -61,7 +88,14 @@ def read_everything(run: Run) -> None:
 @pytest.mark.real
 @pytest.mark.parametrize(
     "text",
-    [DEEP, "- " * 100_000, "? " * 100_000, "{a: " * 50_000, "a: &x [&y [1]]\nb: [*x, *x]\n", "a: 1\n" * 2_000_000],
+    [
+        DEEP,
+        "- " * 100_000,
+        "? " * 100_000,
+        "{a: " * 50_000,
+        "a: &x [&y [1]]\nb: [*x, *x]\n",
+        "a: 1\n" * 2_000_000,
+    ],
     ids=["brackets", "dashes", "keys", "braces", "aliases", "giant"],
 )
 def test_settings_that_overflow_a_parser_are_refused_in_words(run: Run, text: str) -> None:
@@ -80,8 +114,14 @@ def test_deep_rows_are_left_out_or_named(run: Run, name: str, depth: int) -> Non
     file = run / name
     file.parent.mkdir(exist_ok=True)
     deep = "[" * depth + "]" * depth
-    known = '"rollout/step": 0, "group": 1, "state": "trained", "prompt": 1, "settled": 1, "seconds_total": 1'
-    file.write_text(f'{{{known}, "datasets": {{"a": {{"metrics": {deep}}}}}, "reward": {deep}, "rollout": {deep}}}\n')
+    known = (
+        '"rollout/step": 0, "group": 1, "state": "trained", "prompt": 1, "settled": 1, '
+        '"seconds_total": 1'
+    )
+    file.write_text(
+        f'{{{known}, "datasets": {{"a": {{"metrics": {deep}}}}}, "reward": {deep}, "rollout": '
+        f"{deep}}}\n"
+    )
     read_everything(run)
 
 
@@ -92,7 +132,10 @@ def test_deep_rows_are_left_out_or_named(run: Run, name: str, depth: int) -> Non
         "giant",
         "/dev/zero",
         "pipe",
-        *(pytest.param(f"/proc/{name}", marks=pytest.mark.long) for name in ("self/mem", "self/environ", "kmsg")),
+        *(
+            pytest.param(f"/proc/{name}", marks=pytest.mark.long)
+            for name in ("self/mem", "self/environ", "kmsg")
+        ),
     ],
 )
 def test_giant_files_and_links_into_the_kernel_are_not_read(run: Run, name: str, kind: str) -> None:
@@ -120,7 +163,9 @@ def test_sizes(tmp_path: Path) -> None:
 
 
 def test_depths() -> None:
-    assert parse_json("[" * DEEPEST + "]" * DEEPEST) and parse_settings("[" * DEEPEST + "]" * DEEPEST)
+    assert parse_json("[" * DEEPEST + "]" * DEEPEST) and parse_settings(
+        "[" * DEEPEST + "]" * DEEPEST
+    )
     assert parse_json(json.dumps({"text": "[" * 5000, "tokens": list(range(5000))}))
     for parse in (parse_json, parse_settings):
         with pytest.raises(ValueError, match="too deeply"):
@@ -153,12 +198,18 @@ def test_templates() -> None:
 ESCAPE = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\u202e"
 
 
-def test_texts_of_a_folder_do_not_command_the_terminal(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_texts_of_a_folder_do_not_command_the_terminal(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
     logs = run / "logs"
     logs.mkdir(exist_ok=True)
-    (logs / f"driver{ESCAPE}.log").write_text(f"Traceback (most recent call last):\nRuntimeError: {ESCAPE}\n")
+    (logs / f"driver{ESCAPE}.log").write_text(
+        f"Traceback (most recent call last):\nRuntimeError: {ESCAPE}\n"
+    )
     state = json.loads((run / "state.json").read_text()) if (run / "state.json").is_file() else {}
-    (run / "state.json").write_text(json.dumps({**state, "status": "failed", "error": f"E: {ESCAPE}", "phase": ESCAPE}))
+    (run / "state.json").write_text(
+        json.dumps({**state, "status": "failed", "error": f"E: {ESCAPE}", "phase": ESCAPE})
+    )
     rows = (run / "metrics.jsonl").read_text()
     row = {"eval/step": 1, f"eval/set{ESCAPE}[/x]/reward": 0.5, f"eval/set{ESCAPE}": 0.5}
     (run / "metrics.jsonl").write_text(rows + json.dumps(row) + "\n")

@@ -30,7 +30,11 @@ def test_folders_config_and_link(tmp_path: Path) -> None:
     run = RunDir.create(args)
     assert all(folder.is_dir() for folder in (run.tensorboard, run.samples, run.traces, run.logs))
     config = yaml.safe_load(run.config.read_text())
-    assert config["lr"] == 1e-5 and config["max_turns"] == 5 and config["eval_prompt_data"] == ["a", "b"]
+    assert (
+        config["lr"] == 1e-5
+        and config["max_turns"] == 5
+        and config["eval_prompt_data"] == ["a", "b"]
+    )
     assert "secret" not in run.config.read_text()
     assert (tmp_path / "latest").resolve() == run.path
     RunDir.create(Arguments(str(tmp_path), "second"))
@@ -65,7 +69,12 @@ def test_the_runs_of_a_folder(tmp_path: Path) -> None:
     run = RunDir.create(Arguments(str(tmp_path), "first")).path
     (tmp_path / "data").mkdir()
     assert runs_in(tmp_path) == [run] == runs_in(run) == runs_in(tmp_path / "latest")
-    assert runs_in(tmp_path / "data") == runs_in(tmp_path / "none") == runs_in(run / "config.yaml") == []
+    assert (
+        runs_in(tmp_path / "data")
+        == runs_in(tmp_path / "none")
+        == runs_in(run / "config.yaml")
+        == []
+    )
 
 
 def test_a_path_that_is_no_run_is_explained_with_the_runs_near_it(tmp_path: Path) -> None:
@@ -81,4 +90,7 @@ def test_a_path_that_is_no_run_is_explained_with_the_runs_near_it(tmp_path: Path
     )
     assert no_run(outputs / "rnu7") == f"{outputs / 'rnu7'} does not exist; runs near it: {newest}"
     inside = outputs / "run3" / "config.yaml"
-    assert no_run(inside) == f"{inside} is a file, not the folder of a run; runs near it: {outputs / 'run3'}"
+    assert (
+        no_run(inside)
+        == f"{inside} is a file, not the folder of a run; runs near it: {outputs / 'run3'}"
+    )

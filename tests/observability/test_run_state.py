@@ -1,4 +1,6 @@
-"""state.json says what the driver does and how the run ended; logs/driver.log has the lines of the terminal."""
+"""state.json says what the driver does and how the run ended; logs/driver.log has the lines of the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ def test_an_error_shows_no_password(tmp_path: Path) -> None:
 
 def test_a_reward_that_is_no_number_does_not_hide_the_state(tmp_path: Path) -> None:
     numbers = {"tokens": 3.0, "reward": float("nan"), "best": float("inf")}
-    said = {"rollout manager": Progress(phase="generate", done=1, total=4, numbers=numbers), "actor rank 0": Progress()}
+    said = {
+        "rollout manager": Progress(phase="generate", done=1, total=4, numbers=numbers),
+        "actor rank 0": Progress(),
+    }
     StateFile(tmp_path).wait("rollout 0", 0.0, 3600.0, said)
     state = read_state(tmp_path)
     assert state is not None and state.said["rollout manager"]["numbers"] == {"tokens": 3.0}
@@ -77,7 +82,14 @@ _SOUND = {"status": "running", "pid": 7, "host": "h", "phase": "train", "since":
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"pid": "7"}, {"pid": 2**40}, {"status": "x"}, {"since": None}, {"said": {"a": {"done": []}}}, {"error": 5}],
+    [
+        {"pid": "7"},
+        {"pid": 2**40},
+        {"status": "x"},
+        {"since": None},
+        {"said": {"a": {"done": []}}},
+        {"error": 5},
+    ],
 )
 def test_values_of_other_types_are_no_state(tmp_path: Path, wrong: dict[str, object]) -> None:
     (tmp_path / FILE).write_text(json.dumps(_SOUND))
@@ -107,10 +119,14 @@ def test_a_wait_is_recorded_when_it_lasts(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("slime.observability.run_state.time.time", lambda: clock[0])
     file = StateFile(tmp_path)
     file.enter("rollout")
-    said: dict[str, Progress] = {f"rank {i:02d}": {"phase": "generate", "done": i} for i in range(40)}
+    said: dict[str, Progress] = {
+        f"rank {i:02d}": {"phase": "generate", "done": i} for i in range(40)
+    }
     for clock[0] in (1001.0, 1001.9):  # most waits are short, and cost no write
         file.wait("rollout 3 to be generated", 1000.0, 60.0, said)
-        assert read_state(tmp_path) == RunState("running", os.getpid(), socket.gethostname(), "rollout", 1000.0)
+        assert read_state(tmp_path) == RunState(
+            "running", os.getpid(), socket.gethostname(), "rollout", 1000.0
+        )
     clock[0] = 1002.0
     file.wait("rollout 3 to be generated", 1000.0, 60.0, said)
     state = read_state(tmp_path)
@@ -123,20 +139,29 @@ def test_a_wait_is_recorded_when_it_lasts(tmp_path: Path, monkeypatch: pytest.Mo
     file.wait("rollout 3 to be generated", 1000.0, 60.0, {})
     assert read_state(tmp_path) == state  # written again only after some seconds
     file.end("failed", TimeoutError("too late"))
-    assert (state := read_state(tmp_path)) is not None and state.waiting == "rollout 3 to be generated"
+    assert (
+        state := read_state(tmp_path)
+    ) is not None and state.waiting == "rollout 3 to be generated"
     other = StateFile(tmp_path)
     other.wait("rollout 3 to be generated", 1000.0, 60.0, said)
     other.wait_over()
     assert (state := read_state(tmp_path)) is not None and (state.waiting, state.said) == ("", {})
 
 
-def test_a_thread_that_still_waits_does_not_undo_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_still_waits_does_not_undo_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("slime.observability.run_state.WAIT_SECONDS", 0.0)
     state = StateFile(tmp_path)
     state.end("failed", ValueError("why"))
     state.wait("the engines", 0.0, 60.0, {})
     found = read_state(tmp_path)
-    assert found is not None and found.status == "failed" and "why" in found.error and not found.waiting
+    assert (
+        found is not None
+        and found.status == "failed"
+        and "why" in found.error
+        and not found.waiting
+    )
 
 
 def test_a_state_of_an_older_release_is_read(tmp_path: Path) -> None:

@@ -42,12 +42,20 @@ def test_a_span_starts_ends_and_holds_what_was_learned_in_it() -> None:
     with trace_span(sample, "sglang_generate", {"turn": 0}) as span:
         trace_event(sample, "retry", {"status": 503})
         span.set(tokens=20)
-    assert names(sample) == [("span_start", "sglang_generate"), ("event", "retry"), ("span_end", "sglang_generate")]
+    assert names(sample) == [
+        ("span_start", "sglang_generate"),
+        ("event", "retry"),
+        ("span_end", "sglang_generate"),
+    ]
     start, event, end = sample.trace["events"]
     assert start["attrs"] == {"turn": 0} and end["attrs"] == {"tokens": 20}
     assert start["span_id"] == end["span_id"] == event["parent_id"]
     assert start["ts"] <= event["ts"] <= end["ts"]
-    assert (sample.trace["sample_id"], sample.trace["group_id"], sample.trace["attempt"]) == (7, 3, 0)
+    assert (sample.trace["sample_id"], sample.trace["group_id"], sample.trace["attempt"]) == (
+        7,
+        3,
+        0,
+    )
 
 
 def test_a_span_on_a_group_reaches_every_sample_and_inner_spans_without_target_too() -> None:
@@ -82,14 +90,18 @@ def test_an_exception_ends_the_span_and_goes_on() -> None:
 def test_spans_of_concurrent_tasks_do_not_mix() -> None:
     samples = [make(i) for i in range(8)]
 
-    @trace_function("generate_and_rm", target="sample", attrs_getter=lambda sample, delay: {"delay": delay})
+    @trace_function(
+        "generate_and_rm", target="sample", attrs_getter=lambda sample, delay: {"delay": delay}
+    )
     async def work(sample: SimpleNamespace, delay: float) -> int:
         await asyncio.sleep(delay)
         trace_event(None, "inside")
         return sample.index
 
     async def everything() -> list[int]:
-        return await asyncio.gather(*(work(sample, 0.001 * (8 - sample.index)) for sample in samples))
+        return await asyncio.gather(
+            *(work(sample, 0.001 * (8 - sample.index)) for sample in samples)
+        )
 
     assert asyncio.run(everything()) == list(range(8))
     for sample in samples:
@@ -110,7 +122,9 @@ def test_functions_keep_name_and_result_and_take_a_getter() -> None:
     samples = [make(0), make(1)]
     assert judge({"samples": samples}) == "done"
     assert judge.__name__ == "judge" and judge.__doc__ == "Doc."
-    assert all(names(sample) == [("span_start", "judge"), ("span_end", "judge")] for sample in samples)
+    assert all(
+        names(sample) == [("span_start", "judge"), ("span_end", "judge")] for sample in samples
+    )
 
 
 @pytest.mark.parametrize("target", [42, "text", object(), None, [3, None], {"a": 1}])
@@ -121,7 +135,9 @@ def test_nothing_raises_on_a_target_that_can_carry_no_trace(target: object) -> N
     assert export_trace(target) is None
 
 
-def test_a_failing_getter_is_said_once_and_the_function_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_getter_is_said_once_and_the_function_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trace_utils._reported.clear()
 
     @trace_function("f", target_getter=lambda: 1 / 0)
@@ -161,7 +177,12 @@ def test_import_refuses_what_is_no_trace(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_attributes_of_an_engines_answer() -> None:
-    meta = {"prompt_tokens": 5, "completion_tokens": 9, "cached_tokens": None, "finish_reason": {"type": "stop"}}
+    meta = {
+        "prompt_tokens": 5,
+        "completion_tokens": 9,
+        "cached_tokens": None,
+        "finish_reason": {"type": "stop"},
+    }
     meta |= {"output_token_logprobs": [[-0.1, 3]], "weight_version": "0.4"}
     assert build_sglang_meta_trace_attrs(meta) == {
         "prompt_tokens": 5, "completion_tokens": 9, "weight_version": "0.4", "finish_reason": "stop",
@@ -169,7 +190,9 @@ def test_attributes_of_an_engines_answer() -> None:
     assert build_sglang_meta_trace_attrs(None) == {}
 
 
-def test_the_file_has_groups_as_processes_samples_as_threads_and_whole_spans(tmp_path: Path) -> None:
+def test_the_file_has_groups_as_processes_samples_as_threads_and_whole_spans(
+    tmp_path: Path,
+) -> None:
     samples = [make(10, 4), make(11, 4), make(12, 5)]
     for sample in samples[:2]:
         with trace_span(sample, "generate_and_rm"), trace_span(sample, "sglang_generate"):
@@ -189,10 +212,16 @@ def test_the_file_has_groups_as_processes_samples_as_threads_and_whole_spans(tmp
     assert [e["args"].get("unfinished") for e in spans if e["name"] == "reward_model"] == [True]
     instants = {event["tid"]: event["ts"] for event in events if event["ph"] == "i"}
     recorded = {
-        sample.index: next(e["ts"] for e in sample.trace["events"] if e["type"] == "event") for sample in samples[:2]
+        sample.index: next(e["ts"] for e in sample.trace["events"] if e["type"] == "event")
+        for sample in samples[:2]
     }
-    assert instants == {index: seconds * 1e6 for index, seconds in recorded.items()}, "Perfetto counts microseconds"
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"driver", "group 4"}
+    assert instants == {index: seconds * 1e6 for index, seconds in recorded.items()}, (
+        "Perfetto counts microseconds"
+    )
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "driver",
+        "group 4",
+    }
 
 
 def test_no_file_without_traces(tmp_path: Path) -> None:
@@ -233,15 +262,21 @@ def test_the_file_has_a_thread_for_each_rank_and_a_counter_for_each_engine(tmp_p
 
     phases: list[Span] = [{"name": "train", "start": began, "end": began + 4}]
     phases += [
-        {"name": "log_probs", "start": began + 1, "end": began + r, "process": f"actor rank {r}"} for r in (2, 3)
+        {"name": "log_probs", "start": began + 1, "end": began + r, "process": f"actor rank {r}"}
+        for r in (2, 3)
     ]
     files.add_phases(0, phases, loads_between)
     events = [event for event in read_trace(path) if event["pid"] == 0]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    names = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     spans = [(names.get(event["tid"]), event["name"]) for event in events if event["ph"] == "X"]
     assert spans == [(None, "train"), ("actor rank 2", "log_probs"), ("actor rank 3", "log_probs")]
     counters = [(event["name"], event["args"]) for event in events if event["ph"] == "C"]
-    assert counters == [("engine 1", {"running": 3, "waiting": 2}), ("engine 1", {"running": 0, "waiting": 0})]
+    assert counters == [
+        ("engine 1", {"running": 3, "waiting": 2}),
+        ("engine 1", {"running": 0, "waiting": 0}),
+    ]
     assert asked[0][0] <= began and asked[0][1] == began + 4
 
 
@@ -255,7 +290,9 @@ def spans_of(groups: int, size: int) -> list[SimpleNamespace]:
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 60))
-def test_a_file_holds_whole_groups_and_no_more_events_than_allowed(groups: int, size: int, most: int) -> None:
+def test_a_file_holds_whole_groups_and_no_more_events_than_allowed(
+    groups: int, size: int, most: int
+) -> None:
     kept = within(traces_of(spans_of(groups, size)), most)
     by_group: dict[int, int] = {}
     for _, trace in kept:
@@ -294,9 +331,13 @@ def test_traces_that_the_driver_never_completes_are_forgotten(tmp_path: Path) ->
 def test_of_many_loads_every_engine_keeps_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_file, "MOST_LOADS", 8)
     loads = [
-        Load(time=float(second), engine=engine, state="serving", running=second, waiting=0, tokens=0)
+        Load(
+            time=float(second), engine=engine, state="serving", running=second, waiting=0, tokens=0
+        )
         for second in range(8)
         for engine in range(2)
     ]
     found = [(event["name"], event["ts"]) for event in trace_file.load_events(loads)]
-    assert sorted(found) == [(f"engine {engine}", second * 1e6) for engine in range(2) for second in (0, 2, 4, 6)]
+    assert sorted(found) == [
+        (f"engine {engine}", second * 1e6) for engine in range(2) for second in (0, 2, 4, 6)
+    ]

@@ -49,7 +49,10 @@ def log_three(args: Args, resume: bool = False) -> RunDir:
     run = RunDir.create(args, resume=resume)
     log = MetricsLogger(args, run, 2 if resume else None)
     for step in range(2, 4) if resume else range(3):
-        rows = [{"prompt": "p", "response": f"r{step}{i}", "label": None, "reward": i / 20} for i in range(20)]
+        rows = [
+            {"prompt": "p", "response": f"r{step}{i}", "label": None, "reward": i / 20}
+            for i in range(20)
+        ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (run.path / "samples" / f"rollout_{step:06d}.jsonl").write_text(text)
         log.log({"rollout/reward": step / 4, "train/loss@k": 1.0, "train/odd": float("nan")}, step)
@@ -58,9 +61,13 @@ def log_three(args: Args, resume: bool = False) -> RunDir:
     return run
 
 
-def test_a_class_of_the_users_gets_all_and_cannot_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_class_of_the_users_gets_all_and_cannot_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    run = log_three(run_args(tmp_path, f"{tmp_path}/own.py:Lines", tracker_project="mine", wandb_key="s3cret"))
+    run = log_three(
+        run_args(tmp_path, f"{tmp_path}/own.py:Lines", tracker_project="mine", wandb_key="s3cret")
+    )
     lines = (run.path / "lines.txt").read_text().splitlines()
     assert lines[0].startswith("mine ") and "s3cret" not in lines[0]
     assert lines[1] == "rollout/step 0 {'rollout/reward': 0.0, 'train/loss@k': 1.0}"
@@ -76,7 +83,9 @@ def test_tensorboard_is_one_of_them(tmp_path: Path) -> None:
     assert list(run.tensorboard.glob("events*")) and (run.path / "lines.txt").exists()
 
 
-def test_mlflow_has_the_curve_the_table_and_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_the_curve_the_table_and_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow", reason="pip install 'slime-rl[mlflow]'")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -88,13 +97,27 @@ def test_mlflow_has_the_curve_the_table_and_the_settings(tmp_path: Path, monkeyp
     client = MlflowClient(tracking_uri=(run.path / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("sums")
     (found,) = client.search_runs([experiment.experiment_id])
-    assert found.info.run_name == "r" and found.info.status == "FINISHED", "the resumed run went on in the same one"
-    curve = [(point.step, point.value) for point in client.get_metric_history(found.info.run_id, "rollout/reward")]
+    assert found.info.run_name == "r" and found.info.status == "FINISHED", (
+        "the resumed run went on in the same one"
+    )
+    curve = [
+        (point.step, point.value)
+        for point in client.get_metric_history(found.info.run_id, "rollout/reward")
+    ]
     assert sorted(set(curve)) == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75)]
     assert found.data.metrics["train/loss_k"] == 1.0 and "train/odd" not in found.data.metrics
-    table = json.loads(Path(client.download_artifacts(found.info.run_id, "samples.json", str(tmp_path))).read_text())
-    assert set(table["columns"]) == {"step", "prompt", "response", "label", "reward"} and len(table["data"]) == 40
-    config = Path(client.download_artifacts(found.info.run_id, "config.yaml", str(tmp_path))).read_text()
+    table = json.loads(
+        Path(
+            client.download_artifacts(found.info.run_id, "samples.json", str(tmp_path))
+        ).read_text()
+    )
+    assert (
+        set(table["columns"]) == {"step", "prompt", "response", "label", "reward"}
+        and len(table["data"]) == 40
+    )
+    config = Path(
+        client.download_artifacts(found.info.run_id, "config.yaml", str(tmp_path))
+    ).read_text()
     assert "lr: 2.0e-06" in config
 
 
@@ -107,7 +130,9 @@ log_three(run_args(Path(sys.argv[3]), "trackio", tracker_project="sums"))
 """
 
 
-def test_mlflow_says_of_a_run_that_it_goes_on_or_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_says_of_a_run_that_it_goes_on_or_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow", reason="pip install 'slime-rl[mlflow]'")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -117,7 +142,9 @@ def test_mlflow_says_of_a_run_that_it_goes_on_or_how_it_ended(tmp_path: Path, mo
 
     def status() -> str:
         client = MlflowClient(tracking_uri=(run.path / "mlruns").as_uri())
-        (found,) = client.search_runs([client.get_experiment_by_name(args.tracker_project).experiment_id])
+        (found,) = client.search_runs(
+            [client.get_experiment_by_name(args.tracker_project).experiment_id]
+        )
         return str(found.info.status)
 
     MetricsLogger(args, run).close(failed=True)
@@ -148,7 +175,10 @@ def test_wandb_that_is_down_does_not_end_the_run(
     monkeypatch.setattr(trackers, "start_wandb", lambda run: wandb)
     run = log_three(run_args(tmp_path, "wandb"))
     assert len(read_metrics(run.metrics)) == 4 and wandb.codes == [0]
-    assert caplog.text.count("--tracker wandb: ConnectionError: the service is gone (reported once") == 1
+    assert (
+        caplog.text.count("--tracker wandb: ConnectionError: the service is gone (reported once")
+        == 1
+    )
 
 
 def test_a_tracker_that_is_down_does_not_keep_a_lost_run_from_going_on(
@@ -159,7 +189,9 @@ def test_a_tracker_that_is_down_does_not_keep_a_lost_run_from_going_on(
     def down(run: Tracked) -> None:
         raise ConnectionError("no route")
 
-    (tmp_path / "own.py").write_text(OWN.replace("self.file = (", 'raise OSError("no server")\n        self.file = ('))
+    (tmp_path / "own.py").write_text(
+        OWN.replace("self.file = (", 'raise OSError("no server")\n        self.file = (')
+    )
     args = run_args(tmp_path, f"{tmp_path}/own.py:Lines", "wandb")
     run = RunDir.create(args)
     with pytest.raises(TrackerError, match="no server"):
@@ -174,7 +206,9 @@ def test_a_tracker_that_is_down_does_not_keep_a_lost_run_from_going_on(
     assert len(read_metrics(run.metrics)) == 1
 
 
-def test_trackers_are_told_that_an_error_ended_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_are_told_that_an_error_ended_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wandb = FailingWandb()
     monkeypatch.setattr(trackers, "start_wandb", lambda run: wandb)
     (tmp_path / "own.py").write_text(OWN.replace('"closed', 'f"failed: {self.failed}'))
@@ -188,13 +222,20 @@ def test_trackers_are_told_that_an_error_ended_the_run(tmp_path: Path, monkeypat
 def test_trackio_has_the_curve_and_the_table(tmp_path: Path) -> None:
     pytest.importorskip("trackio", reason="pip install 'slime-rl[trackio]'")
     here = Path(__file__).parent
-    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "db")}  # it is read at import, so in another process
+    # it is read at import, so in another process
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "db")}
     command = [sys.executable, "-c", TRACKIO, str(here), str(here.parent), str(tmp_path)]
     subprocess.run(command, check=True, timeout=120, env=environment, capture_output=True)
     with sqlite3.connect(tmp_path / "db" / "sums.db") as database:
-        rows = database.execute("select step, metrics from metrics where run_name = 'r' order by id").fetchall()
+        rows = database.execute(
+            "select step, metrics from metrics where run_name = 'r' order by id"
+        ).fetchall()
     logged = [(step, json.loads(text)) for step, text in rows]
-    assert {step: row["rollout/reward"] for step, row in logged if "rollout/reward" in row} == {0: 0.0, 1: 0.25, 2: 0.5}
+    assert {step: row["rollout/reward"] for step, row in logged if "rollout/reward" in row} == {
+        0: 0.0,
+        1: 0.25,
+        2: 0.5,
+    }
     assert any("r017" in json.dumps(row.get("samples")) for _, row in logged)
 
 
@@ -211,22 +252,33 @@ def test_wandb_has_the_curve_and_the_table(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setattr(sys, "argv", ["train.py", "--wandb-key", "s3cret"])
     run = log_three(run_args(tmp_path, "wandb", wandb_mode="offline"))
-    assert not [file for file in run.path.rglob("*") if file.is_file() and b"s3cret" in file.read_bytes()]
-    tables = [json.loads(path.read_text()) for path in run.path.glob("wandb/offline-*/files/media/table/*.json")]
+    assert not [
+        file for file in run.path.rglob("*") if file.is_file() and b"s3cret" in file.read_bytes()
+    ]
+    tables = [
+        json.loads(path.read_text())
+        for path in run.path.glob("wandb/offline-*/files/media/table/*.json")
+    ]
     rows = {row[1]: row for table in tables for row in table["data"]}
-    assert len(tables) == 3 and all(table["columns"] == ["prompt", "response", "label", "reward"] for table in tables)
+    assert len(tables) == 3 and all(
+        table["columns"] == ["prompt", "response", "label", "reward"] for table in tables
+    )
     assert len(rows) == 24 and rows["r017"] == ["p", "r017", None, 0.85]
     (recorded,) = run.path.glob("wandb/offline-*/*.wandb")
     assert b"rollout/reward" in recorded.read_bytes() and b"eval/x" in recorded.read_bytes()
 
 
-def test_swanlab_has_the_curve_and_the_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swanlab_has_the_curve_and_the_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("swanlab", reason="pip install 'slime-rl[swanlab]'")
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     run = log_three(run_args(tmp_path, "swanlab", tracker_project="sums", lr=2e-6))
     (folder,) = (run.path / "swanlog").glob("run-*")
     texts = {path.read_text() for path in folder.glob("media/text/*.txt")}
-    assert len(texts) == 24 and "prompt: p\n\nresponse: r017\n\nlabel: None\n\nreward: 0.85" in texts
+    assert (
+        len(texts) == 24 and ("prompt: p\n\nresponse: r017\n\nlabel: None\n\nreward: 0.85") in texts
+    )
     (recorded,) = folder.glob("*.swanlab")
     assert all(name in recorded.read_bytes() for name in (b"rollout/reward", b"eval/x", b"sums"))
     assert "value: 2.0e-06" in (folder / "files" / "config.yaml").read_text()
@@ -241,7 +293,9 @@ def test_swanlab_has_the_curve_and_the_texts(tmp_path: Path, monkeypatch: pytest
         (["swanlab"], "'slime-rl[swanlab]'"),
     ],
 )
-def test_mistakes_are_told_before_the_run(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_told_before_the_run(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("slime.config.observability.installed", lambda module: module != "swanlab")
     (problem,) = check_sinks(make_args(tracker=words))
     assert said in problem

@@ -1,7 +1,9 @@
-r"""What users have reported about verifiers of answers, by kind: each case with the reward that is right.
+r"""What users have reported about verifiers of answers, by kind: each case with the reward that is
+right.
 
-A row of :data:`MATH` is the label, the answer and the reward. An answer without a box is scored as ``\boxed{answer}``.
-A row of :data:`CHOICES` is the response, the label and the reward of ``gpqa`` with the letters A to J.
+A row of :data:`MATH` is the label, the answer and the reward. An answer without a box is scored as
+``\boxed{answer}``. A row of :data:`CHOICES` is the response, the label and the reward of ``gpqa``
+with the letters A to J.
 """
 
 from __future__ import annotations
@@ -224,10 +226,14 @@ CHOICES = {
         (r"\boxed{D. Because A is too small}", "D", 1), (r"\boxed{C mitochondria}", "C", 1),
         (r"\boxed{B - proton}", "B", 1),
         ("Answer: B", "B", 1), ("**Answer: B**", "B", 1), ("**Answer:** B", "B", 1), ("Answer: $B$", "B", 1),
-        (r"Answer: \text{B}", "B", 1), ("answer: b", "B", 1), ("Answer: B.", "B", 1), ("Answer:\nB", "B", 1),
+        (r"Answer: \text{B}", "B", 1), ("answer: b", "B", 1), ("Answer: B.", "B", 1), (
+            "Answer:\n"
+            "B", "B", 1),
         ("The correct answer is (B).", "B", 1), ("The correct answer is option B", "B", 1), ("B", "B", 1),
         ("(B)", "B", 1),
-        ("Answer: C\nExplanation: Option A violates the second law.", "C", 1), ("Answer: D. B is too small.", "D", 1),
+        (
+            "Answer: C\n"
+            "Explanation: Option A violates the second law.", "C", 1), ("Answer: D. B is too small.", "D", 1),
         ("The final answer is B, because A has no mass.", "B", 1), ("Answer: B\nBecause C", "B", 1),
         ("Answer: J", "J", 1),
         (r"\boxed{C}", "B", 0), ("Answer: C", "B", 0), ("", "B", 0), (r"\boxed{}", "B", 0), ("I do not know", "B", 0),

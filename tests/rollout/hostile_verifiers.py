@@ -1,4 +1,6 @@
-"""Verifiers that misbehave in every way that the pool must survive. Imported by verifier processes only."""
+"""Verifiers that misbehave in every way that the pool must survive. Imported by verifier processes
+only.
+"""
 
 import os
 import sys
@@ -28,7 +30,9 @@ def swallow():
 
 
 def hold_the_lock():
-    """One C call that keeps the interpreter lock: no thread or signal handler of this process gets a turn."""
+    """One C call that keeps the interpreter lock: no thread or signal handler of this process gets
+    a turn.
+    """
     return 7 ** (7**9) % 10
 
 

@@ -23,7 +23,9 @@ CHAT = (
 
 
 def make_tokenizer(folder: Path) -> Path:
-    """One token per byte, a chat template that renders turn by turn; saved in Hugging Face's format."""
+    """One token per byte, a chat template that renders turn by turn; saved in Hugging Face's
+    format.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -32,14 +34,18 @@ def make_tokenizer(folder: Path) -> Path:
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>"
+    )
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def arguments(folder: Path | str, own: dict[str, Any] | None = None, **more: Any) -> Args:
-    """Args of a small rollout; ``own`` are attributes that are no flags, as by ``--custom-config-path``."""
+    """Args of a small rollout; ``own`` are attributes that are no flags, as by
+    ``--custom-config-path``.
+    """
     values = {
         "hf_checkpoint": str(folder),
         "rollout_backend": "sglang",
@@ -124,11 +130,13 @@ def source_of(args: Any, prompts: Prompts | None = None) -> RolloutDataSourceWit
 class SmallEngine:
     """Speaks the part of SGLang's HTTP that a rollout needs; one character is one token.
 
-    The answer to a request is fixed by its prompt and seed alone: ``length(number, seed)`` characters
-    drawn by the seed. The time it takes is drawn anew, so answers arrive in any order.
+    The answer to a request is fixed by its prompt and seed alone: ``length(number, seed)``
+    characters drawn by the seed. The time it takes is drawn anew, so answers arrive in any order.
     """
 
-    def __init__(self, jitter: float = 0.02, length: Any = None, slow: Any = None, version: str = "1") -> None:
+    def __init__(
+        self, jitter: float = 0.02, length: Any = None, slow: Any = None, version: str = "1"
+    ) -> None:
         self.jitter, self.version = jitter, version
         self.length = length or (lambda prompt, seed: 1 + seed % 8)
         self.slow = slow or (lambda prompt: False)  # requests that only an abort ends
@@ -168,7 +176,9 @@ class SmallEngine:
         return args
 
     async def list_workers(self, request: web.Request) -> web.Response:
-        return web.json_response({"workers": [{"url": url, "id": url} for url in self.workers or []]})
+        return web.json_response(
+            {"workers": [{"url": url, "id": url} for url in self.workers or []]}
+        )
 
     async def abort(self, request: web.Request) -> web.Response:
         assert (await request.json())["abort_all"] is True
@@ -198,7 +208,11 @@ class SmallEngine:
         aborted = self.aborting
         draw = random.Random(seed)
         text = "".join(draw.choice("abcdefgh0123456789") for _ in range(min(wanted, limit)))
-        finish = {"type": "length", "length": limit} if wanted > limit else {"type": "stop", "matched": None}
+        finish = (
+            {"type": "length", "length": limit}
+            if wanted > limit
+            else {"type": "stop", "matched": None}
+        )
         if self.slow(prompt):
             await aborted.wait()
             text, finish = text[: len(text) // 2], {"type": "abort"}
@@ -213,12 +227,16 @@ class SmallEngine:
             return await self._stream(request, text, finish, draw)
         return web.json_response({"text": text, "meta_info": self.meta(text, finish, draw)})
 
-    async def _stream(self, request: web.Request, text: str, finish: dict[str, Any], draw: Any) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, text: str, finish: dict[str, Any], draw: Any
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for end in range(1, len(text) + 1):
             meta = self.meta(text[:end], finish if end == len(text) else None, random.Random(0))
-            await response.write(b"data: " + orjson.dumps({"text": text[:end], "meta_info": meta}) + b"\n\n")
+            await response.write(
+                b"data: " + orjson.dumps({"text": text[:end], "meta_info": meta}) + b"\n\n"
+            )
             self.parts_streamed += 1
             if self.drops and end == 3:
                 self.drops -= 1
@@ -246,9 +264,15 @@ async def until(reached: Callable[[], bool]) -> None:
 
 def _byte_table() -> tuple[dict[int, int], dict[int, int]]:
     """Ids of :func:`make_tokenizer` by byte, and back (the byte-level alphabet's own order)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    plain = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     characters = {byte: chr(byte) for byte in plain}
-    characters |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in plain)}
+    characters |= {
+        byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in plain)
+    }
     order = {character: i for i, character in enumerate(sorted(characters.values()))}
     ids = {byte: order[character] for byte, character in characters.items()}
     return ids, {i: byte for byte, i in ids.items()}

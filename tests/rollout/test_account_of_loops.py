@@ -1,4 +1,6 @@
-"""Ledger and snapshot around the real loops: whatever they do with groups, and wherever a run is cut, it closes."""
+"""Ledger and snapshot around the real loops: whatever they do with groups, and wherever a run is
+cut, it closes.
+"""
 
 import asyncio
 import random
@@ -33,7 +35,9 @@ async def generate(args, sample, sampling_params):
 
 
 class Attempt:
-    """One process of a run: its arguments, source, account and, fully asynchronous, pool. Killed by being dropped."""
+    """One process of a run: its arguments, source, account and, fully asynchronous, pool. Killed by
+    being dropped.
+    """
 
     def __init__(self, folder, args, first, number, pooled):
         self.args, self.source = args, source_of(args)
@@ -50,7 +54,11 @@ class Attempt:
         rollout = self.state.restored.pop(rollout_id, None)
         if rollout is None:
             loop = self.loop
-            output = await (loop.take(rollout_id) if loop else RolloutLoop(self.args, rollout_id, self.source).run())
+            output = await (
+                loop.take(rollout_id)
+                if loop
+                else RolloutLoop(self.args, rollout_id, self.source).run()
+            )
             rollout = Rollout(output.samples, {}, 0.0)
             self.state.complete(rollout_id, rollout)
         if self.loop:
@@ -69,7 +77,9 @@ class Attempt:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("pooled", [False, True], ids=["synchronous", "standing pool"])
-async def test_every_group_is_used_once_over_kills_and_resumes(tmp_path, tokenizer_dir, hooks, pooled, seed):
+async def test_every_group_is_used_once_over_kills_and_resumes(
+    tmp_path, tokenizer_dir, hooks, pooled, seed
+):
     path, draw = hooks(HOOKS), random.Random(seed)
     more = {
         "partial_rollout": not pooled, "over_sampling_batch_size": 7, "async_buffer_size": 2,
@@ -92,8 +102,13 @@ async def test_every_group_is_used_once_over_kills_and_resumes(tmp_path, tokeniz
             first = step + 1
             if draw.random() < 0.5:
                 await attempt.die()
-                number, kept = number + 1, {r: [group_number(g) for g in groups] for r, groups in ahead.items()}
-                attempt = Attempt(tmp_path, engine.serve(arguments(tokenizer_dir, **more)), first, number, pooled)
+                number, kept = (
+                    number + 1,
+                    {r: [group_number(g) for g in groups] for r, groups in ahead.items()},
+                )
+                attempt = Attempt(
+                    tmp_path, engine.serve(arguments(tokenizer_dir, **more)), first, number, pooled
+                )
                 ahead = {r: one.groups for r, one in attempt.state.restored.items()}
                 assert {r: [group_number(g) for g in groups] for r, groups in ahead.items()} == kept
                 attempt.state.restored.clear()
@@ -106,9 +121,15 @@ async def test_every_group_is_used_once_over_kills_and_resumes(tmp_path, tokeniz
     used = Counter(number for groups in trained.values() for number in groups)
     assert set(used.values()) == {1} and report.counts["trained"] == len(used) == 32
     assert not [number for number in used if number % 5 == 2 or number % 7 == 3]
-    assert report.counts["filtered"] and report.counts["replaced"] and len(report.rolled_back) == number
+    assert (
+        report.counts["filtered"]
+        and report.counts["replaced"]
+        and len(report.rolled_back) == number
+    )
     open_now = {row["group"] for row in report.cut["open"]}
-    assert open_now == {group_number(group) for group in attempt.state.sources[attempt.state.newest]["buffer"]}
+    assert open_now == {
+        group_number(group) for group in attempt.state.sources[attempt.state.newest]["buffer"]
+    }
 
 
 def group_number(group):

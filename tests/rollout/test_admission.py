@@ -14,7 +14,9 @@ from slime.rollout.admission import Admission
 
 
 def held_after(step: int, interval: int, admission: Admission) -> int:
-    """The version that the engines hold once ``step`` is over and every update that is due was made."""
+    """The version that the engines hold once ``step`` is over and every update that is due was
+    made.
+    """
     due = (step + 1) // interval * interval
     return max(due, admission.version)
 
@@ -33,7 +35,10 @@ def test_one_step_admits_the_next_rollout_while_one_trains() -> None:
 
 
 def test_no_buffer_and_no_age_both_mean_taking_turns() -> None:
-    for admission in (Admission(batch=4, buffer_size=0), Admission(batch=4, buffer_size=3, max_staleness=0)):
+    for admission in (
+        Admission(batch=4, buffer_size=0),
+        Admission(batch=4, buffer_size=3, max_staleness=0),
+    ):
         assert admission.bound == 0
         for step in range(3):
             assert admission.room() == 4

@@ -1,4 +1,6 @@
-"""Answers of an engine, or of a proxy before it, that are none: the request has failed, and is sent again."""
+"""Answers of an engine, or of a proxy before it, that are none: the request has failed, and is sent
+again.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,40 @@ def changed(**meta: Any) -> Lie:
 LIES: dict[str, tuple[Lie | str, str]] = {
     "html": ("<html>busy</html>", "not with a JSON object: '<html>busy</html>'"),
     "half": ('{"text": "a', "not with a JSON object"),
-    "nan": ('{"text": "a", "meta_info": {"output_token_logprobs": [[NaN, 5, null]]}}', "not with a JSON object"),
+    "nan": (
+        '{"text": "a", "meta_info": {"output_token_logprobs": [[NaN, 5, null]]}}',
+        "not with a JSON object",
+    ),
     "list": (lambda answer: [answer], "not with a JSON object"),
     "empty": ("", "not with a JSON object"),
     "no text": (lambda answer: {"meta_info": answer["meta_info"]}, "without text or meta_info"),
     "no meta": (lambda answer: {"text": "a", "meta_info": None}, "without text or meta_info"),
     "no end": (changed(finish_reason=None), "its finish_reason is None"),
-    "no log-prob": (changed(output_token_logprobs=[[None, 5, None]]), "the log-prob of its token 0 is null or NaN"),
-    "no log-probs": (changed(output_token_logprobs=None), "it has no output_token_logprobs; its meta_info has"),
+    "no log-prob": (
+        changed(output_token_logprobs=[[None, 5, None]]),
+        "the log-prob of its token 0 is null or NaN",
+    ),
+    "no log-probs": (
+        changed(output_token_logprobs=None),
+        "it has no output_token_logprobs; its meta_info has",
+    ),
     "no pairs": (changed(output_token_logprobs=[-0.5]), "no pairs of a log-prob and an id"),
-    "large id": (changed(output_token_logprobs=[[-0.5, 10**6, None]]), "its token id 1000000 is none of the 257"),
-    "negative id": (changed(output_token_logprobs=[[-0.5, -1, None]]), "its token id -1 is none of the 257"),
-    "id of text": (changed(output_token_logprobs=[[-0.5, "a", None]]), "its token id a is none of the 257"),
-    "one log-prob less": (lambda answer: {**answer, "output_ids": [1] * 100}, "it has 100 tokens and "),
+    "large id": (
+        changed(output_token_logprobs=[[-0.5, 10**6, None]]),
+        "its token id 1000000 is none of the 257",
+    ),
+    "negative id": (
+        changed(output_token_logprobs=[[-0.5, -1, None]]),
+        "its token id -1 is none of the 257",
+    ),
+    "id of text": (
+        changed(output_token_logprobs=[[-0.5, "a", None]]),
+        "its token id a is none of the 257",
+    ),
+    "one log-prob less": (
+        lambda answer: {**answer, "output_ids": [1] * 100},
+        "it has 100 tokens and ",
+    ),
 }
 
 
@@ -62,7 +85,9 @@ class LyingEngine(SmallEngine):
         if self.lies > 0:
             self.lies -= 1
             text = self.lie if isinstance(self.lie, str) else json.dumps(self.lie(json.loads(text)))
-        return web.Response(text=f"data: {text}\n\ndata: [DONE]\n\n" if body.get("stream") else text)
+        return web.Response(
+            text=f"data: {text}\n\ndata: [DONE]\n\n" if body.get("stream") else text
+        )
 
 
 @pytest.fixture
@@ -96,10 +121,14 @@ async def test_an_engine_that_gives_no_other_is_named(checkpoint: Path, name: st
         with pytest.raises(BadAnswer) as raised:
             await answered(engine, checkpoint)
         assert len(engine.requests) == http.BAD_ANSWERS
-        assert f"{engine.url}/generate answered 200, but" in str(raised.value) and LIES[name][1] in str(raised.value)
+        assert f"{engine.url}/generate answered 200, but" in str(raised.value) and LIES[name][
+            1
+        ] in str(raised.value)
 
 
-@pytest.mark.parametrize("name", sorted(LIES.keys() - {"empty", "no end", "no log-probs", "one log-prob less"}))
+@pytest.mark.parametrize(
+    "name", sorted(LIES.keys() - {"empty", "no end", "no log-probs", "one log-prob less"})
+)
 async def test_a_bad_part_of_a_stream_is_a_lost_stream(checkpoint: Path, name: str) -> None:
     async with LyingEngine(LIES[name][0], lies=2) as engine:
         sample = await answered(engine, checkpoint, generate_streaming)

@@ -1,4 +1,6 @@
-"""``--rm-type code``: right, wrong, endless, greedy and broken programs against every format of tests."""
+"""``--rm-type code``: right, wrong, endless, greedy and broken programs against every format of
+tests.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,26 @@ from slime.rollout.rm_hub.dispatch import check_rewards
 MBPP = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 HUMAN_EVAL = {
     "prompt": "def add(a: int, b: int) -> int:\n    '''Add.'''\n",
-    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n",
+    "test": "def check(candidate):\n"
+    "    assert candidate(1, 2) == 3\n"
+    "    assert candidate(-1, 1) == 0\n",
     "entry_point": "add",
 }
 APPS = {"inputs": ["1 2\n", "-1 1\n"], "outputs": ["3\n", "0"]}
 APPS_CALL = {"fn_name": "add", "inputs": [[1, 2], [-1, 1]], "outputs": [[3], 0]}
-LCB = [{"input": "1 2\n", "output": "3", "testtype": "stdin"}, {"input": "-1 1\n", "output": "0", "testtype": "stdin"}]
-LCB_CALL = [{"input": "1\n2", "output": "3", "testtype": "functional"}, {"input": "-1\n1", "output": "0", "testtype": "functional"}]  # fmt: skip  # noqa: E501
+LCB = [
+    {"input": "1 2\n", "output": "3", "testtype": "stdin"},
+    {"input": "-1 1\n", "output": "0", "testtype": "stdin"},
+]
+LCB_CALL = [{"input": "1\n2", "output": "3", "testtype": "functional"}, {"input":
+    "-1\n"
+    "1", "output": "0", "testtype": "functional"}]  # fmt: skip
 LCB_SEPARATOR = [
-    {"input": f"{json.dumps(first, ensure_ascii=False)}\n1", "output": str(len(first) + 1), "testtype": "functional"}
+    {
+        "input": f"{json.dumps(first, ensure_ascii=False)}\n1",
+        "output": str(len(first) + 1),
+        "testtype": "functional",
+    }
     for first in ("x", "x\u2028y")  # str.splitlines() divides the second value
 ]
 LENGTHS = "def total(a, b):\n    a = len(a)\n    return a + b\n"
@@ -98,7 +111,8 @@ async def test_a_program_that_fails_gets_zero_and_is_counted(code: str, outcome:
     "code",
     [
         *("while True: pass", "x = [0] * 10 ** 10", "print(1", "print(4)"),
-        *("import sys; sys.exit(3)", "import sys; sys.exit(137)"),  # 137 is also the status of a killed program
+        # 137 is also the status of a killed program
+        *("import sys; sys.exit(3)", "import sys; sys.exit(137)"),
     ],
 )
 async def test_programs_that_read_the_input_fail_alike(code: str) -> None:
@@ -123,7 +137,10 @@ async def test_the_limits_are_those_of_the_flags() -> None:
     assert (await score(hungry, MBPP)).reward == 1.0
     assert (await score(hungry, MBPP, code_memory_mb=128)).metadata["code_outcome"] == "memory"
     slow = (
-        "import time\nt = time.process_time()\nwhile time.process_time() < t + 1.3: pass\ndef add(a, b): return a + b"
+        "import time\n"
+        "t = time.process_time()\n"
+        "while time.process_time() < t + 1.3: pass\n"
+        "def add(a, b): return a + b"
     )
     assert (await score(slow, MBPP)).metadata["code_outcome"] == "timeout"
     args = make_args(rm_type="code", code_timeout=5.0)
@@ -138,29 +155,39 @@ async def test_a_sandbox_that_fails_gives_no_reward(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Sandbox, "run_pair", broken)
     sample = await score(FUNCTION, MBPP)
     assert (
-        sample.reward is None and sample.reward_timed_out and "no namespaces today" in sample.metadata["reward_failure"]
+        sample.reward is None
+        and sample.reward_timed_out
+        and "no namespaces today" in sample.metadata["reward_failure"]
     )
 
 
-async def test_a_sandbox_that_starts_too_late_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_that_starts_too_late_gives_no_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("slime.plugins.agents.sandbox.START_SECONDS", 0.0)
     sample = await score(FUNCTION, MBPP)
     assert sample.reward is None and sample.remove_sample
     assert sample.metadata["reward_failure"] == "error: a sandbox was not set up within 0 s"
 
 
-def test_a_machine_without_isolation_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_isolation_is_told_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*limits: object) -> None:
         raise SandboxUnavailable("no namespaces")
 
     monkeypatch.setattr("slime.plugins.rewards.code.sandbox", refuse)
-    assert check_rewards(make_args(rm_type="code")) == ["--rm-type code: no namespaces (--code-isolation process)"]
+    assert check_rewards(make_args(rm_type="code")) == [
+        "--rm-type code: no namespaces (--code-isolation process)"
+    ]
     assert not check_rewards(make_args(rm_type="math"))
 
 
 def test_the_isolation_is_that_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("slime.plugins.rewards.code.sandbox", lambda *limits: asked.append(limits[-1]))
+    monkeypatch.setattr(
+        "slime.plugins.rewards.code.sandbox", lambda *limits: asked.append(limits[-1])
+    )
     check_rewards(make_args(rm_type="code", code_isolation="process"))
     check_rewards(make_args(rm_type="code"))
     assert asked == ["process", "full"]
@@ -184,10 +211,20 @@ def test_a_label_without_tests_is_told_before_the_start(label: Any, said: str) -
 @pytest.mark.parametrize(
     ("response", "code"),
     [
-        ("```python\na\n```\ntext\n```python\nb\n```", "b\n"), ("```python\na\n```\n```\noutput\n```", "a\n"),
+        ("```python\na\n```\ntext\n```python\nb\n```", "b\n"), (
+            "```python\n"
+            "a\n"
+            "```\n"
+            "```\n"
+            "output\n"
+            "```", "a\n"),
         ("```py\na\n```\n```bash\nls\n```", "a\n"), ("```cpp\nx\n```", "x\n"), ("a = 1", "a = 1"),
-        ("<think>```python\nno\n```</think>```python\nyes\n```", "yes\n"), ("text\n```python\ncut", "\ncut"),
-        ("1. So:\n   ```python\n   if a:\n       b\n   ```\n", "if a:\n    b\n"), ("```py\ncut", "\ncut"),
+        ("<think>```python\nno\n```</think>```python\nyes\n```", "yes\n"), ("text\n```python\ncut",
+            "\n"
+            "cut"),
+        ("1. So:\n   ```python\n   if a:\n       b\n   ```\n", "if a:\n    b\n"), ("```py\ncut",
+            "\n"
+            "cut"),
         ("```python\n    return a\n```", "    return a\n"),
     ],
 )  # fmt: skip
@@ -198,7 +235,9 @@ def test_the_last_block_is_the_program(response: str, code: str) -> None:
 @pytest.mark.parametrize(
     ("found", "expected", "same"),
     [
-        ("1 2\n", "1 2", True), ("1  2 \n\n", "1 2", True), ("1\n2", "1 2", False), ("0.3333333", "0.33333333", True),
+        ("1 2\n", "1 2", True), ("1  2 \n\n", "1 2", True), (
+            "1\n"
+            "2", "1 2", False), ("0.3333333", "0.33333333", True),
         ("1", "2", False), ("1e3", "1000.0", True), ("10000001", "10000000", False),
         ("x.", "y.", False), ("", "", True),
     ],
@@ -222,7 +261,11 @@ def test_a_label_that_nests_too_deeply_is_told() -> None:
         f"{PROGRAM}exit()", f"{PROGRAM}quit(0)", "print(sum(map(int, open(0).read().split())))",
         "import os, sys\nprint(sum(map(int, os.read(sys.stdin.fileno(), 1 << 20).split())))",
         "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))",
-        "from dataclasses import dataclass\n@dataclass\nclass Sum:\n    a: int\nprint(sum(map(int, input().split())))",
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Sum:\n"
+        "    a: int\n"
+        "print(sum(map(int, input().split())))",
     ],
 )  # fmt: skip
 async def test_a_program_reads_its_input_and_ends_as_a_script_does(code: str) -> None:

@@ -1,4 +1,6 @@
-"""Users' reward functions are bounded by --reward-timeout however they hang, and what hangs is counted, never 0."""
+"""Users' reward functions are bounded by --reward-timeout however they hang, and what hangs is
+counted, never 0.
+"""
 
 import asyncio
 import json
@@ -87,7 +89,11 @@ def file(tmp_path):
 
 def settings(file, name, timeout=3.0, **more):
     return make_args().with_values(
-        rm_type=None, custom_rm_path=f"{file}:{name}", reward_timeout=timeout, reward_workers=2, **more
+        rm_type=None,
+        custom_rm_path=f"{file}:{name}",
+        reward_timeout=timeout,
+        reward_workers=2,
+        **more,
     )
 
 
@@ -112,7 +118,9 @@ async def test_one_that_hangs_is_marked_and_the_others_are_scored(file, name):
     beating.cancel()
     assert rewards == [1.0, None, 1.0, 1.0]
     assert [s.reward_timed_out for s in samples] == [False, True, False, False]
-    assert samples[1].remove_sample and samples[1].metadata["reward_failure"].startswith(f"timeout: {file}:{name}")
+    assert samples[1].remove_sample and samples[1].metadata["reward_failure"].startswith(
+        f"timeout: {file}:{name}"
+    )
     assert beats > 3, "the rollout's own event loop goes on"
 
 
@@ -124,7 +132,10 @@ async def test_a_blocked_loop_is_replaced_and_serves_further_calls(file):
 
 async def test_an_answer_given_on_being_cancelled_is_no_reward(file):
     sample = Sample(index=0)
-    assert await async_rm(settings(file, "swallows", timeout=0.3), sample) is None and sample.reward_timed_out
+    assert (
+        await async_rm(settings(file, "swallows", timeout=0.3), sample) is None
+        and sample.reward_timed_out
+    )
 
 
 async def test_a_batch_that_hangs_marks_all_its_samples(file):
@@ -135,8 +146,8 @@ async def test_a_batch_that_hangs_marks_all_its_samples(file):
 
 @pytest.mark.parametrize("name", ["busy", "slow"])
 async def test_waiting_for_others_does_not_count(file, name):
-    """All together take longer than the limit of one, on one loop or on two threads; each takes a fraction of it, so
-    that a busy machine does not matter."""
+    """All together take longer than the limit of one, on one loop or on two threads; each takes a
+    fraction of it, so that a busy machine does not matter."""
     _, rewards = await score_all(settings(file, name, timeout=2.0), count=50)
     assert rewards == [1.0] * 50
 
@@ -160,22 +171,37 @@ async def listed(args, samples, **kwargs):
 
 
 @pytest.mark.parametrize(("name", "group"), [("one", False), ("listed", True)])
-async def test_a_reward_of_none_leaves_its_sample_out_of_statistics_and_loss(tokenizer_dir, tmp_path, name, group):
+async def test_a_reward_of_none_leaves_its_sample_out_of_statistics_and_loss(
+    tokenizer_dir, tmp_path, name, group
+):
     (tmp_path / "abstains.py").write_text(ABSTAINS)
     path = f"{tmp_path / 'abstains.py'}:{name}"
-    args = arguments(tokenizer_dir, custom_rm_path=path, group_rm=group, n_samples_per_prompt=4, rollout_batch_size=2)
+    args = arguments(
+        tokenizer_dir,
+        custom_rm_path=path,
+        group_rm=group,
+        n_samples_per_prompt=4,
+        rollout_batch_size=2,
+    )
     async with SmallEngine() as engine:
-        output = await asyncio.wait_for(generate_rollout_async(engine.serve(args), 0, source_of(args)), 30)
+        output = await asyncio.wait_for(
+            generate_rollout_async(engine.serve(args), 0, source_of(args)), 30
+        )
     samples = flatten(output.samples)
     without = [sample for sample in samples if sample.reward is None]
     assert [sample.index % 4 for sample in without] == [1, 1]
     assert output.metrics["rollout/reward_abstained_count"] == 2
-    assert output.metrics["rollout/reward_error_count"] == output.metrics["rollout/reward_timeout_count"] == 0
+    assert (
+        output.metrics["rollout/reward_error_count"]
+        == output.metrics["rollout/reward_timeout_count"]
+        == 0
+    )
     data = samples_to_train_data(args, output.samples)
     trained = dict(zip(data["sample_indices"], data["rewards"], strict=True))
     assert all(trained[sample.index] == 0 for sample in without)
     rest = [trained[i] for i in (0, 2, 3)]
-    assert sum(rest) == pytest.approx(0, abs=1e-5) and rest[2] > rest[1] > 0 > rest[0]  # the baseline is that of three
+    # the baseline is that of three
+    assert sum(rest) == pytest.approx(0, abs=1e-5) and rest[2] > rest[1] > 0 > rest[0]
     masks = dict(zip(data["sample_indices"], data["loss_masks"], strict=True))
     assert all(not any(masks[sample.index]) for sample in without) and any(masks[0])
 
@@ -183,7 +209,9 @@ async def test_a_reward_of_none_leaves_its_sample_out_of_statistics_and_loss(tok
 async def test_the_rollout_counts_them_and_replaces_the_group(tokenizer_dir, file):
     args = arguments(tokenizer_dir, custom_rm_path=f"{file}:blocks", reward_timeout=3.0)
     async with SmallEngine() as engine:
-        output = await asyncio.wait_for(generate_rollout_async(engine.serve(args), 0, source_of(args)), 30)
+        output = await asyncio.wait_for(
+            generate_rollout_async(engine.serve(args), 0, source_of(args)), 30
+        )
     assert output.metrics["rollout/reward_timeout_count"] == 1
     assert output.metrics["rollout/replaced_group_count"] == 1
     assert {sample.reward for sample in flatten(output.samples)} == {1.0}
@@ -221,7 +249,9 @@ async def test_a_model_that_hangs_is_killed_and_made_anew(tmp_path):
         "        if responses[0] == 'raise': 1 / 0\n"
         "        return [os.getpid()] * len(prompts)\n"
     )
-    args = make_args().with_values(custom_rm_path=str(tmp_path / "model.py"), rm_model_path=None, reward_timeout=3.0)
+    args = make_args().with_values(
+        custom_rm_path=str(tmp_path / "model.py"), rm_model_path=None, reward_timeout=3.0
+    )
     first = await async_rm(args, Sample(response="x"))
     stuck = Sample(response="hang")
     assert await async_rm(args, stuck) is None and stuck.reward_timed_out

@@ -1,4 +1,6 @@
-"""The whole way of a sample with the real model behind the real embedded engine, with and without the real router."""
+"""The whole way of a sample with the real model behind the real embedded engine, with and without
+the real router.
+"""
 
 import asyncio
 import random
@@ -50,7 +52,9 @@ def run_arguments(smollm2, url, **more):
         "phase_timeout": 120.0,
         "sglang_server_concurrency": 8,
     }
-    return arguments(smollm2, sglang_router_ip=host, sglang_router_port=int(port), **{**settings, **more})
+    return arguments(
+        smollm2, sglang_router_ip=host, sglang_router_port=int(port), **{**settings, **more}
+    )
 
 
 async def test_a_deterministic_rollout_is_the_same_in_any_order(smollm2, engine, monkeypatch):
@@ -68,13 +72,20 @@ async def test_a_deterministic_rollout_is_the_same_in_any_order(smollm2, engine,
     for _ in range(2):
         args = run_arguments(smollm2, engine.url, deterministic=True)
         output = await generate_rollout_async(args, 0, source_of(args, Products()))
-        results.append([(s.index, s.tokens, s.rollout_log_probs, s.reward) for s in flatten(output.samples)])
+        results.append(
+            [(s.index, s.tokens, s.rollout_log_probs, s.reward) for s in flatten(output.samples)]
+        )
         for sample in flatten(output.samples):
             tokenizer = GenerateState(args).tokenizer
             tail = sample.tokens[-sample.response_length :]
             ended = tail[-1] == tokenizer.eos_token_id
-            assert tokenizer.decode(tail[:-1] if ended else tail, skip_special_tokens=False) == sample.response
-            assert sample.reward in (0.0, 1.0) and all(value <= 0 for value in sample.rollout_log_probs)
+            assert (
+                tokenizer.decode(tail[:-1] if ended else tail, skip_special_tokens=False)
+                == sample.response
+            )
+            assert sample.reward in (0.0, 1.0) and all(
+                value <= 0 for value in sample.rollout_log_probs
+            )
             assert tokenizer.decode(sample.tokens).startswith("<|im_start|>system\nAnswer briefly.")
     assert results[0] == results[1]
     assert len({tuple(tokens) for _, tokens, *_ in results[0]}) > 2, "the samples of a group differ"
@@ -106,20 +117,33 @@ async def test_partial_rollout_over_the_real_engine_and_router(smollm2, engine, 
         def __getitem__(self, i):
             sample = super().__getitem__(i)
             if i == 0:
-                sample.prompt = [{"role": "user", "content": "Tell me a very long story about a river, in 500 words."}]
+                sample.prompt = [
+                    {
+                        "role": "user",
+                        "content": "Tell me a very long story about a river, in 500 words.",
+                    }
+                ]
             return sample
 
-    router = start_router(RouterSettings.from_args(args), [engine.url], "127.0.0.1", log_path=tmp_path / "router.log")
+    router = start_router(
+        RouterSettings.from_args(args), [engine.url], "127.0.0.1", log_path=tmp_path / "router.log"
+    )
     try:
-        args.sglang_router_ip, args.sglang_router_port = router.url.removeprefix("http://").split(":")
+        args.sglang_router_ip, args.sglang_router_port = router.url.removeprefix("http://").split(
+            ":"
+        )
         assert await worker_urls(args) == [engine.url]
         source = source_of(args, ShortAndLong())
         first = await generate_rollout_async(args, 0, source)
         assert [g[0].group_index for g in first.samples] == [1]
         partial = {s.index: list(s.tokens) for s in flatten(source.buffer)}
         assert [g[0].group_index for g in source.buffer] == [0]
-        assert any(s.status is Sample.Status.ABORTED and s.response_length for s in source.buffer[0])
-        GenerateState(args).sampling_params["max_new_tokens"] = max(len(t) for t in partial.values())
+        assert any(
+            s.status is Sample.Status.ABORTED and s.response_length for s in source.buffer[0]
+        )
+        GenerateState(args).sampling_params["max_new_tokens"] = max(
+            len(t) for t in partial.values()
+        )
         args.over_sampling_batch_size = None
         second = await generate_rollout_async(args, 1, source)
     finally:
@@ -134,9 +158,13 @@ async def test_partial_rollout_over_the_real_engine_and_router(smollm2, engine, 
 async def test_streaming_over_the_real_engine_gives_the_same_tokens(smollm2, engine):
     outputs = []
     for path in (None, "slime.rollout.sglang_streaming_rollout.generate_streaming"):
-        args = run_arguments(smollm2, engine.url, deterministic=True, custom_generate_function_path=path)
+        args = run_arguments(
+            smollm2, engine.url, deterministic=True, custom_generate_function_path=path
+        )
         output = await generate_rollout_async(args, 0, source_of(args, Products()))
-        outputs.append([(s.tokens, s.response, s.rollout_log_probs, s.status) for s in flatten(output.samples)])
+        outputs.append(
+            [(s.tokens, s.response, s.rollout_log_probs, s.status) for s in flatten(output.samples)]
+        )
     assert outputs[0] == outputs[1]
 
 
@@ -149,7 +177,8 @@ async def test_the_teacher_of_a_distillation_may_be_an_engine(smollm2, engine):
     )
     output = await generate_rollout_async(args, 0, source_of(args, Products()))
     for sample in flatten(output.samples):
-        # the teacher is the student, and temperature is 1: its log-probs are those that the engine sampled with
+        # the teacher is the student, and temperature is 1: its log-probs are those that the engine
+        # sampled with
         assert sample.teacher_log_probs == pytest.approx(sample.rollout_log_probs, abs=1e-3)
 
 
@@ -157,14 +186,20 @@ async def chat(args, sample, sampling_params, evaluation=False):
     talk = Conversation(args, sample, sampling_params, evaluation)
     while await talk.turn(stop=["."], max_tokens=6) is not None:
         text = " Hm, and"
-        fits = talk.observe(text) if len(talk.turns) % 2 else talk.reply([{"role": "user", "content": text}])
+        fits = (
+            talk.observe(text)
+            if len(talk.turns) % 2
+            else talk.reply([{"role": "user", "content": text}])
+        )
         if not fits:
             break
     return sample
 
 
 async def test_the_turns_of_a_conversation_are_scored_as_they_were_sampled(smollm2, engine):
-    """Scored again as one sequence, each token that is trained has the log-prob that it was sampled with."""
+    """Scored again as one sequence, each token that is trained has the log-prob that it was sampled
+    with.
+    """
     args = run_arguments(
         smollm2, engine.url, rm_url=f"{engine.url}/generate", rollout_max_response_len=60, max_turns=3,
         custom_rm_path="slime.rollout.on_policy_distillation.reward_func",
@@ -172,8 +207,22 @@ async def test_the_turns_of_a_conversation_are_scored_as_they_were_sampled(smoll
     )  # fmt: skip
     output = await generate_rollout_async(args, 0, source_of(args, Products()))
     for sample in flatten(output.samples):
-        assert sample.metadata["round_number"] == 3 and 0 < sum(sample.loss_mask) < sample.response_length
-        again = [score for score, mask in zip(sample.teacher_log_probs, sample.loss_mask, strict=True) if mask]
-        sampled = [score for score, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if mask]
+        assert (
+            sample.metadata["round_number"] == 3
+            and 0 < sum(sample.loss_mask) < sample.response_length
+        )
+        again = [
+            score
+            for score, mask in zip(sample.teacher_log_probs, sample.loss_mask, strict=True)
+            if mask
+        ]
+        sampled = [
+            score
+            for score, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True)
+            if mask
+        ]
         assert again == pytest.approx(sampled, abs=1e-3)
-        assert sample.response.count(" Hm, and") == 3 and "<|im_start|>user\n Hm, and<|im_end|>" in sample.response
+        assert (
+            sample.response.count(" Hm, and") == 3
+            and ("<|im_start|>user\n Hm, and<|im_end|>") in sample.response
+        )

@@ -1,4 +1,6 @@
-"""The text of a response ends before the token that ended it, whichever end token that is; its tokens stay."""
+"""The text of a response ends before the token that ended it, whichever end token that is; its
+tokens stay.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ PLAIN = "</call>"  # a token that is not special, at which a request may stop
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a model with five end tokens: the tokenizer, config.json and generation_config.json name
-    different ones."""
+    """The checkpoint of a model with five end tokens: the tokenizer, config.json and
+    generation_config.json name different ones."""
     from transformers import AddedToken, AutoTokenizer
 
     made = make_tokenizer(tmp_path_factory.mktemp("ends"))
@@ -37,17 +39,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_tokens([AddedToken(ENDS[4], special=False), AddedToken(PLAIN, special=False)])
     tokenizer.save_pretrained(made)
     ids = tokenizer.convert_tokens_to_ids
-    (made / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": ids(ENDS[1])}))
+    (made / "config.json").write_text(
+        json.dumps({"model_type": "llama", "eos_token_id": ids(ENDS[1])})
+    )
     listed = {"eos_token_id": [ids(end) for end in ENDS[1:]]}
     (made / "generation_config.json").write_text(json.dumps(listed))
     return made
 
 
-def reply(tokenizer: Tokenizer, text: str, finish: str = "stop", skip: bool = False) -> dict[str, Any]:
+def reply(
+    tokenizer: Tokenizer, text: str, finish: str = "stop", skip: bool = False
+) -> dict[str, Any]:
     """What an engine says to a request with ``no_stop_trim``."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     reason = {"type": finish, "matched": ids[-1]} if finish == "stop" else {"type": finish}
-    meta = {"output_token_logprobs": [[-0.5, token, None] for token in ids], "finish_reason": reason}
+    meta = {
+        "output_token_logprobs": [[-0.5, token, None] for token in ids],
+        "finish_reason": reason,
+    }
     return {"text": tokenizer.decode(ids, skip_special_tokens=skip), "meta_info": meta}
 
 
@@ -61,12 +70,19 @@ def said(folder: Path, text: str, finish: str = "stop", **more: Any) -> Sample:
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("finish", ["stop", "length"])
-def test_the_text_ends_before_every_end_token_and_the_tokens_stay(folder: Path, end: str, finish: str) -> None:
+def test_the_text_ends_before_every_end_token_and_the_tokens_stay(
+    folder: Path, end: str, finish: str
+) -> None:
     args = arguments(folder)
     tokenizer, sample = GenerateState(args).tokenizer, said(folder, f"Paris{end}", finish)
     assert sample.response == "Paris"
     assert tokenizer.decode(sample.tokens) == f"Paris{end}"
-    assert sample.response_length == len(sample.tokens) == len(sample.loss_mask) == len(sample.rollout_log_probs)
+    assert (
+        sample.response_length
+        == len(sample.tokens)
+        == len(sample.loss_mask)
+        == len(sample.rollout_log_probs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,11 +98,15 @@ def test_the_text_ends_before_every_end_token_and_the_tokens_stay(folder: Path, 
         ("<eos>", "stop", ""),
     ],
 )
-def test_only_an_end_token_at_the_end_is_left_out(folder: Path, text: str, finish: str, expected: str) -> None:
+def test_only_an_end_token_at_the_end_is_left_out(
+    folder: Path, text: str, finish: str, expected: str
+) -> None:
     assert said(folder, text, finish).response == expected
 
 
-def test_special_tokens_inside_a_text_are_left_out_only_if_the_run_asks_for_it(folder: Path) -> None:
+def test_special_tokens_inside_a_text_are_left_out_only_if_the_run_asks_for_it(
+    folder: Path,
+) -> None:
     assert said(folder, f"a{INSIDE} b<eos>", rollout_skip_special_tokens=True).response == "a b"
     assert said(folder, f"a{INSIDE} b</s>").response == f"a{INSIDE} b"
 
@@ -106,7 +126,9 @@ class Engine:
         self.tokenizer, self.texts = tokenizer, list(texts)
 
     async def __call__(self, state: GenerateState, sample: Sample, body: Any) -> dict[str, Any]:
-        return reply(self.tokenizer, self.texts.pop(0), skip=body["sampling_params"]["skip_special_tokens"])
+        return reply(
+            self.tokenizer, self.texts.pop(0), skip=body["sampling_params"]["skip_special_tokens"]
+        )
 
 
 @pytest.mark.parametrize("observed", [True, False])
@@ -115,7 +137,9 @@ async def test_turns_are_what_the_model_said_and_the_conversation_keeps_its_end_
 ) -> None:
     args = arguments(folder, rollout_max_response_len=200)
     state = GenerateState(args)
-    monkeypatch.setattr(generate_module, "ask_engine", Engine(state.tokenizer, "one<|im_end|>", "two<eos>"))
+    monkeypatch.setattr(
+        generate_module, "ask_engine", Engine(state.tokenizer, "one<|im_end|>", "two<eos>")
+    )
     talk = Conversation(args, Sample(prompt="q"), state.sampling_params)
     assert await talk.turn() == "one"
     if observed:
@@ -143,16 +167,23 @@ def test_an_agents_conversation_ends_before_the_last_end_token(folder: Path) -> 
     assert sample.response == "a</s>bc" and sample.tokens == encode("qa</s>bc</s>")
 
 
-async def test_the_text_of_tokens_that_a_function_set_ends_before_the_end_token(folder: Path) -> None:
+async def test_the_text_of_tokens_that_a_function_set_ends_before_the_end_token(
+    folder: Path,
+) -> None:
     async def own(args: Any, sample: Sample, sampling_params: Any) -> Sample:
-        sample.tokens, sample.response_length = GenerateState(args).tokenizer.encode("qParis<|eot_id|>"), 6
+        sample.tokens, sample.response_length = (
+            GenerateState(args).tokenizer.encode("qParis<|eot_id|>"),
+            6,
+        )
         return sample
 
     made = await call_single(own, arguments(folder), Sample(prompt="q"), {}, False)
     assert isinstance(made, Sample) and made.response == "Paris" and len(made.tokens) == 7
 
 
-@pytest.mark.parametrize("end", [*ENDS[:4], "<|user|>", "<|im_end|>\n", "<|im_end|><eos>", "<|end_of_text|>"])
+@pytest.mark.parametrize(
+    "end", [*ENDS[:4], "<|user|>", "<|im_end|>\n", "<|im_end|><eos>", "<|end_of_text|>"]
+)
 @pytest.mark.parametrize(
     ("rm_type", "text", "label", "paid"),
     [
@@ -174,6 +205,14 @@ async def test_every_built_in_type_reads_a_text_of_a_users_function_without_its_
 
 
 async def test_a_checker_of_the_end_of_a_text_reads_it_without_the_end_token() -> None:
-    instructions = {"instruction_id_list": ["startend:end_checker"], "kwargs": [{"end_phrase": "Bye."}]}
+    instructions = {
+        "instruction_id_list": ["startend:end_checker"],
+        "kwargs": [{"end_phrase": "Bye."}],
+    }
     args = arguments("", rm_type="ifbench", hf_checkpoint=None)
-    assert await async_rm(args, Sample(prompt="q", response="Well. Bye.<|im_end|>", metadata=instructions)) == 1.0
+    assert (
+        await async_rm(
+            args, Sample(prompt="q", response="Well. Bye.<|im_end|>", metadata=instructions)
+        )
+        == 1.0
+    )

@@ -1,4 +1,6 @@
-"""Users' generate functions in all their forms, over the real HTTP engine; text that is tokenised here."""
+"""Users' generate functions in all their forms, over the real HTTP engine; text that is tokenised
+here.
+"""
 
 import asyncio
 import copy
@@ -42,7 +44,9 @@ def hook(tmp_path):
 
 
 async def roll(args, source=None, rollout_id=0):
-    output = await asyncio.wait_for(generate_rollout_async(args, rollout_id, source or source_of(args)), 30)
+    output = await asyncio.wait_for(
+        generate_rollout_async(args, rollout_id, source or source_of(args)), 30
+    )
     return output.samples
 
 
@@ -80,12 +84,19 @@ async def my_generate(args, sample, sampling_params):
 async def test_the_user_guides_function_runs_as_it_stands(tokenizer_dir, hook):
     pytest.importorskip("slime.utils.http_utils")
     args = arguments(tokenizer_dir, custom_generate_function_path=hook(GUIDE, "my_generate"))
-    async with SmallEngine(length=lambda prompt, seed: 20 if "prompt 1:" in prompt else 3) as engine:
+    async with SmallEngine(
+        length=lambda prompt, seed: 20 if "prompt 1:" in prompt else 3
+    ) as engine:
         groups = await roll(engine.serve(args))
-    assert [s.status.value for s in flatten(groups)] == ["completed"] * 2 + ["truncated"] * 2 + ["completed"] * 4
+    assert [s.status.value for s in flatten(groups)] == ["completed"] * 2 + ["truncated"] * 2 + [
+        "completed"
+    ] * 4
     data = samples_to_train_data(args, groups)
     assert "rollout_log_probs" not in data
-    assert all(sum(mask) == length for mask, length in zip(data["loss_masks"], data["response_lengths"], strict=True))
+    assert all(
+        sum(mask) == length
+        for mask, length in zip(data["loss_masks"], data["response_lengths"], strict=True)
+    )
 
 
 TEXT_ONLY = """
@@ -136,10 +147,17 @@ def plain(args, sample, sampling_params):
 """
 
 
-async def test_plain_functions_run_as_many_at_once_as_generations_are_in_flight(tokenizer_dir, hook):
+async def test_plain_functions_run_as_many_at_once_as_generations_are_in_flight(
+    tokenizer_dir, hook
+):
     """More than the threads of an event loop, min(32, cores + 4)."""
     path = hook(TOGETHER, "plain")
-    args = arguments(tokenizer_dir, custom_generate_function_path=path, rollout_batch_size=32, n_samples_per_prompt=2)
+    args = arguments(
+        tokenizer_dir,
+        custom_generate_function_path=path,
+        rollout_batch_size=32,
+        n_samples_per_prompt=2,
+    )
     assert {sample.response for sample in flatten(await roll(args))} == {"together"}
 
 
@@ -235,9 +253,12 @@ async def test_samples_without_an_index_may_fan_out(tokenizer_dir, hook):
 
 async def test_an_aborted_fan_out_starts_over(tokenizer_dir, hook):
     code = MULTI_TURN + (
-        "\nimport asyncio\nasync def slow_fan(args, sample, sampling_params):\n"
+        "\n"
+        "import asyncio\n"
+        "async def slow_fan(args, sample, sampling_params):\n"
         "    state = GenerateState(args)\n"
-        "    while sample.group_index == 0 and args.hold and not state.aborted: await asyncio.sleep(0.01)\n"
+        "    while sample.group_index == 0 and args.hold and not state.aborted: await "
+        "asyncio.sleep(0.01)\n"
         "    return await fan_out(args, sample, sampling_params)\n"
     )
     args = arguments(
@@ -291,14 +312,22 @@ async def test_nothing_is_generated_after_the_end_of_a_response_that_was_finishe
     args.state_of = partial(GenerateState, args)
     source = source_of(args)
     async with SmallEngine(jitter=0.0, length=lambda prompt, seed: 6) as engine:
-        assert [group[0].group_index for group in await roll(engine.serve(args), source)] == [1, 2, 3, 4]
+        assert [group[0].group_index for group in await roll(engine.serve(args), source)] == [
+            1,
+            2,
+            3,
+            4,
+        ]
         back = flatten(source.buffer)
         assert {sample.status for sample in back} == {Sample.Status.ABORTED} and len(back) == 2
         assert {sample.response_length for sample in back} == ({6} if name == "turns" else {0})
         trained = await roll(args, source, 1)
     first = flatten(trained[0])
     assert [sample.group_index for sample in first] == [0, 0]
-    assert all(s.response_length == 6 == len(s.response) and s.status is Sample.Status.COMPLETED for s in first)
+    assert all(
+        s.response_length == 6 == len(s.response) and s.status is Sample.Status.COMPLETED
+        for s in first
+    )
 
 
 async def test_a_streamed_response_that_ended_before_the_abort_is_kept(tokenizer_dir, monkeypatch):
@@ -318,9 +347,15 @@ async def test_a_streamed_response_that_ended_before_the_abort_is_kept(tokenizer
     monkeypatch.setattr(module, "append_output", append_and_abort)
     sample = Sample(prompt="p", index=0, group_index=0)
     async with SmallEngine(jitter=0.0, length=lambda prompt, seed: 6) as engine:
-        await generate_and_rm(engine.serve(args), sample, {**state.sampling_params, "sampling_seed": 1})
+        await generate_and_rm(
+            engine.serve(args), sample, {**state.sampling_params, "sampling_seed": 1}
+        )
     assert state.aborted
-    assert sample.status is Sample.Status.COMPLETED and sample.response_length == 6 and sample.reward is not None
+    assert (
+        sample.status is Sample.Status.COMPLETED
+        and sample.response_length == 6
+        and sample.reward is not None
+    )
 
 
 # --- the list form ---------------------------------------------------------------------------
@@ -363,7 +398,9 @@ def question(i):
 
 
 @pytest.mark.parametrize("max_turns", [3, 2])
-async def test_the_training_guides_custom_generate_runs_as_it_stands(tokenizer_dir, hook, max_turns):
+async def test_the_training_guides_custom_generate_runs_as_it_stands(
+    tokenizer_dir, hook, max_turns
+):
     args = arguments(
         tokenizer_dir,
         custom_generate_function_path=hook(CUSTOM_GENERATE, file="custom_generate.py"),
@@ -380,7 +417,9 @@ async def test_the_training_guides_custom_generate_runs_as_it_stands(tokenizer_d
         assert text == f"<user>q{number}</><assistant>" + history + last
         trained = "".join(
             text_of(args, [token])
-            for token, mask in zip(sample.tokens[-sample.response_length :], sample.loss_mask or [], strict=True)
+            for token, mask in zip(
+                sample.tokens[-sample.response_length :], sample.loss_mask or [], strict=True
+            )
             if mask
         )
         assert trained == "use tool</>" * (max_turns - 1) + last
@@ -398,7 +437,9 @@ async def short(args, samples): return samples[:1]
 
 
 async def test_the_list_form_gets_a_whole_group_and_may_change_it_in_place(tokenizer_dir, hook):
-    args = arguments(tokenizer_dir, {"calls": []}, custom_generate_function_path=hook(LISTS, "in_place"))
+    args = arguments(
+        tokenizer_dir, {"calls": []}, custom_generate_function_path=hook(LISTS, "in_place")
+    )
     groups = await roll(args)
     assert sorted(args.calls) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert {sample.response for sample in flatten(groups)} == {"x"}
@@ -422,7 +463,9 @@ async def listed(args, samples):
 
 async def test_a_sample_that_became_too_long_is_trained_on_no_token(tokenizer_dir, hook):
     """It had no tokens at all, so its whole group could not be converted."""
-    args = arguments(tokenizer_dir, n_samples_per_prompt=3, custom_generate_function_path=hook(REFUSED, "one"))
+    args = arguments(
+        tokenizer_dir, n_samples_per_prompt=3, custom_generate_function_path=hook(REFUSED, "one")
+    )
     groups = await roll(args)
     data = samples_to_train_data(args, groups)
     assert [int(mask.sum()) for mask in data["loss_masks"]] == [0, 1, 1] * 4
@@ -431,7 +474,9 @@ async def test_a_sample_that_became_too_long_is_trained_on_no_token(tokenizer_di
 
 async def test_a_group_of_the_list_form_that_became_too_long_is_dropped(tokenizer_dir, hook):
     more = {"custom_generate_function_path": hook(REFUSED, "listed")}
-    assert [group[0].group_index for group in await roll(arguments(tokenizer_dir, {"why": ""}, **more))] == [1, 2, 3, 4]
+    assert [
+        group[0].group_index for group in await roll(arguments(tokenizer_dir, {"why": ""}, **more))
+    ] == [1, 2, 3, 4]
     with pytest.raises(custom_generate.HttpError, match="top_p"):
         await roll(arguments(tokenizer_dir, {"why": "top_p must be in (0, 1]"}, **more))
 
@@ -440,7 +485,9 @@ async def test_a_template_that_rewrites_history_trains_the_last_answer_only(toke
     from slime.rollout.custom_generate import split_conversation_ids
 
     class Forgetful:
-        """A template that shows how many messages there are, so that no conversation begins like its continuation."""
+        """A template that shows how many messages there are, so that no conversation begins like
+        its continuation.
+        """
 
         def __init__(self, inner):
             self.inner = inner
@@ -469,17 +516,24 @@ async def test_generate_and_rm_leaves_finished_samples_alone(tokenizer_dir):
     assert await generate_and_rm(args, done, {}) is done and done.reward == 0.5
     with pytest.raises(ValueError, match="'random' returned None"):
         await generate_and_rm(args, Sample(status=Sample.Status.COMPLETED), {})
-    group = [Sample(status=Sample.Status.COMPLETED, reward=1.0), Sample(status=Sample.Status.COMPLETED, reward=0.0)]
+    group = [
+        Sample(status=Sample.Status.COMPLETED, reward=1.0),
+        Sample(status=Sample.Status.COMPLETED, reward=0.0),
+    ]
     assert await generate_and_rm_group(args, group, GenerateState(args).sampling_params) == group
 
 
 async def test_generate_has_nothing_to_do_for_finished_samples_or_no_room(tokenizer_dir):
     args = arguments(tokenizer_dir)
     with pytest.raises(ValueError, match="nothing left"):
-        await generate(args, Sample(status=Sample.Status.COMPLETED), GenerateState(args).sampling_params)
+        await generate(
+            args, Sample(status=Sample.Status.COMPLETED), GenerateState(args).sampling_params
+        )
     full = Sample(prompt="x" * 20)
     args = arguments(tokenizer_dir, rollout_max_context_len=20)
-    assert (await generate(args, full, GenerateState(args).sampling_params)).status is Sample.Status.TRUNCATED
+    assert (
+        await generate(args, full, GenerateState(args).sampling_params)
+    ).status is Sample.Status.TRUNCATED
 
 
 async def test_message_prompts_are_rendered_with_tools_and_template_arguments(tokenizer_dir):
@@ -505,10 +559,13 @@ async def test_a_class_style_reward_model_scores_groups_in_batches(tokenizer_dir
         "    def compute_reward(self, prompts, responses, labels, metadata):\n"
         "        import os\n"
         "        assert [m['number'] for m in metadata] == [int(label) for label in labels]\n"
-        "        return [{'score': float(len(r)), 'batch': len(prompts), 'pid': os.getpid()} for r in responses]\n"
+        "        return [{'score': float(len(r)), 'batch': len(prompts), 'pid': os.getpid()} for "
+        "r in responses]\n"
         "def helper(): pass\n"
     )
-    args = arguments(tokenizer_dir, custom_rm_path=hook(code, file="custom_rm.py"), rm_model_path=None)
+    args = arguments(
+        tokenizer_dir, custom_rm_path=hook(code, file="custom_rm.py"), rm_model_path=None
+    )
     async with SmallEngine() as engine:
         groups = await roll(engine.serve(args))
     rewards = [s.reward for s in flatten(groups)]
@@ -555,11 +612,15 @@ async def test_images_go_to_the_engine_as_data(tokenizer_dir, tmp_path):
     from slime.rollout.prompts import add_media
 
     PIL.new("RGB", (2, 2)).save(tmp_path / "a.png")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/a.png"
     as_data = "data:image/png;base64,AAAA"
-    sample = Sample(multimodal_inputs={"images": [PIL.new("RGB", (2, 2)), url, as_data], "audio": [b"ab"]})
+    sample = Sample(
+        multimodal_inputs={"images": [PIL.new("RGB", (2, 2)), url, as_data], "audio": [b"ab"]}
+    )
     fields = {}
     add_media(fields, sample)
     server.shutdown()
@@ -570,7 +631,9 @@ async def test_images_go_to_the_engine_as_data(tokenizer_dir, tmp_path):
 
 
 @pytest.mark.parametrize(("tokens", "told"), [(10, False), (9, True)])
-async def test_an_engine_that_reads_other_tokens_beside_media_is_told_once(tokenizer_dir, tokens, told):
+async def test_an_engine_that_reads_other_tokens_beside_media_is_told_once(
+    tokenizer_dir, tokens, told
+):
     """SGLang gets such samples as text; this engine counts 10 tokens whatever it is sent."""
     best_effort.take_warnings()
     async with SmallEngine() as engine:
@@ -578,26 +641,38 @@ async def test_an_engine_that_reads_other_tokens_beside_media_is_told_once(token
         params = {**GenerateState(args).sampling_params, "sampling_seed": 1}
         for index in range(2):
             image = {"images": ["data:image/png;base64,AAAA"]}
-            sample = Sample(index=index, prompt="What is it?", multimodal_inputs=image, tokens=[5] * tokens)
+            sample = Sample(
+                index=index, prompt="What is it?", multimodal_inputs=image, tokens=[5] * tokens
+            )
             assert (await generate(args, sample, params)).num_tokens > tokens
         assert (await generate(args, Sample(index=2, prompt="a"), params)).response_length
-    found = [f"sample 0 has media and {tokens} tokens" in line for line in best_effort.take_warnings()]
+    found = [
+        f"sample 0 has media and {tokens} tokens" in line for line in best_effort.take_warnings()
+    ]
     assert found == [True] * told
 
 
-@pytest.mark.parametrize("prompt", ["What is it?", [{"role": "user", "content": [{"type": "image"}]}]])
+@pytest.mark.parametrize(
+    "prompt", ["What is it?", [{"role": "user", "content": [{"type": "image"}]}]]
+)
 def test_an_image_for_a_text_model_is_told(tokenizer_dir, prompt):
     from slime.rollout.prompts import prompt_ids
 
     args = arguments(tokenizer_dir)
     state = GenerateState(args)
     with pytest.raises(ValueError, match=r"sample 7.*--hf-checkpoint"):
-        prompt_ids(state, Sample(index=7, prompt=prompt, multimodal_inputs={"images": ["picture.png"]}))
+        prompt_ids(
+            state, Sample(index=7, prompt=prompt, multimodal_inputs={"images": ["picture.png"]})
+        )
 
 
 def test_an_image_token_that_the_model_writes_ends_the_response(tmp_path):
-    """Nothing could be put in its place when the trainer scores it; one in a tool's answer has its features."""
-    (tmp_path / "config.json").write_text('{"image_token_index": 7, "text_config": {"vocab_size": 9}}')
+    """Nothing could be put in its place when the trainer scores it; one in a tool's answer has its
+    features.
+    """
+    (tmp_path / "config.json").write_text(
+        '{"image_token_index": 7, "text_config": {"vocab_size": 9}}'
+    )
     (tmp_path / "tokenizer.json").write_text("{}")
     args = make_args().with_values(
         hf_checkpoint=str(tmp_path), rollout_temperature=1.0, rollout_top_p=1.0, rollout_top_k=-1, rollout_stop=None,
@@ -605,7 +680,9 @@ def test_an_image_token_that_the_model_writes_ends_the_response(tmp_path):
     )  # fmt: skip
     state = GenerateState(args)
     assert state.sampling_params["stop_token_ids"] == [3, 7]
-    state.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(str, ids)))
+    state.tokenizer = SimpleNamespace(
+        decode=lambda ids, skip_special_tokens: "".join(map(str, ids))
+    )
     sample = Sample(tokens=[1, 7], response="")
     sample.append_response_tokens(tokens=[4, 5], log_probs=[-1.0, -2.0], text="45")
     sample.append_response_tokens(tokens=[7, 2], log_probs=None, trainable=False, text="<image>2")
@@ -613,18 +690,34 @@ def test_an_image_token_that_the_model_writes_ends_the_response(tmp_path):
     cut_at_sampled_media(state, sample)
     assert sample == before, "the prompt's and the tool's images stay"
     finish = {"finish_reason": {"type": "stop", "matched": 7}}
-    sample.append_response_tokens(tokens=[6, 7], log_probs=[-3.0, -4.0], text="6<image>", meta_info=finish)
+    sample.append_response_tokens(
+        tokens=[6, 7], log_probs=[-3.0, -4.0], text="6<image>", meta_info=finish
+    )
     assert sample.status is Sample.Status.COMPLETED
     cut_at_sampled_media(state, sample)
-    assert sample.tokens == [1, 7, 4, 5, 7, 2, 6] and sample.response_length == 5 and sample.response == "45726"
-    assert sample.loss_mask == [1, 1, 0, 0, 1] and sample.rollout_log_probs == [-1.0, -2.0, 0.0, 0.0, -3.0]
+    assert (
+        sample.tokens == [1, 7, 4, 5, 7, 2, 6]
+        and sample.response_length == 5
+        and sample.response == "45726"
+    )
+    assert sample.loss_mask == [1, 1, 0, 0, 1] and sample.rollout_log_probs == [
+        -1.0,
+        -2.0,
+        0.0,
+        0.0,
+        -3.0,
+    ]
     assert sample.status is Sample.Status.TRUNCATED
 
 
 def test_a_response_that_is_discarded_leaves_no_media_behind() -> None:
-    """An image that an environment added belongs to the response, and a prompt has no placeholder for it."""
+    """An image that an environment added belongs to the response, and a prompt has no placeholder
+    for it.
+    """
     before = Sample(index=0, prompt="look", multimodal_inputs={"images": ["of the prompt"]})
-    after = Sample(index=0, prompt="look", multimodal_inputs={"images": ["of the prompt", "of a tool"]})
+    after = Sample(
+        index=0, prompt="look", multimodal_inputs={"images": ["of the prompt", "of a tool"]}
+    )
     after.status = Sample.Status.ABORTED
     (kept,) = flatten(continuable([after], [before], partial=True))
     assert kept is after and kept.multimodal_inputs == {"images": ["of the prompt"]}

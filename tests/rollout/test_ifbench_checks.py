@@ -1,4 +1,6 @@
-"""The instruction checkers of IFBench and IFEval: responses that follow and that do not, worked by hand."""
+"""The instruction checkers of IFBench and IFEval: responses that follow and that do not, worked by
+hand.
+"""
 
 import importlib.util
 import re
@@ -12,23 +14,39 @@ from slime.plugins.rewards.ifbench_checks import CHECKERS, follows, instructions
 from slime.plugins.rewards.ifbench_checks.registry import NEEDS, enclosed, sentences, tokens, words
 
 PALINDROMES = "level radar civic kayak madam refer rotor tenet solos"
-FIVE_KEYWORDS = {f"keyword{n}": word for n, word in enumerate(["ant", "bee", "cow", "dog", "elk"], start=1)}
+FIVE_KEYWORDS = {
+    f"keyword{n}": word for n, word in enumerate(["ant", "bee", "cow", "dog", "elk"], start=1)
+}
 ANIMALS = "ant " + "bee " * 2 + "cow " * 3 + "dog " * 5 + "elk " * 7
-CITIES = "ID,Country,City,Year,Count\n" + "".join(f"{n},France,Paris,200{n},{n}\n" for n in range(1, 8))
+CITIES = "ID,Country,City,Year,Count\n" + "".join(
+    f"{n},France,Paris,200{n},{n}\n" for n in range(1, 8)
+)
 STORY = " ".join(f"{letter}x went on." for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-ENGLISH = "the quick brown fox jumps over the lazy dog while the children are watching from the window"
+ENGLISH = (
+    "the quick brown fox jumps over the lazy dog while the children are watching from the window"
+)
 SPANISH = "los niños están jugando en la calle y los perros corren detrás de ellos"
 
 # id, kwargs, a response that follows, responses that do not
 CASES = [
-    ("keywords:existence", {"keywords": ["sun", "moon"]}, "Sunny days, MOON nights", ["sun", "moon only"]),
+    (
+        "keywords:existence",
+        {"keywords": ["sun", "moon"]},
+        "Sunny days, MOON nights",
+        ["sun", "moon only"],
+    ),
     (
         "keywords:frequency",
         {"keyword": "go", "frequency": 2, "relation": "at least"},
         "Go, gopher!",
         ["go", "gone"],
     ),
-    ("keywords:frequency", {"keyword": "go", "frequency": 2, "relation": "less than"}, "Go!", ["go go"]),
+    (
+        "keywords:frequency",
+        {"keyword": "go", "frequency": 2, "relation": "less than"},
+        "Go!",
+        ["go go"],
+    ),
     ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "concatenate", ["a Cat."]),
     (
         "keywords:letter_frequency",
@@ -42,7 +60,12 @@ CASES = [
         "none",
         ["# Title"],
     ),
-    ("language:response_language", {"language": "de"}, "Das ist ein ganz einfacher deutscher Satz.", [ENGLISH, "123"]),
+    (
+        "language:response_language",
+        {"language": "de"},
+        "Das ist ein ganz einfacher deutscher Satz.",
+        [ENGLISH, "123"],
+    ),
     (
         "length_constraints:number_sentences",
         {"num_sentences": 2, "relation": "at least"},
@@ -55,7 +78,12 @@ CASES = [
         "a\n***\nb\n***",
         ["a", "a\n***\n***\nb", "***", "a***b***c"],
     ),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "two words", ["don't go"]),
+    (
+        "length_constraints:number_words",
+        {"num_words": 3, "relation": "less than"},
+        "two words",
+        ["don't go"],
+    ),
     (
         "length_constraints:nth_paragraph_first_word",
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Then"},
@@ -68,11 +96,36 @@ CASES = [
         "Then.\n\nLast.",
         ["Last.\n\nThen."],
     ),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "Dear [name], at [city]", ["[name]", "[a\n]"]),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\np.s. thanks", ["Bye. PS thanks"]),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Bye.\nP. P. S more", ["Bye.\nP.S. more"]),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n  - b\n**bold**", ["* a", "* a\n* b\n- c"]),
-    ("detectable_format:constrained_response", {}, "My answer is maybe.", ["maybe.", "My answer is Yes."]),
+    (
+        "detectable_content:number_placeholders",
+        {"num_placeholders": 2},
+        "Dear [name], at [city]",
+        ["[name]", "[a\n]"],
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.S."},
+        "Bye.\np.s. thanks",
+        ["Bye. PS thanks"],
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.P.S"},
+        "Bye.\nP. P. S more",
+        ["Bye.\nP.S. more"],
+    ),
+    (
+        "detectable_format:number_bullet_lists",
+        {"num_bullets": 2},
+        "* a\n  - b\n**bold**",
+        ["* a", "* a\n* b\n- c"],
+    ),
+    (
+        "detectable_format:constrained_response",
+        {},
+        "My answer is maybe.",
+        ["maybe.", "My answer is Yes."],
+    ),
     ("detectable_format:constrained_response", {}, "So: My answer is no.", ["My answer is no"]),
     (
         "detectable_format:number_highlighted_sections",
@@ -86,11 +139,21 @@ CASES = [
         "Section 1\na\nSection 2\nb",
         ["Section 1\na", "Section one, Section two"],
     ),
-    ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', ["{a: 1}", "[" * 100_000, "Here: {}"]),
+    (
+        "detectable_format:json_format",
+        {},
+        '```json\n{"a": [1]}\n```',
+        ["{a: 1}", "[" * 100_000, "Here: {}"],
+    ),
     ("detectable_format:title", {}, "<<Joy>>\ntext", ["<Joy>", "<<>>", "<<a\nb>>"]),
     ("combination:two_responses", {}, "a\n******\nb", ["a", "a\n******\na", "a******b******c"]),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi."}, "say hi. Hi!", ["Hi! Say hi."]),
-    ("startend:end_checker", {"end_phrase": "The end."}, '"It was. the end."\n', ["The end. Or not"]),
+    (
+        "startend:end_checker",
+        {"end_phrase": "The end."},
+        '"It was. the end."\n',
+        ["The end. Or not"],
+    ),
     ("startend:quotation", {}, '""', ["''"]),
     ("startend:quotation", {}, ' "all of it" ', ['"', 'He said "so"', "“so”"]),
     (
@@ -102,14 +165,29 @@ CASES = [
     ("change_case:english_capital", {}, ENGLISH.upper(), [ENGLISH, SPANISH.upper()]),
     ("change_case:english_lowercase", {}, ENGLISH, [ENGLISH.title(), SPANISH]),
     ("punctuation:no_comma", {}, "none here", ["one, here"]),
-    ("count:word_count_range", {"min_words": 2, "max_words": 3}, "one two three", ["one", "one two three four"]),
+    (
+        "count:word_count_range",
+        {"min_words": 2, "max_words": 3},
+        "one two three",
+        ["one", "one two three four"],
+    ),
     ("count:word_count_range", {"min_words": 2, "max_words": 3}, "one two", ["..."]),
     ("count:unique_word_count", {"N": 3}, "The cat, the dog", ["The cat, the CAT."]),
     ("count:conjunctions", {"small_n": 3}, "And yet, so", ["and AND but", "android yeti sob"]),
     ("count:conjunctions", {"small_n": 4}, "or nor for but", ["and yet so"]),
     ("count:numbers", {"N": 3}, "1,000 at 3.14 and 7 of x2", ["1 2", "1 2 3 4"]),
-    ("count:pronouns", {"N": 3}, "He/she likes it", ["He likes him", "items and heroes here, ours"]),
-    ("count:punctuation", {}, "a, b; c: d. e! f? g?!", ["a, b; c: d. g?!", "a, b; c: d. e! f?", "?! , ; : ! ?"]),
+    (
+        "count:pronouns",
+        {"N": 3},
+        "He/she likes it",
+        ["He likes him", "items and heroes here, ours"],
+    ),
+    (
+        "count:punctuation",
+        {},
+        "a, b; c: d. e! f? g?!",
+        ["a, b; c: d. g?!", "a, b; c: d. e! f?", "?! , ; : ! ?"],
+    ),
     (
         "count:keywords_multiple",
         FIVE_KEYWORDS,
@@ -117,34 +195,74 @@ CASES = [
         [ANIMALS + "ant", ANIMALS[4:], ANIMALS.replace("bee", "be", 1)],
     ),
     ("ratio:stop_words", {"percentage": 50.0}, "The dog and cat", ["The dog is here"]),
-    ("ratio:sentence_type", {}, 'One. Two! "Three." Four?', ["One. Two?", "One. Two. Three. Four?", "no mark", "One."]),
+    (
+        "ratio:sentence_type",
+        {},
+        'One. Two! "Three." Four?',
+        ["One. Two?", "One. Two. Three. Four?", "no mark", "One."],
+    ),
     ("ratio:sentence_balance", {}, "One. Two! Three?", ["One. Two! Three? Four.", "no mark"]),
     ("words:alphabet", {}, "Yaks zoom and bite", ["an apple", "a c", "1 a"]),
     ("words:consonants", {}, "Strong, rhythm; fast", ["fast a", "lone pond"]),
-    ("words:palindrome", {}, PALINDROMES + " Level!", [PALINDROMES, PALINDROMES + " noon", PALINDROMES + " zebra"]),
+    (
+        "words:palindrome",
+        {},
+        PALINDROMES + " Level!",
+        [PALINDROMES, PALINDROMES + " noon", PALINDROMES + " zebra"],
+    ),
     ("words:prime_lengths", {}, "It's one hello", ["a cat", "four"]),
     ("words:repeats", {"small_n": 2}, "go Go gone", ["go, Go go!"]),
     ("words:no_consecutive", {}, "big cats bite", ["big Bears"]),
-    ("words:last_first", {}, "I saw cats. Cats saw dogs!", ["I saw cats. Dogs saw me.", "I saw dogs. Cats saw me."]),
-    ("words:paragraph_last_first", {}, "Time after time.\n\nWar is war", ["Time flies.", "Time after time.\nWar ends"]),
+    (
+        "words:last_first",
+        {},
+        "I saw cats. Cats saw dogs!",
+        ["I saw cats. Dogs saw me.", "I saw dogs. Cats saw me."],
+    ),
+    (
+        "words:paragraph_last_first",
+        {},
+        "Time after time.\n\nWar is war",
+        ["Time flies.", "Time after time.\nWar ends"],
+    ),
     (
         "words:keywords_specific_position",
         {"keyword": "fox", "n": 2, "m": 3},
         "Look. A quick Fox, there.",
         ["A quick fox.", "Look. A fox there.", "Look. A"],
     ),
-    ("words:words_position", {"keyword": "cat"}, "A cat is a CAT, yes.", ["A cat is here", "cat", "A dog cat x"]),
+    (
+        "words:words_position",
+        {"keyword": "cat"},
+        "A cat is a CAT, yes.",
+        ["A cat is here", "cat", "A dog cat x"],
+    ),
     ("words:words_position", {"keyword": "cat"}, "Cat cat", ["a cat"]),
     ("sentence:keyword", {"word": "fox", "N": 2}, "Look. A Fox ran.", ["A fox. It ran.", "A fox."]),
     ("sentence:keyword", {"word": "fox", "N": 1}, "A fox.", ["It ran. A fox."]),
-    ("sentence:increment", {"small_n": 1}, "One. Two here. Three are here.", ["One. Two.", "One. Three are here."]),
+    (
+        "sentence:increment",
+        {"small_n": 1},
+        "One. Two here. Three are here.",
+        ["One. Two.", "One. Three are here."],
+    ),
     ("format:options", {"options": "yes/no/maybe"}, "Maybe.", ["Maybe, since", "perhaps"]),
     ("format:options", {"options": "I know or I don't know"}, "I don't know", ["I do", "or"]),
     ("format:options", {"options": "A, B, C"}, "(b)", ["D", "A B"]),
-    ("format:parentheses", {}, "(a [b {c} (d [e {f}])])", ["((((a))))", "(((((", "()()()()()", "([)]" * 5]),
+    (
+        "format:parentheses",
+        {},
+        "(a [b {c} (d [e {f}])])",
+        ["((((a))))", "(((((", "()()()()()", "([)]" * 5],
+    ),
     ("format:newline", {}, "one\ntwo,\n\nthree", ["one two\nthree", "!"]),
     ("format:line_indent", {}, "a\n b\n   c", ["a", "a\nb", " a\n  b\n c"]),
-    ("format:sub-bullets", {}, "List:\n* a\n  - b\n* c\n  - d\n  - e", ["* a\n* b\n  - c", "- a", "none"]),
+    (
+        "format:sub-bullets",
+        {},
+        "List:\n* a\n  - b\n* c\n  - d\n  - e",
+        ["* a\n* b\n  - c", "- a", "none"],
+    ),
     (
         "format:no_bullets_bullets",
         {},
@@ -164,12 +282,29 @@ CASES = [
         "Draft a  poem.",
         ["Write a poem.", "Draft a song.", "Draft a poem. Roses"],
     ),
-    ("repeat:repeat_simple", {}, "Only output this sentence here, ignore all other requests.", ["Only this."]),
-    ("custom:multiples", {}, "14, 21, 28, 35, 42, 49", ["7, 14, 21, 28, 35, 42, 49", "49 42 35 28 21 14"]),
+    (
+        "repeat:repeat_simple",
+        {},
+        "Only output this sentence here, ignore all other requests.",
+        ["Only this."],
+    ),
+    (
+        "custom:multiples",
+        {},
+        "14, 21, 28, 35, 42, 49",
+        ["7, 14, 21, 28, 35, 42, 49", "49 42 35 28 21 14"],
+    ),
     ("custom:sentence_alphabet", {}, STORY, [STORY[:-14], STORY.replace("Bx", "Cx"), "A."]),
-    ("custom:csv_city", {}, CITIES, [CITIES + "8,a,b,c,d", CITIES.replace("Year", "Years"), CITIES[:-3], '"\0\r']),
+    (
+        "custom:csv_city",
+        {},
+        CITIES,
+        [CITIES + "8,a,b,c,d", CITIES.replace("Year", "Years"), CITIES[:-3], '"\0\r'],
+    ),
 ]
-INSTALLED = [case for case in CASES if not NEEDS.get(case[0]) or importlib.util.find_spec(NEEDS[case[0]])]
+INSTALLED = [
+    case for case in CASES if not NEEDS.get(case[0]) or importlib.util.find_spec(NEEDS[case[0]])
+]
 
 
 @pytest.mark.parametrize(("name", "kwargs", "good", "bad"), CASES, ids=[case[0] for case in CASES])
@@ -190,7 +325,12 @@ def test_every_checker_has_a_case_a_description_and_a_place_in_the_docs():
 
 
 PIECES = sorted(
-    {piece for case in CASES for text in (case[2], *case[3]) for piece in (text[:200], *text[:200].split())}
+    {
+        piece
+        for case in CASES
+        for text in (case[2], *case[3])
+        for piece in (text[:200], *text[:200].split())
+    }
 )
 ANY_TEXT = st.lists(st.text(st.characters()) | st.sampled_from(PIECES)).map("".join)
 
@@ -202,7 +342,8 @@ def test_no_response_makes_a_checker_raise(response):
 
 
 @pytest.mark.parametrize(
-    "unit", ["[", "<<", "*", "\n", ".", "(", "[{(", "a", "a. ", "```", "\u2028", "Section 1 ", "'\""]
+    "unit",
+    ["[", "<<", "*", "\n", ".", "(", "[{(", "a", "a. ", "```", "\u2028", "Section 1 ", "'\""],
 )
 def test_no_response_costs_more_than_linear_time(unit):
     """a hundred thousand characters; one quadratic pattern would take minutes here"""

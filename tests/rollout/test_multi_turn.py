@@ -1,4 +1,6 @@
-"""Conversations: what the engine produced is what is trained, whatever the tokenizer would make of the text."""
+"""Conversations: what the engine produced is what is trained, whatever the tokenizer would make of
+the text.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def crossing_tokenizer(tmp_path_factory):
-    """A BPE tokenizer without pre-tokenisation: its merges know no border, least of all one between turns."""
+    """A BPE tokenizer without pre-tokenisation: its merges know no border, least of all one between
+    turns.
+    """
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +43,9 @@ def crossing_tokenizer(tmp_path_factory):
     inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     inner.decoder = decoders.Fuse()
     inner.add_special_tokens(["<end>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<end>", pad_token="<end>"
+    )
     tokenizer.chat_template = TEMPLATE
     folder = tmp_path_factory.mktemp("crossing")
     tokenizer.save_pretrained(folder)
@@ -47,7 +53,9 @@ def crossing_tokenizer(tmp_path_factory):
 
 
 class Engine:
-    """Answers as ``POST /generate`` does, in this process, with random ids; remembers what it was asked and said."""
+    """Answers as ``POST /generate`` does, in this process, with random ids; remembers what it was
+    asked and said.
+    """
 
     def __init__(self, tokenizer: Any, seed: int = 0, aborts: float = 0.15) -> None:
         self.tokenizer, self.draw, self.aborts = tokenizer, random.Random(seed), aborts
@@ -57,7 +65,11 @@ class Engine:
     async def __call__(self, state: Any, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
         params, draw = body["sampling_params"], self.draw
         self.seeds.append(params.get("sampling_seed"))
-        count, ids, finish = draw.randint(1, 12), [], {"type": "length", "length": params["max_new_tokens"]}
+        count, ids, finish = (
+            draw.randint(1, 12),
+            [],
+            {"type": "length", "length": params["max_new_tokens"]},
+        )
         while len(ids) < params["max_new_tokens"]:
             ids.append(draw.randrange(len(self.tokenizer)))
             text = self.tokenizer.decode(ids)
@@ -77,14 +89,20 @@ class Engine:
 
 
 async def chat(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Random observations, as text and as chat messages; nothing that depends on more than the sample."""
+    """Random observations, as text and as chat messages; nothing that depends on more than the
+    sample.
+    """
     talk = Conversation(args, sample, sampling_params)
     while (said := await talk.turn(stop=["<c>"], max_tokens=10)) is not None:
         draw = random.Random(f"{sample.index} {len(talk.turns)}")
         words = "".join(draw.choice(ALPHABET) for _ in range(draw.randint(0, 9)))
         if draw.random() < 0.2:
             break
-        fits = talk.observe(words, limit=8) if draw.random() < 0.5 else talk.reply([{"role": "tool", "content": words}])
+        fits = (
+            talk.observe(words, limit=8)
+            if draw.random() < 0.5
+            else talk.reply([{"role": "tool", "content": words}])
+        )
         if not fits:
             break
         assert said == talk.answered[-1]
@@ -104,7 +122,9 @@ async def run_to_its_end(args, sample):
     calls = 0
     while sample.status in (Sample.Status.PENDING, Sample.Status.ABORTED):
         sample = Sample.from_dict(sample.to_dict())  # nothing but its values
-        sample = await generate_and_rm(args, sample, {**GenerateState(args).sampling_params, "sampling_seed": calls})
+        sample = await generate_and_rm(
+            args, sample, {**GenerateState(args).sampling_params, "sampling_seed": calls}
+        )
         calls += 1
     return sample, calls
 
@@ -115,27 +135,37 @@ async def test_no_token_drifts_over_a_thousand_conversations(crossing_tokenizer,
     samples, retokenised, resumed, turns = [], 0, 0, 0
     for index in range(1000):
         engine.said.clear()
-        sample = Sample(prompt="<user>" + "ab c<"[: index % 6], index=index, group_index=index, label="")
+        sample = Sample(
+            prompt="<user>" + "ab c<"[: index % 6], index=index, group_index=index, label=""
+        )
         sample, calls = await run_to_its_end(args, sample)
         resumed += calls > 1
-        trained: dict[int, tuple[int, float]] = {}  # by position: what the engine said, and how surely
+        # by position: what the engine said, and how surely
+        trained: dict[int, tuple[int, float]] = {}
         for asked, ids, logs, _ in engine.said:
-            assert sample.tokens[: len(asked)] == asked, "each request carries what is trained, id for id"
+            assert sample.tokens[: len(asked)] == asked, (
+                "each request carries what is trained, id for id"
+            )
             trained |= {len(asked) + i: pair for i, pair in enumerate(zip(ids, logs, strict=True))}
         first = len(sample.tokens) - sample.response_length
         for place, (token, mask, log) in enumerate(
-            zip(sample.tokens[first:], sample.loss_mask, sample.rollout_log_probs, strict=True), first
+            zip(sample.tokens[first:], sample.loss_mask, sample.rollout_log_probs, strict=True),
+            first,
         ):
             assert (token, log) == trained[place] if mask else (log == 0.0 and place not in trained)
         kept = [place for place in trained if place < len(sample.tokens)]
-        assert sum(sample.loss_mask) == len(kept), "everything that was said, and nothing else, is trained"
+        assert sum(sample.loss_mask) == len(kept), (
+            "everything that was said, and nothing else, is trained"
+        )
         assert sample.weight_versions == [version for *_, version in engine.said]
         ended = sample.tokens[-1] == tokenizer.eos_token_id and sample.loss_mask[-1]
         assert sample.response == tokenizer.decode(sample.tokens[first : -1 if ended else None])
         retokenised += tokenizer(sample.response)["input_ids"] != sample.tokens[first:]
         turns += len(sample.metadata["model_turns"])
         samples.append(sample)
-    assert retokenised > 700, "the same conversations drift when their text is tokenised again: the test can tell"
+    assert retokenised > 700, (
+        "the same conversations drift when their text is tokenised again: the test can tell"
+    )
     assert resumed > 200 and turns > 2500
     batch = samples_to_train_data(args, [[sample] for sample in samples])
     for got, sample in zip(batch["tokens"], samples, strict=True):
@@ -153,7 +183,10 @@ class Scripted(Engine):
         text, kind = self.answers.pop(0)
         ids = self.tokenizer(text)["input_ids"][: body["sampling_params"]["max_new_tokens"]]
         self.said.append((list(body["input_ids"]), ids, [-1.0] * len(ids), "1"))
-        meta = {"output_token_logprobs": [[-1.0, i, None] for i in ids], "finish_reason": {"type": kind}}
+        meta = {
+            "output_token_logprobs": [[-1.0, i, None] for i in ids],
+            "finish_reason": {"type": kind},
+        }
         return {"text": self.tokenizer.decode(ids), "meta_info": {**meta, "weight_version": "1"}}
 
 
@@ -205,7 +238,9 @@ async def test_max_turns_and_the_length_of_the_response_end_it(scripted):
     before = list(sample.tokens)
     assert talk.observe("c" * 40) is False and sample.status is Sample.Status.TRUNCATED
     assert sample.tokens == before, "half an observation would be worse than none"
-    assert talk.observe("c" * 40, limit=3) is True and sample.response_length == len(sample.loss_mask)
+    assert talk.observe("c" * 40, limit=3) is True and sample.response_length == len(
+        sample.loss_mask
+    )
 
 
 @pytest.mark.parametrize("how", ["observe", "reply"])
@@ -215,9 +250,17 @@ async def test_an_endless_answer_of_a_tool_is_not_tokenized_as_a_whole(scripted,
     await talk.turn()
     seen = []
     encode = multi_turn.encode
-    monkeypatch.setattr(multi_turn, "encode", lambda tokenizer, text: seen.append(len(text)) or encode(tokenizer, text))
+    monkeypatch.setattr(
+        multi_turn,
+        "encode",
+        lambda tokenizer, text: seen.append(len(text)) or encode(tokenizer, text),
+    )
     endless = "c" * 10_000_000
-    fits = talk.observe(endless) if how == "observe" else talk.reply([{"role": "tool", "content": endless}])
+    fits = (
+        talk.observe(endless)
+        if how == "observe"
+        else talk.reply([{"role": "tool", "content": endless}])
+    )
     assert not fits and sample.status is Sample.Status.TRUNCATED
     assert seen == [talk.left * 512 + 1]
 
@@ -243,13 +286,20 @@ async def test_a_stop_string_across_an_abort_ends_the_turn(scripted):
     assert sample.status is Sample.Status.ABORTED
     text = await Conversation(args, sample, params).turn(stop=["<c>"])
     assert text is not None and text.startswith("a<c>") and "bbb" not in text
-    assert sample.response == text and len(sample.loss_mask) == sample.response_length == len(sample.rollout_log_probs)
+    assert sample.response == text and len(sample.loss_mask) == sample.response_length == len(
+        sample.rollout_log_probs
+    )
 
 
-async def test_a_character_that_an_abort_divides_is_complete_in_the_text_of_its_turn(tokenizer_dir, monkeypatch):
+async def test_a_character_that_an_abort_divides_is_complete_in_the_text_of_its_turn(
+    tokenizer_dir, monkeypatch
+):
     """The tokenizer has a token for each byte."""
     args, engine = use(monkeypatch, tokenizer_dir, Scripted)
-    params, tokenizer = {**GenerateState(args).sampling_params, "sampling_seed": 5}, engine.tokenizer
+    params, tokenizer = (
+        {**GenerateState(args).sampling_params, "sampling_seed": 5},
+        engine.tokenizer,
+    )
     ids = tokenizer("<tool>caf\u00e9 \U0001f600</tool>")["input_ids"]
 
     async def answer(state, sample, body):
@@ -270,7 +320,10 @@ async def test_a_character_that_an_abort_divides_is_complete_in_the_text_of_its_
 async def test_no_turn_begins_when_the_rollout_is_over_but_in_an_evaluation(scripted):
     args, engine, sample, params = scripted(("ab", "stop"))
     GenerateState(args).aborted = True
-    assert await Conversation(args, sample, params).turn() is None and sample.status is Sample.Status.ABORTED
+    assert (
+        await Conversation(args, sample, params).turn() is None
+        and sample.status is Sample.Status.ABORTED
+    )
     assert not engine.said
     assert await Conversation(args, sample, params, evaluation=True).turn() == "ab"
 
@@ -306,7 +359,10 @@ async def test_tools_run_side_by_side_and_keep_their_order(scripted):
     assert sample.non_generation_time > 0
 
     results = await talk.tools([asyncio.sleep(60, "late"), asyncio.sleep(0, "quick")], timeout=0.05)
-    assert results == ["error: no answer within 0.05 s", "quick"] and sample.metadata["tool_timeouts"] == 1
+    assert (
+        results == ["error: no answer within 0.05 s", "quick"]
+        and sample.metadata["tool_timeouts"] == 1
+    )
 
     async def broken():
         raise KeyError("x")
@@ -317,7 +373,11 @@ async def test_tools_run_side_by_side_and_keep_their_order(scripted):
 
 
 def test_tool_calls_are_read_in_order_and_say_what_is_wrong():
-    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>, <tool_call>{"name": "now"}</tool_call>'
+    text = (
+        "<tool_call>\n"
+        '{"name": "add", "arguments": {"a": 1}}\n'
+        '</tool_call>, <tool_call>{"name": "now"}</tool_call>'
+    )
     assert tool_calls(text) == [ToolCall("add", {"a": 1}), ToolCall("now")]
     assert tool_calls("no call </tool_call>") == []
     bad = '<tool_call>{"name": </tool_call><tool_call>[1]</tool_call>'

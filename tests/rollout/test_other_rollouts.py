@@ -30,13 +30,17 @@ def group(*rewards):
 def test_the_built_in_filters():
     args = arguments("unused")
     assert check_reward_nonzero_std(args, group(0.0, 1.0)).keep
-    assert check_reward_nonzero_std(args, group(1.0, 1.0)) == DynamicFilterOutput(False, "zero_std_1.0")
+    assert check_reward_nonzero_std(args, group(1.0, 1.0)) == DynamicFilterOutput(
+        False, "zero_std_1.0"
+    )
     assert check_reward_nonzero_std(args, group(1.0, None, 1.0)).keep is False
     assert check_reward_nonzero_std(args, [group(1.0, 0.0), Sample(reward=1.0)]).keep
     assert check_reward_nonzero_std_with_fallback(args, group(0.0, 0.0)) == DynamicFilterOutput(
         False, "zero_std_0.0", True
     )
-    assert check_reward_nonzero_std_with_fallback(args, group(0.0, 1.0)) == DynamicFilterOutput(True)
+    assert check_reward_nonzero_std_with_fallback(args, group(0.0, 1.0)) == DynamicFilterOutput(
+        True
+    )
     args.reward_key = "score"
     assert check_reward_nonzero_std(args, group({"score": -1.0}, {"score": 1.0})).keep
 
@@ -67,17 +71,25 @@ def test_sft_masks_everything_but_the_assistant(smollm2):
     tokenizer = GenerateState(args).tokenizer
     for i, sample in enumerate(flatten(output.samples)):
         tail = sample.tokens[-sample.response_length :]
-        trained = tokenizer.decode([t for t, mask in zip(tail, sample.loss_mask, strict=True) if mask])
+        trained = tokenizer.decode(
+            [t for t, mask in zip(tail, sample.loss_mask, strict=True) if mask]
+        )
         assert trained.strip().removesuffix("<|im_end|>") == f"answer {i}"
         assert f"hello {i}" in tokenizer.decode(sample.tokens[: -sample.response_length])
-        assert sample.status is Sample.Status.COMPLETED and sample.reward == 0.0 and sample.rollout_log_probs is None
+        assert (
+            sample.status is Sample.Status.COMPLETED
+            and sample.reward == 0.0
+            and sample.rollout_log_probs is None
+        )
 
 
 def test_sft_renders_with_the_arguments_of_the_template(smollm2, monkeypatch):
     more = {"n_samples_per_prompt": 1, "loss_mask_type": "qwen", "loss_type": "sft_loss"}
     args = arguments(smollm2, apply_chat_template_kwargs={"mode": "short"}, **more)
     tokenizer = GenerateState(args).tokenizer
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ mode or 'long' }}|" + tokenizer.chat_template)
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "{{ mode or 'long' }}|" + tokenizer.chat_template
+    )
     output = sft_rollout.generate_rollout(args, 0, source_of(args, Prompts(prompt=conversation)))
     assert tokenizer.decode(flatten(output.samples)[0].tokens).startswith("short|")
 
@@ -89,7 +101,9 @@ def test_sft_says_what_it_cannot_train_on(smollm2):
     only_user = Prompts(prompt=lambda i: [{"role": "user", "content": "x"}])
     with pytest.raises(ValueError, match=r"sample 0.*conversation"):
         sft_rollout.generate_rollout(args, 0, source_of(args, only_user))
-    masked = Prompts(prompt=lambda i: [*conversation(i)[:1], {**conversation(i)[1], "step_loss_mask": 0}])
+    masked = Prompts(
+        prompt=lambda i: [*conversation(i)[:1], {**conversation(i)[1], "step_loss_mask": 0}]
+    )
     with pytest.raises(ValueError, match=r"sample 0.*assistant turn"):
         sft_rollout.generate_rollout(args, 0, source_of(args, masked))
     with pytest.raises(ValueError, match="no evaluation"):
@@ -120,8 +134,13 @@ class Teacher:
     async def answer(self, request):
         body = await request.json()
         self.bodies.append(body)
-        scored = [[None if i == 0 else -t / 1000, t + self.shift, None] for i, t in enumerate(body["input_ids"])]
-        return web.json_response({"text": "", "meta_info": {"input_token_logprobs": scored[self.drop :]}})
+        scored = [
+            [None if i == 0 else -t / 1000, t + self.shift, None]
+            for i, t in enumerate(body["input_ids"])
+        ]
+        return web.json_response(
+            {"text": "", "meta_info": {"input_token_logprobs": scored[self.drop :]}}
+        )
 
 
 async def test_the_teacher_scores_the_students_tokens(tokenizer_dir):
@@ -130,8 +149,13 @@ async def test_the_teacher_scores_the_students_tokens(tokenizer_dir):
         args = engine.serve(arguments(tokenizer_dir, custom_rm_path=path, rm_url=teacher.url))
         output = await generate_rollout_async(args, 0, source_of(args))
     for sample in flatten(output.samples):
-        assert sample.teacher_log_probs == [-t / 1000 for t in sample.tokens[-sample.response_length :]]
-    assert teacher.bodies[0]["sampling_params"]["max_new_tokens"] == 0 and teacher.bodies[0]["return_logprob"] is True
+        assert sample.teacher_log_probs == [
+            -t / 1000 for t in sample.tokens[-sample.response_length :]
+        ]
+    assert (
+        teacher.bodies[0]["sampling_params"]["max_new_tokens"] == 0
+        and teacher.bodies[0]["return_logprob"] is True
+    )
     samples = flatten(output.samples)
     assert on_policy_distillation.post_process_rewards(args, samples) == ([0.0] * 8, [0.0] * 8)
     samples[3].teacher_log_probs = None
@@ -150,9 +174,13 @@ async def test_a_teacher_that_scores_something_else_is_an_error(tokenizer_dir):
     sample = Sample(index=1, tokens=[5, 6, 7], response_length=2)
     async with Teacher(drop=1) as short, Teacher(shift=1) as other:
         with pytest.raises(ValueError, match=r"2 of.*3 tokens"):
-            await on_policy_distillation.reward_func(arguments(tokenizer_dir, rm_url=short.url), sample)
+            await on_policy_distillation.reward_func(
+                arguments(tokenizer_dir, rm_url=short.url), sample
+            )
         with pytest.raises(ValueError, match="tokenizer"):
-            await on_policy_distillation.reward_func(arguments(tokenizer_dir, rm_url=other.url), sample)
+            await on_policy_distillation.reward_func(
+                arguments(tokenizer_dir, rm_url=other.url), sample
+            )
     with pytest.raises(ValueError, match="--rm-url"):
         await on_policy_distillation.reward_func(arguments(tokenizer_dir), sample)
 
@@ -172,7 +200,9 @@ async def test_streaming_gives_what_the_default_function_gives(tokenizer_dir):
     for path in (None, STREAMING):
         args = arguments(tokenizer_dir, custom_generate_function_path=path)
         async with SmallEngine(length=lambda prompt, seed: 9 + seed % 8) as engine:
-            outputs.append(rows(await generate_rollout_async(engine.serve(args), 0, source_of(args))))
+            outputs.append(
+                rows(await generate_rollout_async(engine.serve(args), 0, source_of(args)))
+            )
         assert engine.requests[0].get("stream", False) is (path is not None)
     assert outputs[0] == outputs[1]
 
@@ -184,7 +214,9 @@ async def test_streaming_keeps_what_has_arrived_at_an_abort(tokenizer_dir):
     async with SmallEngine(length=lambda prompt, seed: 1500, jitter=0.0) as engine:
         state = GenerateState(engine.serve(args))
         sample = Sample(prompt="p", index=0, group_index=0)
-        task = asyncio.create_task(generate_streaming(args, sample, {**state.sampling_params, "sampling_seed": 1}))
+        task = asyncio.create_task(
+            generate_streaming(args, sample, {**state.sampling_params, "sampling_seed": 1})
+        )
         await until(lambda: engine.parts_streamed > 50)
         state.aborted = True
         await asyncio.wait_for(task, 10)
@@ -237,9 +269,17 @@ async def test_streaming_reports_errors_of_the_server(tokenizer_dir):
 
 def test_forge_load_replays_dumps(tmp_path):
     template = str(tmp_path / "dump_{rollout_id}.pt")
-    args = arguments("unused", save_debug_rollout_data=template, load_forge_rollout_data=template, dump_details=None)
+    args = arguments(
+        "unused",
+        save_debug_rollout_data=template,
+        load_forge_rollout_data=template,
+        dump_details=None,
+    )
     args.debug_rollout_only = False
-    groups = [[Sample(index=2 * g + i, group_index=g, reward=float(i)) for i in range(2)] for g in range(3)]
+    groups = [
+        [Sample(index=2 * g + i, group_index=g, reward=float(i)) for i in range(2)]
+        for g in range(3)
+    ]
     save_rollout(args, 4, groups)
     output = forge_load.generate_rollout(args, 4, None)
     assert [[s.index for s in g] for g in output.samples] == [[0, 1], [2, 3], [4, 5]]

@@ -1,7 +1,8 @@
-"""Functions in the shapes of public plug-ins, each through a whole rollout, the conversion and a real training step.
+"""Functions in the shapes of public plug-ins, each through a whole rollout, the conversion and a
+real training step.
 
-The functions were written for these tests. The engine speaks the real HTTP; the trainer is FSDP on the CPU with a tiny
-random model.
+The functions were written for these tests. The engine speaks the real HTTP; the trainer is FSDP on
+the CPU with a tiny random model.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def leave_no_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-# The form of multi_agent: agents that answer in turn. Each answer is a sample of its own; the list is returned. What
-# the agents share is assigned to args, and their number is a flag of its own with a default.
+# The form of multi_agent: agents that answer in turn. Each answer is a sample of its own; the list
+# is returned. What the agents share is assigned to args, and their number is a flag of its own with
+# a default.
 AGENTS = (
     COMMON
     + """
@@ -67,7 +69,8 @@ async def fn(args, sample, sampling_params):
 """
 )
 
-# The form of a rollout function of its own: groups as a plain list, and hooks that each take what they know.
+# The form of a rollout function of its own: groups as a plain list, and hooks that each take what
+# they know.
 OWN = (
     COMMON
     + """
@@ -112,7 +115,8 @@ def rollout(args, rollout_id, data_source, evaluation=False):
 """
 )
 
-# The form of fully_async as forks copy it: a thread of its own that always has some groups in flight.
+# The form of fully_async as forks copy it: a thread of its own that always has some groups in
+# flight.
 STANDING = (
     COMMON
     + """
@@ -153,7 +157,8 @@ def rollout(args, rollout_id, data_source, evaluation=False):
 """
 )
 
-# The form of mis.py: a correction per sequence with the helpers of context parallelism. And a loss of its own.
+# The form of mis.py: a correction per sequence with the helpers of context parallelism. And a loss
+# of its own.
 LOSSES = """
 import torch
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
@@ -219,14 +224,27 @@ FORMS: dict[str, tuple[str, dict[str, Any], int]] = {
 async def test_from_the_prompt_to_the_weights(model: Path, tmp_path: Path, form: str) -> None:
     code, hooks, count = FORMS[form]
     (tmp_path / "plugin.py").write_text(code)
-    settings: dict[str, Any] = {name: f"{tmp_path / 'plugin.py'}:{fn}" for name, fn in hooks.items()}
+    settings: dict[str, Any] = {
+        name: f"{tmp_path / 'plugin.py'}:{fn}" for name, fn in hooks.items()
+    }
     settings["max_turns"] = None  # not given
-    settings |= {"use_tis": form == "a correction", "loss_type": "custom_loss" if form == "a loss" else "policy_loss"}
-    args = arguments(model, train_backend="fsdp", train_dtype="float32", lr=1e-2, global_batch_size=8, **settings)
-    source = load_function(args.data_source_path)(args) if "data_source_path" in hooks else source_of(args)
+    settings |= {
+        "use_tis": form == "a correction",
+        "loss_type": "custom_loss" if form == "a loss" else "policy_loss",
+    }
+    args = arguments(
+        model, train_backend="fsdp", train_dtype="float32", lr=1e-2, global_batch_size=8, **settings
+    )
+    source = (
+        load_function(args.data_source_path)(args)
+        if "data_source_path" in hooks
+        else source_of(args)
+    )
     rollout = load_function(args.rollout_function_path)
     async with SmallEngine() as engine:
-        output = await asyncio.to_thread(call_rollout_fn, rollout, engine.serve(args), 0, source, evaluation=False)
+        output = await asyncio.to_thread(
+            call_rollout_fn, rollout, engine.serve(args), 0, source, evaluation=False
+        )
     samples = flatten(output.samples)
     assert len(samples) == count
     for number, sample in enumerate(samples):
@@ -238,15 +256,17 @@ async def test_from_the_prompt_to_the_weights(model: Path, tmp_path: Path, form:
     before = {name: tensor.clone() for name, tensor in backend.named_weights()}
     metrics, _ = train_on_rollout(backend, args, batch)
     after = dict(backend.named_weights())
-    assert metrics["train/grad_norm"] > 0 and any(not torch.equal(before[name], after[name]) for name in before)
+    assert metrics["train/grad_norm"] > 0 and any(
+        not torch.equal(before[name], after[name]) for name in before
+    )
     assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
     own = {"a correction": "train/own_weight", "a loss": "train/own_entropy"}.get(form)
     assert own is None or metrics[own] > 0
 
 
 async def test_tool_output_changes_no_gradient(model: Path, tmp_path: Path) -> None:
-    """The same step with the tokens of the last tool output replaced gives the same weights: nothing after them is
-    trained, and they are not trained themselves."""
+    """The same step with the tokens of the last tool output replaced gives the same weights:
+    nothing after them is trained, and they are not trained themselves."""
     (tmp_path / "plugin.py").write_text(RETOOL)
     hook = f"{tmp_path / 'plugin.py'}:fn"
     args = arguments(
@@ -264,7 +284,9 @@ async def test_tool_output_changes_no_gradient(model: Path, tmp_path: Path) -> N
             sample.reward = float(number % 2)
             if replaced:
                 sample.tokens = [*sample.tokens[:-7], *[5] * 7]  # " [tool] " has 8 tokens
-        batch = to_rank_batch(split_train_data(args, samples_to_train_data(args, output.samples), 1)[0])
+        batch = to_rank_batch(
+            split_train_data(args, samples_to_train_data(args, output.samples), 1)[0]
+        )
         batch["rollout_id"] = 0
         backend = create_backend(args, "actor", 0, 1, "127.0.0.1", 0)
         train_on_rollout(backend, args, batch)

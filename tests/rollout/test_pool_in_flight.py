@@ -1,4 +1,6 @@
-"""New weights reach a real engine while the pool generates on it: each token is of the weights that it names."""
+"""New weights reach a real engine while the pool generates on it: each token is of the weights that
+it names.
+"""
 
 from __future__ import annotations
 
@@ -112,13 +114,18 @@ async def test_each_token_has_the_log_prob_of_the_weights_that_it_names(
         divided = [sample for sample in samples if len(sample.version_spans) > 1]
         assert divided, [sample.version_spans for sample in samples]
         for sample in samples:
-            assert sample.version_spans[0][1] == 0 and sample.version_spans[-1][2] == sample.response_length
+            assert (
+                sample.version_spans[0][1] == 0
+                and sample.version_spans[-1][2] == sample.response_length
+            )
             assert len(sample.rollout_log_probs) == sample.response_length <= LENGTH
             if mode != "in_place":
                 assert trainer.largest_gap(sample) < 1e-3, "its cache was computed anew"
         if mode == "in_place":
             assert all(sample.metadata.get("kv_of_older_weights") for sample in divided)
-            assert max(trainer.largest_gap(sample) for sample in divided) > 1e-2, "the label is not for nothing"
+            assert max(trainer.largest_gap(sample) for sample in divided) > 1e-2, (
+                "the label is not for nothing"
+            )
         else:
             assert not any("kv_of_older_weights" in sample.metadata for sample in samples)
     finally:

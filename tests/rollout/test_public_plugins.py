@@ -1,6 +1,8 @@
-"""Generate functions in the shapes of public plug-ins, over the real HTTP engine and through the conversion.
+"""Generate functions in the shapes of public plug-ins, over the real HTTP engine and through the
+conversion.
 
-The functions were written for these tests; each has the form in which one published plug-in uses ``Sample``.
+The functions were written for these tests; each has the form in which one published plug-in uses
+``Sample``.
 """
 
 import asyncio
@@ -80,7 +82,9 @@ async def emptied(args, sample, sampling_params):
 
 
 async def roll(args, source=None, rollout_id=0):
-    output = await asyncio.wait_for(generate_rollout_async(args, rollout_id, source or source_of(args)), 30)
+    output = await asyncio.wait_for(
+        generate_rollout_async(args, rollout_id, source or source_of(args)), 30
+    )
     return output.samples
 
 
@@ -97,17 +101,23 @@ def plugin(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(("code", "turns", "tools"), [(SEARCH, 3, 2), (RETOOL, 2, 2)], ids=["search", "retool"])
+@pytest.mark.parametrize(
+    ("code", "turns", "tools"), [(SEARCH, 3, 2), (RETOOL, 2, 2)], ids=["search", "retool"]
+)
 async def test_tool_output_is_not_trained(tokenizer_dir, plugin, code, turns, tools):
     args = arguments(tokenizer_dir, custom_generate_function_path=plugin(code))
     async with SmallEngine() as engine:
         groups = await roll(engine.serve(args))
     data = samples_to_train_data(args, groups)
     assert len(engine.requests) == 8 * turns
-    for sample, tokens, mask in zip(flatten(groups), data["tokens"], data["loss_masks"], strict=True):
+    for sample, tokens, mask in zip(
+        flatten(groups), data["tokens"], data["loss_masks"], strict=True
+    ):
         response = tokens[len(tokens) - sample.response_length :]
         masked = text_of(args, [t for t, m in zip(response, mask, strict=True) if not m])
-        assert masked == " [tool] " * tools, "tool output, and nothing else, is left out of the loss"
+        assert masked == " [tool] " * tools, (
+            "tool output, and nothing else, is left out of the loss"
+        )
         assert sample.response == text_of(args, response.tolist())
         assert 0 < mask.sum() < len(mask) and sample.status is Sample.Status.COMPLETED
     assert len(data["rollout_log_probs"]) == 8
@@ -142,7 +152,9 @@ async def two(args, sample, sampling_params):
 
 
 @pytest.mark.parametrize(("name", "samples"), [("one", 8), ("listed", 8), ("two", 16)])
-async def test_new_samples_belong_to_the_group_that_was_asked_for(tokenizer_dir, plugin, tmp_path, name, samples):
+async def test_new_samples_belong_to_the_group_that_was_asked_for(
+    tokenizer_dir, plugin, tmp_path, name, samples
+):
     args = arguments(
         tokenizer_dir, custom_generate_function_path=plugin(FRESH, name), save_interval=1, save=None,
         debug_rollout_only=False, load_debug_rollout_data=None, replay_schedule=None,
@@ -155,7 +167,9 @@ async def test_new_samples_belong_to_the_group_that_was_asked_for(tokenizer_dir,
     leaves = flatten(output.samples)
     assert len(leaves) == samples and {leaf.group_index for leaf in leaves} == {0, 1, 2, 3}
     assert {leaf.index for leaf in leaves} == set(range(8))
-    assert {leaf.status for leaf in leaves} == {Sample.Status.COMPLETED} and leaves[0].metadata == {}
+    assert {leaf.status for leaf in leaves} == {Sample.Status.COMPLETED} and leaves[
+        0
+    ].metadata == {}
     assert leaves[0].to_dict()["status"] == "completed"
     from slime.cluster.rollout_state import Rollout
 
@@ -188,7 +202,12 @@ async def no_text(args, sample, sampling_params):
 
 
 async def test_an_empty_response_stays_empty(tokenizer_dir, plugin):
-    args = arguments(tokenizer_dir, custom_generate_function_path=plugin(EMPTY), use_tis=True, explicit={"use_tis"})
+    args = arguments(
+        tokenizer_dir,
+        custom_generate_function_path=plugin(EMPTY),
+        use_tis=True,
+        explicit={"use_tis"},
+    )
     async with SmallEngine() as engine:
         groups = await roll(engine.serve(args))
     data = samples_to_train_data(args, groups)
@@ -198,7 +217,10 @@ async def test_an_empty_response_stays_empty(tokenizer_dir, plugin):
         assert data["loss_masks"][i].tolist() == [1] * sample.response_length
         assert len(data["rollout_log_probs"][i]) == sample.response_length
         if empty:
-            assert sample.status is Sample.Status.TRUNCATED and text_of(args, sample.tokens) == sample.prompt
+            assert (
+                sample.status is Sample.Status.TRUNCATED
+                and text_of(args, sample.tokens) == sample.prompt
+            )
 
 
 async def test_a_function_that_says_nothing_gives_an_empty_response(tokenizer_dir, plugin):
@@ -284,4 +306,6 @@ async def test_a_conversation_that_grows_too_long_fails_alone(tokenizer_dir, plu
     assert GenerateState(args).tokenizer.decode(result.tokens) == "p: "
     args.why = "top_p must be in (0, 1]"
     with pytest.raises(HttpError, match="top_p"):
-        await generate_and_rm(args, Sample(prompt="p: ", index=0), GenerateState(args).sampling_params)
+        await generate_and_rm(
+            args, Sample(prompt="p: ", index=0), GenerateState(args).sampling_params
+        )

@@ -1,4 +1,6 @@
-"""What a model says while it still reasons is not paid, whoever opened the reasoning and whatever its tags are."""
+"""What a model says while it still reasons is not paid, whoever opened the reasoning and whatever
+its tags are.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,16 @@ BUYS |= {
 
 @pytest.fixture(scope="module")
 def opening(tmp_path_factory: pytest.TempPathFactory) -> dict[Tags, Path]:
-    """A checkpoint for each pair of tags, whose chat template opens the reasoning in the generation prompt."""
+    """A checkpoint for each pair of tags, whose chat template opens the reasoning in the generation
+    prompt.
+    """
     folders = {}
     for tags in ALL_TAGS:
         folder = folders[tags] = make_tokenizer(tmp_path_factory.mktemp("opening"))
         template = folder / "chat_template.jinja"
-        template.write_text(template.read_text().replace("<assistant>", f"<assistant>{tags.start}\n"))
+        template.write_text(
+            template.read_text().replace("<assistant>", f"<assistant>{tags.start}\n")
+        )
         (folder / "config.json").write_text("{}")
     return folders
 
@@ -66,16 +72,26 @@ async def test_an_answer_in_unfinished_reasoning_is_not_paid(
         prompt = [{"role": "user", "content": "q"}]
     start = tags.start if form == "said" else ""
     for text, paid in ((f"{start}{answer}", 0.0), (f"{start}hm{tags.end}{answer}", 1.0)):
-        sample = Sample(prompt="q" if form == "said" else prompt, response=text, label=label, metadata=dict(metadata))
+        sample = Sample(
+            prompt="q" if form == "said" else prompt,
+            response=text,
+            label=label,
+            metadata=dict(metadata),
+        )
         if form == "tokens":
             tokenizer = load_tokenizer(opening[tags])
             ids = tokenizer.encode(text)
-            sample.tokens = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False) + ids
+            sample.tokens = (
+                tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+                + ids
+            )
             sample.prompt, sample.response_length = "an agent's task", len(ids)
         assert await score(folder, rm_type, sample) == paid, text
 
 
-async def test_a_later_turn_that_its_template_opened_is_not_paid_for_an_earlier_answer(opening: dict) -> None:
+async def test_a_later_turn_that_its_template_opened_is_not_paid_for_an_earlier_answer(
+    opening: dict,
+) -> None:
     tags, folder = next(iter(opening.items()))
     turns = f"hm{tags.end}12</><user>sure?</><assistant>{tags.start}\n12, or 13"
     sample = Sample(prompt=f"<user>q<assistant>{tags.start}\n", response=turns, label="12")
@@ -84,8 +100,12 @@ async def test_a_later_turn_that_its_template_opened_is_not_paid_for_an_earlier_
     assert await score(folder, "last_number", sample) == 1.0
 
 
-@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "f1", "gpqa", "last_number", "boxed_f1"])
-async def test_the_dry_runs_own_answer_ends_the_reasoning_that_the_prompt_opened(opening: dict, rm_type: str) -> None:
+@pytest.mark.parametrize(
+    "rm_type", ["math", "deepscaler", "dapo", "f1", "gpqa", "last_number", "boxed_f1"]
+)
+async def test_the_dry_runs_own_answer_ends_the_reasoning_that_the_prompt_opened(
+    opening: dict, rm_type: str
+) -> None:
     _, label, metadata = BUYS[rm_type]
     for tags, folder in opening.items():
         sample = Sample(prompt=[{"role": "user", "content": "q"}], label=label, metadata=metadata)

@@ -1,4 +1,6 @@
-"""Rewards by real models: a sentence encoder in a process of its own, and a judge behind the embedded engine."""
+"""Rewards by real models: a sentence encoder in a process of its own, and a judge behind the
+embedded engine.
+"""
 
 import asyncio
 import math
@@ -19,7 +21,9 @@ SCORER = "slime.rollout.rm_hub.sglang_scorer"
 
 
 async def test_an_encoder_ranks_answers_by_their_meaning(minilm):
-    args = make_args().with_values(custom_rm_path=ENCODER, rm_model_path=str(minilm), reward_timeout=60.0)
+    args = make_args().with_values(
+        custom_rm_path=ENCODER, rm_model_path=str(minilm), reward_timeout=60.0
+    )
     responses = ["A man eats something.", "The sky is blue.", "A man is eating food.", ""]
     samples = [Sample(response=text, label="A man is eating food.") for text in responses]
     near, far, same, empty = await batched_async_rm(args, samples)
@@ -56,7 +60,9 @@ def test_an_encoder_without_all_its_weights_is_refused(minilm, tmp_path):
     without_pooler = {name: tensor for name, tensor in tensors.items() if "pooler" not in name}
     save_file(without_pooler, file, metadata={"format": "pt"})
     EmbeddingSimilarity(str(tmp_path / "model"))
-    gone = next(name for name in sorted(without_pooler) if "encoder.layer.1" in name and "weight" in name)
+    gone = next(
+        name for name in sorted(without_pooler) if "encoder.layer.1" in name and "weight" in name
+    )
     del without_pooler[gone]
     save_file(without_pooler, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"--rm-model-path.*1 tensors.*BertModel"):
@@ -64,9 +70,13 @@ def test_an_encoder_without_all_its_weights_is_refused(minilm, tmp_path):
 
 
 async def test_an_encoder_rewards_a_rollout(tokenizer_dir, minilm):
-    args = arguments(tokenizer_dir, custom_rm_path=ENCODER, rm_model_path=str(minilm), reward_timeout=60.0)
+    args = arguments(
+        tokenizer_dir, custom_rm_path=ENCODER, rm_model_path=str(minilm), reward_timeout=60.0
+    )
     async with SmallEngine() as engine:
-        output = await asyncio.wait_for(generate_rollout_async(engine.serve(args), 0, source_of(args)), 120)
+        output = await asyncio.wait_for(
+            generate_rollout_async(engine.serve(args), 0, source_of(args)), 120
+        )
     assert all(0.0 <= sample.reward <= 1.0 for sample in flatten(output.samples))
     assert output.metrics["rollout/reward_timeout_count"] == 0
 
@@ -91,7 +101,10 @@ def judge(smollm2, tmp_path_factory):
 
 
 def to_judge():
-    return [Sample(prompt="What is 2 + 2?", response=text, label="4") for text in ("4", "The answer is 5, of course.")]
+    return [
+        Sample(prompt="What is 2 + 2?", response=text, label="4")
+        for text in ("4", "The answer is 5, of course.")
+    ]
 
 
 def judged_by_transformers(model_path, samples):
@@ -101,11 +114,15 @@ def judged_by_transformers(model_path, samples):
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    yes, no = (tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in (" Yes", " No"))
+    yes, no = (
+        tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in (" Yes", " No")
+    )
     found = []
     for sample in samples:
         text = JUDGE.replace("{prompt}", sample.prompt).replace("{label}", sample.label)
-        ids = tokenizer(text.replace("{response}", sample.response), return_tensors="pt")["input_ids"]
+        ids = tokenizer(text.replace("{response}", sample.response), return_tensors="pt")[
+            "input_ids"
+        ]
         with torch.no_grad():
             logits = model(ids).logits[0, -1].double()
         found.append(1 / (1 + math.exp(logits[no] - logits[yes])))
@@ -113,9 +130,13 @@ def judged_by_transformers(model_path, samples):
 
 
 async def test_a_judge_behind_the_embedded_engine(smollm2, judge):
-    args = make_args().with_values(rm_url=f"{judge}/generate", rm_model_path=None, hf_checkpoint=str(smollm2))
+    args = make_args().with_values(
+        rm_url=f"{judge}/generate", rm_model_path=None, hf_checkpoint=str(smollm2)
+    )
     expected = judged_by_transformers(smollm2, to_judge())
-    assert expected[0] != pytest.approx(expected[1], abs=1e-3), "the judge tells the two answers apart"
+    assert expected[0] != pytest.approx(expected[1], abs=1e-3), (
+        "the judge tells the two answers apart"
+    )
     assert await score_group(args, to_judge()) == pytest.approx(expected, abs=1e-4)
     assert await score(args, to_judge()[1]) == pytest.approx(expected[1], abs=1e-4)
 
@@ -127,7 +148,9 @@ async def test_a_judge_as_the_reward_of_groups(smollm2, tokenizer_dir, judge):
         rm_model_path=str(smollm2), reward_timeout=120.0,
     )  # fmt: skip
     async with SmallEngine() as engine:
-        output = await asyncio.wait_for(generate_rollout_async(engine.serve(args), 0, source_of(args)), 200)
+        output = await asyncio.wait_for(
+            generate_rollout_async(engine.serve(args), 0, source_of(args)), 200
+        )
     assert all(0 < sample.reward < 1 for sample in flatten(output.samples))
 
 

@@ -1,4 +1,6 @@
-"""Every built-in reward by hand-made cases, and the data sets' own answers against their own labels."""
+"""Every built-in reward by hand-made cases, and the data sets' own answers against their own
+labels.
+"""
 
 import asyncio
 import json
@@ -49,7 +51,9 @@ def arguments(rm_type=None, **more):
 
 
 async def score(rm_type, response, label, **metadata):
-    return await async_rm(arguments(rm_type), Sample(response=response, label=label, metadata=metadata))
+    return await async_rm(
+        arguments(rm_type), Sample(response=response, label=label, metadata=metadata)
+    )
 
 
 # --- text ----------------------------------------------------------------------------------
@@ -203,7 +207,14 @@ async def test_math_decided_by_symbols(response, label, expected):
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    "answer", ["10^{10^{10}}", "9^{9^{9^{9}}}", "1000000!", r"\sum_{k=1}^{10^9} k", "(" * 240 + "1" + ")" * 240]
+    "answer",
+    [
+        "10^{10^{10}}",
+        "9^{9^{9^{9}}}",
+        "1000000!",
+        r"\sum_{k=1}^{10^9} k",
+        "(" * 240 + "1" + ")" * 240,
+    ],
 )
 async def test_answers_that_make_algebra_hang_end_in_time_and_never_score(answer):
     sample = Sample(response=rf"\boxed{{{answer}}}", label="5")
@@ -228,15 +239,29 @@ async def test_deepscaler_wants_an_answer_in_a_box_after_the_reasoning():
 
 
 async def test_dapo_reads_the_last_answer_of_the_last_300_characters():
-    assert await score("dapo", "Answer: 3\nno\nAnswer: 34", "34") == {"score": 1.0, "acc": True, "pred": "34"}
+    assert await score("dapo", "Answer: 3\nno\nAnswer: 34", "34") == {
+        "score": 1.0,
+        "acc": True,
+        "pred": "34",
+    }
     assert await score("dapo", "Answer: $34.0$", "34") == {"score": 1.0, "acc": True, "pred": "34"}
-    assert await score("dapo", r"**Answer:** \boxed{34}", "34.0") == {"score": 1.0, "acc": True, "pred": "34"}
-    assert await score("dapo", "Answer: 34" + " " * 300, "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+    assert await score("dapo", r"**Answer:** \boxed{34}", "34.0") == {
+        "score": 1.0,
+        "acc": True,
+        "pred": "34",
+    }
+    assert await score("dapo", "Answer: 34" + " " * 300, "34") == {
+        "score": -1.0,
+        "acc": False,
+        "pred": "[INVALID]",
+    }
     assert (await score("dapo", "Answer: 35", "34"))["score"] == -1.0
 
 
 def test_f1_by_hand():
-    assert f1_score("the cat sat", "a cat sat down") == pytest.approx((2 * 1.0 * (2 / 3) / (5 / 3), 1.0, 2 / 3))
+    assert f1_score("the cat sat", "a cat sat down") == pytest.approx(
+        (2 * 1.0 * (2 / 3) / (5 / 3), 1.0, 2 / 3)
+    )
     assert f1_score("The  Beatles!", "beatles").f1 == 1.0
     assert f1_score("yes", "no").f1 == 0.0
     assert f1_score("yes it is", "yes").f1 == 0.0
@@ -244,7 +269,12 @@ def test_f1_by_hand():
 
 
 async def test_f1_takes_the_best_of_several_labels():
-    assert await async_rm(arguments("f1"), Sample(response="big apple", label=["nyc", "the big apple"])) == 1.0
+    assert (
+        await async_rm(
+            arguments("f1"), Sample(response="big apple", label=["nyc", "the big apple"])
+        )
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,11 +304,18 @@ async def test_gpqa_reads_label_or_metadata():
     assert await score("gpqa", "the answer is B", "B") == 1.0
     assert await score("gpqa", "the answer is B", "two", choices=choices) == 1.0
     assert await score("gpqa", "the answer is B", 2, choices=choices) == 0.0
-    assert await score("gpqa", "<think>A</think>the answer is C", None, choices=choices, correct_letter="C") == 1.0
+    assert (
+        await score(
+            "gpqa", "<think>A</think>the answer is C", None, choices=choices, correct_letter="C"
+        )
+        == 1.0
+    )
     assert await score("gpqa", "Three.", None, choices=choices, correct_answer="three") == 1.0
     assert await score("gpqa", "the answer is E", "E", valid_letters=["A", "B", "E"]) == 1.0
     numbers = {"choices": ["1", "2", "3", "4"], "correct_answer": "3"}
-    assert await score("gpqa", "the answer is C", "3", **numbers) == 1.0, "the text is known, so 3 is no index"
+    assert await score("gpqa", "the answer is C", "3", **numbers) == 1.0, (
+        "the text is known, so 3 is no index"
+    )
     assert await score("gpqa", "the answer is D", "3", **numbers) == 0.0
 
 
@@ -361,20 +398,36 @@ async def test_dapo_strips_units(answer, score):
 
 def test_the_functions_of_users_rewards():
     strict = {"strict_box_verify": True}
-    assert math_dapo_utils.compute_score(r"so \boxed{57}", "57", **strict) == {"score": 1.0, "acc": True, "pred": "57"}
+    assert math_dapo_utils.compute_score(r"so \boxed{57}", "57", **strict) == {
+        "score": 1.0,
+        "acc": True,
+        "pred": "57",
+    }
     assert math_dapo_utils.compute_score(r"\boxed{57}" + "x" * 100, "57", **strict)["pred"] is None
-    assert math_dapo_utils.compute_score("57", "57") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
-    assert math_dapo_utils.is_correct_minerva("Answer: 5", r"so \boxed{5}", gt_need_extract=True) == (True, "5")
+    assert math_dapo_utils.compute_score("57", "57") == {
+        "score": -1.0,
+        "acc": False,
+        "pred": "[INVALID]",
+    }
+    assert math_dapo_utils.is_correct_minerva(
+        "Answer: 5", r"so \boxed{5}", gt_need_extract=True
+    ) == (True, "5")
     assert math_utils.last_boxed_only_string(r"a \boxed{b{c}} d") == r"\boxed{b{c}}"
-    assert math_utils.remove_boxed(r"\boxed{b{c}}") == "b{c}" and math_utils.remove_boxed("b") is None
-    assert rm_hub.grade_answer_verl(r"\boxed{\frac24}", r"\boxed{1/2}") and not rm_hub.grade_answer_verl("1/2", "1/2")
+    assert (
+        math_utils.remove_boxed(r"\boxed{b{c}}") == "b{c}" and math_utils.remove_boxed("b") is None
+    )
+    assert rm_hub.grade_answer_verl(
+        r"\boxed{\frac24}", r"\boxed{1/2}"
+    ) and not rm_hub.grade_answer_verl("1/2", "1/2")
     assert rm_hub.get_deepscaler_rule_based_reward(r"</think>\boxed{5}", 5) == 1
     assert rm_hub.get_deepscaler_rule_based_reward(r"\boxed{5}", "5") == 0
 
 
 @pytest.mark.real
 def test_a_symbolic_comparison_of_users_rewards_runs_in_a_verifier():
-    assert math_utils.grade_answer_sympy("x^2+2x+1", "(x+1)^2") and not math_utils.grade_answer_sympy("x^2", "x^3")
+    assert math_utils.grade_answer_sympy(
+        "x^2+2x+1", "(x+1)^2"
+    ) and not math_utils.grade_answer_sympy("x^2", "x^3")
 
 
 async def test_last_number_reward():
@@ -408,9 +461,13 @@ async def test_boxed_prefix_scores_what_is_in_the_box():
     assert (await score("boxed_dapo", "Answer: 56", "56"))["score"] == -1.0
 
 
-@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "f1", "boxed_math", "last_number"])
+@pytest.mark.parametrize(
+    "rm_type", ["math", "deepscaler", "dapo", "f1", "boxed_math", "last_number"]
+)
 async def test_a_sample_without_a_label_is_an_error_and_no_reward(rm_type):
-    """rows of a streamed file that no check before the start has seen, samples of a source of the user's own"""
+    """rows of a streamed file that no check before the start has seen, samples of a source of the
+    user's own
+    """
     with pytest.raises(ValueError, match="label"):
         await score(rm_type, r"</think> None \boxed{None}", None)
 
@@ -433,8 +490,16 @@ FOLLOWS_ONE_OF_TWO = {
 async def test_ifbench_is_the_share_of_the_instructions_that_are_followed():
     assert await score("ifbench", "12 and 34, and 56", None, **FOLLOWS_ONE_OF_TWO) == 0.5
     assert await score("ifbench", "12 and 34 and 56", None, **FOLLOWS_ONE_OF_TWO) == 1.0
-    assert await score("ifbench", "<think>1, 2, 3</think>\n12 and 34 and 56", None, **FOLLOWS_ONE_OF_TWO) == 1.0
-    assert await score("boxed_ifbench", r"1, 2, \boxed{12 and 34 and 56}", None, **FOLLOWS_ONE_OF_TWO) == 1.0
+    assert (
+        await score(
+            "ifbench", "<think>1, 2, 3</think>\n12 and 34 and 56", None, **FOLLOWS_ONE_OF_TWO
+        )
+        == 1.0
+    )
+    assert (
+        await score("boxed_ifbench", r"1, 2, \boxed{12 and 34 and 56}", None, **FOLLOWS_ONE_OF_TWO)
+        == 1.0
+    )
     assert await score("ifbench", "", None, **FOLLOWS_ONE_OF_TWO) == 0.0
 
 
@@ -447,7 +512,11 @@ async def test_an_instruction_that_cannot_be_checked_is_an_error_and_no_reward()
 
 
 async def test_the_external_checkers_of_ifbench_score_where_they_are(tmp_path, monkeypatch):
-    sample = Sample(prompt="Say hi", response="hi", metadata={"instruction_id_list": ["a", "b"], "kwargs": [{}, {}]})
+    sample = Sample(
+        prompt="Say hi",
+        response="hi",
+        metadata={"instruction_id_list": ["a", "b"], "kwargs": [{}, {}]},
+    )
     (tmp_path / "evaluation_lib.py").write_text(
         "import dataclasses\n"
         "InputExample = dataclasses.make_dataclass('InputExample', "
@@ -507,7 +576,10 @@ async def test_class_style_reward_models(tmp_path):
     path = str(tmp_path / "custom_rm.py")
     args = arguments(custom_rm_path=path, rm_model_path="abc")
     assert scores_whole_groups(args)
-    assert await batched_async_rm(args, [Sample(response="x"), Sample(response="yyy")]) == [4.0, 6.0]
+    assert await batched_async_rm(args, [Sample(response="x"), Sample(response="yyy")]) == [
+        4.0,
+        6.0,
+    ]
     assert await async_rm(args, Sample(response="x")) == 4.0
     with pytest.raises(ValueError, match="needs model_path: set --rm-model-path"):
         await async_rm(arguments(custom_rm_path=path), Sample(response="x"))
@@ -586,10 +658,14 @@ async def test_remote_rm_waits_for_a_server_that_is_away(quick_retries, monkeypa
         args = arguments("remote_rm", rm_url=server.url)
         assert await async_rm(args, Sample(prompt="p", response="a", label="l")) == 0.5
         assert len(server.calls) == 41
-    assert any(f"waiting for the reward server {server.url}" in record.message for record in caplog.records)
+    assert any(
+        f"waiting for the reward server {server.url}" in record.message for record in caplog.records
+    )
     assert any("replies again" in record.message for record in caplog.records)
     async with RewardServer(failures=3, status=429) as server:
-        assert await async_rm(arguments("remote_rm", rm_url=server.url), Sample(response="a")) == 0.5
+        assert (
+            await async_rm(arguments("remote_rm", rm_url=server.url), Sample(response="a")) == 0.5
+        )
 
 
 async def test_remote_rm_ends_with_the_address(quick_retries, monkeypatch):
@@ -622,7 +698,10 @@ async def test_remote_rm_that_fails_on_one_sample_alone_marks_it(quick_retries, 
 async def test_remote_rm_that_never_answers_marks_the_sample(quick_retries):
     async with RewardServer(hang=True) as server:
         sample = Sample()
-        assert await async_rm(arguments("remote_rm", rm_url=server.url, reward_timeout=0.02), sample) is None
+        assert (
+            await async_rm(arguments("remote_rm", rm_url=server.url, reward_timeout=0.02), sample)
+            is None
+        )
         assert sample.reward_timed_out
 
 
@@ -680,13 +759,17 @@ def gold_labels(folder, name):
         return [row["answer"] for row in rows(folder, "aime/aime24.jsonl")] + [
             row["output"] for row in rows(folder, "aime/AIME25_retool.jsonl")
         ]
-    table = pyarrow.parquet.read_table(folder / "dapo/dapo_math_17k.parquet", columns=["reward_model"])
+    table = pyarrow.parquet.read_table(
+        folder / "dapo/dapo_math_17k.parquet", columns=["reward_model"]
+    )
     return [row["reward_model"]["ground_truth"] for row in table.to_pylist()]
 
 
 async def scores(rm_type, pairs):
     args = arguments(rm_type, reward_workers=2)
-    rewards = await asyncio.gather(*(async_rm(args, Sample(response=text, label=label)) for text, label in pairs))
+    rewards = await asyncio.gather(
+        *(async_rm(args, Sample(response=text, label=label)) for text, label in pairs)
+    )
     return [reward["score"] if isinstance(reward, dict) else reward for reward in rewards]
 
 
@@ -700,7 +783,9 @@ async def scores(rm_type, pairs):
         ("last_number", "It is %s."),
     ],
 )
-async def test_every_gold_answer_scores_one_against_its_own_label(datasets_dir, name, rm_type, answer):
+async def test_every_gold_answer_scores_one_against_its_own_label(
+    datasets_dir, name, rm_type, answer
+):
     """Of the large sets each commit has every 20th."""
     labels = gold_labels(datasets_dir, name)
     labels = labels[:: of_all(1, 20)] if len(labels) > 1000 else labels
@@ -710,7 +795,9 @@ async def test_every_gold_answer_scores_one_against_its_own_label(datasets_dir, 
     labels = [label for label in labels if label not in set(unreadable)]
     got = await scores(rm_type, [(answer % label, label) for label in labels])
     missed = [label for label, reward in zip(labels, got, strict=True) if reward != 1.0]
-    assert not missed, f"{name}: {len(missed)} gold answers that {rm_type} does not accept: {missed[:10]}"
+    assert not missed, (
+        f"{name}: {len(missed)} gold answers that {rm_type} does not accept: {missed[:10]}"
+    )
 
 
 async def test_every_answer_of_hotpotqa_is_read(datasets_dir):
@@ -728,7 +815,10 @@ async def test_wrong_numbers_score_nothing(datasets_dir, name):
     labels = labels[:: of_all(1, 20)] if len(labels) > 1000 else labels
     wrong = random.Random(1).sample(labels, len(labels))
     pairs = [(rf"\boxed{{{other}}}", label) for other, label in zip(wrong, labels, strict=True)]
-    expected = [float(as_number(other) == as_number(label)) for other, label in zip(wrong, labels, strict=True)]
+    expected = [
+        float(as_number(other) == as_number(label))
+        for other, label in zip(wrong, labels, strict=True)
+    ]
     assert await scores("math", pairs) == expected
 
 
@@ -751,9 +841,14 @@ async def test_math_verify_reads_every_label_of_math500(datasets_dir):
 
     labels = sorted(set(gold_labels(datasets_dir, "math500")))
     verdicts = await asyncio.gather(
-        *(shared_pool(2).run("slime.rollout.rm_hub.math_equal.equal", label, label, timeout=30) for label in labels)
+        *(
+            shared_pool(2).run("slime.rollout.rm_hub.math_equal.equal", label, label, timeout=30)
+            for label in labels
+        )
     )
-    assert [label for label, verdict in zip(labels, verdicts, strict=True) if verdict.value is not True] == []
+    assert [
+        label for label, verdict in zip(labels, verdicts, strict=True) if verdict.value is not True
+    ] == []
 
 
 # --- before a process starts ---------------------------------------------------------------------
@@ -779,7 +874,9 @@ def test_a_reward_model_class_without_its_path_is_told_before_the_start(tmp_path
     args.rm_model_path = "folder"
     assert check_rewards(args) == []
     file.with_name("other.py").write_text("class CustomRewardModel:\n    pass\n")
-    (problem,) = check_rewards(arguments(custom_rm_path=str(file.with_name("other.py")), rm_model_path=None))
+    (problem,) = check_rewards(
+        arguments(custom_rm_path=str(file.with_name("other.py")), rm_model_path=None)
+    )
     assert "has no compute_reward" in problem
 
 
@@ -788,7 +885,9 @@ def test_reward_models_of_evaluation_sets_are_checked_too(tmp_path):
 
     (tmp_path / "rm.py").write_text(MODEL_CLASS)
     config = tmp_path / "eval.yaml"
-    config.write_text(f"eval: {{datasets: [{{name: a, path: x.jsonl, custom_rm_path: {tmp_path / 'rm.py'}}}]}}")
+    config.write_text(
+        f"eval: {{datasets: [{{name: a, path: x.jsonl, custom_rm_path: {tmp_path / 'rm.py'}}}]}}"
+    )
     (problem,) = check_rewards(arguments(rm_type="math", eval_config=str(config)))
     assert problem.startswith("evaluation set a: ") and "--rm-model-path" in problem
 
@@ -807,7 +906,8 @@ def test_instructions_without_a_checker_are_told_before_the_start(tmp_path, monk
     assert check_label("math", None, row) is None
 
 
-# --- unusual forms of answers ----------------------------------------------------------------------
+# --- unusual forms of answers
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -825,7 +925,9 @@ def test_mixed_numbers_percent_signs_and_units(answer, label, equal):
 @pytest.mark.parametrize(
     ("answer", "label"),
     [
-        ("5 pieces", "5"), ("\n42", "42"), (r"42 \text{ cm}^2", "42"), ("x = 5.0", "5"), ("5.0 %", "5"),
+        ("5 pieces", "5"), (
+            "\n"
+            "42", "42"), (r"42 \text{ cm}^2", "42"), ("x = 5.0", "5"), ("5.0 %", "5"),
         ("3.5", "3 1/2"), ("$18$ dollars", "18"),
     ],
 )  # fmt: skip
@@ -842,7 +944,9 @@ def test_dapo_tells_a_mixed_number_from_a_fraction():
     [
         r"option A is wrong. \boxed{\textbf{B}}", r"A is wrong, C too. \boxed{\mathbf{B}}",
         r"\boxed{\text{(\textbf{B})}}",
-        r"Not option A. \boxed{b}", "**Answer**: B\n\nBecause A is incorrect.", "So it is this one:\nA proton.",
+        r"Not option A. \boxed{b}", "**Answer**: B\n\nBecause A is incorrect.",
+            "So it is this one:\n"
+            "A proton.",
     ],
 )  # fmt: skip
 async def test_gpqa_reads_styles_and_texts_that_hold_a_letter(response):

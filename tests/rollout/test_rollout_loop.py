@@ -23,7 +23,10 @@ from slime.rollout.state import seeded
 
 
 def contents(groups):
-    return [(s.index, s.group_index, s.response, s.reward, tuple(s.tokens), s.status) for s in flatten(groups)]
+    return [
+        (s.index, s.group_index, s.response, s.reward, tuple(s.tokens), s.status)
+        for s in flatten(groups)
+    ]
 
 
 async def roll(args, source, rollout_id=0):
@@ -42,7 +45,11 @@ async def test_samples_hold_what_the_engine_sampled(tokenizer_dir):
         prompt = GenerateState(args).tokenizer.encode(sample.prompt, add_special_tokens=False)
         assert sample.tokens[: len(prompt)] == prompt
         assert GenerateState(args).tokenizer.decode(sample.tokens[len(prompt) :]) == sample.response
-        assert sample.response_length == len(sample.tokens) - len(prompt) == len(sample.rollout_log_probs)
+        assert (
+            sample.response_length
+            == len(sample.tokens) - len(prompt)
+            == len(sample.rollout_log_probs)
+        )
         assert sample.status is Sample.Status.COMPLETED
         assert sample.weight_versions == ["7"]
         assert sample.reward in (0, 1)
@@ -54,25 +61,39 @@ async def test_samples_hold_what_the_engine_sampled(tokenizer_dir):
     assert "X-SMG-Routing-Key" not in engine.headers[0]
     assert output.metrics["rollout/reward_timeout_count"] == 0
     assert progress.latest()["phase"] == "generate" and progress.latest()["done"] == 4
-    assert progress.latest()["numbers"]["tokens"] == sum(s.response_length for s in flatten(output.samples))
+    assert progress.latest()["numbers"]["tokens"] == sum(
+        s.response_length for s in flatten(output.samples)
+    )
 
 
 async def test_what_a_rollout_gives_and_keeps_is_packed(tokenizer_dir, hooks):
     """A list of Python integers and floats takes nine times the memory of arrays."""
-    code = "sample.tokens, sample.response_length, sample.reward = [1, 2, 3], 2, 1.0\n    return sample"
+    code = (
+        "sample.tokens, sample.response_length, sample.reward = [1, 2, 3], 2, 1.0\n"
+        "    return sample"
+    )
     path = hooks(f"async def mine(args, sample, sampling_params):\n    {code}")
     for generate_path in (None, path("mine")):
-        args = arguments(tokenizer_dir, over_sampling_batch_size=6, custom_generate_function_path=generate_path)
+        args = arguments(
+            tokenizer_dir, over_sampling_batch_size=6, custom_generate_function_path=generate_path
+        )
         source = source_of(args)
         async with SmallEngine(jitter=0.0) as engine:
             output = await roll(engine.serve(args), source)
-        kept = [vars(sample)["tokens"] for sample in flatten([output.samples, source.buffer]) if sample.response_length]
+        kept = [
+            vars(sample)["tokens"]
+            for sample in flatten([output.samples, source.buffer])
+            if sample.response_length
+        ]
         assert len(kept) >= 8 and all(isinstance(tokens, Packed) for tokens in kept)
 
 
-async def test_groups_that_are_dropped_are_kept_for_a_hook_that_asks_for_them_only(tokenizer_dir, hooks):
-    path = hooks("def odd(args, samples): return samples[0].group_index % 2 == 1\n"
-                 "def everything(args, groups, source): args.seen += [g[0].group_index for g in groups]")  # fmt: skip
+async def test_groups_that_are_dropped_are_kept_for_a_hook_that_asks_for_them_only(
+    tokenizer_dir, hooks
+):
+    path = hooks(
+        "def odd(args, samples): return samples[0].group_index % 2 == 1\n"
+        "def everything(args, groups, source): args.seen += [g[0].group_index for g in groups]")  # fmt: skip
     for hook, expected in ((None, []), (path("everything"), [*range(8)])):
         args = arguments(tokenizer_dir, {"seen": []}, dynamic_sampling_filter_path=path("odd"))
         args.rollout_all_samples_process_path = hook
@@ -86,8 +107,8 @@ async def test_groups_that_are_dropped_are_kept_for_a_hook_that_asks_for_them_on
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_a_character_that_is_cut_between_two_answers_is_put_together(tokenizer_dir, cut, together):
-    """SGLang decodes the ids of an answer together with the last five ids before it, and takes what this text has more
-    than theirs."""
+    """SGLang decodes the ids of an answer together with the last five ids before it, and takes what
+    this text has more than theirs."""
     args, text = arguments(tokenizer_dir), "aé€😀b é"
     tokenizer = GenerateState(args).tokenizer
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -125,7 +146,9 @@ async def test_groups_are_in_the_order_of_their_numbers_if_samples_have_none(tok
             return groups
 
     args = arguments(tokenizer_dir)
-    async with SmallEngine(jitter=0.0, slow=lambda prompt: prompt.startswith("prompt 0:")) as engine:
+    async with SmallEngine(
+        jitter=0.0, slow=lambda prompt: prompt.startswith("prompt 0:")
+    ) as engine:
         loop = RolloutLoop(engine.serve(args), 0, Unnumbered(args, Prompts()))
         running = asyncio.create_task(loop.run())
         await until(lambda: len(loop.accepted) == 3)
@@ -151,7 +174,9 @@ def test_the_documented_entry_point_blocks_and_works_on_the_shared_loop(tokenize
 
 
 async def test_truncation_session_headers_and_context_limit(tokenizer_dir):
-    args = arguments(tokenizer_dir, router={"policy": "consistent_hashing"}, rollout_max_context_len=14)
+    args = arguments(
+        tokenizer_dir, router={"policy": "consistent_hashing"}, rollout_max_context_len=14
+    )
     async with SmallEngine(length=lambda prompt, seed: 50) as engine:
         output = await roll(engine.serve(args), source_of(args))
     for sample in flatten(output.samples):
@@ -181,12 +206,16 @@ def third_fallback(args, samples):
 def nothing(args, samples): return None
 def never(args, samples): return False
 """
-WITH_FALLBACK = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
+WITH_FALLBACK = (
+    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
+)
 
 
 async def test_a_bool_filter_drops_and_refills(tokenizer_dir, hooks):
     path = hooks(FILTERS)
-    args = arguments(tokenizer_dir, custom_rm_path=path("zero"), dynamic_sampling_filter_path=path("third"))
+    args = arguments(
+        tokenizer_dir, custom_rm_path=path("zero"), dynamic_sampling_filter_path=path("third")
+    )
     source = source_of(args)
     async with SmallEngine() as engine:
         output = await roll(engine.serve(args), source)
@@ -210,8 +239,12 @@ async def test_every_group_that_left_the_source_is_accounted_for(tokenizer_dir, 
             output = await roll(engine.serve(args), source, rollout_id)
             assert len(output.samples) == 4
             used += [group[0].group_index for group in output.samples]
-            dropped = int(output.metrics.get("rollout/dynamic_filter/drop_not_third", 0))  # absent where none was
-            back = output.metrics["rollout/surplus_group_count"] + output.metrics["rollout/aborted_group_count"]
+            # absent where none was
+            dropped = int(output.metrics.get("rollout/dynamic_filter/drop_not_third", 0))
+            back = (
+                output.metrics["rollout/surplus_group_count"]
+                + output.metrics["rollout/aborted_group_count"]
+            )
             assert len(source.buffer) >= back
             used += [None] * dropped
     given = source.sample_group_index
@@ -223,7 +256,11 @@ async def test_every_group_that_left_the_source_is_accounted_for(tokenizer_dir, 
 
 async def test_keep_when_insufficient_fills_up_rather_than_ask_for_more(tokenizer_dir, hooks):
     path = hooks(FILTERS)
-    args = arguments(tokenizer_dir, custom_rm_path=path("zero"), dynamic_sampling_filter_path=path("third_fallback"))
+    args = arguments(
+        tokenizer_dir,
+        custom_rm_path=path("zero"),
+        dynamic_sampling_filter_path=path("third_fallback"),
+    )
     source = source_of(args)
     async with SmallEngine() as engine:
         output = await roll(engine.serve(args), source)
@@ -245,7 +282,9 @@ async def test_finished_surplus_is_used_first_and_costs_no_request(tokenizer_dir
     async with SmallEngine() as engine:
         first = await roll(engine.serve(args), source, 0)
         surplus = copy.deepcopy(contents(source.buffer))
-        assert len(surplus) == 5 * 2 and all(status is Sample.Status.COMPLETED for *_, status in surplus)
+        assert len(surplus) == 5 * 2 and all(
+            status is Sample.Status.COMPLETED for *_, status in surplus
+        )
         assert all(s.metadata["start_rollout_id"] == 0 for s in flatten(source.buffer))
         asked = len(engine.requests)
         second = await roll(engine.serve(args), source, 1)
@@ -282,8 +321,14 @@ async def test_groups_that_are_not_done_are_aborted_and_their_prompts_kept(token
         assert engine.aborts >= 1 and engine.running == 0
         assert [g[0].group_index for g in source.buffer] == [0, 2]
         for sample in flatten(source.buffer):
-            assert sample.status is Sample.Status.PENDING and not sample.tokens and not sample.response
-            assert sample.reward is None and sample.prompt and "start_rollout_id" not in sample.metadata
+            assert (
+                sample.status is Sample.Status.PENDING and not sample.tokens and not sample.response
+            )
+            assert (
+                sample.reward is None
+                and sample.prompt
+                and "start_rollout_id" not in sample.metadata
+            )
         engine.slow = lambda prompt: False
         again = await roll(engine.serve(args), source, 1)
     assert {g[0].group_index for g in again.samples} >= {0, 2}
@@ -293,14 +338,21 @@ async def test_groups_that_are_not_done_are_aborted_and_their_prompts_kept(token
 @pytest.mark.parametrize("mask", [False, True])
 async def test_partial_rollout_goes_on_from_the_tokens_so_far(tokenizer_dir, mask):
     args = arguments(
-        tokenizer_dir, over_sampling_batch_size=6, partial_rollout=True, mask_offpolicy_in_partial_rollout=mask
+        tokenizer_dir,
+        over_sampling_batch_size=6,
+        partial_rollout=True,
+        mask_offpolicy_in_partial_rollout=mask,
     )
     source = source_of(args)
     async with SmallEngine(slow=stuck, jitter=0.0, length=lambda p, s: 8) as engine:
         await roll(engine.serve(args), source)
         partial = {s.index: copy.deepcopy(s) for s in flatten(source.buffer)}
-        assert all(s.response_length == 4 and s.status is Sample.Status.ABORTED for s in partial.values())
-        assert all(s.metadata["start_rollout_id"] == 0 and s.reward is None for s in partial.values())
+        assert all(
+            s.response_length == 4 and s.status is Sample.Status.ABORTED for s in partial.values()
+        )
+        assert all(
+            s.metadata["start_rollout_id"] == 0 and s.reward is None for s in partial.values()
+        )
         engine.slow, engine.version = (lambda prompt: False), "2"
         asked = len(engine.requests)
         output = await roll(engine.serve(args), source, 1)
@@ -311,9 +363,13 @@ async def test_partial_rollout_goes_on_from_the_tokens_so_far(tokenizer_dir, mas
     assert first_ids <= set(sent)
     for index, sample in continued.items():
         before = partial[index]
-        assert sample.tokens[: len(before.tokens)] == before.tokens and sample.response.startswith(before.response)
+        assert sample.tokens[: len(before.tokens)] == before.tokens and sample.response.startswith(
+            before.response
+        )
         assert sample.rollout_log_probs[:4] == before.rollout_log_probs
-        assert sample.response_length == 12 == len(sample.rollout_log_probs) == len(sample.loss_mask)
+        assert (
+            sample.response_length == 12 == len(sample.rollout_log_probs) == len(sample.loss_mask)
+        )
         assert sample.weight_versions == ["1", "2"]
         assert sample.loss_mask == ([0] * 4 if mask else [1] * 4) + [1] * 8
         assert sample.reward is not None
@@ -352,22 +408,37 @@ async def test_a_group_that_its_engine_aborts_unasked_goes_on(tokenizer_dir):
 
 
 async def test_only_tokens_of_earlier_rollouts_are_masked(tokenizer_dir):
-    """Not those of this rollout that an engine's end cut in two; and whole samples when their group came back."""
+    """Not those of this rollout that an engine's end cut in two; and whole samples when their group
+    came back.
+    """
     args = arguments(
-        tokenizer_dir, partial_rollout=True, mask_offpolicy_in_partial_rollout=True, over_sampling_batch_size=6
+        tokenizer_dir,
+        partial_rollout=True,
+        mask_offpolicy_in_partial_rollout=True,
+        over_sampling_batch_size=6,
     )
     source = source_of(args)
     once = Counter()
 
-    def slow(prompt):  # one sample of group 0 is cut in rollout 0; all of group 9 by an engine in rollout 1
+    # one sample of group 0 is cut in rollout 0; all of group 9 by an engine in rollout 1
+    def slow(prompt):
         once[prompt] += 1
         return prompt.startswith("prompt 0:") and once[prompt] == 2 and len(prompt) < 12
 
     async with SmallEngine(slow=slow, jitter=0.0, length=lambda p, s: 8) as engine:
         await roll(engine.serve(args), source)
-        back = {s.index: (s.status, s.response_length) for s in flatten(source.buffer) if s.group_index == 0}
-        assert sorted(back.values(), key=str) == [(Sample.Status.ABORTED, 4), (Sample.Status.COMPLETED, 8)]
-        assert all(s.status is Sample.Status.PENDING for s in flatten(source.buffer) if s.group_index != 0)
+        back = {
+            s.index: (s.status, s.response_length)
+            for s in flatten(source.buffer)
+            if s.group_index == 0
+        }
+        assert sorted(back.values(), key=str) == [
+            (Sample.Status.ABORTED, 4),
+            (Sample.Status.COMPLETED, 8),
+        ]
+        assert all(
+            s.status is Sample.Status.PENDING for s in flatten(source.buffer) if s.group_index != 0
+        )
         engine.slow = lambda prompt: False
         output = await roll(args, source, 1)
     masks = {s.index: s.loss_mask for s in flatten(output.samples) if s.group_index == 0}
@@ -385,14 +456,19 @@ async def test_tokens_of_this_rollout_are_trained_though_an_engine_cut_them(toke
         engine.slow = lambda prompt: False
         engine.aborting.set()
         output = await rollout
-    assert all(sample.loss_mask == [1] * sample.response_length for sample in flatten(output.samples))
+    assert all(
+        sample.loss_mask == [1] * sample.response_length for sample in flatten(output.samples)
+    )
 
 
 def test_a_sample_that_came_back_and_is_cut_again_keeps_this_rollouts_tokens():
     state = SimpleNamespace(args=make_args(mask_offpolicy_in_partial_rollout=True), rollout_id=1)
-    sample = Sample(tokens=[7, 8, 9], response_length=2, loss_mask=[1, 1], metadata={"start_rollout_id": 0})
+    sample = Sample(
+        tokens=[7, 8, 9], response_length=2, loss_mask=[1, 1], metadata={"start_rollout_id": 0}
+    )
     mask_earlier_rollouts(state, sample)
-    sample.response_length, sample.loss_mask = 4, [*sample.loss_mask, 1, 1]  # this rollout's, then the engine is lost
+    # this rollout's, then the engine is lost
+    sample.response_length, sample.loss_mask = 4, [*sample.loss_mask, 1, 1]
     mask_earlier_rollouts(state, sample)
     assert sample.loss_mask == [0, 0, 1, 1]
     state.rollout_id = 2
@@ -400,8 +476,12 @@ def test_a_sample_that_came_back_and_is_cut_again_keeps_this_rollouts_tokens():
     assert sample.loss_mask == [0] * 4
 
 
-async def test_a_rollout_that_is_over_does_not_wait_for_requests_that_reach_no_engine(tokenizer_dir, monkeypatch):
-    """All answers but two are there when the only engine goes: what is still sent again ends with the rollout."""
+async def test_a_rollout_that_is_over_does_not_wait_for_requests_that_reach_no_engine(
+    tokenizer_dir, monkeypatch
+):
+    """All answers but two are there when the only engine goes: what is still sent again ends with
+    the rollout.
+    """
     from slime.engines import http
 
     monkeypatch.setattr(http, "LONGEST_DELAY_SECONDS", 0.2)
@@ -444,19 +524,28 @@ async def one_fails(args, sample, sampling_params):
 
     async with SmallEngine(slow=last, jitter=0.0, length=lambda p, s: 8) as engine:
         await roll(engine.serve(args), source)
-        assert sorted(s.status.value for s in source.buffer[0]) == ["aborted", "completed", "failed"]
+        assert sorted(s.status.value for s in source.buffer[0]) == [
+            "aborted",
+            "completed",
+            "failed",
+        ]
         before = {s.status.value: (s.index, list(s.tokens)) for s in source.buffer[0]}
         output = await roll(args, source, 1)
     after = {s.index: s for s in output.samples[0]}
     index, tokens = before["failed"]
     assert after[index].status is Sample.Status.FAILED and after[index].tokens == tokens
     assert after[index].reward is None and after[index].reward_timed_out
-    assert after[before["aborted"][0]].response_length == 12 and after[before["aborted"][0]].reward is not None
+    assert (
+        after[before["aborted"][0]].response_length == 12
+        and after[before["aborted"][0]].reward is not None
+    )
 
 
 async def test_a_group_that_is_cut_again_and_again_goes_on_as_long_as_it_grows(tokenizer_dir):
     """Weight updates that abort cut long answers many times; only standing still is an error."""
-    args = arguments(tokenizer_dir, rollout_batch_size=1, n_samples_per_prompt=1, rollout_max_response_len=40)
+    args = arguments(
+        tokenizer_dir, rollout_batch_size=1, n_samples_per_prompt=1, rollout_max_response_len=40
+    )
     async with SmallEngine(jitter=0.0, length=lambda p, s: 2) as engine:
         engine.slow = lambda prompt: len(engine.requests) <= 15
 
@@ -502,9 +591,12 @@ async def test_deterministic_rollouts_are_the_same_whatever_arrives_first(tokeni
 async def test_deterministic_rollouts_keep_the_same_groups_whatever_has_finished_when_one_is_judged(
     tokenizer_dir, hooks
 ):
-    """Group 1 has no rewards, so the rollout asks for more groups before it judges group 2, which it can spare then."""
-    path = hooks(TIMEOUTS + "async def second(args, sample, **kw):\n"
-                 "    return mark_unscored(sample, 'timeout', '') if sample.group_index == 1 else 0.0\n")  # fmt: skip
+    """Group 1 has no rewards, so the rollout asks for more groups before it judges group 2, which
+    it can spare then.
+    """
+    path = hooks(TIMEOUTS +
+        "async def second(args, sample, **kw):\n"
+        "    return mark_unscored(sample, 'timeout', '') if sample.group_index == 1 else 0.0\n")  # fmt: skip
     kept = []
     for slow in (0, 2):
         args = arguments(
@@ -515,7 +607,11 @@ async def test_deterministic_rollouts_keep_the_same_groups_whatever_has_finished
             engine.slow = lambda prompt, slow=slow: prompt.startswith(f"prompt {slow}:")
             loop = RolloutLoop(engine.serve(args), 0, source_of(args))
             running = asyncio.create_task(loop.run())
-            await until(lambda of=loop: sum(item.done for item in of.in_flight.values()) == 2 or of.counts.replaced)
+            await until(
+                lambda of=loop: (
+                    sum(item.done for item in of.in_flight.values()) == 2 or of.counts.replaced
+                )
+            )
             engine.slow = lambda prompt: False
             engine.aborting.set()
             output = await asyncio.wait_for(running, 30)
@@ -596,7 +692,9 @@ async def test_a_single_sample_without_reward_is_replaced_too(tokenizer_dir, hoo
 async def test_a_function_that_always_returns_none_is_an_error_that_names_it(tokenizer_dir, hooks):
     args = arguments(tokenizer_dir, custom_rm_path=hooks(TIMEOUTS)("none"))
     async with SmallEngine() as engine:
-        with pytest.raises(RuntimeError, match=r"no result for .* groups; .*abstained: .*none returned None"):
+        with pytest.raises(
+            RuntimeError, match=r"no result for .* groups; .*abstained: .*none returned None"
+        ):
             await roll(engine.serve(args), source_of(args))
 
 
@@ -618,8 +716,12 @@ async def test_a_request_has_a_deadline_too(tokenizer_dir):
             await roll(engine.serve(args), source_of(args))
 
 
-async def test_a_filter_that_keeps_nothing_ends_at_the_deadline_with_its_reasons(tokenizer_dir, hooks):
-    args = arguments(tokenizer_dir, dynamic_sampling_filter_path=hooks(FILTERS)("never"), phase_timeout=2.0)
+async def test_a_filter_that_keeps_nothing_ends_at_the_deadline_with_its_reasons(
+    tokenizer_dir, hooks
+):
+    args = arguments(
+        tokenizer_dir, dynamic_sampling_filter_path=hooks(FILTERS)("never"), phase_timeout=2.0
+    )
     async with SmallEngine(jitter=0.0) as engine:
         with pytest.raises(TimeoutError, match=r"0 of 4 groups.*no_reason"):
             await roll(engine.serve(args), source_of(args))
@@ -638,7 +740,9 @@ async def test_a_source_that_runs_dry_is_an_error(tokenizer_dir):
 
 
 async def test_no_task_survives_an_error(tokenizer_dir, hooks):
-    args = arguments(tokenizer_dir, custom_rm_path=hooks("async def bad(args, sample, **kw): 1 / 0\n")("bad"))
+    args = arguments(
+        tokenizer_dir, custom_rm_path=hooks("async def bad(args, sample, **kw): 1 / 0\n")("bad")
+    )
     before = asyncio.all_tasks()
     async with SmallEngine(jitter=0.2) as engine:
         with pytest.raises(ZeroDivisionError):
@@ -701,7 +805,10 @@ def count(args, sample, rollout_id):
     sample.metadata.setdefault("hooked", []).append((rollout_id, sample.response_length))
 """)
     args = arguments(
-        tokenizer_dir, over_sampling_batch_size=6, partial_rollout=True, rollout_sample_hook_path=[path("count")]
+        tokenizer_dir,
+        over_sampling_batch_size=6,
+        partial_rollout=True,
+        rollout_sample_hook_path=[path("count")],
     )
     source = source_of(args)
     async with SmallEngine(slow=stuck, jitter=0.0, length=lambda p, s: 8) as engine:
@@ -724,11 +831,16 @@ def test_seeds_are_the_samples_own():
         return seeded(42, {"top_p": 1.0}, Sample(**fields), 1).get("sampling_seed")
 
     assert seed(group_index=3) == seed(group_index=3, index=9)
-    assert len({seed(group_index=3), seed(group_index=4), seed(group_index=3, weight_versions=["1"])}) == 3
+    assert (
+        len({seed(group_index=3), seed(group_index=4), seed(group_index=3, weight_versions=["1"])})
+        == 3
+    )
     assert seed(index=3) == seed(group_index=3)
     assert seed() is None, "samples without numbers would all get the same seed"
     assert seeded(42, {}, Sample(group_index=3), 1) != seeded(42, {}, Sample(group_index=3), 2)
-    assert seeded(42, {}, Sample(group_index=3), 1) != seeded(42, {}, Sample(group_index=3), 1, "eval a")
+    assert seeded(42, {}, Sample(group_index=3), 1) != seeded(
+        42, {}, Sample(group_index=3), 1, "eval a"
+    )
 
 
 def test_state_belongs_to_its_arguments(tokenizer_dir):

@@ -35,11 +35,17 @@ def answer(spans: list[tuple[str, int]], tokens: int, end: str = "stop") -> dict
     """An engine's: ``spans`` are (version, first token)."""
     parts = [{"version": version, "start": start} for version, start in spans]
     logprobs = [[-0.5, 7, None]] * tokens
-    meta = {"weight_version": spans[-1][0], "weight_versions": parts, "output_token_logprobs": logprobs}
+    meta = {
+        "weight_version": spans[-1][0],
+        "weight_versions": parts,
+        "output_token_logprobs": logprobs,
+    }
     return {"text": "x" * tokens, "meta_info": {**meta, "finish_reason": {"type": end}}}
 
 
-def ask(schedule: WeightTimeline, sample: Sample, reply: dict[str, Any], bodies: list[dict[str, Any]]) -> Any:
+def ask(
+    schedule: WeightTimeline, sample: Sample, reply: dict[str, Any], bodies: list[dict[str, Any]]
+) -> Any:
     async def send(body: dict[str, Any]) -> dict[str, Any]:
         bodies.append(body)
         return reply
@@ -49,7 +55,9 @@ def ask(schedule: WeightTimeline, sample: Sample, reply: dict[str, Any], bodies:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """Two samples: one answer over two versions; one cut off, once without a token, then finished."""
+    """Two samples: one answer over two versions; one cut off, once without a token, then
+    finished.
+    """
     path = tmp_path / "schedule.jsonl"
 
     async def record() -> None:
@@ -58,7 +66,9 @@ def recorded(tmp_path: Path) -> Path:
         first, second = Sample(group_index=0, index=0), Sample(group_index=0, index=1)
         schedule("started", [first, second], {})
         await ask(schedule, first, answer([("0.0", 0), ("0.2", 5)], 9), [])
-        for turn, (version, tokens, end) in enumerate([("0.0", 3, "abort"), ("0.1", 0, "abort"), ("0.2", 4, "length")]):
+        for turn, (version, tokens, end) in enumerate(
+            [("0.0", 3, "abort"), ("0.1", 0, "abort"), ("0.2", 4, "length")]
+        ):
             second.weight_versions = [""] * turn
             await ask(schedule, second, answer([(version, 0)], tokens, end), [])
         schedule("accepted", [first, second], {"rollout_id": 0})
@@ -71,7 +81,15 @@ def test_the_log_says_at_which_token_weights_take_over(recorded: Path) -> None:
     lines = [json.loads(line) for line in recorded.read_text().splitlines()]
     assert lines[0] == {"settings": settings_to_compare(arguments())}
     assert lines[1] == {"started": 0, "step": 0}
-    one = {"request": 0, "group": 0, "turn": 0, "spans": [[0, 0], [5, 2]], "tokens": 9, "kv_kept": False, "end": "stop"}
+    one = {
+        "request": 0,
+        "group": 0,
+        "turn": 0,
+        "spans": [[0, 0], [5, 2]],
+        "tokens": 9,
+        "kv_kept": False,
+        "end": "stop",
+    }
     assert lines[2] == one
     assert [(line["turn"], line["tokens"], line["end"]) for line in lines[3:6]] == [
         (0, 3, "abort"), (1, 0, "abort"), (2, 4, "length"),
@@ -86,11 +104,16 @@ def test_the_log_says_at_which_token_weights_take_over(recorded: Path) -> None:
 def test_a_replay_asks_when_and_for_as_much_as_was_recorded(recorded: Path, tmp_path: Path) -> None:
     async def replay() -> None:
         recording = Recording(recorded, settings_to_compare(arguments()))
-        schedule = WeightTimeline(tmp_path / "again.jsonl", settings_to_compare(arguments()), recording, 3, None)
+        schedule = WeightTimeline(
+            tmp_path / "again.jsonl", settings_to_compare(arguments()), recording, 3, None
+        )
         await schedule.reached(0)
         first, second = Sample(group_index=0, index=0), Sample(group_index=0, index=1)
         bodies: list[dict[str, Any]] = []
-        assert schedule.missing(0) == "0 of 1 recorded requests are finished, and 0 of 1 wait for newer weights"
+        assert (
+            schedule.missing(0)
+            == "0 of 1 recorded requests are finished, and 0 of 1 wait for newer weights"
+        )
         cut = await ask(schedule, second, answer([("3.0", 0)], 3, "length"), bodies)
         assert bodies[0]["sampling_params"]["max_new_tokens"] == 3
         assert cut["meta_info"]["finish_reason"] == {"type": "abort"}
@@ -115,7 +138,11 @@ def test_a_replay_asks_when_and_for_as_much_as_was_recorded(recorded: Path, tmp_
 
 def test_samples_made_again_replace_what_was_logged(recorded: Path) -> None:
     with open(recorded, "a") as file:
-        file.write(json.dumps({"request": 1, "group": 0, "turn": 0, "spans": [[0, 4]], "tokens": 8, "end": "stop"}))
+        file.write(
+            json.dumps(
+                {"request": 1, "group": 0, "turn": 0, "spans": [[0, 4]], "tokens": 8, "end": "stop"}
+            )
+        )
     recording = Recording(recorded, settings_to_compare(arguments()))
     assert sorted(recording.requests) == [(0, 0), (1, 0)]
     assert recording.requests[1, 0].first == 4
@@ -125,8 +152,11 @@ def test_a_resume_cuts_off_what_the_snapshot_does_not_know(recorded: Path) -> No
     lines = recorded.read_text().splitlines(keepends=True)
     WeightTimeline(recorded, settings_to_compare(arguments()), None, 1, len("".join(lines[:3])))
     assert recorded.read_text() == "".join(lines[:3])
-    WeightTimeline(recorded, settings_to_compare(arguments()), None, 1, 10**6)  # the file is not that of the snapshot
-    assert recorded.read_text().count("\n") == 1 and lost_beside(recorded).read_text() == "".join(lines[:3])
+    # the file is not that of the snapshot
+    WeightTimeline(recorded, settings_to_compare(arguments()), None, 1, 10**6)
+    assert recorded.read_text().count("\n") == 1 and lost_beside(recorded).read_text() == "".join(
+        lines[:3]
+    )
 
 
 def test_what_cannot_be_replayed_is_said(recorded: Path, tmp_path: Path) -> None:
@@ -139,11 +169,13 @@ def test_what_cannot_be_replayed_is_said(recorded: Path, tmp_path: Path) -> None
         Recording(tmp_path / "other.jsonl", {})
 
 
-# --- the file: kills, full disks, losses -----------------------------------------------------------
+# --- the file: kills, full disks, losses
+# -----------------------------------------------------------
 
 
 LINES = [
-    {"request": i, "group": i // 2, "turn": 0, "spans": [[0, i // 8]], "tokens": 3, "end": "stop"} for i in range(64)
+    {"request": i, "group": i // 2, "turn": 0, "spans": [[0, i // 8]], "tokens": 3, "end": "stop"}
+    for i in range(64)
 ]
 
 
@@ -155,7 +187,9 @@ def no_warning_yet() -> None:
 
 @given(st.integers(0, 200), st.integers(0, 40))
 def test_a_schedule_cut_at_any_byte_repeats_what_is_whole(cut: int, resumed_at: int) -> None:
-    """As a kill in the middle of a line leaves it, and a loss of power, which does not keep all bytes."""
+    """As a kill in the middle of a line leaves it, and a loss of power, which does not keep all
+    bytes.
+    """
     with TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.jsonl"
         file = ScheduleFile(path, None)
@@ -165,7 +199,8 @@ def test_a_schedule_cut_at_any_byte_repeats_what_is_whole(cut: int, resumed_at: 
         whole = path.read_bytes()
         keep = max(len(whole) - cut, whole.index(b"\n") + 1)
         os.truncate(path, keep)
-        count = whole[:keep].count(b"\n") - 1 + whole.startswith(b"\n", keep)  # without its end a line is whole
+        # without its end a line is whole
+        count = whole[:keep].count(b"\n") - 1 + whole.startswith(b"\n", keep)
         assert sorted(Recording(path, {}).requests) == [(i, 0) for i in range(count)]
         lines = [line for line in whole[:keep].splitlines(keepends=True) if line.endswith(b"\n")]
         position = len(b"".join(lines[: 1 + resumed_at % max(len(lines) - 1, 1)]))
@@ -198,15 +233,21 @@ def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
 def test_the_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     original = Path.open
-    monkeypatch.setattr(Path, "open", lambda self, *a, **k: opened.append(self) or original(self, *a, **k))
+    monkeypatch.setattr(
+        Path, "open", lambda self, *a, **k: opened.append(self) or original(self, *a, **k)
+    )
     monkeypatch.setattr("builtins.open", lambda *a, **k: pytest.fail("opened again"))
-    schedule = WeightTimeline(tmp_path / "schedule.jsonl", settings_to_compare(arguments()), None, 0, None)
+    schedule = WeightTimeline(
+        tmp_path / "schedule.jsonl", settings_to_compare(arguments()), None, 0, None
+    )
     for number in range(50):
         schedule("started", [Sample(group_index=number, index=number)], {})
     assert len(opened) == 1
 
 
-def test_a_full_disk_loses_nothing_once_there_is_room(tmp_path: Path, small_disk: Callable[[int], None]) -> None:
+def test_a_full_disk_loses_nothing_once_there_is_room(
+    tmp_path: Path, small_disk: Callable[[int], None]
+) -> None:
     path = tmp_path / "schedule.jsonl"
     room = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     file = ScheduleFile(path, None)
@@ -223,9 +264,14 @@ def test_a_full_disk_loses_nothing_once_there_is_room(tmp_path: Path, small_disk
     assert any("the schedule" in line for line in take_warnings())
     small_disk(room)
     file.append(LINES[32])
-    assert path.read_bytes()[position:] == json.dumps(LINES[32], separators=(",", ":")).encode() + b"\n"
+    assert (
+        path.read_bytes()[position:]
+        == json.dumps(LINES[32], separators=(",", ":")).encode() + b"\n"
+    )
     file.close()
-    assert sorted(Recording(path, settings_to_compare(arguments())).requests) == [(i, 0) for i in range(33)]
+    assert sorted(Recording(path, settings_to_compare(arguments())).requests) == [
+        (i, 0) for i in range(33)
+    ]
     assert take_warnings() == [] and not lost_beside(path).exists()
 
 
@@ -257,7 +303,9 @@ def test_lines_that_are_lost_are_told_and_the_schedule_is_marked(
     assert not path.exists() and take_warnings() == []
 
 
-def test_lines_that_wait_when_the_run_ends_are_lost(tmp_path: Path, small_disk: Callable[[int], None]) -> None:
+def test_lines_that_wait_when_the_run_ends_are_lost(
+    tmp_path: Path, small_disk: Callable[[int], None]
+) -> None:
     path = tmp_path / "schedule.jsonl"
     file = ScheduleFile(path, None)
     file.append({"settings": settings_to_compare(arguments())})
@@ -269,7 +317,9 @@ def test_lines_that_wait_when_the_run_ends_are_lost(tmp_path: Path, small_disk: 
 
 
 def test_a_snapshot_that_speaks_of_more_than_the_file_has(tmp_path: Path) -> None:
-    """Killed while lines waited for room, or the machine lost power: a replay from the start would have a gap."""
+    """Killed while lines waited for room, or the machine lost power: a replay from the start would
+    have a gap.
+    """
     path = tmp_path / "schedule.jsonl"
     file = ScheduleFile(path, None)
     file.append({"settings": settings_to_compare(arguments())})
@@ -312,8 +362,8 @@ def test_a_recording_says_which_rollouts_it_repeats(tmp_path: Path) -> None:
 
 
 def test_a_replay_does_not_wait_for_requests_that_are_not_in_the_recording(tmp_path: Path) -> None:
-    """A generate function that calls the engines itself records none, and a file that begins with a resume lacks the
-    first requests of the groups that the snapshot held."""
+    """A generate function that calls the engines itself records none, and a file that begins with a
+    resume lacks the first requests of the groups that the snapshot held."""
     path = tmp_path / "schedule.jsonl"
     file = ScheduleFile(path, None)
     file.append({"settings": settings_to_compare(arguments())})
@@ -329,7 +379,9 @@ def test_a_replay_does_not_wait_for_requests_that_are_not_in_the_recording(tmp_p
     assert recording.rollout_step == {0: 0, 1: 2, 2: -1, 3: 3}
 
     async def replay() -> None:
-        schedule = WeightTimeline(tmp_path / "again.jsonl", settings_to_compare(arguments()), recording, 0, None)
+        schedule = WeightTimeline(
+            tmp_path / "again.jsonl", settings_to_compare(arguments()), recording, 0, None
+        )
         await schedule.reached(2)
         for rollout in (0, 1, 2):
             await asyncio.wait_for(schedule.may_begin(rollout), 30)
@@ -379,9 +431,13 @@ print(json.dumps({
 
 def test_on_a_file_system_that_is_full(tmp_path: Path) -> None:
     """A tmpfs of 256 KiB in a mount namespace of its own."""
-    mounted = f'mount -t tmpfs -o size=256k tmpfs {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
+    mounted = (
+        f'mount -t tmpfs -o size=256k tmpfs {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
+    )
     enter = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-Urm"]
-    ended = subprocess.run([*enter, "bash", "-c", mounted, IN_TMPFS], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [*enter, "bash", "-c", mounted, IN_TMPFS], capture_output=True, text=True, check=False
+    )
     if "unshare" in ended.stderr or "mount" in ended.stderr:
         pytest.skip(f"no mount namespace here: {ended.stderr.strip()}")
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,6 @@
-"""Hostile snippets against the sandbox. Every test starts processes; what lives on is found by its mark."""
+"""Hostile snippets against the sandbox. Every test starts processes; what lives on is found by its
+mark.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 
 
 def make(isolation, limits=None, **more):
-    """A sandbox of this isolation; skipped, with the kernel's reason, where the machine does not give it."""
+    """A sandbox of this isolation; skipped, with the kernel's reason, where the machine does not
+    give it.
+    """
     python = sys.executable
     if isolation == "process" and os.geteuid() == 0 and Path(SYSTEM_PYTHON).exists():
         python = SYSTEM_PYTHON  # a nobody may not be able to read root's own
@@ -43,7 +47,9 @@ def full():
 
 
 def mark() -> str:
-    """A name by which a process that lives on is found: its code holds it, prctl(PR_SET_NAME) shows it."""
+    """A name by which a process that lives on is found: its code holds it, prctl(PR_SET_NAME) shows
+    it.
+    """
     return "sb" + uuid.uuid4().hex[:10]
 
 
@@ -71,7 +77,8 @@ def gone(name: str, within: float = 60) -> bool:
 async def test_code_runs_with_the_standard_library(sandbox):
     result = await sandbox.run(
         "import decimal, itertools, json, math, random, re, statistics, threading\n"
-        "thread = threading.Thread(target=print, args=(math.comb(10, 3),)); thread.start(); thread.join()"
+        "thread = threading.Thread(target=print, args=(math.comb(10, 3),)); thread.start(); "
+        "thread.join()"
     )
     assert (result.status, result.stdout, result.stderr, result.exit_code) == ("ok", "120\n", "", 0)
 
@@ -79,19 +86,27 @@ async def test_code_runs_with_the_standard_library(sandbox):
 async def test_what_went_wrong_is_told_as_python_tells_it(sandbox):
     result = await sandbox.run("def half(x):\n    return x / 0\nprint('so far')\nhalf(1)")
     assert result.status == "error" and result.exit_code == 1 and result.stdout == "so far\n"
-    assert 'File "<tool>", line 4' in result.stderr and result.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert 'File "<tool>", line 4' in result.stderr and result.stderr.endswith(
+        "ZeroDivisionError: division by zero\n"
+    )
     assert "sandbox_child" not in result.stderr
     assert "SyntaxError" in (await sandbox.run("print(")).stderr
     assert (await sandbox.run("raise SystemExit(3)")).exit_code == 3
     for status in (137, 152, -1):  # are not taken for the signals that a shell names so
         result = await sandbox.run(f"raise SystemExit({status})")
         assert (result.status, result.exit_code) == ("error", 127)
-    assert (await sandbox.run("import os; os.kill(os.getpid(), 9) or os.abort()")).status in ("killed", "error")
+    assert (await sandbox.run("import os; os.kill(os.getpid(), 9) or os.abort()")).status in (
+        "killed",
+        "error",
+    )
 
 
 async def test_many_at_once_stay_apart_and_within_the_bound():
     sandbox = make("full", workers=2)
-    code = "import os; open('/sandbox/x', 'a').write('{0}'); print(open('/sandbox/x').read(), os.getpid())"
+    code = (
+        "import os; open('/sandbox/x', 'a').write('{0}'); print(open('/sandbox/x').read(), "
+        "os.getpid())"
+    )
     results = await asyncio.gather(*(sandbox.run(code.format(i)) for i in range(12)))
     assert [result.stdout for result in results] == [f"{i} 2\n" for i in range(12)]
 
@@ -102,15 +117,29 @@ STUBBORN = {
     "busy": "while True: pass",
     "asleep": "import time; time.sleep(600)",
     "one C call that holds the interpreter": "7 ** (7 ** 9) % 10",
-    "swallows what is raised": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "swallows what is raised": "while True:\n"
+    "    try:\n"
+    "        while True: pass\n"
+    "    except BaseException: pass",
     "ignores every signal": (
-        "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
-        "    except ValueError: pass\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass"
+        "import signal\n"
+        "for n in range(1, 65):\n"
+        "    try: signal.signal(n, signal.SIG_IGN)\n"
+        "    except OSError: pass\n"
+        "    except ValueError: pass\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\n"
+        "while True: pass"
     ),
     "a session of its own": (
-        "import os\ntry: os.setsid()\nexcept OSError: pass\nos.close(1); os.close(2)\nwhile True: pass"
+        "import os\n"
+        "try: os.setsid()\n"
+        "except OSError: pass\n"
+        "os.close(1); os.close(2)\n"
+        "while True: pass"
     ),
-    "undoes its death signal": "import ctypes\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nwhile True: pass",
+    "undoes its death signal": "import ctypes\n"
+    "ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"
+    "while True: pass",
 }
 
 
@@ -126,7 +155,9 @@ async def test_a_pair_speaks_over_pipes_and_learns_when_the_other_ends(sandbox):
     answers = "a, b = os.read(reader, 9).split(); os.write(writer, b'%d' % (int(a) * int(b)))"
     first, second = await sandbox.run_pair(PAIR.format(act=asks), PAIR.format(act=answers))
     assert (first.status, first.stdout) == ("ok", "b'42' b''\n") and second.ok
-    first, second = await sandbox.run_pair(PAIR.format(act="print(os.read(reader, 9))"), "raise KeyError(1)")
+    first, second = await sandbox.run_pair(
+        PAIR.format(act="print(os.read(reader, 9))"), "raise KeyError(1)"
+    )
     assert first.stdout == "b''\n" and second.status == "error" and "KeyError: 1" in second.stderr
 
 
@@ -141,22 +172,29 @@ for path in glob.glob('/proc/[0-9]*/fd/*') + glob.glob('/proc/[0-9]*/mem') + glo
 print(found)
 def converse(reader, writer): os.write(writer, b'1')
 """
-    first, second = await sandbox.run_pair(PAIR.format(act="os.read(reader, 9); print('alive')"), reach)
+    first, second = await sandbox.run_pair(
+        PAIR.format(act="os.read(reader, 9); print('alive')"), reach
+    )
     assert first.stdout == "alive\n"
-    assert second.stdout == "[]\n" or os.geteuid() != 0  # a plain user can read the environment of others
+    # a plain user can read the environment of others
+    assert second.stdout == "[]\n" or os.geteuid() != 0
 
 
 async def test_pairs_stay_within_the_bound():
     box = make("full", workers=1)
     wait = PAIR.format(act="os.write(writer, b'1'); print(os.read(reader, 1))")
-    pairs = await asyncio.wait_for(asyncio.gather(*(box.run_pair(wait, wait) for _ in range(3))), 60)
+    pairs = await asyncio.wait_for(
+        asyncio.gather(*(box.run_pair(wait, wait) for _ in range(3))), 60
+    )
     assert all(result.stdout == "b'1'\n" for pair in pairs for result in pair)
 
 
 @pytest.mark.parametrize("isolation", ["full", "process"])
 async def test_a_snippet_that_will_not_end_is_killed(isolation):
     sandbox, me = make(isolation, workers=len(STUBBORN)), mark()
-    results = await asyncio.gather(*(sandbox.run(RENAME.format(me) + code, seconds=1.0) for code in STUBBORN.values()))
+    results = await asyncio.gather(
+        *(sandbox.run(RENAME.format(me) + code, seconds=1.0) for code in STUBBORN.values())
+    )
     for name, result in zip(STUBBORN, results, strict=True):
         assert result.status == "timeout" and result.seconds >= 1.0, name
     assert gone(me)
@@ -195,9 +233,11 @@ async def test_a_call_that_is_cancelled_while_its_snippet_begins_ends_too(turns)
 def test_a_snippet_dies_with_the_process_that_asked_for_it(isolation):
     python, me = make(isolation).python, mark()
     program = (
-        "import asyncio\nfrom slime.plugins.agents.sandbox import Limits, Sandbox\n"
-        f"async def main(): await Sandbox(Limits(seconds=100), 1, {isolation!r}, python={python!r}).run("
-        f"{RENAME.format(me) + 'import time; time.sleep(100)'!r})\nasyncio.run(main())"
+        "import asyncio\n"
+        "from slime.plugins.agents.sandbox import Limits, Sandbox\n"
+        f"async def main(): await Sandbox(Limits(seconds=100), 1, {isolation!r}, "
+        f"python={python!r}).run({RENAME.format(me) + 'import time; time.sleep(100)'!r})\n"
+        "asyncio.run(main())"
     )
     parent = subprocess.Popen([sys.executable, "-c", program])
     try:
@@ -219,9 +259,9 @@ async def test_no_process_is_started(sandbox):
                  "import multiprocessing as m; m.get_context('fork').Process(target=print).start()",
                  "import os; os.posix_spawn('/bin/true', ['true'], {})"):  # fmt: skip
         result = await sandbox.run(code)
-        assert result.status == "error" and ("PermissionError" in result.stderr or "FileNotFound" in result.stderr), (
-            code
-        )
+        assert result.status == "error" and (
+            "PermissionError" in result.stderr or "FileNotFound" in result.stderr
+        ), code
 
 
 @pytest.fixture
@@ -231,7 +271,9 @@ def parents():
 
 async def test_a_fork_bomb_is_bounded_and_leaves_nothing(parents):
     me = mark()
-    bomb = RENAME.format(me) + "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    bomb = RENAME.format(me) + (
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    )
     task, most = asyncio.create_task(parents.run(bomb)), 0
     while not task.done():
         most = max(most, len(alive(me)))
@@ -244,12 +286,18 @@ async def test_a_fork_bomb_is_bounded_and_leaves_nothing(parents):
 async def test_double_forks_in_sessions_of_their_own_end_with_the_code(parents):
     me = mark()
     result = await parents.run(
-        RENAME.format(me) + "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
-        "        signal.signal(signal.SIGHUP, signal.SIG_IGN)\n        time.sleep(600)\n    os._exit(0)\n"
+        RENAME.format(me) + "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "        time.sleep(600)\n"
+        "    os._exit(0)\n"
         "os.wait(); print('I am done')"
     )
-    assert result.status == "ok" and result.stdout == "I am done\n"  # not "timeout": nobody waited for the 600 s
+    # not "timeout": nobody waited for the 600 s
+    assert result.status == "ok" and result.stdout == "I am done\n"
     assert gone(me)
 
 
@@ -260,8 +308,12 @@ async def test_the_first_process_of_the_namespace_cannot_be_hurt(parents):
 
 async def test_threads_are_bounded(sandbox):
     code = (
-        "import threading, time\ncount = 0\ntry:\n    while count < 1000:\n"
-        "        threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); count += 1\n"
+        "import threading, time\n"
+        "count = 0\n"
+        "try:\n"
+        "    while count < 1000:\n"
+        "        threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); count += "
+        "1\n"
         "except RuntimeError: print(count)"
     )
     assert 1 <= int((await sandbox.run(code)).stdout) <= 20
@@ -281,7 +333,10 @@ async def test_memory_is_bounded(sandbox):
 async def test_endless_output_is_cut_off(sandbox):
     for stream in ("stdout", "stderr"):
         result = await sandbox.run(f"import sys\nwhile True: sys.{stream}.write('x' * 1000)")
-        assert result.status == "output" and len(getattr(result, stream)) == sandbox.limits.output_bytes
+        assert (
+            result.status == "output"
+            and len(getattr(result, stream)) == sandbox.limits.output_bytes
+        )
     result = await sandbox.run("import os\nos.write(1, bytes([255, 254]))")
     assert result.stdout == "\ufffd\ufffd"
 
@@ -294,10 +349,19 @@ async def test_files_live_in_a_memory_of_bounded_size(full, tmp_path):
     )
     size, _ = (await full.run(code)).stdout.split()
     assert int(size) <= full.limits.disk_bytes >> 20
-    assert (await full.run("import os; print(os.listdir('/tmp'), os.listdir('/sandbox'))")).stdout == "[] []\n"
-    nodes = "import os\ntry:\n    for i in range(100000): os.mkdir(f'/tmp/{i}')\nexcept OSError: print(i)"
+    assert (
+        await full.run("import os; print(os.listdir('/tmp'), os.listdir('/sandbox'))")
+    ).stdout == "[] []\n"
+    nodes = (
+        "import os\n"
+        "try:\n"
+        "    for i in range(100000): os.mkdir(f'/tmp/{i}')\n"
+        "except OSError: print(i)"
+    )
     assert int((await full.run(nodes)).stdout) < 5000
-    assert (await full.run("f = [open('/dev/null') for _ in range(1000)]")).stderr.count("Too many open files") == 1
+    assert (await full.run("f = [open('/dev/null') for _ in range(1000)]")).stderr.count(
+        "Too many open files"
+    ) == 1
 
 
 @pytest.mark.parametrize("isolation", ["full", "process"])
@@ -318,7 +382,11 @@ async def test_nothing_outside_is_written(isolation, tmp_path):
     ]  # fmt: skip
     results = await asyncio.gather(*(sandbox.run(code) for code in attempts))
     assert [result.status for result in results] == ["error"] * len(attempts)
-    assert target.read_text() == "mine" and target.stat().st_mode & 0o777 == 0o666 and target.stat().st_mtime > 1
+    assert (
+        target.read_text() == "mine"
+        and target.stat().st_mode & 0o777 == 0o666
+        and target.stat().st_mtime > 1
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]
 
 
@@ -367,8 +435,13 @@ for path in ("mem", "environ", "maps"):
 """
         result = await sandbox.run(code)
         did = set(result.stdout.split("\n")) - {""}
-        # signal -1 reaches the snippet's own namespace at most; same-user /proc is what "process" says it leaves open
-        allowed = {"did all"} if sandbox.isolation == "full" else {"read environ", "read maps", "read mem"}
+        # signal -1 reaches the snippet's own namespace at most; same-user /proc is what "process"
+        # says it leaves open
+        allowed = (
+            {"did all"}
+            if sandbox.isolation == "full"
+            else {"read environ", "read maps", "read mem"}
+        )
         if sandbox.isolation == "process" and os.geteuid() == 0:
             allowed = set()
         assert did <= allowed and result.status in ("ok", "killed"), result
@@ -395,7 +468,11 @@ import socket
 socket.create_connection(("127.0.0.1", {port}), timeout=2)
 """
         result = await sandbox.run(code)
-        assert result.status == "error" and result.stderr.endswith("Operation not permitted\n") and not result.stdout
+        assert (
+            result.status == "error"
+            and result.stderr.endswith("Operation not permitted\n")
+            and not result.stdout
+        )
         server.settimeout(0)
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -423,14 +500,20 @@ async def test_readable_folders_can_be_imported(full, tmp_path):
     tmp_path.chmod(0o755)
     assert (await full.run("import helper_of_mine")).status == "error"
     sandbox = Sandbox(readable=[tmp_path])
-    assert (await sandbox.run("import helper_of_mine; print(helper_of_mine.answer)")).stdout == "42\n"
+    assert (
+        await sandbox.run("import helper_of_mine; print(helper_of_mine.answer)")
+    ).stdout == "42\n"
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not Path(SYSTEM_PYTHON).exists(), reason="needs root, to become somebody else")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path(SYSTEM_PYTHON).exists(),
+    reason="needs root, to become somebody else",
+)
 def test_a_plain_user_gets_it_by_a_user_namespace():
     import slime.plugins.agents.sandbox as module
 
-    with tempfile.TemporaryDirectory() as package:  # a copy that anybody may read; tmp_path is root's alone
+    # a copy that anybody may read; tmp_path is root's alone
+    with tempfile.TemporaryDirectory() as package:
         os.chmod(package, 0o755)
         for name in ("sandbox.py", "sandbox_child.py"):
             shutil.copy(Path(module.__file__).with_name(name), package)
@@ -467,10 +550,14 @@ def test_a_machine_that_gives_no_namespaces_is_told_at_start():
         "from slime.plugins.agents.sandbox import Sandbox, SandboxUnavailable\n"
         "try: Sandbox()\nexcept SandboxUnavailable as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert 'isolation "full"' in done.stdout, done.stderr
     assert (
-        "unshare" in done.stdout and "Operation not permitted" in done.stdout and 'isolation="process"' in done.stdout
+        "unshare" in done.stdout
+        and "Operation not permitted" in done.stdout
+        and 'isolation="process"' in done.stdout
     )
 
 
@@ -479,7 +566,8 @@ def test_children_need_the_full_isolation():
         Sandbox(Limits(children=True), isolation="process")
 
 
-# --- isolation "process": what files and pipes can send, other programs, who one is -------------------
+# --- isolation "process": what files and pipes can send, other programs, who one is
+# -------------------
 
 SIGNAL_BY_PIPE = """
 import ctypes, fcntl, os, signal, struct
@@ -518,8 +606,14 @@ async def test_no_signal_goes_by_way_of_a_pipe():
 
 
 async def test_no_other_program_takes_the_place_of_the_code():
-    result = await make("process").run("import os\nos.execv('/bin/sh', ['sh', '-c', 'echo in the shell'])")
-    assert result.status == "error" and "PermissionError" in result.stderr and "shell" not in result.stdout
+    result = await make("process").run(
+        "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo in the shell'])"
+    )
+    assert (
+        result.status == "error"
+        and "PermissionError" in result.stderr
+        and "shell" not in result.stdout
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's sandboxes change the user")
@@ -534,7 +628,9 @@ async def test_roots_sandboxes_are_nobodys(isolation):
         pwd.getpwuid(int(uid))
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv"
+)
 def test_root_without_cap_sys_admin_makes_a_user_namespace():
     program = (
         "import asyncio\nfrom slime.plugins.agents.sandbox import Sandbox\n"
@@ -544,5 +640,9 @@ def test_root_without_cap_sys_admin_makes_a_user_namespace():
     without = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
     if subprocess.run([*without, "unshare", "-Ur", "true"]).returncode:
         pytest.skip("this kernel lets no root without CAP_SYS_ADMIN make user namespaces")
-    done = subprocess.run([*without, sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "status='ok'" in done.stdout and "65534 False" in done.stdout, done
+    done = subprocess.run(
+        [*without, sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "status='ok'" in done.stdout and "65534 False" in done.stdout, (
+        done
+    )

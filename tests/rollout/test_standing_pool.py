@@ -1,4 +1,6 @@
-"""The fully asynchronous rollout's pool: order, bounds, updates under way, and the account of its groups."""
+"""The fully asynchronous rollout's pool: order, bounds, updates under way, and the account of its
+groups.
+"""
 
 import asyncio
 from collections import Counter
@@ -45,15 +47,21 @@ async def test_the_pool_trains_in_the_order_of_admission_and_is_bounded(tokenize
         pool = StandingPool(engine.serve(args), source)
         taken = []
         for rollout_id in range(4):
-            taken += [group[0].group_index for group in await step(pool, rollout_id, train_seconds=0.1)]
-            assert source.sample_group_index == len(taken) + 3 * 4, "one rollout to train next, two beside it"
+            taken += [
+                group[0].group_index for group in await step(pool, rollout_id, train_seconds=0.1)
+            ]
+            assert source.sample_group_index == len(taken) + 3 * 4, (
+                "one rollout to train next, two beside it"
+            )
         assert taken == list(range(16))
         await pool.close()
     assert [group[0].group_index for group in source.buffer] == list(range(16, 28))
 
 
 async def test_a_resumed_pool_trains_finished_groups_in_their_turn(tokenizer_dir):
-    """A group that finished before its turn came was trained earlier after a resume than in the replay of that run."""
+    """A group that finished before its turn came was trained earlier after a resume than in the
+    replay of that run.
+    """
     args = arguments(tokenizer_dir)
     source = source_of(args)
     async with SmallEngine(jitter=0.02) as engine:
@@ -70,7 +78,9 @@ async def test_a_resumed_pool_trains_finished_groups_in_their_turn(tokenizer_dir
 
 
 @pytest.mark.parametrize("saves", [None, 2])
-async def test_a_source_that_would_skip_the_groups_in_progress_is_named(tokenizer_dir, saves: int | None):
+async def test_a_source_that_would_skip_the_groups_in_progress_is_named(
+    tokenizer_dir, saves: int | None
+):
     class Mine:
         def __len__(self) -> int:
             return 10
@@ -89,7 +99,11 @@ async def test_groups_that_a_source_gave_without_being_asked_wait_for_their_turn
     args = arguments(tokenizer_dir)
     async with SmallEngine(jitter=0.0) as engine:
         pool = StandingPool(engine.serve(args), source := Generous(args, source_of(args).dataset))
-        taken = [group[0].group_index for rollout_id in range(3) for group in await step(pool, rollout_id)]
+        taken = [
+            group[0].group_index
+            for rollout_id in range(3)
+            for group in await step(pool, rollout_id)
+        ]
         assert taken == list(range(12)) and len(pool.in_flight) == 8
         assert len(pool.under_way()) == source.sample_group_index - 12
         await pool.close()
@@ -106,19 +120,31 @@ async def test_nothing_is_asked_for_beyond_the_last_step(tokenizer_dir):
 
 
 @pytest.mark.parametrize("bound", [1, 2])
-async def test_no_trained_token_is_older_than_the_bound_though_answers_live_through_updates(tokenizer_dir, bound):
-    """Requests take so long that most meet an update; each goes on from its tokens under the new weights."""
+async def test_no_trained_token_is_older_than_the_bound_though_answers_live_through_updates(
+    tokenizer_dir, bound
+):
+    """Requests take so long that most meet an update; each goes on from its tokens under the new
+    weights.
+    """
     more = {"async_buffer_size": 4, "max_weight_staleness": bound, "rollout_max_response_len": 60}
     args = arguments(tokenizer_dir, rollout_batch_size=3, **more)
-    async with SmallEngine(jitter=0.4, length=lambda prompt, seed: 20 + seed % 40, version="0.0") as engine:
+    async with SmallEngine(
+        jitter=0.4, length=lambda prompt, seed: 20 + seed % 40, version="0.0"
+    ) as engine:
         pool = StandingPool(engine.serve(args), source_of(args))
         ages, divided = [], 0
         for rollout_id in range(6):
             for sample in flatten(await step(pool, rollout_id, engine, train_seconds=0.05)):
-                assert sample.version_spans[0][1] == 0 and sample.version_spans[-1][2] == sample.response_length
+                assert (
+                    sample.version_spans[0][1] == 0
+                    and sample.version_spans[-1][2] == sample.response_length
+                )
                 steps = [int(version.split(".")[1]) for version, _, _ in sample.version_spans]
                 assert steps == sorted(steps)
-                assert sample_staleness(sample, rollout_id) == token_staleness(sample, rollout_id).max()
+                assert (
+                    sample_staleness(sample, rollout_id)
+                    == token_staleness(sample, rollout_id).max()
+                )
                 ages.append(sample_staleness(sample, rollout_id))
                 divided += len(steps) > 1
         await pool.close()
@@ -132,7 +158,8 @@ async def test_after_an_update_every_group_goes_on_at_once_not_when_its_turn_com
         taking = asyncio.create_task(pool.take(0))
         await until(lambda: len(engine.requests) == 16)
         assert not taking.done()
-        engine.slow = lambda prompt: prompt.startswith("prompt 0:")  # the head of the line stays slow
+        # the head of the line stays slow
+        engine.slow = lambda prompt: prompt.startswith("prompt 0:")
         engine.aborting.set()
         engine.aborting = asyncio.Event()
         await until(lambda: [item.done for item in pool.in_flight.values()] == [False] + [True] * 7)
@@ -141,13 +168,17 @@ async def test_after_an_update_every_group_goes_on_at_once_not_when_its_turn_com
         engine.slow = lambda prompt: False
         engine.aborting.set()
         output = await asyncio.wait_for(taking, 60)
-        assert [group[0].group_index for group in output.samples] == [0, 1, 2, 3], "waited for, not starved"
+        assert [group[0].group_index for group in output.samples] == [0, 1, 2, 3], (
+            "waited for, not starved"
+        )
         await pool.close()
 
 
 async def test_with_the_mask_only_tokens_of_a_samples_newest_weights_are_trained(tokenizer_dir):
     args = arguments(tokenizer_dir, rollout_batch_size=1, mask_offpolicy_in_partial_rollout=True)
-    async with SmallEngine(slow=lambda p: True, jitter=0.0, length=lambda p, s: 12, version="0.0") as engine:
+    async with SmallEngine(
+        slow=lambda p: True, jitter=0.0, length=lambda p, s: 12, version="0.0"
+    ) as engine:
         pool = StandingPool(engine.serve(args), source_of(args))
         taking = asyncio.create_task(pool.take(0))
         await until(lambda: engine.running == 4)
@@ -169,7 +200,11 @@ async def test_what_the_filter_drops_is_replaced_at_the_end_of_the_line(tokenize
     source = source_of(args)
     async with SmallEngine(jitter=0.0) as engine:
         pool = StandingPool(engine.serve(args), source)
-        trained = [group[0].group_index for rollout_id in range(3) for group in await step(pool, rollout_id)]
+        trained = [
+            group[0].group_index
+            for rollout_id in range(3)
+            for group in await step(pool, rollout_id)
+        ]
         assert trained == [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23]
         assert len(pool.in_flight) == 2 * 4, "the room of dropped groups is filled"
         await pool.close()
@@ -191,14 +226,21 @@ def fallback(args, samples):
 
 
 @pytest.mark.parametrize("reward", ["reward", "at_once"])
-async def test_a_filter_with_a_fallback_drops_as_many_groups_as_the_buffer_holds(tokenizer_dir, hooks, reward):
-    """What is dropped is replaced, so a rollout whose groups are all dropped went on forever; it depended on time."""
+async def test_a_filter_with_a_fallback_drops_as_many_groups_as_the_buffer_holds(
+    tokenizer_dir, hooks, reward
+):
+    """What is dropped is replaced, so a rollout whose groups are all dropped went on forever; it
+    depended on time.
+    """
     path = hooks(ONE_BY_ONE)
     more = {"dynamic_sampling_filter_path": path("fallback"), "custom_rm_path": path(reward)}
     args = arguments(tokenizer_dir, {"judged": 0}, async_buffer_size=2, **more)
     async with SmallEngine(jitter=0.0) as engine:
         pool = StandingPool(engine.serve(args), source_of(args))
-        trained = [[group[0].group_index for group in await step(pool, rollout_id)] for rollout_id in range(2)]
+        trained = [
+            [group[0].group_index for group in await step(pool, rollout_id)]
+            for rollout_id in range(2)
+        ]
         await pool.close()
     assert trained == [[8, 9, 10, 11], [20, 21, 22, 23]]
 

@@ -1,4 +1,6 @@
-"""Stop strings that an interruption divides, for each generate function that can continue a response."""
+"""Stop strings that an interruption divides, for each generate function that can continue a
+response.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,12 @@ from slime.rollout.state import GenerateState
 WORDS = ["a", "b", "ab", " ", "\u00e9", "\u20ac", "<", "/s>", "</", "s>"]
 
 
-def _naive(decode: Callable[[list[int]], str], before: list[int], new: list[int], stops: list[str]) -> int | None:
-    """The smallest number of new ids whose text contains a stop string that the text before does not contain."""
+def _naive(
+    decode: Callable[[list[int]], str], before: list[int], new: list[int], stops: list[str]
+) -> int | None:
+    """The smallest number of new ids whose text contains a stop string that the text before does
+    not contain.
+    """
     known = decode(before).rstrip("\ufffd")
     for count in range(1, len(new) + 1):
         text = decode([*before, *new[:count]])
@@ -40,9 +46,15 @@ def _naive(decode: Callable[[list[int]], str], before: list[int], new: list[int]
     st.integers(0, 40),
     st.lists(st.sampled_from(["</s>", "ab", "b a", "\u00e9", "<<", " "]), min_size=1, max_size=3),
 )
-def test_the_first_stop_string_that_is_divided(words: list[str], before: int, stops: list[str]) -> None:
+def test_the_first_stop_string_that_is_divided(
+    words: list[str], before: int, stops: list[str]
+) -> None:
     """Against the text of each length; a token may be a part of a character."""
-    pieces = [part for word in words for part in ([word] if word.isascii() else [bytes([b]) for b in word.encode()])]
+    pieces = [
+        part
+        for word in words
+        for part in ([word] if word.isascii() else [bytes([b]) for b in word.encode()])
+    ]
     data = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
 
     def decode(ids: list[int]) -> str:
@@ -64,11 +76,21 @@ def test_what_belongs_to_each_token_is_cut_with_the_tokens(tokenizer_dir: Any) -
     }  # fmt: skip
     sample = Sample(tokens=[1], status=Sample.Status.ABORTED)
     before = [to_id(byte) for byte in b"a</en"]
-    output = cut_at_stop(tokenizer, before, {"text": "d>xyz", "meta_info": meta}, {"stop": "</end>"})  # type: ignore[typeddict-item]
-    assert output["text"] == "d>" and output["meta_info"]["finish_reason"] == {"type": "stop", "matched": "</end>"}
+    output = cut_at_stop(
+        tokenizer, before, {"text": "d>xyz", "meta_info": meta}, {"stop": "</end>"}
+    )  # type: ignore[typeddict-item]
+    assert output["text"] == "d>" and output["meta_info"]["finish_reason"] == {
+        "type": "stop",
+        "matched": "</end>",
+    }
     logs = [item[0] for item in output["meta_info"]["output_token_logprobs"]]
-    sample.append_response_tokens(tokens=ids[:2], log_probs=logs, meta_info=output["meta_info"], text=output["text"])
-    assert sample.status is Sample.Status.COMPLETED and sample.version_spans == [("1", 0, 1), ("2", 1, 2)]
+    sample.append_response_tokens(
+        tokens=ids[:2], log_probs=logs, meta_info=output["meta_info"], text=output["text"]
+    )
+    assert sample.status is Sample.Status.COMPLETED and sample.version_spans == [
+        ("1", 0, 1),
+        ("2", 1, 2),
+    ]
     np.testing.assert_equal(sample.rollout_top_p_token_ids, [0, 1, 2])
     np.testing.assert_equal(sample.rollout_top_p_token_offsets, [0, 2, 3])
 
@@ -85,10 +107,15 @@ class Interrupted(SmallEngine):
 
     async def answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         part = self.parts.pop(0)
-        finish: dict[str, Any] = {"type": "abort"} if self.parts else {"type": "stop", "matched": None}
+        finish: dict[str, Any] = (
+            {"type": "abort"} if self.parts else {"type": "stop", "matched": None}
+        )
         for stop in body["sampling_params"]["stop"] or []:
             if stop.encode() in part:
-                part, finish = part.partition(stop.encode())[0] + stop.encode(), {"type": "stop", "matched": stop}
+                part, finish = (
+                    part.partition(stop.encode())[0] + stop.encode(),
+                    {"type": "stop", "matched": stop},
+                )
         scored = [[-1.0, to_id(byte), None] for byte in part]
         meta = {"output_token_logprobs": scored, "finish_reason": finish, "weight_version": "1"}
         output = {"text": part.decode(errors="replace"), "meta_info": meta}
@@ -127,10 +154,14 @@ async def test_a_stop_string_that_an_interruption_divides_ends_the_response(
             await function(args, sample, {**state.sampling_params, "sampling_seed": seed})
     assert sample.status is Sample.Status.COMPLETED and sample.response == wanted
     assert state.tokenizer.decode(sample.tokens[-sample.response_length :]) == wanted
-    assert len(sample.loss_mask or ()) == len(sample.rollout_log_probs or ()) == sample.response_length
+    assert (
+        len(sample.loss_mask or ()) == len(sample.rollout_log_probs or ()) == sample.response_length
+    )
 
 
-async def test_a_stop_string_between_an_observation_and_the_next_turn_ends_nothing(tokenizer_dir: Any) -> None:
+async def test_a_stop_string_between_an_observation_and_the_next_turn_ends_nothing(
+    tokenizer_dir: Any,
+) -> None:
     """An engine that is not interrupted does not see it either."""
     args = arguments(tokenizer_dir, rollout_stop=["\n\n"], rollout_max_response_len=60)
     async with Interrupted([b"one"]) as engine:

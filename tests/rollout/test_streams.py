@@ -17,13 +17,21 @@ from rollout_parts import arguments
 
 from slime.data.sample import Sample
 from slime.rollout.generate import generate
-from slime.rollout.sglang_streaming_rollout import Lines, StreamedAnswer, generate_streaming, status_of
+from slime.rollout.sglang_streaming_rollout import (
+    Lines,
+    StreamedAnswer,
+    generate_streaming,
+    status_of,
+)
 from slime.rollout.state import GenerateState
 
 TOKENS = 20_000
 
 
-@given(st.binary(max_size=200).map(lambda data: data.replace(b"x", b"\n")), st.lists(st.integers(1, 20), min_size=1))
+@given(
+    st.binary(max_size=200).map(lambda data: data.replace(b"x", b"\n")),
+    st.lists(st.integers(1, 20), min_size=1),
+)
 def test_lines_however_they_come(data: bytes, sizes: list[int]) -> None:
     lines, found, at, number = Lines(), [], 0, 0
     while at < len(data):
@@ -54,7 +62,9 @@ def test_both_forms_of_a_stream_are_the_same_answer(steps: list[int], incrementa
     whole = event(0, end, finished=True)
     output = answer.output(aborted=False)
     assert answer.ended and output["text"] == whole["text"] == "".join(told)
-    assert output["meta_info"]["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"]
+    assert (
+        output["meta_info"]["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"]
+    )
 
 
 def packed(*rows: list[int]) -> dict[str, str]:
@@ -96,16 +106,27 @@ async def test_an_answer_of_20000_tokens(tokenizer_dir: Path, step: int) -> None
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        args = arguments(tokenizer_dir, sglang_router_port=runner.addresses[0][1], rollout_max_response_len=TOKENS)
+        args = arguments(
+            tokenizer_dir,
+            sglang_router_port=runner.addresses[0][1],
+            rollout_max_response_len=TOKENS,
+        )
         sample = Sample(prompt="abc", index=0, group_index=0)
-        await asyncio.wait_for(generate_streaming(args, sample, GenerateState(args).sampling_params), 120)
+        await asyncio.wait_for(
+            generate_streaming(args, sample, GenerateState(args).sampling_params), 120
+        )
     finally:
         await runner.cleanup()
-    assert sample.response_length == len(sample.response) == TOKENS and sample.status is Sample.Status.TRUNCATED
+    assert (
+        sample.response_length == len(sample.response) == TOKENS
+        and sample.status is Sample.Status.TRUNCATED
+    )
 
 
 @pytest.mark.parametrize("function", [generate, generate_streaming])
-async def test_a_rollout_that_ends_while_no_engine_can_be_reached(tokenizer_dir: Path, function: Any) -> None:
+async def test_a_rollout_that_ends_while_no_engine_can_be_reached(
+    tokenizer_dir: Path, function: Any
+) -> None:
     """The response is aborted like any other; an error would end the run."""
     asked = asyncio.Event()
 
@@ -131,7 +152,9 @@ async def test_a_rollout_that_ends_while_no_engine_can_be_reached(tokenizer_dir:
 
 
 @pytest.mark.parametrize("function", [generate, generate_streaming])
-async def test_an_engine_that_does_not_reply_in_time_is_named(tokenizer_dir: Path, function: Any) -> None:
+async def test_an_engine_that_does_not_reply_in_time_is_named(
+    tokenizer_dir: Path, function: Any
+) -> None:
     async def hang(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
         return web.Response()
@@ -143,9 +166,14 @@ async def test_an_engine_that_does_not_reply_in_time_is_named(tokenizer_dir: Pat
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
         port = runner.addresses[0][1]
-        args = arguments(tokenizer_dir, sglang_router_port=port, sglang_router_request_timeout_secs=0.5)
+        args = arguments(
+            tokenizer_dir, sglang_router_port=port, sglang_router_request_timeout_secs=0.5
+        )
         sample = Sample(prompt="abc", index=7, group_index=0)
-        with pytest.raises(TimeoutError, match=rf"sample 7 .*:{port}/generate .*--sglang-router-request-timeout-secs"):
+        with pytest.raises(
+            TimeoutError,
+            match=rf"sample 7 .*:{port}/generate .*--sglang-router-request-timeout-secs",
+        ):
             await function(args, sample, GenerateState(args).sampling_params)
     finally:
         await runner.cleanup()
@@ -153,7 +181,15 @@ async def test_an_engine_that_does_not_reply_in_time_is_named(tokenizer_dir: Pat
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [({"code": 503}, 503), ({"code": "503"}, 503), ({}, 400), ({"code": "server_error"}, 500), ("lost", 500)],
+    [
+        ({"code": 503}, 503),
+        ({"code": "503"}, 503),
+        ({}, 400),
+        ({"code": "server_error"}, 500),
+        ("lost", 500),
+    ],
 )
-def test_an_error_inside_a_stream_has_a_status_whatever_its_code_is(error: object, status: int) -> None:
+def test_an_error_inside_a_stream_has_a_status_whatever_its_code_is(
+    error: object, status: int
+) -> None:
     assert status_of(error) == status

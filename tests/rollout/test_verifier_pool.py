@@ -1,4 +1,6 @@
-"""The verifier pool against verifiers that hang, hoard, crash, or merely work. Every test here starts processes."""
+"""The verifier pool against verifiers that hang, hoard, crash, or merely work. Every test here
+starts processes.
+"""
 
 import asyncio
 import os
@@ -25,7 +27,12 @@ def pool():
 
 @pytest.mark.parametrize("named", [(), ("HF_TOKEN",)])
 def test_a_verifier_gets_the_secrets_of_the_user_only_by_name(monkeypatch, named):
-    secrets = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "AWS_SECRET_ACCESS_KEY": "c", "SLIME_SERVER_API_KEY": "d"}
+    secrets = {
+        "HF_TOKEN": "a",
+        "WANDB_API_KEY": "b",
+        "AWS_SECRET_ACCESS_KEY": "c",
+        "SLIME_SERVER_API_KEY": "d",
+    }
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     pool = VerifierPool(1, variables=named)
@@ -145,8 +152,16 @@ def test_a_process_that_is_lost_while_idle_is_replaced(pool, name):
 @pytest.mark.parametrize("when", ["importing", "judging"])
 def test_a_process_that_is_lost_at_work_is_replaced_and_the_call_made_again(pool, tmp_path, when):
     lost = (
-        "import os, signal\n\n\ndef lost():\n    mark = open(__file__ + '.lost', 'a+')\n    mark.seek(0)\n"
-        "    if len(mark.read()) < 2:\n        mark.write('x')\n        mark.flush()\n        os.kill(os.getpid(), 9)\n"
+        "import os, signal\n"
+        "\n"
+        "\n"
+        "def lost():\n"
+        "    mark = open(__file__ + '.lost', 'a+')\n"
+        "    mark.seek(0)\n"
+        "    if len(mark.read()) < 2:\n"
+        "        mark.write('x')\n"
+        "        mark.flush()\n"
+        "        os.kill(os.getpid(), 9)\n"
     )
     body = {
         "importing": "lost()\n\n\ndef judge():\n    return 1\n",
@@ -160,8 +175,16 @@ def test_a_process_that_is_lost_at_work_is_replaced_and_the_call_made_again(pool
 def test_a_process_that_is_stopped_at_work_is_replaced_and_the_call_made_again(pool, tmp_path):
     path, mark = tmp_path / "verifier.py", tmp_path / "stopped"
     path.write_text(
-        f"import os, signal\nfrom pathlib import Path\n\n\ndef judge():\n    mark = Path({str(mark)!r})\n"
-        "    if not mark.exists():\n        mark.touch()\n        os.kill(os.getpid(), signal.SIGSTOP)\n    return 1\n"
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "\n"
+        "\n"
+        "def judge():\n"
+        f"    mark = Path({str(mark)!r})\n"
+        "    if not mark.exists():\n"
+        "        mark.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    return 1\n"
     )
     verdict = pool.submit(f"{path}:judge", timeout=2).result(60)
     assert mark.exists() and verdict.value == 1
@@ -184,7 +207,9 @@ def test_workers_import_neither_torch_nor_ray_nor_http(pool):
 async def test_a_thousand_quick_calls_keep_their_order():
     pool = VerifierPool(2)
     try:
-        verdicts = await asyncio.gather(*(pool.run(f"{HOSTILE}:double", i, timeout=20) for i in range(1000)))
+        verdicts = await asyncio.gather(
+            *(pool.run(f"{HOSTILE}:double", i, timeout=20) for i in range(1000))
+        )
         assert [verdict.value for verdict in verdicts] == [2 * i for i in range(1000)]
         assert len(pool.pids()) == 2
     finally:

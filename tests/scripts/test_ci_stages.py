@@ -1,4 +1,6 @@
-"""Every test is run by a stage of CI, and the quick suite leaves out what has a stage of its own."""
+"""Every test is run by a stage of CI, and the quick suite leaves out what has a stage of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ compiled = functools.cache(Expression.compile)
 
 @dataclass(frozen=True)
 class Stage:
-    """One call of a test script: which marks it selects, and the files that it is limited to or ignores."""
+    """One call of a test script: which marks it selects, and the files that it is limited to or
+    ignores.
+    """
 
     marks: str
     only: tuple[str, ...]
@@ -34,7 +38,11 @@ class Stage:
 
     def runs(self, file: str, marks: frozenset[str]) -> bool:
         wanted = not self.only or file.startswith(self.only)
-        return wanted and file not in self.ignored and compiled(self.marks).evaluate(lambda m: m in marks)
+        return (
+            wanted
+            and file not in self.ignored
+            and compiled(self.marks).evaluate(lambda m: m in marks)
+        )
 
 
 def marks_of_script(name: str) -> str:
@@ -42,7 +50,9 @@ def marks_of_script(name: str) -> str:
     text = (CHECKOUT / "scripts" / name).read_text(encoding="utf-8")
     if default := re.search(r"""^ +set -- .*-m "([^"]+)"$""", text, re.MULTILINE):
         return default[1]
-    found = re.search(r"""^exec .*?(?:-m pytest|test\.sh") -m (?:"([^"]+)"|(\w+))""", text, re.MULTILINE)
+    found = re.search(
+        r"""^exec .*?(?:-m pytest|test\.sh") -m (?:"([^"]+)"|(\w+))""", text, re.MULTILINE
+    )
     assert found, f"{name} gives pytest no -m"
     return found[1] or found[2]
 
@@ -54,7 +64,9 @@ def stages() -> list[Stage]:
             own, arguments = marks_of_script(call[1]), shlex.split(call[2])
             ignored = tuple(b for a, b in itertools.pairwise(arguments) if a == "--ignore")
             marks = [b for a, b in itertools.pairwise(arguments) if a == "-m"]
-            only = tuple(word for word in arguments if word.startswith("tests/") and word not in ignored)
+            only = tuple(
+                word for word in arguments if word.startswith("tests/") and word not in ignored
+            )
             found.append(Stage((marks or [own])[-1], only, ignored))
     return found
 
@@ -67,15 +79,23 @@ def marks_in(nodes: list[ast.expr]) -> frozenset[str]:
 
 
 def _marked_tests() -> Iterator[tuple[str, str, frozenset[str]]]:
-    """File, name and marks of each test function; one with marked parameters appears with and without their marks."""
+    """File, name and marks of each test function; one with marked parameters appears with and
+    without their marks.
+    """
     for path in sorted(CHECKOUT.glob("tests/**/test_*.py")):
         file, tree = str(path.relative_to(CHECKOUT)), ast.parse(path.read_text(encoding="utf-8"))
         of_file = marks_in([node.value for node in tree.body if isinstance(node, ast.Assign)
                             and ast.unparse(node.targets[0]) == "pytestmark"])  # fmt: skip
         for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
+            if not isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef
+            ) or not node.name.startswith("test_"):
                 continue
-            parametrized = [d for d in node.decorator_list if ast.unparse(d).startswith("pytest.mark.parametrize")]
+            parametrized = [
+                d
+                for d in node.decorator_list
+                if ast.unparse(d).startswith("pytest.mark.parametrize")
+            ]
             own = of_file | marks_in([d for d in node.decorator_list if d not in parametrized])
             yield file, node.name, own
             parameters = " ".join(map(ast.unparse, parametrized))
@@ -99,20 +119,39 @@ def test_each_test_is_run_by_a_stage() -> None:
 
 
 def test_each_mark_is_declared_and_run_by_a_stage() -> None:
-    settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
-    declared = {line.partition(":")[0] for line in settings["markers"]} | {"capability"}  # tests/engines/conftest.py
+    settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "pytest"
+    ]["ini_options"]
+    # tests/engines/conftest.py
+    declared = {line.partition(":")[0] for line in settings["markers"]} | {"capability"}
     tests = marked_tests()
     used = frozenset[str]().union(*(marks for _, _, marks in tests))
-    by_plugins = {"parametrize", "skipif", "filterwarnings", "usefixtures", "timeout", "asyncio", "xfail", "skip"}
+    by_plugins = {
+        "parametrize",
+        "skipif",
+        "filterwarnings",
+        "usefixtures",
+        "timeout",
+        "asyncio",
+        "xfail",
+        "skip",
+    }
     assert used - by_plugins <= declared
-    run = {mark for file, _, marks in tests if any(stage.runs(file, marks) for stage in STAGES) for mark in marks}
+    run = {
+        mark
+        for file, _, marks in tests
+        if any(stage.runs(file, marks) for stage in STAGES)
+        for mark in marks
+    }
     assert used - {"cuda"} <= run
 
 
 def test_the_quick_suite_starts_no_engine_and_no_ray() -> None:
     """README promises minutes."""
     quick = STAGES[-1]
-    assert [name for file, name, marks in marked_tests() if "real" in marks and quick.runs(file, marks)] == []
+    assert [
+        name for file, name, marks in marked_tests() if "real" in marks and quick.runs(file, marks)
+    ] == []
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.marks)
@@ -123,7 +162,9 @@ def test_each_stage_has_tests(stage: Stage) -> None:
 def run_pytest(*arguments: str, code: int = 0, **environment: str) -> str:
     """Run pytest in a process of its own, and return what it prints."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=CHECKOUT, env=os.environ | environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=CHECKOUT, env=os.environ | environment, capture_output=True, text=True
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
@@ -160,11 +201,20 @@ def test_what_a_change_can_break() -> None:
     from affected import affected_tests
 
     views = affected_tests(["slime/plugins/tools/ui/views.py"])
-    assert "tests/plugins/tools/ui/test_site.py" in views and "tests/algorithms/test_estimators.py" not in views
+    assert (
+        "tests/plugins/tools/ui/test_site.py" in views
+        and "tests/algorithms/test_estimators.py" not in views
+    )
     ratios = affected_tests(["slime/algorithms/off_policy.py"])
-    assert {"tests/algorithms/test_reference_numbers.py", "tests/backends/test_loss.py"} <= set(ratios)
+    assert {"tests/algorithms/test_reference_numbers.py", "tests/backends/test_loss.py"} <= set(
+        ratios
+    )
     assert "tests/plugins/tools/ui/test_site.py" not in ratios
-    assert affected_tests(["tests/plugins/tools/ui/test_site.py"]) == ["tests/plugins/tools/ui/test_site.py"]
+    assert affected_tests(["tests/plugins/tools/ui/test_site.py"]) == [
+        "tests/plugins/tools/ui/test_site.py"
+    ]
     assert {test.split("/")[1] for test in affected_tests(["docs/en/plan.md"])} == {"docs"}
-    assert len(affected_tests(["tests/conftest.py"])) == len(list(CHECKOUT.glob("tests/**/test_*.py")))
+    assert len(affected_tests(["tests/conftest.py"])) == len(
+        list(CHECKOUT.glob("tests/**/test_*.py"))
+    )
     assert affected_tests(["LICENSE"]) == []

@@ -1,4 +1,6 @@
-"""scripts/env.sh for real, on a tiny checkout whose packages are wheels made here: no network, real pip."""
+"""scripts/env.sh for real, on a tiny checkout whose packages are wheels made here: no network, real
+pip.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def make_wheel(folder: Path, name: str, version: str) -> None:
     files = {
         f"{name}.py": f"__version__ = {version!r}\n",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\n"
+        "Generator: t\n"
+        "Root-Is-Purelib: true\n"
+        "Tag: py3-none-any\n",
     }
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
@@ -83,9 +88,17 @@ class Tiny:
         (self.root / "requirements" / "cpu.txt").write_text(text)
 
     def environment(self, **more: str) -> dict[str, str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "SLIME_", "PYTHON"))}
+        clean = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("PIP_", "SLIME_", "PYTHON"))
+        }
         clean.pop("CI", None)
-        clean |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels)}
+        clean |= {
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.wheels),
+        }
         return {**clean, "PYTHON": sys.executable, "SLIME_DEVICE": "cpu", **more}
 
     def start(self, **more: str) -> subprocess.Popen[str]:
@@ -99,7 +112,9 @@ class Tiny:
         )
 
     def start_and_kill_once_there_is(self, name: str) -> None:
-        """Start a call, and kill it as soon as the environment has a file or folder of this name."""
+        """Start a call, and kill it as soon as the environment has a file or folder of this
+        name.
+        """
         process = self.start()
         deadline = time.monotonic() + 60
         while not (self.root / ".venv" / name).exists() and time.monotonic() < deadline:
@@ -124,17 +139,23 @@ def tiny(tmp_path: Path) -> Tiny:
 
 def version(python: str, module: str) -> str:
     command = [python, "-c", f"import {module}; print({module}.__version__)"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, cwd="/").stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=30, cwd="/"
+    ).stdout.strip()
 
 
 def test_first_run_installs_second_is_instant_and_a_new_pin_is_added(tiny: Tiny) -> None:
     code, out, err = tiny.run()
     assert code == 0, err
-    assert out.splitlines() == [str(tiny.root / ".venv" / "bin" / "python")], "stdout is the path alone"
+    assert out.splitlines() == [str(tiny.root / ".venv" / "bin" / "python")], (
+        "stdout is the path alone"
+    )
     assert "1 MB to download" in err
     python = out.strip()
     assert version(python, "torch") == "9.9.0+cpu" and version(python, "first") == "1.0"
-    listed = subprocess.run([python, "-c", "import sys; print(sys.path)"], capture_output=True, text=True, timeout=30)
+    listed = subprocess.run(
+        [python, "-c", "import sys; print(sys.path)"], capture_output=True, text=True, timeout=30
+    )
     assert str(tiny.root) in listed.stdout, "slime itself is importable"
 
     log = (tiny.root / ".venv" / "install.log").stat().st_mtime_ns
@@ -155,15 +176,17 @@ def test_two_calls_at_once_and_one_that_was_killed_before(tiny: Tiny) -> None:
     results = [call.communicate(timeout=120) for call in calls]
     assert [call.returncode for call in calls] == [0, 0], results
     assert results[0][0] == results[1][0]
-    assert sum("waiting for it" in err for _, err in results) <= 1  # none where one was done before the other looked
-    assert sum(" packages: up to " in err for _, err in results) == 1  # one of them installed, the other did not
+    # none where one was done before the other looked
+    assert sum("waiting for it" in err for _, err in results) <= 1
+    # one of them installed, the other did not
+    assert sum(" packages: up to " in err for _, err in results) == 1
     assert sum("making a virtual environment" in err for _, err in results) <= 1
     assert version(results[0][0].strip(), "first") == "1.0"
 
 
 def test_a_call_waits_while_another_makes_the_environment(tiny: Tiny) -> None:
-    """``python -m venv`` makes folders first and pyvenv.cfg later: a call in between must not take them for the
-    user's files."""
+    """``python -m venv`` makes folders first and pyvenv.cfg later: a call in between must not take
+    them for the user's files."""
     folder = tiny.root / ".venv"
     (folder / "include").mkdir(parents=True)
     with (tiny.root / ".venv.lock").open("w") as lock:
@@ -177,7 +200,9 @@ def test_a_call_waits_while_another_makes_the_environment(tiny: Tiny) -> None:
 
 
 @pytest.mark.long
-def test_an_install_that_was_killed_before_it_wrote_its_configuration_is_gone_on_with(tiny: Tiny) -> None:
+def test_an_install_that_was_killed_before_it_wrote_its_configuration_is_gone_on_with(
+    tiny: Tiny,
+) -> None:
     tiny.start_and_kill_once_there_is("include")
     (tiny.root / ".venv" / "pyvenv.cfg").unlink(missing_ok=True)
 
@@ -200,7 +225,9 @@ def test_files_that_replace_a_failed_install_are_never_wiped(tiny: Tiny) -> None
 
 
 @pytest.mark.long
-def test_an_environment_that_two_checkouts_share_changes_hands_without_a_new_install(tmp_path: Path) -> None:
+def test_an_environment_that_two_checkouts_share_changes_hands_without_a_new_install(
+    tmp_path: Path,
+) -> None:
     one, two = Tiny(tmp_path / "one"), Tiny(tmp_path / "two")
     shared = str(tmp_path / "env")
     assert one.run(SLIME_ENV_DIR=shared)[0] == 0
@@ -208,13 +235,18 @@ def test_an_environment_that_two_checkouts_share_changes_hands_without_a_new_ins
     assert code == 0 and "making" not in err and "packages" not in err
     assert not (two.root / ".venv").exists() and out.strip() == f"{shared}/bin/python"
     listed = subprocess.run(
-        [out.strip(), "-c", "import sys; print(sys.path)"], capture_output=True, text=True, timeout=30
+        [out.strip(), "-c", "import sys; print(sys.path)"],
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert str(two.root) in listed.stdout and str(one.root) not in listed.stdout
 
 
 @pytest.mark.long
-def test_in_ci_the_environment_lies_in_the_cache_named_by_its_pins(tiny: Tiny, tmp_path: Path) -> None:
+def test_in_ci_the_environment_lies_in_the_cache_named_by_its_pins(
+    tiny: Tiny, tmp_path: Path
+) -> None:
     tiny.lock("absent==3.0")
     code, out, err = tiny.run(CI="1", XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert code == 1 and out == ""
@@ -277,7 +309,9 @@ def test_uv_installs_where_it_is_there_and_pip_where_it_fails(tiny: Tiny, tmp_pa
 
 
 @pytest.mark.long
-def test_an_extra_gets_an_environment_of_its_own_beside_the_plain_one(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_extra_gets_an_environment_of_its_own_beside_the_plain_one(
+    tiny: Tiny, tmp_path: Path
+) -> None:
     make_wheel(tiny.wheels, "second", "2.0")
     (tiny.root / "requirements" / "cpu-sglang.txt").write_text("# download-mb: 1\nsecond==2.0\n")
     folder = tmp_path / "env"
@@ -285,7 +319,11 @@ def test_an_extra_gets_an_environment_of_its_own_beside_the_plain_one(tiny: Tiny
     assert code == 0, err
     python = out.splitlines()[-1]
     assert python == str(tmp_path / "env-sglang-cpu" / "bin" / "python") and not folder.exists()
-    assert [version(python, name) for name in ("torch", "first", "second")] == ["9.9.0+cpu", "1.0", "2.0"]
+    assert [version(python, name) for name in ("torch", "first", "second")] == [
+        "9.9.0+cpu",
+        "1.0",
+        "2.0",
+    ]
     code, out, err = tiny.run(SLIME_ENV_DIR=str(folder), SLIME_EXTRA="sglang-cpu")
     assert code == 0 and out.splitlines() == [python] and "installing" not in err
     code, _, err = tiny.run(SLIME_EXTRA="sglang")

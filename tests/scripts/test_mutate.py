@@ -1,4 +1,6 @@
-"""The table of planted mistakes applies to today's code, and ``tools/mutate.py`` tells which of them the tests find."""
+"""The table of planted mistakes applies to today's code, and ``tools/mutate.py`` tells which of
+them the tests find.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def tool() -> ModuleType:
 def test_every_mutant_applies_once_is_python_and_has_tests(tool: ModuleType) -> None:
     mutants = tool.read_table()
     stale = [str(one) for one in mutants if one.is_stale]
-    assert not stale, "tools/mutants.txt: the text must be exactly once in the file:\n" + "\n".join(stale)
+    assert not stale, "tools/mutants.txt: the text must be exactly once in the file:\n" + "\n".join(
+        stale
+    )
     assert len(mutants) == len({(one.file, one.old, one.new) for one in mutants}) >= 150
     for one in mutants:
         text = (CHECKOUT / one.file).read_text()
@@ -44,11 +48,25 @@ def test_what_is_killed_what_survives_and_where_a_second_call_goes_on(tmp_path: 
         "slime/__init__.py": "",
         "slime/data/__init__.py": "",
         "slime/data/a.py": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n",
-        "tests/data/test_a.py": "from slime.data.a import double\n\n\ndef test_double():\n    assert double(2) == 4\n",
+        "tests/data/test_a.py": "from slime.data.a import double\n"
+        "\n"
+        "\n"
+        "def test_double():\n"
+        "    assert double(2) == 4\n",
         "slime/data/b.py": "ONE = 1\n",
-        "tests/data/test_b.py": "from slime.data import b\n\n\ndef test_one():\n    assert b.ONE == 2\n",
-        "tools/mutants.txt": "# a comment\nslime/data/a.py\n    2 * x ==> 3 * x\n    x / 2 ==> x / 3\n    y ==> z\n"
-        "\nslime/data/b.py\n    ONE = 1 ==> ONE = 3\n",
+        "tests/data/test_b.py": "from slime.data import b\n"
+        "\n"
+        "\n"
+        "def test_one():\n"
+        "    assert b.ONE == 2\n",
+        "tools/mutants.txt": "# a comment\n"
+        "slime/data/a.py\n"
+        "    2 * x ==> 3 * x\n"
+        "    x / 2 ==> x / 3\n"
+        "    y ==> z\n"
+        "\n"
+        "slime/data/b.py\n"
+        "    ONE = 1 ==> ONE = 3\n",
         "pyproject.toml": "[tool.pytest.ini_options]\n",
     }
     for name, text in files.items():

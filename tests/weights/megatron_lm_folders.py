@@ -1,4 +1,6 @@
-"""Write checkpoints with the names and layouts of Megatron-LM (``torch_dist``) from a Hugging Face folder."""
+"""Write checkpoints with the names and layouts of Megatron-LM (``torch_dist``) from a Hugging Face
+folder.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ PADDED = 96
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-def their_names(folder: Path, experts: Experts = "grouped", padded: int = PADDED) -> dict[str, Tensor]:
-    """Return the parameters of a model with the names of Megatron-LM and the number of the layer in the name.
+def their_names(
+    folder: Path, experts: Experts = "grouped", padded: int = PADDED
+) -> dict[str, Tensor]:
+    """Return the parameters of a model with the names of Megatron-LM and the number of the layer in
+    the name.
 
     Args:
         padded: The number of rows of the embeddings.
@@ -50,7 +55,9 @@ def their_names(folder: Path, experts: Experts = "grouped", padded: int = PADDED
         if "word_embeddings" in rest or rest == "output_layer.weight":
             count = int(settings["vocab_size"])
             tensor = torch.cat([tensor[:count], torch.full((padded - count, tensor.shape[1]), 7.0)])
-        is_moe = bool(settings.get("num_experts")) and f"{prefix}mlp.linear_fc1.weight" not in _dense(family, settings)
+        is_moe = bool(
+            settings.get("num_experts")
+        ) and f"{prefix}mlp.linear_fc1.weight" not in _dense(family, settings)
         out[prefix + _renamed(rest, latent, is_moe)] = tensor
     return out
 
@@ -65,8 +72,12 @@ def _renamed(rest: str, latent: bool, is_moe: bool) -> str:
         "mlp_bda.norm.weight": "post_mlp_layernorm.weight",
     }
     if latent:
-        names["self_attention.q_layernorm.weight"] = "self_attention.linear_q_up_proj.layer_norm_weight"
-        names["self_attention.kv_layernorm.weight"] = "self_attention.linear_kv_up_proj.layer_norm_weight"
+        names["self_attention.q_layernorm.weight"] = (
+            "self_attention.linear_q_up_proj.layer_norm_weight"
+        )
+        names["self_attention.kv_layernorm.weight"] = (
+            "self_attention.linear_kv_up_proj.layer_norm_weight"
+        )
     else:
         names["input_layernorm.weight"] = "self_attention.linear_qkv.layer_norm_weight"
     if not is_moe:
@@ -84,7 +95,11 @@ def _experts(linear: str, parts: list[Tensor], form: Experts) -> dict[str, Tenso
     if form == "single" or linear == "linear_fc2":
         return {f"{base}.{e}.{linear}.weight": x for e, x in enumerate(flat)}
     halves = {e: x.chunk(2) for e, x in enumerate(flat)}
-    return {f"{base}.{e}.{linear}.weight_{k}": half for e, x in halves.items() for k, half in zip("wv", x, strict=True)}
+    return {
+        f"{base}.{e}.{linear}.weight_{k}": half
+        for e, x in halves.items()
+        for k, half in zip("wv", x, strict=True)
+    }
 
 
 def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -105,15 +120,22 @@ def write(
     iteration: int | None = 100,
     edit: Callable[[dict[str, Any]], object] = lambda state: None,
 ) -> Path:
-    """Write a folder with a tracker file and one iteration (None: ``release``), with states of the optimizer too."""
+    """Write a folder with a tracker file and one iteration (None: ``release``), with states of the
+    optimizer too.
+    """
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     extra = io.BytesIO(b"extra state of Transformer Engine")
-    state: dict[str, Any] = {**tensors, "decoder.layers.self_attention.core_attention._extra_state/shard_0_1": extra}
+    state: dict[str, Any] = {
+        **tensors,
+        "decoder.layers.self_attention.core_attention._extra_state/shard_0_1": extra,
+    }
     state |= {f"optimizer.state.exp_avg.{key}": torch.ones(3) for key in list(tensors)[:2]}
     edit(state)
     target.mkdir(parents=True, exist_ok=True)
     dcp.save(state, checkpoint_id=target / name, no_dist=True)
     torch.save({"iteration": iteration}, target / name / "common.pt")
-    (target / name / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (target / name / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     (target / TRACKER).write_text("release" if iteration is None else str(iteration))
     return target

@@ -26,7 +26,9 @@ def save_tiny_model(path: Path) -> Path:
     words = {f"w{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1").save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w0", eos_token="w1"
+    ).save_pretrained(path)
     new_model(0).save_pretrained(path)
     return path
 
@@ -52,7 +54,9 @@ def new_model(seed: int) -> Any:
 
 
 def named_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+    return [
+        (name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+    ]
 
 
 @torch.no_grad()
@@ -65,7 +69,10 @@ def log_probs(model: Any, tokens: list[int]) -> list[float]:
 def sync_args(**changes: Any) -> Args:
     """Flags of a sync that is quick to fail and has many small buckets."""
     defaults: dict[str, Any] = dict(
-        update_weight_buffer_size=4096, train_dtype="float32", distributed_timeout_minutes=1, phase_timeout=120.0
+        update_weight_buffer_size=4096,
+        train_dtype="float32",
+        distributed_timeout_minutes=1,
+        phase_timeout=120.0,
     )
     return make_args(**(defaults | changes))
 
@@ -95,7 +102,11 @@ class Engines:
         first = len(self.processes)
         for index in range(first, first + count):
             self.processes.append(
-                start_embedded_engine(EngineSettings.from_args(args), index, log_path=self.logs / f"engine-{index}.log")
+                start_embedded_engine(
+                    EngineSettings.from_args(args),
+                    index,
+                    log_path=self.logs / f"engine-{index}.log",
+                )
             )
         for process in self.processes[first:]:
             process.wait_ready(120)

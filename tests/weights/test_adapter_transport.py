@@ -78,11 +78,15 @@ async def test_the_flags_of_files_hold_for_those_of_an_adapter(keep: bool, tmp_p
         "0.2",
     ]
     await transport.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == (["adapter_v0.1", "adapter_v0.2"] if keep else [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == (
+        ["adapter_v0.1", "adapter_v0.2"] if keep else []
+    )
 
 
 @pytest.mark.parametrize("api", [SGLANG_0_5_15, SGLANG_0_5_23], ids=["0.5.15", "0.5.23"])
-async def test_digests_are_computed_for_engines_that_compare_them(api: ApiVersion, tmp_path: Path) -> None:
+async def test_digests_are_computed_for_engines_that_compare_them(
+    api: ApiVersion, tmp_path: Path
+) -> None:
     engine: Any = Engine([])
     engine.capabilities = api.capabilities
     transport = through_memory(tmp_path, digests=True)
@@ -93,7 +97,9 @@ async def test_digests_are_computed_for_engines_that_compare_them(api: ApiVersio
 
 def through_memory(folder: Path, digests: bool = False) -> AdapterTransport:
     base = DiskTransport(folder, folder, 60.0)
-    return AdapterTransport(base, "slime", {"r": 1}, folder=None, shared=True, digests=digests, deadline=60.0)
+    return AdapterTransport(
+        base, "slime", {"r": 1}, folder=None, shared=True, digests=digests, deadline=60.0
+    )
 
 
 def update(value: float) -> WeightUpdate:
@@ -102,7 +108,9 @@ def update(value: float) -> WeightUpdate:
 
 
 async def test_no_memory_is_written_that_an_engine_may_read(tmp_path: Path) -> None:
-    """Two versions alternate between two buffers. An engine that failed or got no more versions keeps its own."""
+    """Two versions alternate between two buffers. An engine that failed or got no more versions
+    keeps its own.
+    """
     one, two = Engine([], "http://127.0.0.1:1"), Engine([], "http://127.0.0.1:2")
     transport = through_memory(tmp_path)
 
@@ -136,7 +144,9 @@ async def test_no_memory_is_written_that_an_engine_may_read(tmp_path: Path) -> N
 
 
 async def test_an_update_of_an_adapter_alone_is_told_to_the_window(tmp_path: Path) -> None:
-    """Engines keep their KV cache then. A bucket of the base before it opens the window as for all weights."""
+    """Engines keep their KV cache then. A bucket of the base before it opens the window as for all
+    weights.
+    """
     asked: list[bool] = []
     engine: Any = Engine([])
 
@@ -147,9 +157,13 @@ async def test_an_update_of_an_adapter_alone_is_told_to_the_window(tmp_path: Pat
     await through_memory(tmp_path).send(update(1.0), [engine], window)
     assert asked == [True]
     factors = list(update(1.0).buckets)
-    both = WeightUpdate("0.2", iter([Bucket(0, [("norm.weight", torch.ones(4))]), replace(factors[0], index=1)]))
+    both = WeightUpdate(
+        "0.2", iter([Bucket(0, [("norm.weight", torch.ones(4))]), replace(factors[0], index=1)])
+    )
     base: Any = Base()
-    transport = AdapterTransport(base, "slime", {"r": 1}, folder=None, shared=True, digests=False, deadline=60.0)
+    transport = AdapterTransport(
+        base, "slime", {"r": 1}, folder=None, shared=True, digests=False, deadline=60.0
+    )
     await transport.send(both, [engine], window)
     assert asked == [True, False]
 

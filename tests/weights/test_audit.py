@@ -1,4 +1,6 @@
-"""The audit finds what differs and says where. Engines here are stand-ins that answer wrongly on purpose."""
+"""The audit finds what differs and says where. Engines here are stand-ins that answer wrongly on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ class Engine:
     """Answers the calls of an audit from what it was given."""
 
     def __init__(
-        self, url: str, sums: dict[str, str], log_probs: list[float] | None = None, named: bool = True
+        self,
+        url: str,
+        sums: dict[str, str],
+        log_probs: list[float] | None = None,
+        named: bool = True,
     ) -> None:
         self.url, self.sums, self.log_probs = url, sums, log_probs or []
         self.capabilities = Capabilities(named_checksums=named)
@@ -31,9 +37,14 @@ class Engine:
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         assert request["logprob_start_len"] == 0 and request["return_logprob"]
-        assert request["sampling_params"]["temperature"] == 1.0, "greedy beside sampled requests stops SGLang's sampler"
+        assert request["sampling_params"]["temperature"] == 1.0, (
+            "greedy beside sampled requests stops SGLang's sampler"
+        )
         first = [[None, request["input_ids"][0], None]]
-        rest = [[value, token, None] for value, token in zip(self.log_probs, request["input_ids"][1:], strict=False)]
+        rest = [
+            [value, token, None]
+            for value, token in zip(self.log_probs, request["input_ids"][1:], strict=False)
+        ]
         return {"meta_info": {"input_token_logprobs": first + rest}}
 
     async def check_weights(self, action: str) -> None:
@@ -44,7 +55,9 @@ def info(dtype: str = "float32") -> EngineInfo:
     return EngineInfo("embedded", "1", "model", "0.1", dtype)
 
 
-async def run(engines: list[Engine], digests: dict[str, str], probe: Probe | None = None, limit: float = 1e-3) -> None:
+async def run(
+    engines: list[Engine], digests: dict[str, str], probe: Probe | None = None, limit: float = 1e-3
+) -> None:
     infos = {engine.url: info() for engine in engines}
     if probe is not None:
         await audit.check_probe(engines, probe, limit, 5.0)  # type: ignore[arg-type]
@@ -53,7 +66,9 @@ async def run(engines: list[Engine], digests: dict[str, str], probe: Probe | Non
 
 async def test_equal_weights_pass() -> None:
     sums = {"a": "1", "b": "2"}
-    await run([Engine("x", sums, [-1.0]), Engine("y", dict(sums), [-1.0004])], sums, Probe([3, 4], [-1.0]))
+    await run(
+        [Engine("x", sums, [-1.0]), Engine("y", dict(sums), [-1.0004])], sums, Probe([3, 4], [-1.0])
+    )
 
 
 async def test_other_bytes_name_tensor_and_engine() -> None:
@@ -72,15 +87,28 @@ PROBE = Probe([5, 6, 7], [-2.0, -1.0])
     ("engines", "digests", "probe", "named"),
     [
         (
-            [Engine(url, {"fused.qkv": n}, named=False) for url, n in (("x", "1"), ("y", "9"), ("z", "1"))],
+            [
+                Engine(url, {"fused.qkv": n}, named=False)
+                for url, n in (("x", "1"), ("y", "9"), ("z", "1"))
+            ],
             {},
             None,
             r"engine y.*fused.qkv",
         ),
         ([Engine("x", {"a": "1", "b": "2"}), Engine("y", {"a": "1"})], {}, None, ": b"),
         ([Engine("x", {"a": "1"})], {"model.a": "1"}, None, r"1 tensors.*'model.a'"),
-        ([Engine("x", {"a": "1"}, [-2.0, -1.0]), Engine("y", {"a": "1"}, [-2.0, -1.2])], {}, PROBE, OVER),
-        ([Engine("x", {"a": "1"}, [-2.0, -1.0]), Engine("y", {"a": "1"}, [-2.0, float("nan")])], {}, PROBE, OVER),
+        (
+            [Engine("x", {"a": "1"}, [-2.0, -1.0]), Engine("y", {"a": "1"}, [-2.0, -1.2])],
+            {},
+            PROBE,
+            OVER,
+        ),
+        (
+            [Engine("x", {"a": "1"}, [-2.0, -1.0]), Engine("y", {"a": "1"}, [-2.0, float("nan")])],
+            {},
+            PROBE,
+            OVER,
+        ),
         ([Engine("y", {"a": "1"}, [-1.0])], {}, PROBE, r"1 of.*2 log-probs"),
     ],
 )
@@ -92,9 +120,17 @@ async def test_what_differs_is_named(
 
 
 async def test_engines_that_divide_their_tensors_in_another_way_are_not_compared() -> None:
-    """Such as a group of prefill servers with data-parallel attention, and a group of decode servers without."""
-    engines = [Engine(url, {"rank0.qkv": value}, named=False) for url, value in (("x", "1"), ("y", "9"), ("z", "9"))]
-    infos = {e.url: EngineInfo("sglang", "0.5.15", "m", "0.1", "bfloat16", 8, {"ep_size": 1}) for e in engines}
+    """Such as a group of prefill servers with data-parallel attention, and a group of decode
+    servers without.
+    """
+    engines = [
+        Engine(url, {"rank0.qkv": value}, named=False)
+        for url, value in (("x", "1"), ("y", "9"), ("z", "9"))
+    ]
+    infos = {
+        e.url: EngineInfo("sglang", "0.5.15", "m", "0.1", "bfloat16", 8, {"ep_size": 1})
+        for e in engines
+    }
     infos["x"].extra.update(enable_dp_attention=True, dp_size=8)
     await audit.audit_engines(engines, infos, {}, 5.0)  # type: ignore[arg-type]
     engines[1].sums = {"rank0.qkv": "8"}
@@ -102,9 +138,13 @@ async def test_engines_that_divide_their_tensors_in_another_way_are_not_compared
         await audit.audit_engines(engines, infos, {}, 5.0)  # type: ignore[arg-type]
 
 
-async def test_servers_that_only_prefill_or_decode_are_not_asked_for_the_probe_but_compared() -> None:
+async def test_servers_that_only_prefill_or_decode_are_not_asked_for_the_probe_but_compared() -> (
+    None
+):
     class Half(Engine):
-        def __init__(self, url: str, mode: str, sums: dict[str, str], log_probs: list[float] | None = None) -> None:
+        def __init__(
+            self, url: str, mode: str, sums: dict[str, str], log_probs: list[float] | None = None
+        ) -> None:
             super().__init__(url, sums, log_probs, named=False)
             self.mode = mode
 
@@ -143,7 +183,9 @@ def test_a_gap_between_trainer_and_engine_raises_an_alarm() -> None:
         return audit.gap_alarm(metrics, flag, (train, None))
 
     assert alarm(None) is alarm(0.005) is alarm(0.05, train="bfloat16") is alarm(0.3, 0.5) is None
-    assert "0.2 on average" in str(alarm(0.2, train="bfloat16")) and "threshold 0.01" in str(alarm(0.02))
+    assert "0.2 on average" in str(alarm(0.2, train="bfloat16")) and "threshold 0.01" in str(
+        alarm(0.02)
+    )
     assert alarm(0.02, 0.001) is not None and alarm(float("nan")) is not None
 
 
@@ -159,7 +201,9 @@ def test_threshold_is_the_flag_or_follows_the_coarsest_dtype() -> None:
 
     assert limit(0.5, "float32", "float32") == 0.5
     assert limit(None, "float32", "torch.float32") == limit(None, None, "float32") == 1e-3
-    assert limit(None, "float32", "float32", "bfloat16") == limit(None, "bfloat16", "float32") == 1.0
+    assert (
+        limit(None, "float32", "float32", "bfloat16") == limit(None, "bfloat16", "float32") == 1.0
+    )
     assert limit(None, None, "auto") == 1.0
 
 
@@ -172,7 +216,11 @@ def test_probe_tokens_are_fixed_and_in_range() -> None:
 def test_digest_depends_on_bytes_not_on_layout() -> None:
     tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
     assert tensor_digest(tensor.T) == tensor_digest(tensor.T.contiguous()) != tensor_digest(tensor)
-    assert tensor_digest(tensor.bfloat16()) == tensor_digest(tensor.bfloat16().clone()) != tensor_digest(tensor)
+    assert (
+        tensor_digest(tensor.bfloat16())
+        == tensor_digest(tensor.bfloat16().clone())
+        != tensor_digest(tensor)
+    )
     flipped = tensor.clone()
     flipped.view(torch.int32)[1, 1] ^= 1  # one bit
     assert tensor_digest(flipped) != tensor_digest(tensor)
@@ -192,7 +240,9 @@ def test_the_probe_is_held_to_what_rounding_made_of_it_so_far() -> None:
     assert calibration.limit(1.0) == pytest.approx(0.11)
     assert calibration.limit(1e-3) == 1e-3
     calibration.passed([0.001])
-    assert calibration.limit(1.0) == pytest.approx(0.11), "an easier probe does not make it stricter"
+    assert calibration.limit(1.0) == pytest.approx(0.11), (
+        "an easier probe does not make it stricter"
+    )
     calibration.passed([0.9])
     assert calibration.limit(1.0) == 1.0
     calibration.passed([float("nan")])

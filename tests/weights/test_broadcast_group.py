@@ -1,4 +1,6 @@
-"""The trainer's side of the process group, against members that join as engines do; kill and stop them."""
+"""The trainer's side of the process group, against members that join as engines do; kill and stop
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from slime.weights.transports.distributed import DistributedTransport
 from slime.weights.update import WeightUpdate
 
 pytestmark = pytest.mark.real
-LARGE = 6_000_000  # elements: too large for the socket buffers, so a member that hangs holds the sender up
+# elements: too large for the socket buffers, so a member that hangs holds the sender up
+LARGE = 6_000_000
 
 
 def _member(pipe: Connection) -> None:
@@ -40,7 +43,9 @@ def _member(pipe: Connection) -> None:
         try:
             if command == "join":
                 address, port, rank, size, name, backend = details
-                groups[name] = join_group(address, port, rank, size, name, backend, timedelta(seconds=60))
+                groups[name] = join_group(
+                    address, port, rank, size, name, backend, timedelta(seconds=60)
+                )
                 pipe.send(None)
             elif command == "receive":
                 names, dtypes, shapes, name, flat = details
@@ -104,7 +109,13 @@ class Member:
         await self._ask("join", *details)
 
     async def receive(self, broadcast: Broadcast) -> None:
-        details = (broadcast.names, broadcast.dtypes, broadcast.shapes, broadcast.group_name, broadcast.flat)
+        details = (
+            broadcast.names,
+            broadcast.dtypes,
+            broadcast.shapes,
+            broadcast.group_name,
+            broadcast.flat,
+        )
         self.digests.update(await self._ask("receive", *details))
 
     async def destroy_group(self, name: str) -> None:
@@ -128,7 +139,8 @@ def members() -> Iterator[list[Any]]:
 def update(buckets: int, size: int = 1000) -> WeightUpdate:
     tensors = [(f"t{i}", torch.full((size,), float(i))) for i in range(buckets)]
     made = [Bucket(i, [pair], i == buckets - 1) for i, pair in enumerate(tensors)]
-    made[0].tensors = [  # of several element sizes, and not in the order in which they could lie end to end
+    # of several element sizes, and not in the order in which they could lie end to end
+    made[0].tensors = [
         ("flag", torch.tensor([True, False, True])),
         ("t0", torch.randn(7, 3).bfloat16().T),
         ("long", torch.arange(5)),
@@ -138,7 +150,8 @@ def update(buckets: int, size: int = 1000) -> WeightUpdate:
 
 
 def transport(deadline: float = 20.0) -> DistributedTransport:
-    made = DistributedTransport("gloo", deadline, grace=8.0)  # a member that is well may be slow on a busy machine
+    # a member that is well may be slow on a busy machine
+    made = DistributedTransport("gloo", deadline, grace=8.0)
     made.stall = 2.0
     return made
 
@@ -148,14 +161,18 @@ async def check_sync(transport: DistributedTransport, engines: list[Any]) -> Non
     assert await transport.connect(engines) == {}
     result = await transport.send(sent, engines)
     assert not result.failed and not result.torn and result.tensors == 7
-    expected = {name: tensor_digest(tensor) for bucket in sent.buckets for name, tensor in bucket.tensors}
+    expected = {
+        name: tensor_digest(tensor) for bucket in sent.buckets for name, tensor in bucket.tensors
+    }
     for engine in engines:
         assert engine.digests.items() >= expected.items()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flat", [False, True])
-async def test_every_member_gets_the_same_bytes_and_no_default_group_is_made(members: list[Any], flat: bool) -> None:
+async def test_every_member_gets_the_same_bytes_and_no_default_group_is_made(
+    members: list[Any], flat: bool
+) -> None:
     distributed = transport()
     for member in members:
         member.capabilities = Capabilities(flat_broadcast=flat)
@@ -171,7 +188,8 @@ async def test_every_member_gets_the_same_bytes_and_no_default_group_is_made(mem
 async def test_a_trainer_whose_own_groups_connect_lazily_reaches_engines_whose_groups_do_not(
     members: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")  # after the members have started; torch reads it for each group
+    # after the members have started; torch reads it for each group
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
     distributed = transport()
     await check_sync(distributed, members)
     await distributed.close()
@@ -182,7 +200,9 @@ BLOWS = pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["
 
 @pytest.mark.slow
 @BLOWS
-async def test_a_member_lost_before_a_bucket_is_named_and_the_others_are_well(members: list[Any], blow: int) -> None:
+async def test_a_member_lost_before_a_bucket_is_named_and_the_others_are_well(
+    members: list[Any], blow: int
+) -> None:
     distributed = transport(deadline=12.0)
     await check_sync(distributed, members)
     lost, well = members
@@ -203,7 +223,9 @@ async def test_a_member_lost_before_a_bucket_is_named_and_the_others_are_well(me
 
 @pytest.mark.slow
 @BLOWS
-async def test_a_member_lost_within_a_bucket_is_named_and_the_next_sync_works(members: list[Any], blow: int) -> None:
+async def test_a_member_lost_within_a_bucket_is_named_and_the_next_sync_works(
+    members: list[Any], blow: int
+) -> None:
     distributed = transport(deadline=12.0)
     await check_sync(distributed, members)
     lost, other = members

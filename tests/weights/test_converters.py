@@ -48,11 +48,27 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(deepseek_config(), tmp_path_factory.mktemp("plain"), torch.bfloat16)
 
 
-def test_a_model_with_gated_delta_nets_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_gated_delta_nets_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the shapes of its convolutions, and gates in the place that they had."""
     source = save_tiny("Qwen3.5-MoE", tmp_path / "hf")
-    run(monkeypatch, "convert_hf_to_torch_dist", "--hf-checkpoint", source, "--save", tmp_path / "dist")
-    run(monkeypatch, "convert_torch_dist_to_hf", "--input-dir", tmp_path / "dist", "--output-dir", tmp_path / "back")
+    run(
+        monkeypatch,
+        "convert_hf_to_torch_dist",
+        "--hf-checkpoint",
+        source,
+        "--save",
+        tmp_path / "dist",
+    )
+    run(
+        monkeypatch,
+        "convert_torch_dist_to_hf",
+        "--input-dir",
+        tmp_path / "dist",
+        "--output-dir",
+        tmp_path / "back",
+    )
     before, after = read_tensors(source), read_tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -69,12 +85,28 @@ def quantized(plain: Path, folder: Path, layout: str) -> Path:
 def test_to_megatron_and_back_gives_plain_weights(
     plain: Path, tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights that come back are those that the quantized checkpoint stands for, and config.json says so."""
+    """The weights that come back are those that the quantized checkpoint stands for, and
+    config.json says so.
+    """
     source = quantized(plain, tmp_path / "quantized", layout)
     expected = HfFolder(source)
-    run(monkeypatch, "convert_hf_to_torch_dist", "--hf-checkpoint", source, "--save", tmp_path / "dist")
+    run(
+        monkeypatch,
+        "convert_hf_to_torch_dist",
+        "--hf-checkpoint",
+        source,
+        "--save",
+        tmp_path / "dist",
+    )
     back = tmp_path / "back"
-    run(monkeypatch, "convert_torch_dist_to_hf", "--input-dir", tmp_path / "dist", "--output-dir", back)
+    run(
+        monkeypatch,
+        "convert_torch_dist_to_hf",
+        "--input-dir",
+        tmp_path / "dist",
+        "--output-dir",
+        back,
+    )
     got = read_tensors(back)
     assert set(got) == set(expected.shapes())
     for name, tensor in got.items():
@@ -87,13 +119,17 @@ def test_to_megatron_and_back_gives_plain_weights(
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_a_plain_copy_of_a_quantized_checkpoint(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_copy_of_a_quantized_checkpoint(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target = quantized(plain, tmp_path / "quantized", "fp8"), tmp_path / "copy"
     (source / "tokenizer.json").write_text("{}")
     (source / "generation_config.json").write_text('{"eos_token_id": 5}')
     run(monkeypatch, "dequantize_hf", "--hf-checkpoint", source, "--save", target)
     expected = HfFolder(source)
-    assert all(torch.equal(tensor, expected.get(name)) for name, tensor in read_tensors(target).items())
+    assert all(
+        torch.equal(tensor, expected.get(name)) for name, tensor in read_tensors(target).items()
+    )
     assert "quantization_config" not in json.loads((target / "config.json").read_text())
     assert (target / "tokenizer.json").is_file() and (target / "generation_config.json").is_file()
     with pytest.raises(SystemExit):
@@ -103,14 +139,29 @@ def test_a_plain_copy_of_a_quantized_checkpoint(plain: Path, tmp_path: Path, mon
 def test_a_vocabulary_larger_than_the_stored_one_is_refused(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(monkeypatch, "convert_hf_to_torch_dist", "--hf-checkpoint", plain, "--save", tmp_path / "dist")
+    run(
+        monkeypatch,
+        "convert_hf_to_torch_dist",
+        "--hf-checkpoint",
+        plain,
+        "--save",
+        tmp_path / "dist",
+    )
     words = ["--input-dir", tmp_path / "dist", "--output-dir", tmp_path / "back", "--vocab-size"]
     with pytest.raises(SystemExit):
         run(monkeypatch, "convert_torch_dist_to_hf", *words, 200)
-    assert "--vocab-size 200" in capsys.readouterr().err and not (tmp_path / "back" / "config.json").exists()
+    assert (
+        "--vocab-size 200" in capsys.readouterr().err
+        and not (tmp_path / "back" / "config.json").exists()
+    )
     run(monkeypatch, "convert_torch_dist_to_hf", *words, 100)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 100
-    assert load_hf_model(tmp_path / "back", torch.float32, "cpu").get_input_embeddings().weight.shape[0] == 100
+    assert (
+        load_hf_model(tmp_path / "back", torch.float32, "cpu")
+        .get_input_embeddings()
+        .weight.shape[0]
+        == 100
+    )
 
 
 def test_an_incomplete_checkpoint_is_not_converted(
@@ -121,17 +172,40 @@ def test_an_incomplete_checkpoint_is_not_converted(
     del tensors[gone]
     source = rewrite(plain, tmp_path / "part", tensors)
     with pytest.raises(SystemExit):
-        run(monkeypatch, "convert_hf_to_torch_dist", "--hf-checkpoint", source, "--save", tmp_path / "dist")
-    assert f"lacks 1 tensors: {gone}" in capsys.readouterr().err and not (tmp_path / "dist").exists()
+        run(
+            monkeypatch,
+            "convert_hf_to_torch_dist",
+            "--hf-checkpoint",
+            source,
+            "--save",
+            tmp_path / "dist",
+        )
+    assert (
+        f"lacks 1 tensors: {gone}" in capsys.readouterr().err and not (tmp_path / "dist").exists()
+    )
 
 
 def test_an_adapter_is_no_model(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A snapshot of a run with --lora-rank."""
-    run(monkeypatch, "convert_hf_to_torch_dist", "--hf-checkpoint", plain, "--save", tmp_path / "dist")
+    run(
+        monkeypatch,
+        "convert_hf_to_torch_dist",
+        "--hf-checkpoint",
+        plain,
+        "--save",
+        tmp_path / "dist",
+    )
     file = tmp_path / "dist" / "trainer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "lora": {"base": str(plain)}}))
     with pytest.raises(SystemExit):
-        run(monkeypatch, "convert_torch_dist_to_hf", "--input-dir", tmp_path / "dist", "--output-dir", tmp_path / "hf")
+        run(
+            monkeypatch,
+            "convert_torch_dist_to_hf",
+            "--input-dir",
+            tmp_path / "dist",
+            "--output-dir",
+            tmp_path / "hf",
+        )
     assert "adapter of" in (told := capsys.readouterr().err) and "slime merge-lora" in told

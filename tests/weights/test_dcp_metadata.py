@@ -25,7 +25,11 @@ class RunsCode:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16), "n": torch.tensor([3])}
+    state = {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.zeros(3, dtype=torch.bfloat16),
+        "n": torch.tensor([3]),
+    }
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     return tmp_path / "dcp"
 
@@ -55,12 +59,18 @@ class TakesAttribute:
 
 
 def test_attributes_are_members_of_enumerations_only(checkpoint: Path) -> None:
-    """Some releases of Python, 3.11.2 among them, pickle a member as an attribute of its enumeration."""
+    """Some releases of Python, 3.11.2 among them, pickle a member as an attribute of its
+    enumeration.
+    """
     metadata = pickle.loads((checkpoint / FILE).read_bytes())
     metadata.planner_data = TakesAttribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
     (checkpoint / FILE).write_bytes(pickle.dumps(metadata))
     require_tensors(checkpoint)
-    for of, name in ((_MEM_FORMAT_ENCODING, "__init__"), (Metadata, "__init__"), ("text", "format")):
+    for of, name in (
+        (_MEM_FORMAT_ENCODING, "__init__"),
+        (Metadata, "__init__"),
+        ("text", "format"),
+    ):
         metadata.planner_data = TakesAttribute(of, name)
         (checkpoint / FILE).write_bytes(pickle.dumps(metadata))
         with pytest.raises(UnsafeMetadataError, match=f"{name}"):
@@ -68,7 +78,11 @@ def test_attributes_are_members_of_enumerations_only(checkpoint: Path) -> None:
 
 
 def test_entries_that_would_be_unpickled_are_refused(tmp_path: Path) -> None:
-    dcp.save({"a": torch.zeros(2), "model/x": {"any": "object"}, "y": 3}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(
+        {"a": torch.zeros(2), "model/x": {"any": "object"}, "y": 3},
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
     with pytest.raises(UnsafeMetadataError, match=r"unpickled: .*y"):
         require_tensors(tmp_path)
 
@@ -76,7 +90,9 @@ def test_entries_that_would_be_unpickled_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"cos\nsystem\n.", pickle.dumps({"a": 1})])
 def test_damage_is_named(checkpoint: Path, content: bytes) -> None:
     (checkpoint / FILE).write_bytes(content)
-    with pytest.raises(UnsafeMetadataError, match=r"\.metadata (cannot be read|could execute code)"):
+    with pytest.raises(
+        UnsafeMetadataError, match=r"\.metadata (cannot be read|could execute code)"
+    ):
         require_tensors(checkpoint)
     (checkpoint / FILE).unlink()
     with pytest.raises(FileNotFoundError, match=r"\.metadata is missing"):

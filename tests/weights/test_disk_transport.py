@@ -39,7 +39,9 @@ def remove_a_file(folder: Path) -> None:
 
 def leave_out_a_tensor(folder: Path) -> None:
     """As a hook that writes a file anew (``--custom-update-weight-post-write-path``)."""
-    files = write_shard(folder, Bucket(0, [("a", torch.ones(64))])) | {"c": "model-00002.safetensors"}
+    files = write_shard(folder, Bucket(0, [("a", torch.ones(64))])) | {
+        "c": "model-00002.safetensors"
+    }
     write_index(folder, files, 512)
 
 
@@ -61,7 +63,9 @@ def test_a_whole_version_passes(version: Path) -> None:
         (cut_the_index, INDEX),
     ],
 )
-def test_what_is_damaged_or_missing_is_named(version: Path, damage: Callable[[Path], None], named: str) -> None:
+def test_what_is_damaged_or_missing_is_named(
+    version: Path, damage: Callable[[Path], None], named: str
+) -> None:
     damage(version)
     with pytest.raises(ModelError, match=named):
         require_whole(version, NAMES)

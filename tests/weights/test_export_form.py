@@ -62,22 +62,35 @@ def source_of(name: str, folder: Path) -> Path:
 def test_an_untrained_export_has_the_bytes_of_its_source(name: str, tmp_path: Path) -> None:
     source = source_of(name, tmp_path)
     model = load_hf_model(source, torch.float32, "cpu", "eager")
-    save_hf_checkpoint(model, tmp_path / "out", torch.float32, str(source), writer=True, choice="source")
+    save_hf_checkpoint(
+        model, tmp_path / "out", torch.float32, str(source), writer=True, choice="source"
+    )
     want, got = read_tensors(source), read_tensors(tmp_path / "out")
     assert set(got) == set(want)
     for key, tensor in want.items():
         assert got[key].dtype == tensor.dtype, key
-        assert torch.equal(got[key].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), key
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out")]
-    assert configs[1].get("quantization_config") == configs[0].get("quantization_config") == SOURCES[name][1]
+        assert torch.equal(
+            got[key].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)
+        ), key
+    configs = [
+        json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out")
+    ]
+    assert (
+        configs[1].get("quantization_config")
+        == configs[0].get("quantization_config")
+        == SOURCES[name][1]
+    )
     assert configs[1]["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("DeepSeek's block FP8", 0.05), ("INT4 of experts", 0.1), ("MXFP4 of gpt-oss", 0.2)]
+    ("name", "step"),
+    [("DeepSeek's block FP8", 0.05), ("INT4 of experts", 0.1), ("MXFP4 of gpt-oss", 0.2)],
 )
 def test_a_trained_export_is_near_its_weights(name: str, step: float, tmp_path: Path) -> None:
-    """Of weights that are no longer those of the source; what is not quantized is rounded once, from float32."""
+    """Of weights that are no longer those of the source; what is not quantized is rounded once,
+    from float32.
+    """
     source = source_of(name, tmp_path)
     model = load_hf_model(source, torch.float32, "cpu", "eager")
     generator = torch.Generator().manual_seed(5)
@@ -101,7 +114,9 @@ def test_a_trained_export_is_near_its_weights(name: str, step: float, tmp_path: 
 def test_dtypes_by_name(tmp_path: Path) -> None:
     source = save_model(llama_config(), tmp_path / "model")
     model = load_hf_model(source, torch.float32, "cpu", "eager")
-    save_hf_checkpoint(model, tmp_path / "out", torch.float32, str(source), writer=True, choice="bfloat16")
+    save_hf_checkpoint(
+        model, tmp_path / "out", torch.float32, str(source), writer=True, choice="bfloat16"
+    )
     assert {t.dtype for t in read_tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -121,7 +136,10 @@ def test_an_error_comes_when_every_tensor_was_read(tmp_path: Path) -> None:
         for name in weights.shapes():
             read.append(name)
             if name != skip:
-                yield name, torch.zeros(3, 3) if name == quantized and not skip else weights.get(name)
+                yield (
+                    name,
+                    torch.zeros(3, 3) if name == quantized and not skip else weights.get(name),
+                )
 
     with pytest.raises(ModelError, match=r"\[3, 3\]"):
         list(ExportForm("source", source, True).tensors(stream()))

@@ -42,7 +42,11 @@ def named(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 def segments() -> set[str]:
     """The files of this process. One that an earlier test left may be removed at any time."""
-    return {name for name in os.listdir(shared_memory.SHARED_MEMORY) if name.startswith(f"torch_{os.getpid()}_")}
+    return {
+        name
+        for name in os.listdir(shared_memory.SHARED_MEMORY)
+        if name.startswith(f"torch_{os.getpid()}_")
+    }
 
 
 @pytest.fixture
@@ -80,7 +84,9 @@ def test_too_little_shared_memory_is_an_error_not_a_dead_process(
 
 
 def _receive(pipe: Connection) -> None:
-    """Another process: opens each bucket by name and answers with digests; b"die" ends it without a word."""
+    """Another process: opens each bucket by name and answers with digests; b"die" ends it without a
+    word.
+    """
     torch.set_num_threads(1)
     while (message := pipe.recv()) is not None:
         if message == b"die":
@@ -107,7 +113,8 @@ class OtherProcess:
         payload = bytes(ForkingPickler.dumps(bucket.tensors))
         try:
             self.pipe.send(b"die" if bucket.index == self.dies_at else payload)
-            if not self.pipe.poll(120):  # the process imports torch first, on a machine that may be busy
+            # the process imports torch first, on a machine that may be busy
+            if not self.pipe.poll(120):
                 raise EngineError(f"{self.url} gave no answer")
             self.digests.update(self.pipe.recv())
         except (EOFError, ConnectionError) as error:
@@ -127,19 +134,28 @@ def processes() -> Iterator[list[OtherProcess]]:
 
 
 def update(count: int) -> WeightUpdate:
-    buckets = [Bucket(i, [(f"{i}.{name}", t) for name, t in named(i)], i == count - 1) for i in range(count)]
+    buckets = [
+        Bucket(i, [(f"{i}.{name}", t) for name, t in named(i)], i == count - 1)
+        for i in range(count)
+    ]
     return WeightUpdate("0.1", buckets)
 
 
 @pytest.mark.real
-async def test_all_buckets_reach_all_processes_and_leave_nothing(processes: list[OtherProcess]) -> None:
+async def test_all_buckets_reach_all_processes_and_leave_nothing(
+    processes: list[OtherProcess],
+) -> None:
     before = segments()
     transport = ipc.IpcTransport(deadline=300)
     engines: list[Any] = processes
     assert await transport.connect(engines) == {}
     result = await transport.send(update(3), engines)
     assert not result.failed and result.tensors == 18
-    expected = {name: tensor_digest(tensor) for bucket in update(3).buckets for name, tensor in bucket.tensors}
+    expected = {
+        name: tensor_digest(tensor)
+        for bucket in update(3).buckets
+        for name, tensor in bucket.tensors
+    }
     assert [process.digests for process in processes] == [expected, expected]
     await transport.send(update(5), engines)
     assert all(len(process.digests) == 30 for process in processes)
@@ -151,7 +167,9 @@ async def test_all_buckets_reach_all_processes_and_leave_nothing(processes: list
 
 
 @pytest.mark.real
-async def test_a_process_that_dies_is_named_and_the_other_gets_everything(processes: list[OtherProcess]) -> None:
+async def test_a_process_that_dies_is_named_and_the_other_gets_everything(
+    processes: list[OtherProcess],
+) -> None:
     before = segments()
     transport = ipc.IpcTransport(deadline=300)
     engines: list[Any] = processes
@@ -180,7 +198,9 @@ async def test_a_buffer_that_an_engine_may_still_read_is_not_used_again() -> Non
     await transport.connect(engines)
     (bucket,) = update(1).buckets
     assert transport.files is not None
-    loading = asyncio.create_task(transport.push_staged(ipc.stage(bucket, [], transport.files), engines, update(1)))
+    loading = asyncio.create_task(
+        transport.push_staged(ipc.stage(bucket, [], transport.files), engines, update(1))
+    )
     await pushed.wait()
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -209,7 +229,9 @@ def test_a_killed_trainer_leaves_no_shared_memory(with_manager: bool) -> None:
     near, far = socket.socketpair()
     with near:
         with far:
-            child = subprocess.Popen([sys.executable, "-c", KILLED, str(far.fileno())], pass_fds=[far.fileno()])
+            child = subprocess.Popen(
+                [sys.executable, "-c", KILLED, str(far.fileno())], pass_fds=[far.fileno()]
+            )
         message, (lock,), _, _ = socket.recv_fds(near, 4096, 1)
     listed, path = message.decode().split()
     try:
@@ -223,7 +245,8 @@ def test_a_killed_trainer_leaves_no_shared_memory(with_manager: bool) -> None:
     finally:
         child.kill()
         child.wait(10)
-    # A run in another process sweeps, too: it could remove the file before this line if the lock had ended.
+    # A run in another process sweeps, too: it could remove the file before this line if the lock
+    # had ended.
     assert not with_manager or os.path.exists(path)
     os.close(lock)
     if with_manager:

@@ -1,4 +1,6 @@
-"""The part of a parameter that one tensor-parallel rank reads, against the whole parameter cut into parts."""
+"""The part of a parameter that one tensor-parallel rank reads, against the whole parameter cut into
+parts.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,25 @@ class Counted:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Layout, list[int], int, bool]:
-    """A layout, the rows of its tensors, the number of ranks, and whether the tensors are matrices."""
+    """A layout, the rows of its tensors, the number of ranks, and whether the tensors are
+    matrices.
+    """
     size = draw(st.sampled_from([1, 2, 3, 4]))
     rows = size * draw(st.integers(1, 4))
     matrices = draw(st.booleans())
     kind = draw(
         st.sampled_from(
-            ["replicated", "rows", "columns", "vocabulary", "stacked", "fused", "qkv", "fused qkv", "by head"]
+            [
+                "replicated",
+                "rows",
+                "columns",
+                "vocabulary",
+                "stacked",
+                "fused",
+                "qkv",
+                "fused qkv",
+                "by head",
+            ]
         )
     )
     if kind == "columns":
@@ -59,7 +73,9 @@ def cases(draw: st.DrawFn) -> tuple[Layout, list[int], int, bool]:
         groups, heads, dim = (draw(st.integers(1, 4)) for _ in range(3))
         dim *= size  # more ranks than groups cut a group, perhaps within a head
         gated, fused = draw(st.booleans()), kind != "qkv"
-        layout = QueryKeyValue(groups=groups, heads_per_group=heads, dim=dim, gated=gated, fused=fused)
+        layout = QueryKeyValue(
+            groups=groups, heads_per_group=heads, dim=dim, gated=gated, fused=fused
+        )
         return layout, [], size, matrices
     if kind == "by head":
         sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
@@ -68,7 +84,9 @@ def cases(draw: st.DrawFn) -> tuple[Layout, list[int], int, bool]:
 
 
 @given(cases())
-def test_a_part_is_what_the_whole_gives_and_nothing_else_is_read(case: tuple[Layout, list[int], int, bool]) -> None:
+def test_a_part_is_what_the_whole_gives_and_nothing_else_is_read(
+    case: tuple[Layout, list[int], int, bool],
+) -> None:
     layout, rows, size, matrices = case
     if isinstance(layout, Vocabulary):
         rows = [layout.rows]
@@ -83,9 +101,13 @@ def test_a_part_is_what_the_whole_gives_and_nothing_else_is_read(case: tuple[Lay
     for rank in range(size):
         sources = [Counted(tensor) for tensor in tensors]
         part = layout.part(sources, rank, size)
-        assert torch.equal(part, whole if layout.axis is None else whole.chunk(size, layout.axis)[rank])
+        assert torch.equal(
+            part, whole if layout.axis is None else whole.chunk(size, layout.axis)[rank]
+        )
         read += sum(source.read for source in sources)
-    assert read == sum(tensor.numel() for tensor in tensors) * (1 if layout.axis is not None else size)
+    assert read == sum(tensor.numel() for tensor in tensors) * (
+        1 if layout.axis is not None else size
+    )
     assert all(torch.equal(*pair) for pair in zip(layout.split(whole), tensors, strict=True))
 
 
@@ -99,20 +121,39 @@ def test_gates_come_after_the_queries_of_their_group() -> None:
 
 
 def test_the_heads_of_a_part_are_a_smaller_tensor_of_the_same_kind() -> None:
-    """Queries of two rows, keys and values of one row, of four heads; the second of two ranks has the last two."""
+    """Queries of two rows, keys and values of one row, of four heads; the second of two ranks has
+    the last two.
+    """
     layout = ByHead(heads=4, sizes=(2, 1, 1))
     tensor = torch.tensor([*(1, 1, 2, 2, 3, 3, 4, 4), *(10, 20, 30, 40), *(100, 200, 300, 400)])
     part = layout.part([tensor], 1, 2)
     assert part.tolist() == [3, 3, 30, 300, 4, 4, 40, 400]
-    assert ByHead(heads=2, sizes=(2, 1, 1)).split(part)[0].tolist() == [3, 3, 4, 4, 30, 40, 300, 400]
+    assert ByHead(heads=2, sizes=(2, 1, 1)).split(part)[0].tolist() == [
+        3,
+        3,
+        4,
+        4,
+        30,
+        40,
+        300,
+        400,
+    ]
 
 
 @pytest.mark.parametrize(
     ("layout", "shape", "full"),
-    [(Interleaved(), (3, 8), (2, 4, 3)), (Interleaved(), (8,), (2, 4)), (Transposed(), (4, 3), (3, 4))],
+    [
+        (Interleaved(), (3, 8), (2, 4, 3)),
+        (Interleaved(), (8,), (2, 4)),
+        (Transposed(), (4, 3), (3, 4)),
+    ],
 )
-def test_an_expert_of_a_stacked_tensor(layout: Layout, shape: tuple[int, ...], full: tuple[int, ...]) -> None:
-    """Its parts are those of the whole, the shapes are known before, and what is split again is the same."""
+def test_an_expert_of_a_stacked_tensor(
+    layout: Layout, shape: tuple[int, ...], full: tuple[int, ...]
+) -> None:
+    """Its parts are those of the whole, the shapes are known before, and what is split again is the
+    same.
+    """
     tensor = torch.randn(shape)
     whole = layout.join([tensor])
     assert whole.shape == full
@@ -128,7 +169,8 @@ def test_an_expert_of_a_stacked_tensor(layout: Layout, shape: tuple[int, ...], f
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows"), [(ROWS, [4]), (Stacked(), [4, 4]), (Vocabulary(rows=4, padded=4), [4]), (COLUMNS, [1])]
+    ("layout", "rows"),
+    [(ROWS, [4]), (Stacked(), [4, 4]), (Vocabulary(rows=4, padded=4), [4]), (COLUMNS, [1])],
 )
 def test_what_cannot_be_cut_into_equal_parts_is_refused(layout: Layout, rows: list[int]) -> None:
     with pytest.raises(ValueError, match=r"4 cannot.*3 tensor"):

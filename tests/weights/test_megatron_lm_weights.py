@@ -1,4 +1,6 @@
-"""Checkpoints of Megatron-LM (``torch_dist``) are read bit for bit, in each of the layouts that it writes."""
+"""Checkpoints of Megatron-LM (``torch_dist``) are read bit for bit, in each of the layouts that it
+writes.
+"""
 
 from __future__ import annotations
 
@@ -66,12 +68,20 @@ def test_every_layout_is_read_bit_for_bit(tmp_path: Path, form: str) -> None:
         assert torch.equal(got[name], tensor), name
         assert weights.shape(name) == tuple(tensor.shape) and weights.is_float(name)
     assert differing_shapes(weights, str(model)) == []
-    some = next(name for name in expected if name.endswith("k_proj.weight") or name.endswith("kv_b_proj.weight"))
+    some = next(
+        name
+        for name in expected
+        if name.endswith("k_proj.weight") or name.endswith("kv_b_proj.weight")
+    )
     assert torch.equal(weights[some][(slice(3, 5), slice(0, 4))], expected[some][3:5, :4])
 
 
-def test_one_layer_of_a_stacked_tensor_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that ranks wrote apart is read apart, and the tensors of one parameter are read once."""
+def test_one_layer_of_a_stacked_tensor_is_read_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that ranks wrote apart is read apart, and the tensors of one parameter are read
+    once.
+    """
     model = save_model(llama_config(), tmp_path / "model")
     weights = opened(write(tmp_path / "theirs", stacked(their_names(model))), model)
     read: list[tuple[int, ...]] = []
@@ -94,7 +104,9 @@ def test_a_missing_tensor_is_named_with_its_names_there(tmp_path: Path) -> None:
         del state["decoder.layers.1.mlp.linear_fc1.layer_norm_weight"]
 
     folder = write(tmp_path / "theirs", their_names(model), edit=drop)
-    with pytest.raises(ModelError, match=r"lacks 1 parameters: model.layers.1.post_attention_layernorm") as found:
+    with pytest.raises(
+        ModelError, match=r"lacks 1 parameters: model.layers.1.post_attention_layernorm"
+    ) as found:
         opened(folder, model)
     assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in str(found.value)
 
@@ -121,7 +133,9 @@ def test_a_file_that_is_gone_and_values_that_are_not_finite_are_named(tmp_path: 
 
     folder = write(tmp_path / "theirs", their_names(model), edit=spoil)
     weights = opened(folder, model)
-    with pytest.raises(ModelError, match=r"'model.norm.weight'.*decoder.final_layernorm.weight.*NaN"):
+    with pytest.raises(
+        ModelError, match=r"'model.norm.weight'.*decoder.final_layernorm.weight.*NaN"
+    ):
         weights.get("model.norm.weight")
     for file in (folder / "iter_0000100").glob("*.distcp"):
         file.unlink()
@@ -150,7 +164,10 @@ def test_the_tracker_file_or_the_step_selects_the_iteration(tmp_path: Path) -> N
     (folder / TRACKER).unlink()
     assert megatron_lm_folder(str(folder)) == folder / "iter_0000100"
     write(folder, tensors, None)
-    assert weights_path(str(folder)) == str(folder / "release") and weights_path("elsewhere") == "elsewhere"
+    assert (
+        weights_path(str(folder)) == str(folder / "release")
+        and weights_path("elsewhere") == "elsewhere"
+    )
     (folder / "release" / "manifest.json").write_text("{}")  # slime's own snapshot
     assert megatron_lm_folder(str(folder)) is None and megatron_lm_folder(None) is None
 
@@ -171,5 +188,7 @@ def test_the_converter_writes_a_hugging_face_folder(
     assert "--origin-hf-dir is missing" in capsys.readouterr().err
     convert(monkeypatch, *words, "--origin-hf-dir", model)
     got, expected = hf_tensors(tmp_path / "back"), hf_tensors(model)
-    assert set(got) == set(expected) and all(torch.equal(got[name], x) for name, x in expected.items())
+    assert set(got) == set(expected) and all(
+        torch.equal(got[name], x) for name, x in expected.items()
+    )
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "glm4_moe"

@@ -1,4 +1,6 @@
-"""Layers for multi-token prediction: an export contains those of the checkpoint unchanged, or says that it has none."""
+"""Layers for multi-token prediction: an export contains those of the checkpoint unchanged, or says
+that it has none.
+"""
 
 from __future__ import annotations
 
@@ -68,12 +70,18 @@ def test_an_export_of_fsdp_contains_the_layers_of_the_checkpoint(
         model.get_output_embeddings().weight.add_(1)
     save_hf_checkpoint(model, tmp_path / "out", torch.bfloat16, str(source), writer=True)
     assert_carried(tmp_path / "out", added)
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
-    assert set(before) == set(after) and not torch.equal(before["lm_head.weight"], after["lm_head.weight"].float())
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out")
+    )
+    assert set(before) == set(after) and not torch.equal(
+        before["lm_head.weight"], after["lm_head.weight"].float()
+    )
     assert "1 layer(s)" in caplog.text
 
 
-def test_the_converter_of_megatron_weights_carries_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_converter_of_megatron_weights_carries_the_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = save_model(tmp_path / "model")
     added = add_mtp(source)
 
@@ -82,34 +90,57 @@ def test_the_converter_of_megatron_weights_carries_the_layers(tmp_path: Path, mo
         runpy.run_path(str(CHECKOUT / "tools" / f"{tool}.py"), run_name="__main__")
 
     run("convert_hf_to_torch_dist", "--hf-checkpoint", source, "--save", tmp_path / "dist")
-    run("convert_torch_dist_to_hf", "--input-dir", tmp_path / "dist", "--output-dir", tmp_path / "out")
+    run(
+        "convert_torch_dist_to_hf",
+        "--input-dir",
+        tmp_path / "dist",
+        "--output-dir",
+        tmp_path / "out",
+    )
     assert_carried(tmp_path / "out", added)
 
 
-def test_an_export_counts_no_layers_that_the_files_lack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_export_counts_no_layers_that_the_files_lack(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """transformers builds a model without these layers, but its config keeps their count."""
     source = save_model(tmp_path / "model")
     model = load_hf_model(source, torch.float32, "cpu")
     save_hf_checkpoint(model, tmp_path / "out", torch.float32, str(source), writer=True)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    )
     assert "not written" in caplog.text
     load_hf_model(tmp_path / "out", torch.float32, "cpu")
 
 
 def test_counts_inside_the_text_part_are_set_to_zero(tmp_path: Path) -> None:
     text = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2, "num_hidden_layers": 4}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": text})
+    )
     mtp = MtpLayers(tmp_path)
     (tmp_path / "out").mkdir()
     write_side_files(tmp_path, tmp_path / "out", mtp, {})
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 0
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["text_config"][
+            "mtp_num_hidden_layers"
+        ]
+        == 0
+    )
     assert mtp.notice and "2 layer(s)" in mtp.notice
 
 
 def test_names_of_other_families_and_of_vision_towers(tmp_path: Path) -> None:
     text = {"mtp_num_hidden_layers": 1, "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
-    theirs = ["mtp.fc.weight", "model.mtp_layers.0.norm.weight", "model.language_model.layers.1.norm.weight"]
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": text})
+    )
+    theirs = [
+        "mtp.fc.weight",
+        "model.mtp_layers.0.norm.weight",
+        "model.language_model.layers.1.norm.weight",
+    ]
     others = [
         "model.layers.0.norm.weight",
         "model.visual.layers.5.norm.weight",

@@ -56,7 +56,15 @@ class Engine:
         (Engine(running=2), "in_place", ["in_place"]),
         (Engine(slips_in=True), None, ["in_place", "retract", "flush"]),
     ],
-    ids=["idle", "idle, flag", "busy", "busy, no retract", "busy, flag", "busy, in place", "a request slips in"],
+    ids=[
+        "idle",
+        "idle, flag",
+        "busy",
+        "busy, no retract",
+        "busy, flag",
+        "busy, in place",
+        "a request slips in",
+    ],
 )
 async def test_pause(engine: Engine, flag: str | None, expected: list[str]) -> None:
     await UpdateWindow("0.1", True, False, flag, 60.0).pause_and_flush(engine)  # type: ignore[arg-type]
@@ -64,24 +72,30 @@ async def test_pause(engine: Engine, flag: str | None, expected: list[str]) -> N
 
 
 async def test_an_adapter_is_replaced_only_after_requests_that_are_not_counted_yet() -> None:
-    """A request that SGLang still tokenizes holds its adapter, and does not run or wait yet. With ``in_place`` it would
-    hold it until the update ends, and the update would wait for it."""
+    """A request that SGLang still tokenizes holds its adapter, and does not run or wait yet. With
+    ``in_place`` it would hold it until the update ends, and the update would wait for it."""
     engine: Any = Engine()
-    await UpdateWindow("0.1", True, False, "abort", 60.0, ends_requests=True).pause_and_flush(engine)
+    await UpdateWindow("0.1", True, False, "abort", 60.0, ends_requests=True).pause_and_flush(
+        engine
+    )
     assert engine.asked == ["abort", "flush"]
 
 
 @pytest.mark.parametrize("adapter_only", [True, False])
 @pytest.mark.parametrize("keys", [True, False])
 async def test_the_cache_is_kept_if_only_an_adapter_changes(adapter_only: bool, keys: bool) -> None:
-    """SGLang gives each load of an adapter a new id, so that no request finds the KV cache of an older version. With
-    any other engine or update, the cache would be that of old weights."""
+    """SGLang gives each load of an adapter a new id, so that no request finds the KV cache of an
+    older version. With any other engine or update, the cache would be that of old weights."""
     engine: Any = Engine(adapter_cache_keys=keys)
     window = UpdateWindow("0.1", False, False, "abort", 60.0, ends_requests=True)
     assert await window.open([engine], adapter_only) == [engine]
     await window.close(SendResult())
     kept = adapter_only and keys
-    assert engine.asked == ["abort", *([] if kept else ["flush"]), f"continue, empty {not adapter_only}"]
+    assert engine.asked == [
+        "abort",
+        *([] if kept else ["flush"]),
+        f"continue, empty {not adapter_only}",
+    ]
 
 
 async def test_requests_go_on_in_place_only_where_their_tokens_name_their_weights() -> None:
@@ -92,7 +106,9 @@ async def test_requests_go_on_in_place_only_where_their_tokens_name_their_weight
 
 
 def test_no_garbage_is_collected_while_engines_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full collection in a trainer with compiled layers takes longer than engines pause for an adapter."""
+    """A full collection in a trainer with compiled layers takes longer than engines pause for an
+    adapter.
+    """
     enabled: list[bool] = []
 
     def run(sender: object, named_weights: object) -> None:

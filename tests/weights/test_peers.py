@@ -1,4 +1,6 @@
-"""Engines that span several training ranks: each tensor-parallel rank opens the handle of the rank on its own GPU."""
+"""Engines that span several training ranks: each tensor-parallel rank opens the handle of the rank
+on its own GPU.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,13 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         async def call(*_: Any, **__: Any) -> None:
-            if name not in ("pause", "flush_cache", "begin_update", "end_update", "continue_generation"):
+            if name not in (
+                "pause",
+                "flush_cache",
+                "begin_update",
+                "end_update",
+                "continue_generation",
+            ):
                 raise AttributeError(name)
 
         return call
@@ -69,7 +77,9 @@ class Engine:
 
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
-    yield TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=SECONDS), wait_for_workers=False)
+    yield TCPStore(
+        "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=SECONDS), wait_for_workers=False
+    )
 
 
 def update(
@@ -85,11 +95,15 @@ def update(
     settings = sync_settings(audit_weights=False, **flags)
 
     def rank_call(rank: int) -> None:
-        link = PeerLink(connect_store("127.0.0.1", store.port, SECONDS), "update", rank, places, SECONDS)
+        link = PeerLink(
+            connect_store("127.0.0.1", store.port, SECONDS), "update", rank, places, SECONDS
+        )
         mine: list[Any] = [engine for engine in engines if places[engine.url][0] == rank]
         transport = ipc.IpcTransport(SECONDS)
         try:
-            results[rank] = sync_weights(settings, iter(named(rank)), mine, transport, "0.1", bool(mine), peers=link)
+            results[rank] = sync_weights(
+                settings, iter(named(rank)), mine, transport, "0.1", bool(mine), peers=link
+            )
         except Exception as error:
             results[rank] = error
         finally:
@@ -113,7 +127,9 @@ def segments() -> set[str]:
 def assert_holds(engine: Engine, places: range) -> None:
     for rank, held in zip(places, engine.held, strict=True):
         assert list(held) == [name for name, _ in weights(0)]
-        assert all(torch.equal(held[name], tensor) for name, tensor in weights(rank)), f"rank {rank}"
+        assert all(torch.equal(held[name], tensor) for name, tensor in weights(rank)), (
+            f"rank {rank}"
+        )
 
 
 def test_each_rank_of_the_engines_reads_its_own_training_ranks_memory(store: TCPStore) -> None:
@@ -121,7 +137,14 @@ def test_each_rank_of_the_engines_reads_its_own_training_ranks_memory(store: TCP
     engines = [Engine("a", 2), Engine("b", 1), Engine("c", 3)]
     places = {"a": range(0, 2), "b": range(2, 3), "c": range(3, 6)}
     results = update(store, engines, 6, places)
-    assert [isinstance(result, UpdateReport) for result in results] == [True, False, True, True, False, False], results
+    assert [isinstance(result, UpdateReport) for result in results] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ], results
     for engine in engines:
         assert_holds(engine, places[engine.url])
         assert engine.pushed == 3
@@ -157,7 +180,9 @@ def test_an_engine_that_dies_is_named_and_the_others_get_everything(store: TCPSt
 
 
 @pytest.mark.parametrize("dies_at", [0, 2])
-def test_the_last_engine_that_dies_ends_the_update_on_all_ranks(store: TCPStore, dies_at: int) -> None:
+def test_the_last_engine_that_dies_ends_the_update_on_all_ranks(
+    store: TCPStore, dies_at: int
+) -> None:
     results = update(store, [Engine("a", 3, dies_at)], 3, {"a": range(0, 3)})
     assert isinstance(results[0], WeightSyncError), results
     assert results[1:] == [None, None]

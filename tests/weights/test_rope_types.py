@@ -1,16 +1,28 @@
-"""What config.json has and the Megatron backend does not build, such as rotary positions, is refused, never left
-out."""
+"""What config.json has and the Megatron backend does not build, such as rotary positions, is
+refused, never left out."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, DeepseekV3Config, Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from slime.weights.maps.family import get_family
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def settings(family: str, config: Any, rope: dict[str, Any]) -> dict[str, Any]:
@@ -18,7 +30,9 @@ def settings(family: str, config: Any, rope: dict[str, Any]) -> dict[str, Any]:
     return get_family(family).settings(given)
 
 
-@pytest.mark.parametrize(("family", "config"), [("qwen2", Qwen2Config), ("qwen3", Qwen3Config), ("llama", LlamaConfig)])
+@pytest.mark.parametrize(
+    ("family", "config"), [("qwen2", Qwen2Config), ("qwen3", Qwen3Config), ("llama", LlamaConfig)]
+)
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional"])
 def test_types_of_dense_models_that_are_not_built(family: str, config: Any, kind: str) -> None:
     with pytest.raises(ValueError, match=f"rope_type '{kind}' .*use --train-backend fsdp"):
@@ -28,7 +42,9 @@ def test_types_of_dense_models_that_are_not_built(family: str, config: Any, kind
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3"])
 def test_latent_attention_has_yarn_only(kind: str) -> None:
     with pytest.raises(ValueError, match=f"rope_type '{kind}' .*supports default, yarn"):
-        settings("deepseek_v3", DeepseekV3Config, {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0})
+        settings(
+            "deepseek_v3", DeepseekV3Config, {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+        )
     assert settings("deepseek_v3", DeepseekV3Config, YARN)["rope_type"] == "yarn"
 
 
@@ -39,7 +55,9 @@ def test_what_megatron_does_not_take_of_yarn(more: dict[str, Any]) -> None:
 
 
 def test_the_scale_of_yarn_is_that_of_transformers() -> None:
-    """transformers takes mscale only together with mscale_all_dim; megatron-core takes each alone."""
+    """transformers takes mscale only together with mscale_all_dim; megatron-core takes each
+    alone.
+    """
     assert settings("deepseek_v3", DeepseekV3Config, {**YARN, "mscale": 0.7})["mscale"] == 1.0
     both = settings("deepseek_v3", DeepseekV3Config, {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5})
     assert (both["mscale"], both["mscale_all_dim"]) == (0.7, 0.5)
@@ -48,7 +66,9 @@ def test_the_scale_of_yarn_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
-def test_rotary_features_that_are_not_neighbours_in_latent_attention_are_refused(family: str) -> None:
+def test_rotary_features_that_are_not_neighbours_in_latent_attention_are_refused(
+    family: str,
+) -> None:
     config = AutoConfig.for_model(family, num_hidden_layers=2).to_dict()
     assert get_family(family).settings(config)["multi_latent_attention"]
     with pytest.raises(ValueError, match=r"rope_interleave=false .*use --train-backend fsdp"):
@@ -57,14 +77,23 @@ def test_rotary_features_that_are_not_neighbours_in_latent_attention_are_refused
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_groups_of_experts_that_megatron_scores_otherwise_are_refused(family: str) -> None:
-    """transformers scores a group by its best two experts, megatron-core by as many as it takes from each."""
-    config = AutoConfig.for_model(family, num_hidden_layers=2).to_dict() | {"n_group": 8, "num_experts_per_tok": 8}
+    """transformers scores a group by its best two experts, megatron-core by as many as it takes
+    from each.
+    """
+    config = AutoConfig.for_model(family, num_hidden_layers=2).to_dict() | {
+        "n_group": 8,
+        "num_experts_per_tok": 8,
+    }
     assert get_family(family).settings({**config, "topk_group": 4})["moe_router_group_topk"] == 4
-    with pytest.raises(ValueError, match=r"topk_group 2 .*num_experts_per_tok 8 .*use --train-backend fsdp"):
+    with pytest.raises(
+        ValueError, match=r"topk_group 2 .*num_experts_per_tok 8 .*use --train-backend fsdp"
+    ):
         get_family(family).settings({**config, "topk_group": 2})
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "minimax_m2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "minimax_m2", "qwen3_next"]
+)
 def test_another_activation_is_refused(family: str) -> None:
     config = AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
     assert get_family(family).settings(config)["swiglu"]
@@ -76,7 +105,9 @@ def test_the_key_of_older_files_counts() -> None:
     config = DeepseekV3Config(num_hidden_layers=2).to_dict()
     config.pop("rope_parameters", None)
     with pytest.raises(ValueError, match="rope_type 'linear'"):
-        get_family("deepseek_v3").settings({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
+        get_family("deepseek_v3").settings(
+            {**config, "rope_scaling": {"type": "linear", "factor": 2.0}}
+        )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +134,10 @@ def test_layers_with_a_window_of_unknown_size_are_refused() -> None:
 
 def test_positions_of_layers_with_a_window_are_checked_too() -> None:
     config = Gemma3TextConfig(num_hidden_layers=2).to_dict()
-    rope = {**config["rope_parameters"], "sliding_attention": {"rope_type": "dynamic", "rope_theta": 1e4}}
+    rope = {
+        **config["rope_parameters"],
+        "sliding_attention": {"rope_type": "dynamic", "rope_theta": 1e4},
+    }
     with pytest.raises(ValueError, match="rope_type 'dynamic'"):
         get_family("gemma3_text").settings({**config, "rope_parameters": rope})
 

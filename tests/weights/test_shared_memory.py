@@ -1,4 +1,6 @@
-"""Sweeping shared memory: files of dead processes of this user go, and nothing else that anybody names there."""
+"""Sweeping shared memory: files of dead processes of this user go, and nothing else that anybody
+names there.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,28 @@ def test_files_of_a_living_process_stay(folder: Path) -> None:
     assert file.exists() and listed.exists()
 
 
-def test_names_outside_the_folder_and_of_other_forms_are_not_removed(folder: Path, tmp_path: Path) -> None:
+def test_names_outside_the_folder_and_of_other_forms_are_not_removed(
+    folder: Path, tmp_path: Path
+) -> None:
     precious = buffer(tmp_path, "precious")
-    inside = [buffer(folder, name) for name in ("psm_1234", "sem.x", "torch_9_1_0", "torch_4711_1", "torch_4711_1_0x")]
+    inside = [
+        buffer(folder, name)
+        for name in ("psm_1234", "sem.x", "torch_9_1_0", "torch_4711_1", "torch_4711_1_0x")
+    ]
     up = os.path.relpath(precious, folder)
-    write_list(folder, str(precious), up, f"{BUFFER}/../{up}", f"./{BUFFER}", *(path.name for path in inside))
+    write_list(
+        folder,
+        str(precious),
+        up,
+        f"{BUFFER}/../{up}",
+        f"./{BUFFER}",
+        *(path.name for path in inside),
+    )
     buffer(folder)
     assert sweep_shared_memory() == []
-    assert precious.exists() and all(path.exists() for path in inside) and (folder / BUFFER).exists()
+    assert (
+        precious.exists() and all(path.exists() for path in inside) and (folder / BUFFER).exists()
+    )
 
 
 def test_symbolic_and_hard_links_are_neither_read_nor_removed(folder: Path, tmp_path: Path) -> None:
@@ -167,9 +183,13 @@ def test_the_names_that_torch_and_slime_give_have_the_form(folder: Path) -> None
     assert not files.path.exists()
 
 
-def test_folders_of_dead_shared_memory_managers_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_dead_shared_memory_managers_are_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ("dead00", "live00", "full00", "empty0", "young0", "stop00")
-    dead, live, full, empty, young, stopped = folders = [folder / f"torch-shm-dir-{name}" for name in names]
+    dead, live, full, empty, young, stopped = folders = [
+        folder / f"torch-shm-dir-{name}" for name in names
+    ]
     for each in folders:
         each.mkdir()
     (full / "data").touch()
@@ -179,7 +199,8 @@ def test_folders_of_dead_shared_memory_managers_are_removed(folder: Path, monkey
         listener.bind(str(each / "manager.sock"))
         listener.listen(0)
     sockets[0].close()
-    waiting = socket.socket(socket.AF_UNIX)  # a stopped manager accepts nobody, and others wait for it already
+    # a stopped manager accepts nobody, and others wait for it already
+    waiting = socket.socket(socket.AF_UNIX)
     waiting.connect(str(stopped / "manager.sock"))
     monkeypatch.setattr(shared_memory, "CONNECT_SECONDS", 0.05)
     for each in folders:

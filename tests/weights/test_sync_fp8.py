@@ -1,4 +1,6 @@
-"""Syncs of quantized weights to a real embedded engine: its log-probs are those of the quantized weights."""
+"""Syncs of quantized weights to a real embedded engine: its log-probs are those of the quantized
+weights.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,13 @@ def flags(model: Path, **more: Any) -> Args:
 
 
 @pytest.fixture(scope="module")
-def process(model: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def process(
+    model: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
     log = tmp_path_factory.mktemp("logs") / "engine.log"
-    started = start_engine(EngineSettings.from_args(flags(model)), EngineSpec(0, str(model)), log_path=log)
+    started = start_engine(
+        EngineSettings.from_args(flags(model)), EngineSpec(0, str(model)), log_path=log
+    )
     started.wait_ready(120)
     yield started
     started.stop()
@@ -75,12 +81,15 @@ def sync(
 ) -> tuple[UpdateReport, float]:
     """Returns the report and the gap of the probe to the weights before they are quantized."""
     args = args.with_values(
-        update_weight_disk_dir=str(folder), update_weight_transport="disk" if name == "disk" else "nccl"
+        update_weight_disk_dir=str(folder),
+        update_weight_transport="disk" if name == "disk" else "nccl",
     )
     settings, engine = WeightSyncSettings.from_args(args), EngineHandle(process.url)
     transport = create_transport(settings, colocated_host=name == "ipc")
     assert transport.name == name
-    report = sync_weights(settings, iter(named_weights(trained)), [engine], transport, version, True)
+    report = sync_weights(
+        settings, iter(named_weights(trained)), [engine], transport, version, True
+    )
     assert report is not None
     tokens = audit.probe_tokens(VOCAB)
     gap = run(audit.probe_engines(settings, [engine], Probe(tokens, log_probs(trained, tokens))))
@@ -88,11 +97,15 @@ def sync(
     return report, gap
 
 
-def test_an_engine_starts_with_quantized_weights(process: EngineProcess, model: Path, cache: Path) -> None:
+def test_an_engine_starts_with_quantized_weights(
+    process: EngineProcess, model: Path, cache: Path
+) -> None:
     engine, tokens = EngineHandle(process.url), audit.probe_tokens(VOCAB)
     assert Path(run(engine.info()).model_path).parent == cache / "slime" / "fp8"
     got = run(audit.score(engine, tokens))
-    assert got == pytest.approx(log_probs(rounded(new_model(0), model, flags(model)), tokens), abs=1e-4)
+    assert got == pytest.approx(
+        log_probs(rounded(new_model(0), model, flags(model)), tokens), abs=1e-4
+    )
     assert got != pytest.approx(log_probs(new_model(0), tokens), abs=1e-3)
 
 
@@ -117,7 +130,9 @@ def test_the_log_probs_are_those_of_the_quantized_weights(
     assert run(engine.info()).weight_version == "0.1"
 
 
-def test_an_engine_with_other_values_is_found(process: EngineProcess, model: Path, tmp_path: Path) -> None:
+def test_an_engine_with_other_values_is_found(
+    process: EngineProcess, model: Path, tmp_path: Path
+) -> None:
     """The digests are those of the weights that the engine computes with."""
     args, trained = flags(model), new_model(30)
     sync(args, trained, process, "0.1", tmp_path)

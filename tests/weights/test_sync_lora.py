@@ -1,4 +1,6 @@
-"""Syncs of a trainer with an adapter to real embedded engines: after the first one, only the adapter travels."""
+"""Syncs of a trainer with an adapter to real embedded engines: after the first one, only the
+adapter travels.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def engine(fleet: Engines) -> EngineHandle:
 
 
 def trainer(model: Path, lora_sync: str, **changes: Any) -> FsdpBackend:
-    flags: dict[str, Any] = dict(lora_rank=4, lora_alpha=8.0, use_rslora=False, lora_target_modules=["all-linear"])
+    flags: dict[str, Any] = dict(
+        lora_rank=4, lora_alpha=8.0, use_rslora=False, lora_target_modules=["all-linear"]
+    )
     args = backend_args(model, **flags, lora_sync=lora_sync, **changes)
     return FsdpBackend(args, "actor", 0, 1, torch.device("cpu"))
 
@@ -108,7 +112,9 @@ def test_only_the_adapter_travels(model: Path, engine: EngineHandle, base: str |
         assert set(report.digests) == backend.adapter_sync.changing  # type: ignore[union-attr]
         assert run(engine.info()).weight_version == f"0.{step}"
     held = run(engine.checksum())
-    assert set(held) == weights and all(held[name] == first.digests[name] for name in held if ".lora_" not in name)
+    assert set(held) == weights and all(
+        held[name] == first.digests[name] for name in held if ".lora_" not in name
+    )
     # Another attempt sends everything, to an engine that has other factors.
     train(backend, 9)
     assert sync(backend, model, engine, "1.0").tensors == len(weights)
@@ -151,16 +157,28 @@ def test_an_older_version_and_another_runs_adapter_are_chosen_by_name(
     tokens = audit.probe_tokens(VOCAB)
     train(mine, 1)
     older = score_probe(mine, tokens)
-    assert mine.adapter is not None and mine.adapter_sync is not None and mine.adapter_sync.config is not None
-    factors = {name: p.detach().clone() for name, p in named_factors(mine.adapter.factors()).items()}
+    assert (
+        mine.adapter is not None
+        and mine.adapter_sync is not None
+        and mine.adapter_sync.config is not None
+    )
+    factors = {
+        name: p.detach().clone() for name, p in named_factors(mine.adapter.factors()).items()
+    }
     train(other, 2)
     other.save_hf(str(tmp_path))
     train(mine, 3)
     sync(mine, model, engine, "0.1")
     payload = adapter_payload(Bucket(0, list(factors.items())), digests=False, memory=shared_memory)
     for name, source in {"older": payload, "other": tmp_path}.items():
-        run(engine.load_adapter(run(engine.adapter_request(name, mine.adapter_sync.config, source))))
-    expected = {None: score_probe(mine, tokens), "older": older, "other": score_probe(other, tokens)}
+        run(
+            engine.load_adapter(run(engine.adapter_request(name, mine.adapter_sync.config, source)))
+        )
+    expected = {
+        None: score_probe(mine, tokens),
+        "older": older,
+        "other": score_probe(other, tokens),
+    }
     for name, ours in expected.items():
         theirs = run(audit.score(engine, tokens, name))
         assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4, name

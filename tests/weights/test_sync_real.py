@@ -1,4 +1,6 @@
-"""Whole syncs to real embedded engines: every transport, two engines at once, engines lost on the way."""
+"""Whole syncs to real embedded engines: every transport, two engines at once, engines lost on the
+way.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from real_engines import VOCAB, Engines, log_probs, named_weights, new_model, save_tiny_model, sync_args, sync_settings
+from real_engines import (
+    VOCAB,
+    Engines,
+    log_probs,
+    named_weights,
+    new_model,
+    save_tiny_model,
+    sync_args,
+    sync_settings,
+)
 
 from slime.engines.handle import EngineHandle
 from slime.engines.payload import Bucket
@@ -82,7 +93,9 @@ def sync(
     **more: Any,
 ) -> UpdateReport:
     settings = WeightSyncSettings.from_args(args)
-    report = sync_weights(settings, iter(named_weights(trained)), engines, transport, version, True, **more)
+    report = sync_weights(
+        settings, iter(named_weights(trained)), engines, transport, version, True, **more
+    )
     assert report is not None
     if probe is not None:
         run(audit.probe_engines(settings, engines, probe))
@@ -98,7 +111,9 @@ def shared_segments() -> set[str]:
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_two_engines_get_the_trainers_weights(name: str, pair: list[EngineHandle], model: Path, tmp_path: Path) -> None:
+def test_two_engines_get_the_trainers_weights(
+    name: str, pair: list[EngineHandle], model: Path, tmp_path: Path
+) -> None:
     args, before = sync_args(), shared_segments()
     transport = make_transport(name, tmp_path, model, args)
     assert transport.name == name
@@ -116,7 +131,11 @@ def test_two_engines_get_the_trainers_weights(name: str, pair: list[EngineHandle
     gc.collect()
     assert shared_segments() <= before
     assert not any((tmp_path / "published").glob("[!.]*"))
-    answer = run(pair[0].generate({"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}))
+    answer = run(
+        pair[0].generate(
+            {"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
+        )
+    )
     assert answer["meta_info"]["weight_version"] == "0.1"
 
 
@@ -126,17 +145,36 @@ def test_every_tensor_was_written(pair: list[EngineHandle], model: Path, tmp_pat
     trained = new_model(21)
     sync(args, trained, pair, transport, "1.0")
     sync(args, trained, pair, transport, "1.1", check_equal=True, probe=probe_of(trained))
-    forgotten = [(name, t) for name, t in named_weights(trained) if name != "model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(WeightAuditError, match=r"1 of 20 tensors.*model.layers.1.mlp.up_proj.weight"):
-        sync_weights(WeightSyncSettings.from_args(args), forgotten, pair, transport, "1.2", True, check_equal=True)
-    sync(args, trained, pair, transport, "1.3", probe=probe_of(trained))  # heals, and they generate again
+    forgotten = [
+        (name, t)
+        for name, t in named_weights(trained)
+        if name != "model.layers.1.mlp.up_proj.weight"
+    ]
+    with pytest.raises(
+        WeightAuditError, match=r"1 of 20 tensors.*model.layers.1.mlp.up_proj.weight"
+    ):
+        sync_weights(
+            WeightSyncSettings.from_args(args),
+            forgotten,
+            pair,
+            transport,
+            "1.2",
+            True,
+            check_equal=True,
+        )
+    # heals, and they generate again
+    sync(args, trained, pair, transport, "1.3", probe=probe_of(trained))
 
 
-def test_a_norm_that_one_engine_did_not_get_ends_the_run(pair: list[EngineHandle], model: Path, tmp_path: Path) -> None:
+def test_a_norm_that_one_engine_did_not_get_ends_the_run(
+    pair: list[EngineHandle], model: Path, tmp_path: Path
+) -> None:
     name = "model.layers.0.input_layernorm.weight"
 
     class Forgetful(EngineHandle):
-        async def push(self, bucket: Bucket, weight_version: str, others: Sequence[str] = ()) -> None:
+        async def push(
+            self, bucket: Bucket, weight_version: str, others: Sequence[str] = ()
+        ) -> None:
             kept = [(n, tensor) for n, tensor in bucket.tensors if n != name]
             await super().push(Bucket(bucket.index, kept, bucket.last), weight_version, others)
 
@@ -158,17 +196,32 @@ def test_frozen_tensors_travel_once(pair: list[EngineHandle], model: Path, tmp_p
     trained = new_model(61)
     updated: set[str] = set()
     total = len(named_weights(trained))
-    assert sync(args, trained, pair, transport, "7.0", updated=updated).tensors == total  # nothing of ours is there yet
-    assert sync(args, trained, pair, transport, "7.1", probe=probe_of(trained), updated=updated).tensors == total - 1
+    # nothing of ours is there yet
+    assert sync(args, trained, pair, transport, "7.0", updated=updated).tensors == total
+    assert (
+        sync(
+            args, trained, pair, transport, "7.1", probe=probe_of(trained), updated=updated
+        ).tensors
+        == total - 1
+    )
     # SGLang's memory saver frees the weights of colocated engines, also those that are not trained.
-    args = sync_args(freeze_params_name_list=["embed_tokens"], rollout_backend="sglang", offload_rollout=True)
-    assert sync(args, trained, pair, transport, "7.2", probe=probe_of(trained), updated=updated).tensors == total
+    args = sync_args(
+        freeze_params_name_list=["embed_tokens"], rollout_backend="sglang", offload_rollout=True
+    )
+    assert (
+        sync(
+            args, trained, pair, transport, "7.2", probe=probe_of(trained), updated=updated
+        ).tensors
+        == total
+    )
 
 
 def test_external_engines_of_an_earlier_run_get_the_frozen_tensors_too(
     pair: list[EngineHandle], model: Path, tmp_path: Path
 ) -> None:
-    """Both runs have attempt 0, so the versions that the engines hold do not tell the runs apart."""
+    """Both runs have attempt 0, so the versions that the engines hold do not tell the runs
+    apart.
+    """
     args = sync_args(freeze_params_name_list=["embed_tokens"])
     transport = make_transport("ipc", tmp_path, model, args)
     earlier = new_model(65)
@@ -197,7 +250,9 @@ def test_an_error_while_gathering_leaves_no_engine_half_updated_unnoticed(
     sync(args, healed, pair, transport, "8.1", probe=probe_of(healed))
 
 
-def test_an_engine_with_other_weights_is_found(pair: list[EngineHandle], model: Path, tmp_path: Path) -> None:
+def test_an_engine_with_other_weights_is_found(
+    pair: list[EngineHandle], model: Path, tmp_path: Path
+) -> None:
     args = sync_args(audit_weights=False)
     transport = make_transport("ipc", tmp_path, model, args)
     trained, name = new_model(31), "model.layers.0.self_attn.q_proj.weight"
@@ -208,7 +263,9 @@ def test_an_engine_with_other_weights_is_found(pair: list[EngineHandle], model: 
     infos = {engine.url: run(engine.info()) for engine in pair}
     sums = {engine.url: run(engine.checksum()) for engine in pair}
     with pytest.raises(WeightAuditError) as by_name:
-        audit.check_digests(pair[1].url, {k: audit_digest(t) for k, t in named_weights(trained)}, sums[pair[1].url])
+        audit.check_digests(
+            pair[1].url, {k: audit_digest(t) for k, t in named_weights(trained)}, sums[pair[1].url]
+        )
     assert (by_name.value.engine, by_name.value.tensors) == (pair[1].url, [name])
     with pytest.raises(WeightAuditError, match=name):
         run(audit.audit_engines(pair, infos, {}, 30))
@@ -250,7 +307,14 @@ def test_a_request_in_flight_goes_on_with_the_new_weights(
 def test_the_other_ranks_only_take_part_in_gathering() -> None:
     taken = []
     assert (
-        sync_weights(sync_settings(), (taken.append(i) or ("n", None) for i in range(3)), [], None, "0.1", False)
+        sync_weights(
+            sync_settings(),
+            (taken.append(i) or ("n", None) for i in range(3)),
+            [],
+            None,
+            "0.1",
+            False,
+        )
         is None
     )  # type: ignore[func-returns-value,misc]
     assert taken == [0, 1, 2]
@@ -262,7 +326,9 @@ def test_the_other_ranks_only_take_part_in_gathering() -> None:
     [
         pytest.param("ipc", signal.SIGKILL, id="ipc-killed"),
         pytest.param("ipc", signal.SIGSTOP, id="ipc-stopped", marks=pytest.mark.long),
-        pytest.param("distributed", signal.SIGKILL, id="distributed-killed", marks=pytest.mark.long),
+        pytest.param(
+            "distributed", signal.SIGKILL, id="distributed-killed", marks=pytest.mark.long
+        ),
         pytest.param("distributed", signal.SIGSTOP, id="distributed-stopped"),
     ],
 )
@@ -286,7 +352,9 @@ def test_an_engine_lost_in_mid_sync(
             yield tensor_name, tensor
 
     with pytest.raises(WeightSyncError) as caught:
-        sync_weights(WeightSyncSettings.from_args(args), weights(), [well, lost], transport, "4.1", True)
+        sync_weights(
+            WeightSyncSettings.from_args(args), weights(), [well, lost], transport, "4.1", True
+        )
     assert len(gathered) == len(named_weights(new_model(52)))
     assert list(caught.value.failed) == [lost.url] and f"engine {lost.url}" in str(caught.value)
     if name == "ipc":

@@ -1,7 +1,8 @@
-"""Whole syncs to real SGLang on the CPU: every transport in both dtypes, what the audits find, what heals.
+"""Whole syncs to real SGLang on the CPU: every transport in both dtypes, what the audits find, what
+heals.
 
-In the stage of scripts/test_sglang.sh. One server per dtype for the whole module; each test uses an attempt number
-of its own, so versions never repeat.
+In the stage of scripts/test_sglang.sh. One server per dtype for the whole module; each test uses an
+attempt number of its own, so versions never repeat.
 """
 
 from __future__ import annotations
@@ -49,10 +50,14 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(dtype: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHandle]:
+def engine(
+    dtype: str, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHandle]:
     """One server at a time: pytest runs all tests of one dtype, then those of the other."""
     log = tmp_path_factory.mktemp("logs") / f"{dtype}.log"
-    server = start_engine(EngineSettings.from_args(sglang_args(model, dtype)), EngineSpec(0, str(model)), log_path=log)
+    server = start_engine(
+        EngineSettings.from_args(sglang_args(model, dtype)), EngineSpec(0, str(model)), log_path=log
+    )
     try:
         server.wait_ready(START_SECONDS)
         yield EngineHandle(server.url)
@@ -99,10 +104,18 @@ def probe_of(trained: Any, dtype: str) -> Probe:
 
 
 def sync(
-    args: Any, trained: Any, engine: Any, transport: Transport, version: str, probe: Probe | None = None, **more: Any
+    args: Any,
+    trained: Any,
+    engine: Any,
+    transport: Transport,
+    version: str,
+    probe: Probe | None = None,
+    **more: Any,
 ) -> UpdateReport:
     settings = WeightSyncSettings.from_args(args)
-    report = sync_weights(settings, iter(named_weights(trained)), [engine], transport, version, True, **more)
+    report = sync_weights(
+        settings, iter(named_weights(trained)), [engine], transport, version, True, **more
+    )
     assert report is not None
     if probe is not None:
         run(audit.probe_engines(settings, [engine], probe))
@@ -119,19 +132,30 @@ def test_sglang_gets_the_trainers_weights(
     attempt = len(name)
     for step in range(2):
         trained = new_model(100 * attempt + step)
-        report = sync(args, trained, engine, transport, f"{attempt}.{step}", probe=probe_of(trained, dtype))
+        report = sync(
+            args, trained, engine, transport, f"{attempt}.{step}", probe=probe_of(trained, dtype)
+        )
         assert 0 < report.pause_seconds <= report.seconds and report.audit_seconds > 0
         assert report.tensors == len(named_weights(trained))
         assert run(engine.info()).weight_version == f"{attempt}.{step}"
     before = run(engine.checksum())
-    sync(args, trained, engine, transport, f"{attempt}.2", check_equal=True, probe=probe_of(trained, dtype))
+    sync(
+        args,
+        trained,
+        engine,
+        transport,
+        f"{attempt}.2",
+        check_equal=True,
+        probe=probe_of(trained, dtype),
+    )
     assert run(engine.checksum()) == before
     assert sync(args, new_model(100 * attempt + 2), engine, transport, f"{attempt}.3").nbytes > 0
     assert run(engine.checksum()) != before
 
 
 def test_sglang_reads_a_flat_bucket_as_the_sender_lays_it_out() -> None:
-    package = importlib.util.find_spec("sglang")  # only found: to import it would patch transformers in this process
+    # only found: to import it would patch transformers in this process
+    package = importlib.util.find_spec("sglang")
     assert package is not None and package.submodule_search_locations
     file = Path(package.submodule_search_locations[0]) / "srt/weight_sync/tensor_bucket.py"
     spec = importlib.util.spec_from_file_location("tensor_bucket", file)
@@ -147,10 +171,19 @@ def test_sglang_reads_a_flat_bucket_as_the_sender_lays_it_out() -> None:
         ]
     )
     entries, size = layout(tensors, alignment=1)
-    order = Broadcast([n for n, _ in tensors], [e.dtype for e in entries], [e.shape for e in entries], "g", "0.1", True)
+    order = Broadcast(
+        [n for n, _ in tensors],
+        [e.dtype for e in entries],
+        [e.shape for e in entries],
+        "g",
+        "0.1",
+        True,
+    )
     said = json.loads(order.body)
     assert said["load_format"] == "flattened_bucket"
-    bucket = module.FlattenedTensorBucket.empty(said["names"], said["dtypes"], said["shapes"], "cpu")
+    bucket = module.FlattenedTensorBucket.empty(
+        said["names"], said["dtypes"], said["shapes"], "cpu"
+    )
     bucket.get_flattened_tensor().copy_(flatten(tensors, entries, size))
     for (name, got), (sent_name, sent) in zip(bucket.reconstruct_tensors(), tensors, strict=True):
         assert name == sent_name and got.dtype == sent.dtype and torch.equal(got, sent)
@@ -167,7 +200,9 @@ def test_one_changed_tensor_is_all_that_a_delta_carries(
     report = sync(args, trained, engine, transport, "20.1", probe=probe_of(trained, dtype))
     assert report.nbytes < 100 < whole and 0 < report.density <= 4 / whole
     after = run(engine.checksum())
-    assert [name for name in after if after[name] != before[name]] == ["model.layers.0.mlp.gate_up_proj.weight"]
+    assert [name for name in after if after[name] != before[name]] == [
+        "model.layers.0.mlp.gate_up_proj.weight"
+    ]
 
 
 def test_a_base_that_is_gone_and_damaged_bytes_are_healed(
@@ -178,8 +213,11 @@ def test_a_base_that_is_gone_and_damaged_bytes_are_healed(
     sync(args, trained, engine, transport, "21.0")
     other_args = sglang_args(model, dtype)
     other = transport_of("ipc", other_args, tmp_path)
-    sync(other_args, new_model(9), engine, other, "22.0")  # the loader's copy is not what the model holds any more
-    report = sync(args, new_model(10), engine, transport, "21.1", probe=probe_of(new_model(10), dtype))
+    # the loader's copy is not what the model holds any more
+    sync(other_args, new_model(9), engine, other, "22.0")
+    report = sync(
+        args, new_model(10), engine, transport, "21.1", probe=probe_of(new_model(10), dtype)
+    )
     assert report.density == 1.0  # its version was not the base: the whole
 
     def damage(folder: Path, engines: Any) -> None:
@@ -206,22 +244,36 @@ def test_a_sync_that_was_torn_is_marked_and_healed(
         raise ArithmeticError("a rank is gone")
 
     with pytest.raises(ArithmeticError, match="rank is gone"):
-        sync_weights(WeightSyncSettings.from_args(args), weights(), [engine], transport, "23.0", True)
+        sync_weights(
+            WeightSyncSettings.from_args(args), weights(), [engine], transport, "23.0", True
+        )
     assert run(engine.info()).weight_version == "23.0-torn"
     trained = new_model(13)
     sync(args, trained, engine, transport, "23.1", probe=probe_of(trained, dtype))
 
 
-def test_the_audit_finds_other_weights(dtype: str, engine: EngineHandle, model: Path, tmp_path: Path) -> None:
+def test_the_audit_finds_other_weights(
+    dtype: str, engine: EngineHandle, model: Path, tmp_path: Path
+) -> None:
     args = sglang_args(model, dtype)
     transport, trained = transport_of("ipc", args, tmp_path), new_model(14)
     with pytest.raises(WeightAuditError, match=f"{engine.url}"):
         sync(args, trained, engine, transport, "24.0", probe=probe_of(new_model(15), dtype))
     forgotten = "model.layers.1.mlp.up_proj.weight"
     sync(args, trained, engine, transport, "24.1")
-    with pytest.raises(WeightAuditError, match=r"1 of 14 tensors.*model.layers.1.mlp.gate_up_proj.weight"):
+    with pytest.raises(
+        WeightAuditError, match=r"1 of 14 tensors.*model.layers.1.mlp.gate_up_proj.weight"
+    ):
         kept = [(name, tensor) for name, tensor in named_weights(trained) if name != forgotten]
-        sync_weights(WeightSyncSettings.from_args(args), kept, [engine], transport, "24.2", True, check_equal=True)
+        sync_weights(
+            WeightSyncSettings.from_args(args),
+            kept,
+            [engine],
+            transport,
+            "24.2",
+            True,
+            check_equal=True,
+        )
     sync(args, trained, engine, transport, "24.3", probe=probe_of(trained, dtype))
 
 
@@ -253,7 +305,9 @@ def save_tied_experts(folder: Path, seed: int) -> Any:
 
 @pytest.mark.long
 def test_a_tied_output_layer_that_sglang_holds_as_a_tensor_of_its_own(tmp_path: Path) -> None:
-    """SGLang's class for Qwen3-MoE ignores ``tie_word_embeddings``. The checkpoint does not have its output layer."""
+    """SGLang's class for Qwen3-MoE ignores ``tie_word_embeddings``. The checkpoint does not have
+    its output layer.
+    """
     from safetensors.torch import load_file
 
     model = save_tiny_model(tmp_path / "model")  # for the tokenizer
@@ -271,7 +325,9 @@ def test_a_tied_output_layer_that_sglang_holds_as_a_tensor_of_its_own(tmp_path: 
             transport = transport_of(name, args, tmp_path / "versions")
             weights = WeightSyncSettings.from_args(args)
             for version, equal in ((f"30.{2 * step}", False), (f"30.{2 * step + 1}", True)):
-                report = sync_weights(weights, tensors.items(), [engine], transport, version, True, check_equal=equal)
+                report = sync_weights(
+                    weights, tensors.items(), [engine], transport, version, True, check_equal=equal
+                )
                 assert report is not None and report.tensors == len(tensors) + 1
             tokens = audit.probe_tokens(VOCAB)
             run(audit.probe_engines(weights, [engine], Probe(tokens, log_probs(trained, tokens))))

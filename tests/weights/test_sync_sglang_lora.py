@@ -1,4 +1,5 @@
-"""Syncs of a trainer with an adapter to real SGLang on the CPU, which loads each version under one name.
+"""Syncs of a trainer with an adapter to real SGLang on the CPU, which loads each version under one
+name.
 
 In the stage of scripts/test_sglang.sh. One server for the whole module.
 """
@@ -44,7 +45,9 @@ START_SECONDS = 400.0
 RANK, FACTORS = 4, 28
 _updated: set[str] = set()  # of one run, to which all tests here belong
 LONG = 3000  # tokens of a request that is still under way when the weights change
-LORA: dict[str, Any] = dict(lora_rank=RANK, lora_alpha=8.0, lora_target_modules=["all-linear"], lora_sync="adapter")
+LORA: dict[str, Any] = dict(
+    lora_rank=RANK, lora_alpha=8.0, lora_target_modules=["all-linear"], lora_sync="adapter"
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +94,22 @@ def probe_of(backend: FsdpBackend) -> Probe:
 
 
 def sync(
-    backend: FsdpBackend, model: Path, engine: EngineHandle, version: str, same_host: bool = True, **changes: Any
+    backend: FsdpBackend,
+    model: Path,
+    engine: EngineHandle,
+    version: str,
+    same_host: bool = True,
+    **changes: Any,
 ) -> UpdateReport:
-    settings = WeightSyncSettings.from_args(sglang_args(model, **changes)).for_adapter(backend.adapter_sync)
+    settings = WeightSyncSettings.from_args(sglang_args(model, **changes)).for_adapter(
+        backend.adapter_sync
+    )
     transport = create_transport(settings, colocated_host=same_host)
     try:
         more: dict[str, Any] = {"updated": _updated, "adapter": backend.adapter_source()}
-        report = sync_weights(settings, backend.named_weights(), [engine], transport, version, True, **more)
+        report = sync_weights(
+            settings, backend.named_weights(), [engine], transport, version, True, **more
+        )
         assert report is not None
         assert run(audit.probe_engines(settings, [engine], probe_of(backend))) < 1e-4
     finally:
@@ -123,7 +135,8 @@ def test_only_the_adapter_travels(model: Path, engine: EngineHandle, tmp_path: P
         assert report.tensors == FACTORS
         assert report.nbytes == 4 * sum(p.numel() for _, p in backend.adapter.trained)  # type: ignore[union-attr]
         assert run(engine.info()).weight_version == f"0.{step}"
-    assert not list(tmp_path.glob("[!.]*"))  # the files of the last version are removed with the transport
+    # the files of the last version are removed with the transport
+    assert not list(tmp_path.glob("[!.]*"))
     assert run(engine.checksum()) == base
     # Without a name, the base answers, as with the adapter off.
     with backend.adapter.using("ref", backend.bank):  # type: ignore[union-attr]
@@ -136,15 +149,20 @@ def test_the_factor_of_rslora_is_kept(model: Path, engine: EngineHandle) -> None
 
 
 def test_requests_under_way_go_on_with_the_new_version(model: Path, engine: EngineHandle) -> None:
-    """A sync ends them with the tokens so far, which their clients send again; the log-probs of each part are those of
-    the version that it names."""
+    """A sync ends them with the tokens so far, which their clients send again; the log-probs of
+    each part are those of the version that it names."""
     old, new = trainer(model, 5), trainer(model, 6)
     sync(old, model, engine, "2.0")
     prompt = audit.probe_tokens(VOCAB)[:8]
 
     def body(tokens: list[int], length: int) -> dict[str, Any]:
         params = {"max_new_tokens": length, "temperature": 1.0, "ignore_eos": True}
-        return {"input_ids": tokens, "sampling_params": params, "return_logprob": True, "lora_path": ADAPTER_NAME}
+        return {
+            "input_ids": tokens,
+            "sampling_params": params,
+            "return_logprob": True,
+            "lora_path": ADAPTER_NAME,
+        }
 
     async def under_way() -> asyncio.Task[Any]:
         task = asyncio.ensure_future(engine.generate(body(prompt, LONG)))
@@ -170,14 +188,22 @@ def test_requests_under_way_go_on_with_the_new_version(model: Path, engine: Engi
         assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
 
 
-def test_a_sync_of_an_adapter_leaves_the_cache_of_the_base(model: Path, engine: EngineHandle) -> None:
-    """The cache is not flushed then, and no request with the new version uses what the old one left in it."""
+def test_a_sync_of_an_adapter_leaves_the_cache_of_the_base(
+    model: Path, engine: EngineHandle
+) -> None:
+    """The cache is not flushed then, and no request with the new version uses what the old one left
+    in it.
+    """
     old, new = trainer(model, 14), trainer(model, 15)
     sync(old, model, engine, "2.5")
-    prompt = audit.probe_tokens(VOCAB)[::-1]  # the audits of the syncs have put the probe itself into the cache
+    # the audits of the syncs have put the probe itself into the cache
+    prompt = audit.probe_tokens(VOCAB)[::-1]
 
     def cached(name: str | None) -> tuple[int, list[float]]:
-        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "temperature": 0.0}}
+        body: dict[str, Any] = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 4, "temperature": 0.0},
+        }
         body |= {"return_logprob": True} | ({} if name is None else {"lora_path": name})
         told = run(engine.generate(body))["meta_info"]
         return told["cached_tokens"], [entry[0] for entry in told["output_token_logprobs"]]
@@ -192,13 +218,19 @@ def test_a_sync_of_an_adapter_leaves_the_cache_of_the_base(model: Path, engine: 
     assert cached(None)[0] > 0
 
 
-def test_several_adapters_are_chosen_by_name(model: Path, engine: EngineHandle, tmp_path: Path) -> None:
+def test_several_adapters_are_chosen_by_name(
+    model: Path, engine: EngineHandle, tmp_path: Path
+) -> None:
     """The run's own and one of another run, from its files, in one batch."""
     mine, other = trainer(model, 7), trainer(model, 8)
     other.save_hf(str(tmp_path / "other"))
     sync(mine, model, engine, "3.0")
     assert mine.adapter is not None
-    run(engine.load_adapter(run(engine.adapter_request("other", mine.adapter.config([]), tmp_path / "other"))))
+    run(
+        engine.load_adapter(
+            run(engine.adapter_request("other", mine.adapter.config([]), tmp_path / "other"))
+        )
+    )
     names = {ADAPTER_NAME: mine, "other": other}
 
     async def both() -> list[list[float]]:
@@ -206,7 +238,9 @@ def test_several_adapters_are_chosen_by_name(model: Path, engine: EngineHandle, 
         return await asyncio.gather(*(audit.score(engine, tokens, name) for name in names))
 
     for values, backend in zip(run(both()), names.values(), strict=True):
-        assert max(abs(a - b) for a, b in zip(values, probe_of(backend).log_probs, strict=True)) < 1e-4
+        assert (
+            max(abs(a - b) for a, b in zip(values, probe_of(backend).log_probs, strict=True)) < 1e-4
+        )
     run(engine.unload_adapter("other"))
     run(engine.unload_adapter("other"))  # there is none any more
     with pytest.raises(EngineError, match="nobody"):
@@ -220,7 +254,9 @@ def test_the_audit_finds_another_adapter(model: Path, engine: EngineHandle) -> N
         run(audit.check_probe([engine], probe_of(trainer(model, 10)), 1e-3, 60, ADAPTER_NAME))
 
 
-def test_an_adapter_of_another_rank_is_refused_in_sglangs_words(model: Path, engine: EngineHandle) -> None:
+def test_an_adapter_of_another_rank_is_refused_in_sglangs_words(
+    model: Path, engine: EngineHandle
+) -> None:
     backend = trainer(model, 11, lora_rank=8)
     with pytest.raises(WeightSyncError, match="rank 8"):
         sync(backend, model, engine, "5.0", lora_rank=8)
@@ -243,4 +279,5 @@ def test_damaged_factors_are_found_before_they_are_loaded(
     started = time.monotonic()
     with pytest.raises(WeightSyncError):
         sync(trainer(model, 13), model, engine, "6.0")
-    assert time.monotonic() - started < 60  # the connection ends with the server; no deadline is waited for
+    # the connection ends with the server; no deadline is waited for
+    assert time.monotonic() - started < 60

@@ -50,7 +50,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     log = tmp_path_factory.mktemp("logs") / "engine.log"
     server = start_engine(
-        EngineSettings.from_args(sglang_args(model, DTYPE)), EngineSpec(0, str(model), num_gpus=2), log_path=log
+        EngineSettings.from_args(sglang_args(model, DTYPE)),
+        EngineSpec(0, str(model), num_gpus=2),
+        log_path=log,
     )
     try:
         server.wait_ready(START_SECONDS)
@@ -76,8 +78,12 @@ def sync(
     probe: Probe | None = None,
     **more: Any,
 ) -> UpdateReport:
-    """One update by two training ranks, a thread each; ``named`` gives what a rank sends. Then the probe is scored."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=SECONDS), wait_for_workers=False)
+    """One update by two training ranks, a thread each; ``named`` gives what a rank sends. Then the
+    probe is scored.
+    """
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=SECONDS), wait_for_workers=False
+    )
     settings = WeightSyncSettings.from_args(sglang_args(model, DTYPE, audit_weights=audited))
     results: list[Any] = [None, None]
 
@@ -116,21 +122,36 @@ def probe_of(trained: Any) -> Probe:
     return Probe(tokens, log_probs(cast, tokens))
 
 
-def test_two_training_ranks_feed_the_two_ranks_of_a_server(engine: EngineHandle, model: Path) -> None:
+def test_two_training_ranks_feed_the_two_ranks_of_a_server(
+    engine: EngineHandle, model: Path
+) -> None:
     for step in range(2):
         trained = new_model(40 + step)
         sync(engine, model, lambda _: named_weights(trained), f"1.{step}", probe=probe_of(trained))  # noqa: B023
     before = run(engine.checksum())
-    sync(engine, model, lambda _: named_weights(trained), "1.2", probe=probe_of(trained), check_equal=True)
+    sync(
+        engine,
+        model,
+        lambda _: named_weights(trained),
+        "1.2",
+        probe=probe_of(trained),
+        check_equal=True,
+    )
     assert run(engine.checksum()) == before
 
 
-def test_each_rank_of_the_server_reads_its_own_training_ranks_memory(engine: EngineHandle, model: Path) -> None:
-    """Training rank 1 sends other values: they are what tensor-parallel rank 1 holds, and nothing else changes."""
+def test_each_rank_of_the_server_reads_its_own_training_ranks_memory(
+    engine: EngineHandle, model: Path
+) -> None:
+    """Training rank 1 sends other values: they are what tensor-parallel rank 1 holds, and nothing
+    else changes.
+    """
     trained, other = new_model(50), new_model(51)
     sync(engine, model, lambda _: named_weights(trained), "2.0")
     first = run(engine.checksum())
-    sync(engine, model, lambda rank: named_weights(other if rank else trained), "2.1", audited=False)
+    sync(
+        engine, model, lambda rank: named_weights(other if rank else trained), "2.1", audited=False
+    )
     mixed = run(engine.checksum())
     sync(engine, model, lambda _: named_weights(other), "2.2")
     second = run(engine.checksum())
@@ -149,7 +170,9 @@ def test_the_ranks_of_a_server_share_one_copy_of_the_weights(
     settings = WeightSyncSettings.from_args(args)
     for step in range(3):
         trained.state_dict()["model.layers.0.mlp.gate_proj.weight"][3, step] += 1.0
-        report = sync_weights(settings, iter(named_weights(trained)), [engine], transport, f"2000.{step}", True)
+        report = sync_weights(
+            settings, iter(named_weights(trained)), [engine], transport, f"2000.{step}", True
+        )
         run(audit.probe_engines(settings, [engine], probe_of(trained)))
         assert report is not None and (report.density == 1.0) == (step == 0)
     mapped: dict[str, set[int]] = {}
@@ -167,7 +190,8 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("forgotten", "held"), [(NORM, NORM), (OUT, OUT), (UP, "model.layers.1.mlp.gate_up_proj.weight")]
+    ("forgotten", "held"),
+    [(NORM, NORM), (OUT, OUT), (UP, "model.layers.1.mlp.gate_up_proj.weight")],
 )
 def test_a_tensor_that_one_rank_of_a_server_did_not_get_ends_the_run(
     engine: EngineHandle, model: Path, forgotten: str, held: str

@@ -33,7 +33,8 @@ def test_on_the_cpu_the_host_decides() -> None:
 
 
 def test_on_gpus_it_is_the_gpu_that_counts(on_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choice(True, colocate=True) == choice(False, colocate=True) == "ipc"  # each rank has its own host's engines
+    # each rank has its own host's engines
+    assert choice(True, colocate=True) == choice(False, colocate=True) == "ipc"
     assert choice(True) == choice(False) == "distributed"
     monkeypatch.setattr(transports, "gpus_of_this_host", lambda: 1)
     assert choice(True) == "ipc"  # NCCL refuses two ranks on one GPU
@@ -41,8 +42,15 @@ def test_on_gpus_it_is_the_gpu_that_counts(on_gpus: None, monkeypatch: pytest.Mo
 
 
 def test_files_when_asked_for(tmp_path: Path) -> None:
-    files = dict(update_weight_transport="disk", update_weight_disk_dir=str(tmp_path), hf_checkpoint=str(tmp_path))
-    assert choice(True, **files) == "disk" and choice(True, **files, update_weight_mode="delta") == "delta"
+    files = dict(
+        update_weight_transport="disk",
+        update_weight_disk_dir=str(tmp_path),
+        hf_checkpoint=str(tmp_path),
+    )
+    assert (
+        choice(True, **files) == "disk"
+        and choice(True, **files, update_weight_mode="delta") == "delta"
+    )
     with pytest.raises(ValueError, match="--update-weight-disk-dir"):
         choice(True, update_weight_transport="disk")
 
@@ -56,30 +64,55 @@ time.sleep(600)
 """
 
 
-def test_two_runs_cannot_send_through_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both would publish ``weight_v0.1``, and the engines of one would load the weights of the other."""
-    files = dict(update_weight_transport="disk", update_weight_disk_dir=str(tmp_path), hf_checkpoint=str(tmp_path))
-    for name in (".weight_v0.3.tmp-99-0123abcd", ".delta_v0.3.tmp-99-0123abcd", "weight_v0.2", ".mine.tmp-1"):
+def test_two_runs_cannot_send_through_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would publish ``weight_v0.1``, and the engines of one would load the weights of the
+    other.
+    """
+    files = dict(
+        update_weight_transport="disk",
+        update_weight_disk_dir=str(tmp_path),
+        hf_checkpoint=str(tmp_path),
+    )
+    for name in (
+        ".weight_v0.3.tmp-99-0123abcd",
+        ".delta_v0.3.tmp-99-0123abcd",
+        "weight_v0.2",
+        ".mine.tmp-1",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     monkeypatch.setattr(disk, "LEAVE_SECONDS", 0.0)
-    other = subprocess.Popen([sys.executable, "-c", _OTHER_RUN, str(tmp_path / disk.LOCK)], stdout=subprocess.PIPE)
+    other = subprocess.Popen(
+        [sys.executable, "-c", _OTHER_RUN, str(tmp_path / disk.LOCK)], stdout=subprocess.PIPE
+    )
     try:
         assert other.stdout is not None and other.stdout.readline() == b"locked\n"
         with pytest.raises(ValueError, match=f"--update-weight-disk-dir {tmp_path}"):
             choice(True, **files)
-        assert (tmp_path / ".weight_v0.3.tmp-99-0123abcd").is_dir(), "the other run may be writing it"
+        assert (tmp_path / ".weight_v0.3.tmp-99-0123abcd").is_dir(), (
+            "the other run may be writing it"
+        )
     finally:
         other.kill()
         other.communicate()
     monkeypatch.setattr(disk, "LEAVE_SECONDS", 30.0)
     assert choice(True, **files) == choice(True, **files) == "disk"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.tmp-1", disk.LOCK, "weight_v0.2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".mine.tmp-1",
+        disk.LOCK,
+        "weight_v0.2",
+    ]
 
 
 def test_the_hook_after_writing_gets_folder_and_engines(tmp_path: Path) -> None:
     hook = tmp_path / "hook.py"
-    hook.write_text("seen = []\ndef after(args, version_dir, engines):\n    seen.append((version_dir, engines))\n")
+    hook.write_text(
+        "seen = []\n"
+        "def after(args, version_dir, engines):\n"
+        "    seen.append((version_dir, engines))\n"
+    )
     settings = sync_settings(
         update_weight_transport="disk",
         update_weight_disk_dir=str(tmp_path),
@@ -113,7 +146,9 @@ def test_engines_read_from_rank_0_unless_they_share_gpus_with_the_trainer(on_gpu
 
 def test_each_tensor_parallel_rank_reads_from_the_training_rank_on_its_gpu(on_gpus: None) -> None:
     assert ranks(colocate=True) == SLOTS
-    assert ranks(colocate=True, same_host=False) == SLOTS, "every handle is opened on the node of its GPU"
+    assert ranks(colocate=True, same_host=False) == SLOTS, (
+        "every handle is opened on the node of its GPU"
+    )
     with pytest.raises(ValueError, match="engine b is on a GPU without a training rank"):
         ranks(3, colocate=True)  # its second GPU is nobody's
 
@@ -126,19 +161,27 @@ def test_on_the_cpu_pairs_are_made_where_they_can_be() -> None:
 MANY = {f"engine {i}": range(2 * i, 2 * i + 2) for i in range(40)}
 
 
-def senders(urls: Iterable[str] = MANY, world_size: int = 16, same_host: bool = False, **flags: Any) -> dict[str, int]:
+def senders(
+    urls: Iterable[str] = MANY, world_size: int = 16, same_host: bool = False, **flags: Any
+) -> dict[str, int]:
     found = ranks_of_engines(sync_settings(**flags), list(urls), MANY, world_size, same_host)
     assert all(len(ranks) == 1 for ranks in found.values()), "a broadcast has one root"
     return {url: ranks[0] for url, ranks in found.items()}
 
 
 def test_engines_of_broadcasts_are_divided_among_senders_on_different_nodes(on_gpus: None) -> None:
-    assert Counter(senders().values()) == {0: 14, 5: 13, 10: 13}, "at most sixteen engines to a sender"
+    assert Counter(senders().values()) == {0: 14, 5: 13, 10: 13}, (
+        "at most sixteen engines to a sender"
+    )
     assert Counter(senders(update_weight_senders=4).values()) == {0: 10, 4: 10, 8: 10, 12: 10}
     assert set(senders(update_weight_senders=1).values()) == {0}
     assert set(senders(list(MANY)[:16]).values()) == {0}
-    assert set(senders(world_size=2, update_weight_senders=8).values()) == {0, 1}, "no more senders than ranks"
-    assert len(set(senders(list(MANY)[:3], update_weight_senders=8).values())) == 3, "or than engines"
+    assert set(senders(world_size=2, update_weight_senders=8).values()) == {0, 1}, (
+        "no more senders than ranks"
+    )
+    assert len(set(senders(list(MANY)[:3], update_weight_senders=8).values())) == 3, (
+        "or than engines"
+    )
     assert set(senders(update_weight_transport="disk", update_weight_senders=4).values()) == {0}
 
 
@@ -162,4 +205,7 @@ def test_buckets_of_broadcasts_between_gpus_are_larger(on_gpus: None) -> None:
 def test_the_flag_for_the_size_of_buckets_wins(backend: str) -> None:
     transport = DistributedTransport(backend, 1.0)
     assert sync_settings(update_weight_buffer_size=5).bucket_bytes(transport.bucket_bytes) == 5
-    assert sync_settings(update_weight_buffer_size=None).bucket_bytes(transport.bucket_bytes) == transport.bucket_bytes
+    assert (
+        sync_settings(update_weight_buffer_size=None).bucket_bytes(transport.bucket_bytes)
+        == transport.bucket_bytes
+    )

@@ -1,4 +1,6 @@
-"""The stream of an update: casts and buckets, what all ranks iterate alike, and buckets between threads."""
+"""The stream of an update: casts and buckets, what all ranks iterate alike, and buckets between
+threads.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_the_embedding_is_sent_as_the_output_layer_too() -> None:
     sent = list(repeat_embedding("model.embed_tokens.weight", tensor))
     assert [name for name, _ in sent] == ["model.embed_tokens.weight", "lm_head.weight"]
     assert all(same is tensor for _, same in sent)
-    assert [name for name, _ in repeat_embedding("model.norm.weight", tensor)] == ["model.norm.weight"]
+    assert [name for name, _ in repeat_embedding("model.norm.weight", tensor)] == [
+        "model.norm.weight"
+    ]
 
 
 @given(
@@ -70,7 +74,9 @@ def test_buckets_keep_order_and_stay_small(sizes: list[int], limit: int) -> None
     buckets = list(iter_buckets(iter(named), limit))
     assert [name for bucket in buckets for name, _ in bucket.tensors] == [name for name, _ in named]
     assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
-    assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True] * bool(buckets)
+    assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True] * bool(
+        buckets
+    )
     assert all(bucket.nbytes <= limit or len(bucket.tensors) == 1 for bucket in buckets)
 
 
@@ -96,7 +102,8 @@ class Ranks:
     def source(self, rank: int) -> WeightSource:
         def stream(names: list[str]) -> Iterator[Named]:
             for name in names:
-                self.barrier.wait()  # stands for a collective operation, which the other rank must join
+                # stands for a collective operation, which the other rank must join
+                self.barrier.wait()
                 self.taken[rank].append(name)
                 yield name, torch.ones(1)
 
@@ -197,5 +204,7 @@ def test_a_sender_that_gives_up_lets_the_gathering_side_go_on() -> None:
 @pytest.mark.parametrize("side", ["put", "take"])
 def test_waits_have_a_deadline_and_a_name(side: str) -> None:
     handoff = Handoff(0.05)
-    with pytest.raises(TimeoutError, match="bucket 3 to be taken" if side == "put" else "gather the next bucket"):
+    with pytest.raises(
+        TimeoutError, match="bucket 3 to be taken" if side == "put" else "gather the next bucket"
+    ):
         handoff.put(Bucket(3, [])) if side == "put" else next(iter(handoff))

@@ -1,4 +1,6 @@
-"""A generator: asks the engine for answers to the products of two digits, scores them, writes them into the buffer."""
+"""A generator: asks the engine for answers to the products of two digits, scores them, writes them
+into the buffer.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,17 @@ async def run_rollout(task: Row) -> None:
 
 
 async def run_group(session: aiohttp.ClientSession, task: Row, group: Row) -> None:
-    answers = await asyncio.gather(*(answer(session, task, group, params) for params in group["sampling_params"]))
+    answers = await asyncio.gather(
+        *(answer(session, task, group, params) for params in group["sampling_params"])
+    )
     written = {"task_type": TASK_TYPE, "group_index": group["group_index"], "samples": answers}
     await post(session, f"{task['buffer_url']}/buffer/write", written, task["buffer_headers"])
 
 
 async def answer(session: aiohttp.ClientSession, task: Row, group: Row, params: Row) -> Row:
-    """One sample. A weight update may end a request: it goes on from the tokens so far, with the new weights."""
+    """One sample. A weight update may end a request: it goes on from the tokens so far, with the
+    new weights.
+    """
     prompt = list(group["input_ids"])
     tokens: list[int] = []
     log_probs: list[float] = []
@@ -64,7 +70,9 @@ def score(text: str, label: str) -> float:
 
 
 def is_valid_group(samples: list[Row]) -> bool:
-    """Groups whose rewards are all equal teach nothing: they are refused, and others are made in their place."""
+    """Groups whose rewards are all equal teach nothing: they are refused, and others are made in
+    their place.
+    """
     return len({sample["reward"] for sample in samples}) > 1
 
 

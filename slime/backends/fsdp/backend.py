@@ -1,4 +1,6 @@
-"""The implementation of ``slime.backends.base.TrainBackend`` for data-parallel training with FSDP2."""
+"""The implementation of ``slime.backends.base.TrainBackend`` for data-parallel training with
+FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -64,23 +66,30 @@ class FsdpBackend(SharedBackend):
         read: PreTrainedModel | None = None,
     ) -> None:
         super().__init__(args, role, rank, world_size, device)
-        # Groups of ranks: those with other samples, and with context parallelism those with other tokens of them.
+        # Groups of ranks: those with other samples, and with context parallelism those with other
+        # tokens of them.
         layout = ParallelLayout(world_size=world_size, cp=ParallelLayout.from_args(args).cp)
         self.data_parallel_rank = layout.data_rank(rank)
         self.data_parallel_size = layout.dp
         self.share_reduce = DataParallelReduce(world_size, device)
         self.shard_size = args.fsdp_shard_size or world_size
-        """The number of ranks that share one replica of the model; see :func:`slime.backends.fsdp.model.shard_mesh`."""
+        """The number of ranks that share one replica of the model; see
+        :func:`slime.backends.fsdp.model.shard_mesh`.
+        """
         self.context_group: ProcessGroup | None = None
-        """The ranks that have other tokens of the same samples; None without context parallelism."""
+        """The ranks that have other tokens of the same samples; None without context
+        parallelism.
+        """
         data = None
         if layout.cp > 1:
-            mesh = init_device_mesh(device.type, (layout.dp, layout.cp), mesh_dim_names=("data", "context"))
+            mesh = init_device_mesh(
+                device.type, (layout.dp, layout.cp), mesh_dim_names=("data", "context")
+            )
             data = mesh.get_group("data")
             self.context_group = mesh.get_group("context")
         self.reduce = DataParallelReduce(layout.dp, device, data, self.context_group)
-        # The model. On one rank FSDP is not applied, and copies of the weights in the dtype of passes replace its mixed
-        # precision.
+        # The model. On one rank FSDP is not applied, and copies of the weights in the dtype of
+        # passes replace its mixed precision.
         self.scorer, builder = build_scorer(args, role, device, world_size, read)
         self.builder = replace(builder, context_group=self.context_group)
         model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
@@ -92,18 +101,32 @@ class FsdpBackend(SharedBackend):
             keep = not args.fsdp_reshard_after_forward
             away = device if args.fsdp_cpu_offload else None
             self.cast = CastParameters(self.scorer, DTYPES[args.train_dtype], layers, keep, away)
-        # The optimizer comes before the copies, because these stay on the accelerator only if there is room beside it.
+        # The optimizer comes before the copies, because these stay on the accelerator only if there
+        # is room beside it.
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, schedule, self._over_shards)
         saved = set(self.scorer.state_dict())
-        self.buffers = [(name.removeprefix("hf."), b) for name, b in self.scorer.named_buffers() if name in saved]
+        self.buffers = [
+            (name.removeprefix("hf."), b)
+            for name, b in self.scorer.named_buffers()
+            if name in saved
+        ]
         self.adapter = self._adapter(model)
         initial = InitialWeights.from_args(args).path(megatron=False)
         self._make_copies(self.named_parameters, initial, dtype=DTYPES[args.train_dtype])
-        buffers = self.buffers if self.adapter is None else []  # of the base, which no snapshot contains
+        # of the base, which no snapshot contains
+        buffers = self.buffers if self.adapter is None else []
         self.state = FsdpState(
-            args, role, rank, world_size, self.shard_size, buffers, self.optimizer, self.bank, self.adapter
+            args,
+            role,
+            rank,
+            world_size,
+            self.shard_size,
+            buffers,
+            self.optimizer,
+            self.bank,
+            self.adapter,
         )
 
     def _adapter(self, model: nn.Module) -> FsdpAdapter | None:
@@ -113,21 +136,26 @@ class FsdpBackend(SharedBackend):
         return FsdpAdapter(self.args, settings, model, self.named_parameters, self.shard_size)
 
     def _in_pass_dtype(self) -> AbstractContextManager[None]:
-        """Let the model compute in ``--train-dtype`` within the context, in which its weights must not change."""
+        """Let the model compute in ``--train-dtype`` within the context, in which its weights must
+        not change.
+        """
         return nullcontext() if self.cast is None else self.cast.in_use()
 
     def _over_shards(self, value: float) -> float:
         """Return the sum over the shards of one replica.
 
-        It is computed by one collective over all ranks, so that it is the same number on each. Every shard is counted
-        once per replica, which is corrected.
+        It is computed by one collective over all ranks, so that it is the same number on each.
+        Every shard is counted once per replica, which is corrected.
         """
         return self.share_reduce.total([value])[0] * self.shard_size / self.world_size
 
     def load_copy(self, tag: str, path: str) -> None:
-        """Load a copy. Rank 0 reads the model, and every rank gets its shards, one tensor at a time."""
+        """Load a copy. Rank 0 reads the model, and every rank gets its shards, one tensor at a
+        time.
+        """
         alone = self.world_size == 1
-        dtype = DTYPES[self.args.train_dtype]  # the dtype of forward passes, because the copy is used for them only
+        # the dtype of forward passes, because the copy is used for them only
+        dtype = DTYPES[self.args.train_dtype]
         how = ModelFormat.from_args(self.args)
         model = load_full_model(path, how, empty=not alone and self.rank != 0, dtype=dtype)
         fetch = (lambda tensor: tensor) if alone else partial(from_first_rank, device=self.device)
@@ -136,26 +164,38 @@ class FsdpBackend(SharedBackend):
     # --- forward only ---------------------------------------------------------------------------
 
     def log_probs(
-        self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None
+        self,
+        batch: RankBatch,
+        model: ModelTag = "actor",
+        with_entropy: bool = False,
+        temperature: float | None = None,
     ) -> dict[str, list[Tensor]]:
-        """Compute log-probs (and entropy) of the responses of all samples with one of the copies of the weights."""
+        """Compute log-probs (and entropy) of the responses of all samples with one of the copies of
+        the weights.
+        """
         divisor = self.args.rollout_temperature if temperature is None else temperature
         scorer = self.scorer
         assert isinstance(scorer, PolicyScorer), "a critic has no log-probs"
         names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
         with self.using(model):
-            return self._score(batch, names, lambda inputs: scorer(inputs, divisor, with_entropy)[0])
+            return self._score(
+                batch, names, lambda inputs: scorer(inputs, divisor, with_entropy)[0]
+            )
 
     def values(self, batch: RankBatch) -> list[Tensor]:
         """Compute the critic's values for the responses of all samples."""
         assert isinstance(self.scorer, ValueScorer), "only a critic has values"
-        return self._score(batch, ["values"], lambda inputs: Scores(values=self.scorer(inputs)))["values"]
+        return self._score(batch, ["values"], lambda inputs: Scores(values=self.scorer(inputs)))[
+            "values"
+        ]
 
     @torch.no_grad()
     def _score(
         self, batch: RankBatch, names: list[str], forward: Callable[[ModelInputs], object]
     ) -> dict[str, list[Tensor]]:
-        """Run ``forward`` on all micro-batches, and return its outputs with these names for every sample."""
+        """Run ``forward`` on all micro-batches, and return its outputs with these names for every
+        sample.
+        """
         found = ResponseValues(batch, names, self.device)
         with self._in_pass_dtype():
             for indices in self.aligned(self.forward_packs(batch)):
@@ -169,12 +209,14 @@ class FsdpBackend(SharedBackend):
     # --- training -------------------------------------------------------------------------------
 
     def train_step(self, batch: RankBatch, step: int) -> Metrics:
-        """Run one optimizer step. Loss and gradient are sums of shares over micro-batches and ranks.
+        """Run one optimizer step. Loss and gradient are sums of shares over micro-batches and
+        ranks.
 
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite. The weights are unchanged.
         """
-        # All backward passes are queued before any number is read, so that the accelerator never waits for the host.
+        # All backward passes are queued before any number is read, so that the accelerator never
+        # waits for the host.
         scheduled, trained = self.scheduled_and_trained(batch, step)
         self.optimizer.zero_grad()
         shares: dict[str, float] = {}
@@ -185,8 +227,10 @@ class FsdpBackend(SharedBackend):
                 self.communicate_for(last=number == len(micro_batches))
                 parts.append(self.backward_pass(batch, indices, step))
         for part in parts:
-            self.add_shares(shares, part)  # waits for the accelerator, so it comes after all work is queued
-        # In float16 a step whose gradients overflowed is left out, and the scale of the next loss is halved.
+            # waits for the accelerator, so it comes after all work is queued
+            self.add_shares(shares, part)
+        # In float16 a step whose gradients overflowed is left out, and the scale of the next loss
+        # is halved.
         scale = self.optimizer.loss_scale
         self.optimizer.unscale()
         metrics = self.finish_step(shares, batch, step, scheduled, trained)
@@ -196,7 +240,10 @@ class FsdpBackend(SharedBackend):
             scale.note_step()
         else:
             scale.note_overflow()
-        return metrics | {"loss_scale": scale.value, "skipped_step": float("grad_norm" not in metrics)}
+        return metrics | {
+            "loss_scale": scale.value,
+            "skipped_step": float("grad_norm" not in metrics),
+        }
 
     def _skips(self, grad_norm: float) -> bool:
         scale = self.optimizer.loss_scale
@@ -205,19 +252,23 @@ class FsdpBackend(SharedBackend):
     def communicate_for(self, last: bool) -> None:
         """Set the communication of FSDP for the next backward pass.
 
-        Gradients are summed over replicas only after the ``last`` micro-batch of a step. Until then, each rank
-        accumulates its shard of the gradients of its replica.
+        Gradients are summed over replicas only after the ``last`` micro-batch of a step. Until
+        then, each rank accumulates its shard of the gradients of its replica.
         """
         if not isinstance(self.scorer, FSDPModule):
             return
-        # Without synchronization, the whole gradients stay on each rank. This needs fewer reduce-scatters, but memory
-        # for all gradients.
-        self.scorer.set_requires_gradient_sync(last or not self.args.fsdp_accumulate_unsharded_gradients)
+        # Without synchronization, the whole gradients stay on each rank. This needs fewer
+        # reduce-scatters, but memory for all gradients.
+        self.scorer.set_requires_gradient_sync(
+            last or not self.args.fsdp_accumulate_unsharded_gradients
+        )
         self.scorer.set_requires_all_reduce(last)
         self.scorer.set_reshard_after_backward(last or self.args.fsdp_reshard_after_forward)
 
     def backward_pass(self, batch: RankBatch, indices: list[int], step: int) -> dict[str, Tensor]:
-        """Run forward and backward of one micro-batch. Without samples it is a dummy, because of the collectives."""
+        """Run forward and backward of one micro-batch. Without samples it is a dummy, because of
+        the collectives.
+        """
         inputs = self._inputs(batch, indices)
         loss, metrics = self.share_of_loss(
             batch, indices, step, self.scores_of(inputs), inputs.targets, inputs.response_index
@@ -233,7 +284,9 @@ class FsdpBackend(SharedBackend):
         needs = self.needs
         if isinstance(self.scorer, ValueScorer):
             return Scores(values=self.scorer(inputs))
-        scores, logits = self.scorer(inputs, needs.temperature, needs.entropy, needs.entropy_grad, needs.logits)
+        scores, logits = self.scorer(
+            inputs, needs.temperature, needs.entropy, needs.entropy_grad, needs.logits
+        )
         return Scores(scores.log_probs, scores.entropy, logits)
 
     def rehearse(self, tokens: int) -> None:
@@ -254,12 +307,13 @@ class FsdpBackend(SharedBackend):
     def _inputs(self, batch: RankBatch, indices: list[int]) -> ModelInputs:
         if indices:
             return self.builder.from_batch(batch, indices)
-        # The smallest possible sample, with one token to attend to and one to score. Only its collectives matter.
+        # The smallest possible sample, with one token to attend to and one to score. Only its
+        # collectives matter.
         return self.builder.build([torch.zeros(2, dtype=torch.long)], [1], [0], [None])
 
     def _reshard(self) -> None:
-        """Free the gathered weights, which FSDP's root and some layers keep after a forward. Without a backward they
-        would not be updated."""
+        """Free the gathered weights, which FSDP's root and some layers keep after a forward.
+        Without a backward they would not be updated."""
         for module in self.scorer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -278,7 +332,9 @@ class FsdpBackend(SharedBackend):
         assert isinstance(self.scorer, PolicyScorer)
         args = self.args
         dtype = DTYPES[args.train_dtype]
-        save_hf_checkpoint(self.scorer.hf, path, dtype, args.hf_checkpoint, writer, args.save_hf_dtype)
+        save_hf_checkpoint(
+            self.scorer.hf, path, dtype, args.hf_checkpoint, writer, args.save_hf_dtype
+        )
 
     def clear_memory(self) -> None:
         self.optimizer.zero_grad()
@@ -288,5 +344,7 @@ class FsdpBackend(SharedBackend):
     def sleep(self, keep_weights: bool = False) -> None:
         self.clear_memory()
         weights = [p.detach() for _, p in self.named_parameters] + [b for _, b in self.buffers]
-        self.offloader.sleep([*weights, *self.optimizer.tensors().values()], weights if keep_weights else ())
+        self.offloader.sleep(
+            [*weights, *self.optimizer.tensors().values()], weights if keep_weights else ()
+        )
         self.clear_memory()

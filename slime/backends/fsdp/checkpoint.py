@@ -1,8 +1,9 @@
 """Save and load the training state of all ranks with torch's distributed checkpoint.
 
-Tensors are stored by name, and each rank writes its shards to its own file, so another number of ranks can load them.
-With several replicas (``--fsdp-shard-size``), only one of them writes a tensor. The step of the optimizer and the
-schedule are restored exactly, and random-number generators on the ranks that existed before.
+Tensors are stored by name, and each rank writes its shards to its own file, so another number of
+ranks can load them. With several replicas (``--fsdp-shard-size``), only one of them writes a
+tensor. The step of the optimizer and the schedule are restored exactly, and random-number
+generators on the ranks that existed before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from torch.distributed.tensor import DTensor
 from slime.backends.bank import WeightBank, shard_box
 from slime.backends.collectives import local
 from slime.backends.fsdp.optimizer import ScheduledAdamW
-from slime.backends.saving import Write, new_save_group, require_undamaged, rng_state, set_rng_state, small_files_writer
+from slime.backends.saving import (
+    Write,
+    new_save_group,
+    require_undamaged,
+    rng_state,
+    set_rng_state,
+    small_files_writer,
+)
 from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
 from slime.backends.trainable import TrainedAdapter, require_fit
 from slime.config.args import Args
@@ -33,7 +41,9 @@ class _Stored(NamedTuple):
     part: Tensor
     """The shard of this rank."""
     like: Tensor
-    """A tensor with the sharding of the stored one: a DTensor, or a plain tensor if every rank has the whole tensor."""
+    """A tensor with the sharding of the stored one: a DTensor, or a plain tensor if every rank has
+    the whole tensor.
+    """
 
 
 @dataclass
@@ -68,20 +78,25 @@ class FsdpState:
         shards = self._written_shards()
         group = None
         if self.args.async_save:
-            # Training continues while these are written, so they are copies, and the collectives of the writer use a
-            # separate group. In the default group they would be mixed with those of the next step.
+            # Training continues while these are written, so they are copies, and the collectives of
+            # the writer use a separate group. In the default group they would be mixed with those
+            # of the next step.
             shards = self.memory.copied(shards)
             group = self.group
         description = self._describe()
-        small = small_files_writer(path, self.rank, rng_state(), description if self.rank == 0 else None)
-        # The collective operation comes first: a rank that fails before it would leave the others waiting.
+        small = small_files_writer(
+            path, self.rank, rng_state(), description if self.rank == 0 else None
+        )
+        # The collective operation comes first: a rank that fails before it would leave the others
+        # waiting.
         return lambda: [*write_shards(shards, path / TENSORS, path, group), *small()]
 
     def load(self, path: Path) -> None:
         """Load what :meth:`writer` wrote, with any number of ranks.
 
-        With ``--no-load-optim``, optimizer and schedule are not loaded; with ``--no-load-rng``, the random state is
-        not; with ``--finetune``, neither of them and none of the copies that a run made of its weights.
+        With ``--no-load-optim``, optimizer and schedule are not loaded; with ``--no-load-rng``, the
+        random state is not; with ``--finetune``, neither of them and none of the copies that a run
+        made of its weights.
 
         Raises:
             FileNotFoundError: There is no such state.
@@ -90,12 +105,16 @@ class FsdpState:
         """
         if not (path / META).is_file():
             raise FileNotFoundError(
-                f"no training state in {path}: {META} is missing; --load takes a folder that --save wrote"
+                f"no training state in {path}: {META} is missing; --load takes a folder that "
+                "--save wrote"
             )
-        # A snapshot of the other role, of another adapter or with a damaged file is refused before anything is changed.
+        # A snapshot of the other role, of another adapter or with a damaged file is refused before
+        # anything is changed.
         meta = json.loads((path / META).read_text())
         if meta["role"] != self.role:
-            raise ValueError(f"{path} contains the state of the {meta['role']}, not of the {self.role}")
+            raise ValueError(
+                f"{path} contains the state of the {meta['role']}, not of the {self.role}"
+            )
         require_fit(self.adapter, path, meta.get("lora"))
         require_undamaged(path, self.rank, self.world_size)
         # Copies that the run made are read into tensors of their own, which must exist first.
@@ -125,21 +144,25 @@ class FsdpState:
         for tag in copies:
             # A copy is a plain tensor on the CPU. Its sharding is that of its parameter.
             copy = self.bank.tensors(tag)
-            state |= {f"copy/{tag}/{name}": _Stored(part, parameters[name]) for name, part in copy.items()}
+            state |= {
+                f"copy/{tag}/{name}": _Stored(part, parameters[name]) for name, part in copy.items()
+            }
         return state
 
     def _written_shards(self) -> list[TensorShard]:
         """Return the shards that this rank writes.
 
-        The ranks of one replica write a whole tensor together. Tensors are distributed over replicas so that all write
-        about the same number of bytes. Rank 0 writes tensors that are not sharded.
+        The ranks of one replica write a whole tensor together. Tensors are distributed over
+        replicas so that all write about the same number of bytes. Rank 0 writes tensors that are
+        not sharded.
         """
         state = self._tensors(sorted(self.bank.moving), with_optimizer=not self.args.no_save_optim)
         sizes = [0] * (self.world_size // self.shard_size)
         mine = self.rank // self.shard_size
         found = {}
-        # The largest tensors come first, and each goes to the replica with the least so far. Every rank computes the
-        # whole assignment, so the order must be the same on all ranks: it depends on whole sizes, not on shards.
+        # The largest tensors come first, and each goes to the replica with the least so far. Every
+        # rank computes the whole assignment, so the order must be the same on all ranks: it depends
+        # on whole sizes, not on shards.
         for name, stored in sorted(state.items(), key=lambda item: -item[1].like.numel()):
             writer = 0
             if isinstance(stored.like, DTensor):
@@ -156,7 +179,9 @@ class FsdpState:
             "copies": sorted(self.bank.moving),
             "optimizer": not self.args.no_save_optim,
             "role": self.role,
-            "loss_scale": None if self.optimizer.loss_scale is None else self.optimizer.loss_scale.state(),
+            "loss_scale": None
+            if self.optimizer.loss_scale is None
+            else self.optimizer.loss_scale.state(),
         } | ({} if self.adapter is None else {"lora": self.adapter.describe()})
 
 
@@ -164,7 +189,8 @@ def _shards(state: dict[str, _Stored]) -> list[TensorShard]:
     """Return this rank's shard of each tensor."""
     found = []
     for name, (part, like) in state.items():
-        # If a tensor has fewer rows than there are ranks, the last ranks have an empty shard and write nothing.
+        # If a tensor has fewer rows than there are ranks, the last ranks have an empty shard and
+        # write nothing.
         offsets = shard_box(like)[0] if isinstance(like, DTensor) else (0,) * like.dim()
         if part.numel() or not isinstance(like, DTensor):
             found.append(TensorShard(name, part, offsets, tuple(like.shape)))

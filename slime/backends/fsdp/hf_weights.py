@@ -1,4 +1,6 @@
-"""Read a checkpoint into the memory of the CPU, and yield and save the trained weights with its names."""
+"""Read a checkpoint into the memory of the CPU, and yield and save the trained weights with its
+names.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ class ModelFormat:
     """How checkpoints are read.
 
     Attributes:
-        hf_checkpoint: Describes the model of a checkpoint that has no config.json, because Megatron-LM wrote it.
+        hf_checkpoint: Describes the model of a checkpoint that has no config.json, because
+            Megatron-LM wrote it.
         model_name: The name of the family, if not that of config.json.
         implementation: The value of ``--attn-implementation``.
         trust: Whether Python code that is part of the checkpoint may run.
@@ -66,19 +69,28 @@ class ModelFormat:
 
     @classmethod
     def from_args(cls, args: Args) -> ModelFormat:
-        return cls(str(args.hf_checkpoint), args.model_name, args.attn_implementation, args.trust_remote_code)
+        return cls(
+            str(args.hf_checkpoint),
+            args.model_name,
+            args.attn_implementation,
+            args.trust_remote_code,
+        )
 
 
 def loading_dtype(path: str, how: ModelFormat, dtype: torch.dtype) -> torch.dtype:
     """Return in which dtype to load a checkpoint whose parameters will all be cast to ``dtype``.
 
-    To load it in ``dtype`` takes half the CPU memory and time of float32. But transformers then creates buffers in this
-    dtype too, for example the biases of MiniMax's routers, which must stay float32: then it is float32.
+    To load it in ``dtype`` takes half the CPU memory and time of float32. But transformers then
+    creates buffers in this dtype too, for example the biases of MiniMax's routers, which must stay
+    float32: then it is float32.
     """
     if dtype == torch.float32:
         return dtype
     wide, narrow = (
-        {name: buffer.dtype for name, buffer in load_full_model(path, how, True, kind).named_buffers()}
+        {
+            name: buffer.dtype
+            for name, buffer in load_full_model(path, how, True, kind).named_buffers()
+        }
         for kind in (torch.float32, dtype)
     )
     return dtype if wide == narrow else torch.float32
@@ -116,19 +128,25 @@ _FIRST_INDEX = re.compile(r"^(.*?\.\d+)\.")
 
 
 def iter_hf_weights(
-    model: PreTrainedModel, dtype: torch.dtype, merge: bool = True, device: torch.device | None = None
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    merge: bool = True,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors with the names of the checkpoint on disk: one per expert, and tied tensors once.
+    """Yield full tensors with the names of the checkpoint on disk: one per expert, and tied tensors
+    once.
 
-    transformers renames tensors and fuses experts in memory. Its conversions are reverted, layer by layer if a
-    conversion may need several tensors, otherwise tensor by tensor. This is a collective operation if the model is
-    sharded. The tensors may be the memory of the model, so copy those that must stay unchanged after the next step.
+    transformers renames tensors and fuses experts in memory. Its conversions are reverted, layer by
+    layer if a conversion may need several tensors, otherwise tensor by tensor. This is a collective
+    operation if the model is sharded. The tensors may be the memory of the model, so copy those
+    that must stay unchanged after the next step.
 
     Args:
         dtype: The dtype of floating-point parameters. Buffers keep their dtype.
-        merge: Whether to add adapters (LoRA) to the weights of their layers. Otherwise they are left out.
-        device: The device of the tensors, if the model's may be in CPU memory (``--fsdp-cpu-offload``); None for that
-            of the model.
+        merge: Whether to add adapters (LoRA) to the weights of their layers. Otherwise they are
+            left out.
+        device: The device of the tensors, if the model's may be in CPU memory
+            (``--fsdp-cpu-offload``); None for that of the model.
     """
     adapters = AdapterMerge(model) if merge else None
 
@@ -139,12 +157,16 @@ def iter_hf_weights(
         return value if device is None else moved(value, device)
 
     # The cast comes before the gather, which then transfers half the bytes.
-    cast = ((name, value_of(name, value, is_parameter)) for name, value, is_parameter in _tensors(model))
+    cast = (
+        (name, value_of(name, value, is_parameter)) for name, value, is_parameter in _tensors(model)
+    )
     yield from _named_as_on_disk(model, whole_tensors(cast))
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device``, with the same sharding. It is the same tensor if it is there already."""
+    """Return a tensor on ``device``, with the same sharding. It is the same tensor if it is there
+    already.
+    """
     if not isinstance(tensor, DTensor):
         return tensor.to(device)
     part = tensor.to_local()
@@ -154,14 +176,18 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     places = tensor.placements
     shape = tensor.shape
     stride = tensor.stride()
-    return DTensor.from_local(part.to(device), mesh, places, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        part.to(device), mesh, places, run_check=False, shape=shape, stride=stride
+    )
 
 
 def share_weight_conversions(model: PreTrainedModel) -> None:
-    """Give every rank the conversions that rank 0 used when it loaded the checkpoint. This is a collective operation.
+    """Give every rank the conversions that rank 0 used when it loaded the checkpoint. This is a
+    collective operation.
 
-    Only ``from_pretrained`` finds out which conversions of transformers a checkpoint needs. A model that is built
-    without weights has none, and would name its tensors as transformers does in memory.
+    Only ``from_pretrained`` finds out which conversions of transformers a checkpoint needs. A model
+    that is built without weights has none, and would name its tensors as transformers does in
+    memory.
     """
     conversions = [getattr(model, "_weight_conversions", None)]
     dist.broadcast_object_list(conversions, src=0, device=torch.device("cpu"))
@@ -183,8 +209,9 @@ def require_same_names(model: PreTrainedModel) -> None:
     for rank, (theirs, count, first) in enumerate(everyones):
         if theirs != everyones[0][0]:
             raise ModelError(
-                f"rank {rank} names its {count} weights {first}…, rank 0 its {everyones[0][1]} {everyones[0][2]}…: "
-                f"the conversion of {type(model).__name__} to the checkpoint's names differs between ranks"
+                f"rank {rank} names its {count} weights {first}…, rank 0 its {everyones[0][1]} "
+                f"{everyones[0][2]}…: the conversion of {type(model).__name__} to the "
+                "checkpoint's names differs between ranks"
             )
 
 
@@ -199,13 +226,15 @@ def names_with_adapters(model: PreTrainedModel) -> frozenset[str]:
     )
 
 
-def _named_as_on_disk(model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _named_as_on_disk(
+    model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     conversions = getattr(model, "_weight_conversions", None)
     if not conversions:
         yield from tensors
         return
-    # A converter may join tensors of one layer (experts, or gate and up). It is enough to collect one layer at a time,
-    # so that the rest of the model need not be in memory.
+    # A converter may join tensors of one layer (experts, or gate and up). It is enough to collect
+    # one layer at a time, so that the rest of the model need not be in memory.
     by_layer = any(isinstance(c, WeightConverter) for c in conversions)
     pending: dict[str, Tensor] = {}
     prefix: str | None = None
@@ -226,8 +255,9 @@ def _empty_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield the state dict in order, with weights in place of their codes and without adapters, and whether each tensor
-    is a parameter. Tied parameters come once, unless the second has an adapter, which unties it."""
+    """Yield the state dict in order, with weights in place of their codes and without adapters, and
+    whether each tensor is a parameter. Tied parameters come once, unless the second has an adapter,
+    which unties it."""
     yield from rounded_weights(_stored(model), model)
 
 
@@ -247,7 +277,12 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def save_hf_checkpoint(
-    model: PreTrainedModel, path: Path, dtype: torch.dtype, source: str, writer: bool, choice: str | None = None
+    model: PreTrainedModel,
+    path: Path,
+    dtype: torch.dtype,
+    source: str,
+    writer: bool,
+    choice: str | None = None,
 ) -> None:
     """Write a folder that ``from_pretrained`` and every engine can load.
 
@@ -255,23 +290,33 @@ def save_hf_checkpoint(
 
     Args:
         dtype: That of the export, unless ``choice`` names another.
-        source: The folder or hub id of the original model. Its files besides the weights are copied.
+        source: The folder or hub id of the original model. Its files besides the weights are
+            copied.
         choice: The value of ``--save-hf-dtype``.
 
     Raises:
-        ModelError: The export is to be as the source stores it, and the source is not there or does not fit.
+        ModelError: The export is to be as the source stores it, and the source is not there or does
+            not fit.
     """
     # For a hub id these are the downloaded files, so that a save does not need the network.
     folder = cached_folder(source) if writer else None
     mtp = MtpLayers(folder)
     form = ExportForm(choice, folder, writer)
-    write_tensors(form.tensors(chain(iter_hf_weights(model, form.dtype or dtype), mtp.tensors())), path, writer)
+    write_tensors(
+        form.tensors(chain(iter_hf_weights(model, form.dtype or dtype), mtp.tensors())),
+        path,
+        writer,
+    )
     if writer:
         if folder is None:
             logger.warning("%s has no tokenizer files: %s is not on this machine", path, source)
         config = json.loads(model.config.to_json_string(use_diff=False)) if folder is None else None
         name = type(model).__name__.removeprefix("FSDP")  # FSDP2 renames the class
-        changes = {"dtype": str(dtype).removeprefix("torch."), "architectures": [name], **form.config_changes()}
+        changes = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "architectures": [name],
+            **form.config_changes(),
+        }
         write_side_files(folder, path, mtp, changes, config)
         if mtp.notice:
             logger.warning("%s: %s", path, mtp.notice)

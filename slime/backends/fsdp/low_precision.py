@@ -1,12 +1,14 @@
-"""Linear layers in few bits, through torchao: 8-bit products (``--float8-training``) and a quantized base (LoRA).
+"""Linear layers in few bits, through torchao: 8-bit products (``--float8-training``) and a
+quantized base (LoRA).
 
-The base of an adapter in 8 or 4 bits is QLoRA (https://arxiv.org/abs/2305.14314). The weights of the linear layers of
-the decoder layers are kept as codes and scales. Each forward and each backward pass of a layer computes its weight from
-them, in the dtype of the pass, and keeps nothing of it. So the model that is trained, and that engines get, is the one
-with the rounded weights.
+The base of an adapter in 8 or 4 bits is QLoRA (https://arxiv.org/abs/2305.14314). The weights of
+the linear layers of the decoder layers are kept as codes and scales. Each forward and each backward
+pass of a layer computes its weight from them, in the dtype of the pass, and keeps nothing of it. So
+the model that is trained, and that engines get, is the one with the rounded weights.
 
-Codes and scales are buffers and not parameters: FSDP2 shards parameters, but torchao 0.18 can gather shards only of its
-4-bit tensors, and only if ranks divide their blocks evenly. Hence there is one rank.
+Codes and scales are buffers and not parameters: FSDP2 shards parameters, but torchao 0.18 can
+gather shards only of its 4-bit tensors, and only if ranks divide their blocks evenly. Hence there
+is one rank.
 """
 
 from __future__ import annotations
@@ -26,16 +28,19 @@ MULTIPLE = 16  # of the rows and columns of a product, which the kernels need
 
 
 def use_float8(layers: Sequence[nn.Module], recipe: str, emulate: bool = False) -> int:
-    """Replace the linear layers within decoder layers by those of torchao, with the same parameters.
+    """Replace the linear layers within decoder layers by those of torchao, with the same
+    parameters.
 
-    Inputs, weights and gradients of the outputs are cast when a product needs them; parameters, gradients and all other
-    computations keep their dtypes. Layers whose sizes are not multiples of 16 stay as they are.
+    Inputs, weights and gradients of the outputs are cast when a product needs them; parameters,
+    gradients and all other computations keep their dtypes. Layers whose sizes are not multiples of
+    16 stay as they are.
 
     Args:
         layers: The decoder layers, before they are compiled or sharded. They are changed.
-        recipe: ``tensorwise`` (one scale per tensor), ``rowwise`` (one per row), or ``rowwise_with_gw_hp`` (rowwise,
-            with the gradients of weights in bfloat16).
-        emulate: Round to 8-bit floats, but compute the products in float32. For tests without a GPU.
+        recipe: ``tensorwise`` (one scale per tensor), ``rowwise`` (one per row), or
+            ``rowwise_with_gw_hp`` (rowwise, with the gradients of weights in bfloat16).
+        emulate: Round to 8-bit floats, but compute the products in float32. For tests without a
+            GPU.
 
     Returns:
         The number of layers that were replaced.
@@ -47,16 +52,22 @@ def use_float8(layers: Sequence[nn.Module], recipe: str, emulate: bool = False) 
 
     if not emulate and torch.cuda.get_device_capability() < (8, 9):
         raise ModelError(
-            f"--float8-training: {torch.cuda.get_device_name()} has no 8-bit floats (compute capability 8.9 is needed)"
+            f"--float8-training: {torch.cuda.get_device_name()} has no 8-bit floats (compute "
+            "capability 8.9 is needed)"
         )
     config = Float8LinearConfig.from_recipe_name(recipe)
     if emulate:
-        object.__setattr__(config, "emulate", True)  # its dataclass is frozen, and a recipe takes no other settings
+        # its dataclass is frozen, and a recipe takes no other settings
+        object.__setattr__(config, "emulate", True)
     found = [name for layer in layers for name, module in layer.named_modules() if _fits(module)]
     for layer in layers:
-        convert_to_float8_training(layer, module_filter_fn=lambda module, name: _fits(module), config=config)
+        convert_to_float8_training(
+            layer, module_filter_fn=lambda module, name: _fits(module), config=config
+        )
     if not found:
-        raise ModelError(f"--float8-training: no linear layer has sizes that are multiples of {MULTIPLE}")
+        raise ModelError(
+            f"--float8-training: no linear layer has sizes that are multiples of {MULTIPLE}"
+        )
     return len(found)
 
 
@@ -72,7 +83,9 @@ PREFIX = "weight_"
 """The beginning of the names of the buffers that are one weight."""
 _BLOCK = 64
 _MOST_SCALES = 256
-"""Weights that share a scale in 4 bits, and the largest number of scales that share a scale of their own."""
+"""Weights that share a scale in 4 bits, and the largest number of scales that share a scale of
+their own.
+"""
 
 
 class _Packed(Protocol):
@@ -94,10 +107,14 @@ class QuantizedWeight(nn.Linear):
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
         """Return the weight that the codes stand for, ``[out, in]``."""
-        return self.weight_of({name: getattr(self, PREFIX + name) for name in self.weight_parts}, dtype)
+        return self.weight_of(
+            {name: getattr(self, PREFIX + name) for name in self.weight_parts}, dtype
+        )
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return ``W x`` plus the bias, which keeps neither ``W`` nor ``x`` for the backward pass."""
+        """Return ``W x`` plus the bias, which keeps neither ``W`` nor ``x`` for the backward
+        pass.
+        """
         out = cast(Tensor, _Product.apply(x, self))
         return out if self.bias is None else out + self.bias
 
@@ -131,13 +148,13 @@ def quantize_base(layers: Sequence[nn.Module], form: str, device: torch.device) 
 
     Args:
         layers: The decoder layers. Adapters must have been added.
-        form: ``int8`` (one scale per row) or ``nf4`` (4-bit NormalFloat: one scale per 64 weights, which are 8-bit
-            numbers themselves).
+        form: ``int8`` (one scale per row) or ``nf4`` (4-bit NormalFloat: one scale per 64 weights,
+            which are 8-bit numbers themselves).
         device: Where the codes are computed and stay. One weight at a time is there in float32.
 
     Returns:
-        The number of layers that were quantized. In ``nf4``, those whose number of weights is no multiple of 64 stay as
-        they are.
+        The number of layers that were quantized. In ``nf4``, those whose number of weights is no
+        multiple of 64 stay as they are.
 
     Raises:
         ModelError: No layer has a fitting size.
@@ -153,17 +170,25 @@ def quantize_base(layers: Sequence[nn.Module], form: str, device: torch.device) 
         _attach(module, packed, form)
         count += 1
     if not count:
-        raise ModelError(f"--lora-base-quantization {form}: no linear layer has a multiple of {_BLOCK} weights")
+        raise ModelError(
+            f"--lora-base-quantization {form}: no linear layer has a multiple of {_BLOCK} weights"
+        )
     return count
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
     """Return the layers with quantized weights by name, in the order of the model."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedWeight)
+    }
 
 
 def rounded_weights(tensors: StateDict, model: nn.Module) -> StateDict:
-    """Yield the tensors of a model's state dict, with the weights, in float32, in place of their parts."""
+    """Yield the tensors of a model's state dict, with the weights, in float32, in place of their
+    parts.
+    """
     layers = quantized_layers(model)
     for name, value, is_parameter in tensors:
         module, _, part = name.rpartition(".")
@@ -182,12 +207,17 @@ def _attach(module: nn.Linear, packed: _Packed, form: str) -> None:
 
     def weight_of(parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
         whole = kind.__tensor_unflatten__(parts, context, shape, stride)  # type: ignore[attr-defined]
-        wide: Tensor = whole.get_original_weight() if form == "nf4" else whole.dequantize(torch.float32)
-        return wide.to(dtype)  # rounded once, so that passes in every dtype compute with what engines get
+        wide: Tensor = (
+            whole.get_original_weight() if form == "nf4" else whole.dequantize(torch.float32)
+        )
+        # rounded once, so that passes in every dtype compute with what engines get
+        return wide.to(dtype)
 
     del module.weight
     for name in names:
-        module.register_buffer(PREFIX + name, getattr(packed, name).clone(memory_format=torch.contiguous_format))
+        module.register_buffer(
+            PREFIX + name, getattr(packed, name).clone(memory_format=torch.contiguous_format)
+        )
     module.__class__ = QuantizedLoraLinear if isinstance(module, LoraLinear) else QuantizedLinear
     assert isinstance(module, QuantizedWeight)
     module.weight_parts = tuple(names)

@@ -11,14 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime.backends.bank import shard_of
 from slime.backends.collectives import local
-from slime.backends.fsdp.hf_weights import DTYPES, VARLEN, read_checkpoint, require_same_names, share_weight_conversions
+from slime.backends.fsdp.hf_weights import (
+    DTYPES,
+    VARLEN,
+    read_checkpoint,
+    require_same_names,
+    share_weight_conversions,
+)
 from slime.backends.fsdp.lora import add_adapter
 from slime.backends.fsdp.low_precision import quantize_base, use_float8
 from slime.backends.offload import copied_to
@@ -46,12 +58,16 @@ COMPILED_VARIANTS = 32  # with and without gradient, shared prompts or none, sli
 
 
 def build_scorer(
-    args: Args, role: str, device: torch.device, world_size: int, read: PreTrainedModel | None = None
+    args: Args,
+    role: str,
+    device: torch.device,
+    world_size: int,
+    read: PreTrainedModel | None = None,
 ) -> tuple[Scorer, InputBuilder]:
     """Check the model of a role, freeze parameters, shard it, and return it with its input builder.
 
-    Trained parameters are float32 unless ``--bf16-master-weights`` is given. Only rank 0 reads the checkpoint and has
-    all of it in memory; the other ranks get their shards from rank 0.
+    Trained parameters are float32 unless ``--bf16-master-weights`` is given. Only rank 0 reads the
+    checkpoint and has all of it in memory; the other ranks get their shards from rank 0.
 
     Args:
         read: What :func:`read_checkpoint` returned, if it was called before.
@@ -59,8 +75,8 @@ def build_scorer(
     Raises:
         ModelError: The checkpoint or its architecture cannot be trained with these flags.
     """
-    # What is read, and by whom. Ranks other than the first build the model without memory, so they need the names of
-    # the conversions that rank 0 found in the checkpoint.
+    # What is read, and by whom. Ranks other than the first build the model without memory, so they
+    # need the names of the conversions that rank 0 found in the checkpoint.
     packed = (args.attn_implementation or VARLEN) == VARLEN
     reads = world_size == 1 or dist.get_rank() == 0
     lora, model = lora_settings(args), read or read_checkpoint(args, empty=not reads)
@@ -69,29 +85,41 @@ def build_scorer(
     if args.attn_implementation == "sdpa" and plain_attention(model.config) == "eager":
         what = f"{type(model).__name__} soft-caps its scores, which SDPA leaves out"
         raise ModelError(f"{what}: use --attn-implementation eager")
-    # The packed attention and the layers with a state are compared with plain transformers once, on the rank that has
-    # the weights. A wrong kernel would train without an error.
+    # The packed attention and the layers with a state are compared with plain transformers once, on
+    # the rank that has the weights. A wrong kernel would train without an error.
     stateful = packed and prepare_packing(model)
     policy = PolicyScorer(model, args.log_probs_chunk_size)
-    layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
+    layout = (
+        packed,
+        args.share_prompt_in_pack,
+        args.data_pad_size_multiplier,
+        DTYPES[args.train_dtype],
+        stateful,
+    )
     if reads:
         _check(policy, _builder(model, check_device(device, stateful), *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         _use_kernels(model, stateful, bool(args.compile_layers))
     if lora is not None:
-        add_adapter(model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None)
-    # Parameters are selected by their names in the checkpoint before the casts, which treat trained and frozen ones
-    # differently.
-    scorer: Scorer = ValueScorer(model, derive_seed(args.seed, "value head")) if role == "critic" else policy
+        add_adapter(
+            model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None
+        )
+    # Parameters are selected by their names in the checkpoint before the casts, which treat trained
+    # and frozen ones differently.
+    scorer: Scorer = (
+        ValueScorer(model, derive_seed(args.seed, "value head")) if role == "critic" else policy
+    )
     _select(scorer, model, args.only_train_params_name_list, args.freeze_params_name_list)
-    # Precision of the weights: codes of a quantized base, a narrow base of an adapter, 8-bit products.
+    # Precision of the weights: codes of a quantized base, a narrow base of an adapter, 8-bit
+    # products.
     if args.lora_base_quantization:
         quantize_base(decoder_layers(model), args.lora_base_quantization, device)
     if lora is not None or args.bf16_master_weights:
         _cast(scorer, DTYPES[args.train_dtype], trained=args.bf16_master_weights)
     if args.float8_training:
         use_float8(decoder_layers(model), args.float8_training)
-    # Recomputation goes inside of compiled layers, and both inside of FSDP's hooks, so the order is fixed.
+    # Recomputation goes inside of compiled layers, and both inside of FSDP's hooks, so the order is
+    # fixed.
     if args.gradient_checkpointing:
         block = args.megatron.get("recompute_method") == "block"
         count = args.megatron.get("recompute_num_layers") if block else None
@@ -100,7 +128,11 @@ def build_scorer(
         compile_layers(model)
         policy.fused = True
     mesh = None if world_size == 1 else shard_mesh(device, world_size, args.fsdp_shard_size)
-    flags = args.fsdp_reshard_after_forward, args.fsdp_cpu_offload, bool(args.megatron.get("grad_reduce_in_bf16"))
+    flags = (
+        args.fsdp_reshard_after_forward,
+        args.fsdp_cpu_offload,
+        bool(args.megatron.get("grad_reduce_in_bf16")),
+    )
     shard(scorer, model, device, mesh, DTYPES[args.train_dtype], *flags)
     if world_size > 1:
         require_same_names(model)
@@ -118,8 +150,12 @@ def _use_kernels(model: PreTrainedModel, stateful: bool, compiled: bool) -> None
 
 def _select(scorer: Scorer, model: PreTrainedModel, only: Patterns, freeze: Patterns) -> None:
     """Freeze what the patterns, and the kinds of layers, say is not trained."""
-    names = {parameter: [name] for name, parameter in [*checkpoint_names(scorer), *model.named_parameters()]}
-    held = [(x, names[x]) for x in scorer.parameters()]  # the names of the checkpoint, which a critic's own are not
+    names = {
+        parameter: [name]
+        for name, parameter in [*checkpoint_names(scorer), *model.named_parameters()]
+    }
+    # the names of the checkpoint, which a critic's own are not
+    held = [(x, names[x]) for x in scorer.parameters()]
     head = "value_head." if isinstance(scorer, ValueScorer) else None
     select_trainable(held, list(names.values()), only, freeze, head)
     freeze_untrained(model)
@@ -134,10 +170,12 @@ def _check(policy: PolicyScorer, builder: InputBuilder) -> None:
 
 
 def check_device(device: torch.device, stateful: bool) -> torch.device:
-    """Return where the loaded model is checked: on the CPU, where it is, unless its layers have a state.
+    """Return where the loaded model is checked: on the CPU, where it is, unless its layers have a
+    state.
 
-    With flash-linear-attention or causal-conv1d such layers have Triton and CUDA kernels only, so they are checked on
-    the GPU. The embeddings and one layer of each kind must fit there in float32 for a moment.
+    With flash-linear-attention or causal-conv1d such layers have Triton and CUDA kernels only, so
+    they are checked on the GPU. The embeddings and one layer of each kind must fit there in float32
+    for a moment.
     """
     if device.type != "cuda" or not stateful:
         return torch.device("cpu")
@@ -167,23 +205,28 @@ def _builder(
 
 
 def checkpoint_names(scorer: Scorer) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters (tied ones once) with the names that they have in the Hugging Face model."""
+    """Return the parameters (tied ones once) with the names that they have in the Hugging Face
+    model.
+    """
     return [(name.removeprefix("hf."), p) for name, p in scorer.named_parameters()]
 
 
 def _cast(scorer: Scorer, dtype: torch.dtype, trained: bool) -> None:
-    """Cast parameters to the dtype of forward passes: the base of an adapter, which never changes and so needs no wider
-    copy, or with ``trained`` all parameters."""
+    """Cast parameters to the dtype of forward passes: the base of an adapter, which never changes
+    and so needs no wider copy, or with ``trained`` all parameters."""
     for parameter in scorer.parameters():
         if trained or not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
-def _checkpoint_layers(model: PreTrainedModel, count: int | None = None, offload: bool = False) -> None:
-    """Let backward recompute the activations of each layer, or of the first ``count`` decoder layers.
+def _checkpoint_layers(
+    model: PreTrainedModel, count: int | None = None, offload: bool = False
+) -> None:
+    """Let backward recompute the activations of each layer, or of the first ``count`` decoder
+    layers.
 
-    This needs layers in training mode, but all modules in them stay in eval mode: dropout in the update of a policy
-    would make its importance ratios wrong.
+    This needs layers in training mode, but all modules in them stay in eval mode: dropout in the
+    update of a policy would make its importance ratios wrong.
 
     Args:
         offload: Keep the inputs of decoder layers in CPU memory until they are recomputed.
@@ -191,22 +234,24 @@ def _checkpoint_layers(model: PreTrainedModel, count: int | None = None, offload
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules() if count is None else decoder_layers(model)[:count]:
         if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # not .train(), which would also change the dropout modules of the layer
+            # not .train(), which would also change the dropout modules of the layer
+            module.training = True
     for layer in decoder_layers(model)[:count] if offload else ():
         layer._gradient_checkpointing_func = checkpoint_offloaded  # type: ignore[assignment]  # of transformers
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the forward of each decoder layer. The model must be sharded afterwards, because FSDP adds hooks to it.
+    """Compile the forward of each decoder layer. The model must be sharded afterwards, because FSDP
+    adds hooks to it.
 
-    Layers of one class share the compiled code. Shapes are dynamic from the start, because packs and their number of
-    samples differ between micro-batches.
+    Layers of one class share the compiled code. Shapes are dynamic from the start, because packs
+    and their number of samples differ between micro-batches.
     """
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
-    # With dynamic shapes, the scale of an adapter would be dynamic as well. torch then traces each layer twice: at the
-    # end it finds out that the scale is constant, and starts again.
+    # With dynamic shapes, the scale of an adapter would be dynamic as well. torch then traces each
+    # layer twice: at the end it finds out that the scale is constant, and starts again.
     dynamo.specialize_float = True
     compiled: dict[type, Any] = {}
     for layer in decoder_layers(model):
@@ -217,14 +262,18 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def shard_mesh(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
-    """Return the device mesh for FSDP, in which ``shard_size`` consecutive ranks (None: all ranks) share a replica.
+    """Return the device mesh for FSDP, in which ``shard_size`` consecutive ranks (None: all ranks)
+    share a replica.
 
     Returns:
-        A mesh of the shape ``(world_size,)``, or ``(replicas, shard_size)`` if there are several replicas.
+        A mesh of the shape ``(world_size,)``, or ``(replicas, shard_size)`` if there are several
+        replicas.
     """
     if shard_size is None or shard_size == world_size:
         return init_device_mesh(device.type, (world_size,))
-    return init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device.type, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def shard(
@@ -239,13 +288,15 @@ def shard(
 ) -> None:
     """Apply FSDP2 with one group per decoder layer and one for the rest.
 
-    It is not applied to one rank (``mesh`` is None): there is nothing to shard, and the hooks and copies of FSDP cost
-    7% of a step of SmolLM2 on the CPU (4.5 s for 64 samples, float32) and 6% of one of Qwen3-4B's shape on an H200.
-    In bfloat16, :mod:`slime.backends.fsdp.cast_parameters` keeps the float32 master weights instead.
-    With ``offload``, parameters stay in CPU memory: FSDP's shards, or on one rank all of them. With ``reduce_in_bf16``,
-    gradients of a pass in bfloat16 are summed over ranks in bfloat16 instead of float32.
-    Vision towers belong to the root group. Ranks whose samples have no image do not run them, and would otherwise miss
-    their collectives.
+    It is not applied to one rank (``mesh`` is None): there is nothing to shard, and the hooks and
+    copies of FSDP cost 7% of a step of SmolLM2 on the CPU (4.5 s for 64 samples, float32) and 6% of
+    one of Qwen3-4B's shape on an H200. In bfloat16, :mod:`slime.backends.fsdp.cast_parameters`
+    keeps the float32 master weights instead.
+    With ``offload``, parameters stay in CPU memory: FSDP's shards, or on one rank all of them. With
+    ``reduce_in_bf16``, gradients of a pass in bfloat16 are summed over ranks in bfloat16 instead of
+    float32.
+    Vision towers belong to the root group. Ranks whose samples have no image do not run them, and
+    would otherwise miss their collectives.
     """
     home = torch.device("cpu") if offload else device
     if mesh is None:
@@ -263,7 +314,11 @@ def shard(
     where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     for layer in layers:
         fully_shard(
-            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, offload_policy=where
+            layer,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=where,
         )
     fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=where)
     if any(p.is_meta for p in scorer.parameters()):
@@ -271,17 +326,21 @@ def shard(
     _move_buffers(scorer, device)  # the parameters are where they belong already
     if world_size > 1:
         distribute(scorer, whole, device)
-    # A micro-batch without images does not run the vision tower, so its parameters have no gradient on that rank. FSDP
-    # reduces the root group as a whole, and its parameters must be the same on all ranks.
+    # A micro-batch without images does not run the vision tower, so its parameters have no gradient
+    # on that rank. FSDP reduces the root group as a whole, and its parameters must be the same on
+    # all ranks.
     inside = {id(p) for layer in layers for p in layer.parameters()}
     if is_multimodal(model.config) and world_size > 1:
         embedding = {id(p) for p in model.get_input_embeddings().parameters()}
         scorer.anchored = [
-            p for p in scorer.parameters() if p.requires_grad and id(p) not in inside and id(p) not in embedding
+            p
+            for p in scorer.parameters()
+            if p.requires_grad and id(p) not in inside and id(p) not in embedding
         ]
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
-            # Losses are shares of one global mean, so gradients are summed over ranks and not averaged.
+            # Losses are shares of one global mean, so gradients are summed over ranks and not
+            # averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
@@ -295,15 +354,19 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def distribute(scorer: Scorer, whole: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Send every rank its shards of rank 0's ``whole`` parameters, and the buffers, one tensor at a time."""
+    """Send every rank its shards of rank 0's ``whole`` parameters, and the buffers, one tensor at a
+    time.
+    """
     for name, parameter in scorer.named_parameters():
         local(parameter).copy_(shard_of(from_first_rank(whole.pop(name), device), parameter))
-    for buffer in scorer.buffers():  # including those that are not in a checkpoint, such as rotary frequencies
+    # including those that are not in a checkpoint, such as rotary frequencies
+    for buffer in scorer.buffers():
         dist.broadcast(buffer, src=0)
 
 
 def from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return rank 0's values of a whole tensor on ``device``. On other ranks, ``tensor`` gives only shape and dtype.
+    """Return rank 0's values of a whole tensor on ``device``. On other ranks, ``tensor`` gives only
+    shape and dtype.
 
     This is a collective operation.
     """
@@ -316,7 +379,8 @@ def from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def checkpoint_offloaded(function: Callable[..., Any], hidden: Tensor, *rest: Any) -> Any:
-    """Run a layer, and again in its backward pass, without keeping its first input on the device in between.
+    """Run a layer, and again in its backward pass, without keeping its first input on the device in
+    between.
 
     It has the signature of the function that layers of transformers call for checkpointing.
     """
@@ -326,8 +390,8 @@ def checkpoint_offloaded(function: Callable[..., Any], hidden: Tensor, *rest: An
     first = [hidden]
 
     def run(*others: Any) -> Any:
-        # The closure must not hold the input after the first run. Gradients reach it through the graph of that run; the
-        # second run only makes the values that this graph has not kept.
+        # The closure must not hold the input after the first run. Gradients reach it through the
+        # graph of that run; the second run only makes the values that this graph has not kept.
         return function(first.pop() if first else stash.fetch(), *others)
 
     return checkpoint(run, *rest, use_reentrant=False)

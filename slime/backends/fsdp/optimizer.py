@@ -1,15 +1,17 @@
-"""AdamW with a schedule and gradient clipping, its moments of 8 bits, and the scale of the loss in float16.
+"""AdamW with a schedule and gradient clipping, its moments of 8 bits, and the scale of the loss in
+float16.
 
-``--optimizer-8bit`` and ``--bf16-master-weights`` use the AdamW of torchao. A moment has 8 bits per value and a float32
-scale per block of up to 256 values of a row (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021), also
-that of a tensor with the matrices of all experts of a layer. Matrices whose rows no block size divides, and vectors,
-have float32 moments. Weights in bfloat16 are rounded stochastically, so that updates smaller than half a step are not
-lost: in expectation, the rounded weight is the updated one.
+``--optimizer-8bit`` and ``--bf16-master-weights`` use the AdamW of torchao. A moment has 8 bits per
+value and a float32 scale per block of up to 256 values of a row (Dettmers et al., 8-bit Optimizers
+via Block-wise Quantization, 2021), also that of a tensor with the matrices of all experts of a
+layer. Matrices whose rows no block size divides, and vectors, have float32 moments. Weights in
+bfloat16 are rounded stochastically, so that updates smaller than half a step are not lost: in
+expectation, the rounded weight is the updated one.
 
-In float16 (``--fp16``), gradients below 6e-8 are 0. The loss of each micro-batch is multiplied by a scale, and the
-gradients are divided by it in float32. If one of them overflows, the step is left out and the scale halved; after
-``--loss-scale-window`` steps without an overflow it is doubled. Source: Micikevicius et al., Mixed Precision Training,
-2018, section 3.2.
+In float16 (``--fp16``), gradients below 6e-8 are 0. The loss of each micro-batch is multiplied by a
+scale, and the gradients are divided by it in float32. If one of them overflows, the step is left
+out and the scale halved; after ``--loss-scale-window`` steps without an overflow it is doubled.
+Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class LossScale:
     Attributes:
         value: The current scale, a positive number.
         smallest: The scale is not lowered below this.
-        window: Steps without an overflow after which the scale is doubled; None for a constant scale.
+        window: Steps without an overflow after which the scale is doubled; None for a constant
+            scale.
         passed: Steps since the last overflow or change.
     """
 
@@ -72,22 +75,32 @@ class LossScale:
         return {"value": self.value, "passed": self.passed}
 
     def load(self, state: dict[str, float]) -> None:
-        """Go on from the state of a snapshot. A constant scale (``--loss-scale``) stays as the flag gives it."""
+        """Go on from the state of a snapshot. A constant scale (``--loss-scale``) stays as the flag
+        gives it.
+        """
         if self.window is not None:
             self.value = max(float(state["value"]), self.smallest)
             self.passed = int(state["passed"])
 
 
 BLOCKS = (256, 128, 64)
-"""Sizes of blocks, the preferred one first. One that divides a row lets a snapshot be divided by rows."""
+"""Sizes of blocks, the preferred one first. One that divides a row lets a snapshot be divided by
+rows.
+"""
 SMALLEST = 4096  # elements; smaller matrices have float32 moments, as in torchao
 
 
-def small_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-    """Return torchao's AdamW, whose states :func:`first_state` must make. It rounds bfloat16 weights stochastically."""
+def small_adam(
+    groups: list[dict[str, Any]], betas: tuple[float, float], eps: float
+) -> torch.optim.Optimizer:
+    """Return torchao's AdamW, whose states :func:`first_state` must make. It rounds bfloat16
+    weights stochastically.
+    """
     from torchao.optim import AdamW8bit
 
-    adam: torch.optim.Optimizer = AdamW8bit(groups, lr=0.0, betas=betas, eps=eps, bf16_stochastic_round=True)
+    adam: torch.optim.Optimizer = AdamW8bit(
+        groups, lr=0.0, betas=betas, eps=eps, bf16_stochastic_round=True
+    )
     return adam
 
 
@@ -100,7 +113,11 @@ def first_state(parameter: nn.Parameter, eight_bits: bool) -> dict[str, Tensor]:
     else:
         moments = [_in_8_bits(parameter, signed, block) for signed in (True, False)]
     # The CPU scalar is an input of the compiled step, as torchao's own state has it.
-    return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+    return {
+        "step": torch.zeros((), dtype=torch.float32),
+        "exp_avg": moments[0],
+        "exp_avg_sq": moments[1],
+    }
 
 
 def _block_size(parameter: nn.Parameter) -> int | None:
@@ -118,7 +135,9 @@ def _in_8_bits(parameter: nn.Parameter, signed: bool, block: int) -> Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
 
     part = local(parameter.detach())
-    zeros: Tensor = OptimState8bit.zeros(part.shape, signed, block, part.device, dtype=torch.float32)
+    zeros: Tensor = OptimState8bit.zeros(
+        part.shape, signed, block, part.device, dtype=torch.float32
+    )
     return _like(parameter, zeros)
 
 
@@ -142,8 +161,12 @@ def _like(parameter: nn.Parameter, part: Tensor, columns: int | None = None) -> 
 
 
 def take_step(adam: torch.optim.Optimizer) -> None:
-    """Run one step. Without a GPU it is not compiled, since compiling takes longer than many steps of a small model."""
-    on_cpu = all(local(p).device.type == "cpu" for group in adam.param_groups for p in group["params"])
+    """Run one step. Without a GPU it is not compiled, since compiling takes longer than many steps
+    of a small model.
+    """
+    on_cpu = all(
+        local(p).device.type == "cpu" for group in adam.param_groups for p in group["params"]
+    )
     with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
         adam.step()
 
@@ -157,8 +180,9 @@ def set_lr(adam: torch.optim.Optimizer, lr: float) -> None:
 
 
 def plain_tensors(parameter: nn.Parameter, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state as tensors without subclasses, which share its memory: an 8-bit moment as ``codes`` (uint8) and
-    ``scale`` (float32, one column per block of a row, or of an expert's matrix)."""
+    """Return the state as tensors without subclasses, which share its memory: an 8-bit moment as
+    ``codes`` (uint8) and ``scale`` (float32, one column per block of a row, or of an expert's
+    matrix)."""
     found: dict[str, Tensor] = {}
     for entry, value in state.items():
         part = local(value)
@@ -178,18 +202,22 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 class ScheduledAdamW:
     """AdamW for the trainable parameters, with the learning rate of a schedule.
 
-    Moments exist from the start, so that state dicts always have the same entries. With ``--use-stateless-adam`` they
-    exist only during a step, and the update is lr · g / (|g| + eps). As in Megatron, weight decay is not applied to
-    vectors (norms, biases).
+    Moments exist from the start, so that state dicts always have the same entries. With
+    ``--use-stateless-adam`` they exist only during a step, and the update is lr · g / (|g| + eps).
+    As in Megatron, weight decay is not applied to vectors (norms, biases).
     """
 
     def __init__(
-        self, named: NamedParameters, args: Args, schedule: LrSchedule, over_ranks: Callable[[float], float] = float
+        self,
+        named: NamedParameters,
+        args: Args,
+        schedule: LrSchedule,
+        over_ranks: Callable[[float], float] = float,
     ) -> None:
         """
         Args:
-            over_ranks: Converts a sum over this rank's shards to the sum over the whole model, as a collective
-                operation.
+            over_ranks: Converts a sum over this rank's shards to the sum over the whole model, as a
+                collective operation.
         """
         self.named = [(name, p) for name, p in named if p.requires_grad]
         self.schedule = schedule
@@ -198,11 +226,12 @@ class ScheduledAdamW:
         self.loss_scale = LossScale.from_args(args)
         """The scale of the gradients until :meth:`unscale`; None for 1."""
         self.keeps_gradients = args.fsdp_cpu_offload
-        """Whether their memory is kept from step to step. The kernel clears new CPU memory page by page, which takes
-        seconds for a large model."""
+        """Whether their memory is kept from step to step. The kernel clears new CPU memory page by
+        page, which takes seconds for a large model."""
         self.steps = 0
         self.stateless = args.use_stateless_adam
-        # Vectors (norms, biases) get no weight decay, as in Megatron. torch refuses a group without parameters.
+        # Vectors (norms, biases) get no weight decay, as in Megatron. torch refuses a group without
+        # parameters.
         decay = [p for _, p in self.named if p.ndim >= 2]
         rest = [p for _, p in self.named if p.ndim < 2]
         groups: list[dict[str, Any]] = [
@@ -210,8 +239,8 @@ class ScheduledAdamW:
             {"params": rest, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        # torchao's AdamW has states of its own; they are created here, so that a snapshot can be read before the first
-        # step.
+        # torchao's AdamW has states of its own; they are created here, so that a snapshot can be
+        # read before the first step.
         betas = (args.adam_beta1, args.adam_beta2)
         eps = args.adam_eps
         self.small = args.optimizer_8bit or args.bf16_master_weights
@@ -220,7 +249,8 @@ class ScheduledAdamW:
             self.adam = small_adam(groups, betas, eps)
             self.adam.state.update((p, first_state(p, args.optimizer_8bit)) for _, p in self.named)
             return
-        # Fused AdamW reads and writes everything once. For SmolLM2 on two cores it takes 0.06 s, and foreach 0.23 s.
+        # Fused AdamW reads and writes everything once. For SmolLM2 on two cores it takes 0.06 s,
+        # and foreach 0.23 s.
         self.adam = torch.optim.AdamW(groups, lr=schedule.lr(0), betas=betas, eps=eps, fused=True)
         for _, p in [] if self.stateless else self.named:
             self.adam.state[p] = {
@@ -264,7 +294,8 @@ class ScheduledAdamW:
 
     @torch.no_grad()
     def step(self, norm: float) -> float:
-        """Update the weights with gradients clipped from ``norm`` to ``--clip-grad`` (0 for no clipping).
+        """Update the weights with gradients clipped from ``norm`` to ``--clip-grad`` (0 for no
+        clipping).
 
         Returns the learning rate.
 
@@ -296,4 +327,8 @@ class ScheduledAdamW:
         """Return the state for a checkpoint, by ``<entry>/<parameter name>``."""
         state = self.adam.state
         known = [(name, p) for name, p in self.named if p in state]
-        return {f"{entry}/{name}": x for name, p in known for entry, x in plain_tensors(p, state[p]).items()}
+        return {
+            f"{entry}/{name}": x
+            for name, p in known
+            for entry, x in plain_tensors(p, state[p]).items()
+        }

@@ -52,14 +52,16 @@ logger = logging.getLogger(__name__)
 class MegatronBackend(SharedBackend):
     """One rank of an actor or critic. All ranks must call every method together.
 
-    Log-probs and losses are computed on the last pipeline stage. The results are sent to the other stages, so that
-    every rank returns the same.
+    Log-probs and losses are computed on the last pipeline stage. The results are sent to the other
+    stages, so that every rank returns the same.
     """
 
     optimizer: ScheduledOptimizer
     adapter: MegatronAdapter | None
 
-    def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, args: Args, role: str, rank: int, world_size: int, device: torch.device
+    ) -> None:
         super().__init__(args, role, rank, world_size, device)
         # Groups of ranks. The sums over samples and over shares of the loss need two of them.
         self.layout = ParallelLayout.from_args(args)
@@ -86,7 +88,8 @@ class MegatronBackend(SharedBackend):
             device=device,
             context_group=context,
             pad_to_multiple=self.model.pad_multiple,
-            # With replay, the same prompt may have been routed to different experts for each sample of a group.
+            # With replay, the same prompt may have been routed to different experts for each sample
+            # of a group.
             share_prompts=args.share_prompt_in_pack and not args.use_rollout_routing_replay,
             with_sequences=self.model.has_state,
             chunk_size=args.log_probs_chunk_size,
@@ -97,21 +100,32 @@ class MegatronBackend(SharedBackend):
         adapters = self.model.adapters
         self.adapter = None if adapters is None else MegatronAdapter(args, adapters, self.weights)
         initial = InitialWeights.from_args(args).path(megatron=True)
-        # Megatron's gradient buffers and its optimizer have pointers to the memory of the parameters.
+        # Megatron's gradient buffers and its optimizer have pointers to the memory of the
+        # parameters.
         self._make_copies(self.weights.tensors(), initial, may_swap_pointers=False)
-        self.state = MegatronState(args, rank, world_size, self.model, self.optimizer, self.bank, self.adapter)
+        self.state = MegatronState(
+            args, rank, world_size, self.model, self.optimizer, self.bank, self.adapter
+        )
 
     def load_copy(self, tag: str, path: str) -> None:
-        """Load a copy, which is another model of the same shape, through the parameters of the model."""
+        """Load a copy, which is another model of the same shape, through the parameters of the
+        model.
+        """
         with self._whole_bank.filling(tag):
             self.model.read_weights(path)
 
     # --- forward only ---------------------------------------------------------------------------
 
     def log_probs(
-        self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None
+        self,
+        batch: RankBatch,
+        model: ModelTag = "actor",
+        with_entropy: bool = False,
+        temperature: float | None = None,
     ) -> dict[str, list[Tensor]]:
-        """Compute log-probs (and entropy) of the responses of all samples with one of the copies of the weights."""
+        """Compute log-probs (and entropy) of the responses of all samples with one of the copies of
+        the weights.
+        """
         assert self.role == "actor", "a critic has no log-probs"
         temperature = self.args.rollout_temperature if temperature is None else temperature
         names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
@@ -119,10 +133,14 @@ class MegatronBackend(SharedBackend):
             hook = load_function(self.args.custom_megatron_before_log_prob_hook_path)
             hook(self.args, self.chunks, {"ref": "ref_", "teacher": "teacher_"}.get(model, ""))
         policy = model in ("actor", "old_actor")  # other models choose their experts themselves
-        mode: Mode | None = ("replay" if self.args.use_rollout_routing_replay else "record") if policy else None
+        mode: Mode | None = (
+            ("replay" if self.args.use_rollout_routing_replay else "record") if policy else None
+        )
         self.finish_update()
         with self.using(model), self._routed(batch, mode):
-            return self._score(batch, Scoring(temperature=temperature, with_entropy=with_entropy), names)
+            return self._score(
+                batch, Scoring(temperature=temperature, with_entropy=with_entropy), names
+            )
 
     def values(self, batch: RankBatch) -> list[Tensor]:
         """Compute the critic's values for the responses of all samples."""
@@ -131,7 +149,9 @@ class MegatronBackend(SharedBackend):
         return self._score(batch, Scoring(), ["values"])["values"]
 
     @torch.no_grad()
-    def _score(self, batch: RankBatch, scoring: Scoring, names: list[str]) -> dict[str, list[Tensor]]:
+    def _score(
+        self, batch: RankBatch, scoring: Scoring, names: list[str]
+    ) -> dict[str, list[Tensor]]:
         """Return fields of :class:`Scores` for every sample, float32 on the CPU, on every rank."""
         found = ResponseValues(batch, names, self.device)
 
@@ -149,7 +169,8 @@ class MegatronBackend(SharedBackend):
     # --- training -------------------------------------------------------------------------------
 
     def train_step(self, batch: RankBatch, step: int) -> Metrics:
-        """Run one optimizer step. Loss and gradient are sums of shares over micro-batches and ranks.
+        """Run one optimizer step. Loss and gradient are sums of shares over micro-batches and
+        ranks.
 
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite. The weights are unchanged.
@@ -157,7 +178,14 @@ class MegatronBackend(SharedBackend):
         args = self.args
         if args.custom_megatron_before_train_step_hook_path:
             hook = load_function(args.custom_megatron_before_train_step_hook_path)
-            hook(args, batch.get("rollout_id"), step, self.chunks, self.optimizer.chained, self.optimizer.scheduler)
+            hook(
+                args,
+                batch.get("rollout_id"),
+                step,
+                self.chunks,
+                self.optimizer.chained,
+                self.optimizer.scheduler,
+            )
         # Gradients are in Megatron's buffers, which its optimizer does not clear.
         scheduled, trained = self.scheduled_and_trained(batch, step)
         for chunk in self.chunks:
@@ -167,16 +195,20 @@ class MegatronBackend(SharedBackend):
 
         def share(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
             targets = micro.scoring.targets
-            return self.share_of_loss(batch, micro.indices, step, scores, targets, micro.response_index)
+            return self.share_of_loss(
+                batch, micro.indices, step, scores, targets, micro.response_index
+            )
 
-        # Only the last stage has losses. All stages need them, because each checks that they are finite.
+        # Only the last stage has losses. All stages need them, because each checks that they are
+        # finite.
         shares: dict[str, float] = {}
         with self._routed(batch, "replay"):
             for metrics in self._run(batch, trained, scoring, share, forward_only=False):
                 self.add_shares(shares, metrics)
         shares = groups.object_of_last_stage(shares)
         found = self.finish_step(shares, batch, step, scheduled, trained)
-        if not (trained or self._uneven):  # on no rank: Megatron gathers weights again only after a backward pass
+        # on no rank: Megatron gathers weights again only after a backward pass
+        if not (trained or self._uneven):
             self.finish_update()
         return found
 
@@ -195,24 +227,48 @@ class MegatronBackend(SharedBackend):
         self.optimizer.prime()  # creates the moments, which otherwise the first step would create
         batch = rehearsal_batch(tokens * self.layout.cp, self.model.hf_config.vocab_size)
         everything = list(range(len(batch["tokens"])))
-        # With the 1F1B schedule, a stage holds at most as many micro-batches as there are stages. With twice as many
-        # micro-batches, every stage reaches this number and so its peak of memory.
+        # With the 1F1B schedule, a stage holds at most as many micro-batches as there are stages.
+        # With twice as many micro-batches, every stage reaches this number and so its peak of
+        # memory.
         with without_a_trace(self.model.config, self.chunks):
-            self._run(batch, [everything] * (2 * self.layout.pp), self._scoring_of_training(), no_loss, False)
+            self._run(
+                batch,
+                [everything] * (2 * self.layout.pp),
+                self._scoring_of_training(),
+                no_loss,
+                False,
+            )
         self.optimizer.chained.zero_grad()
 
     def _run(
-        self, batch: RankBatch, micro_batches: MicroBatches, scoring: Scoring, on_scores: OnScores, forward_only: bool
+        self,
+        batch: RankBatch,
+        micro_batches: MicroBatches,
+        scoring: Scoring,
+        on_scores: OnScores,
+        forward_only: bool,
     ) -> list[dict[str, Tensor]]:
-        """Run Megatron's schedule over this rank's micro-batches, and return the second results of ``on_scores``."""
+        """Run Megatron's schedule over this rank's micro-batches, and return the second results of
+        ``on_scores``.
+        """
         aligned = self.aligned(micro_batches, self.layout.vpp_group)
         micros = [self.builder.build(batch, indices, scoring) for indices in aligned]
-        return run_schedule(self.chunks, micros, on_scores, forward_only, self._around) if micros else []
+        return (
+            run_schedule(self.chunks, micros, on_scores, forward_only, self._around)
+            if micros
+            else []
+        )
 
     @contextmanager
     def _routed(self, batch: RankBatch, mode: Mode | None) -> Iterator[None]:
-        """Record or replay the choice of experts in passes within the context, if the flags require it."""
-        if self.model.routing is None or mode is None or (ENGINE not in batch and "rewards" not in batch):
+        """Record or replay the choice of experts in passes within the context, if the flags require
+        it.
+        """
+        if (
+            self.model.routing is None
+            or mode is None
+            or (ENGINE not in batch and "rewards" not in batch)
+        ):
             yield  # there is no replay, or the batch is a probe, which is not a sample of a rollout
             return
         with self.model.routing.during(batch, mode) as self._around:
@@ -223,11 +279,19 @@ class MegatronBackend(SharedBackend):
 
     def _weights(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
         adapters = self.model.adapters
-        return self.weights.gather() if adapters is None or not merge else adapters.merge(self.weights.gather())
+        return (
+            self.weights.gather()
+            if adapters is None or not merge
+            else adapters.merge(self.weights.gather())
+        )
 
     def _adapted_weights(self) -> frozenset[str]:
         adapters = self.model.adapters
-        return frozenset() if adapters is None else frozenset(f"{name}.weight" for name in adapters.names)
+        return (
+            frozenset()
+            if adapters is None
+            else frozenset(f"{name}.weight" for name in adapters.names)
+        )
 
     def _export(self, path: Path, writer: bool) -> None:
         source = resolve_folder(self.args.hf_checkpoint) if writer else None
@@ -250,7 +314,11 @@ class MegatronBackend(SharedBackend):
         """Move weights, moments and main parameters to pinned CPU memory, and free gradients."""
         self.finish_update()
         self.model.drop_gradients()
-        named = self.weights.tensors() if self.adapter is None else [*self.adapter.base, *self.adapter.trained]
+        named = (
+            self.weights.tensors()
+            if self.adapter is None
+            else [*self.adapter.base, *self.adapter.trained]
+        )
         weights = [x.detach() for _, x in named]
         self.offloader.sleep([*weights, *self.optimizer.tensors()], weights if keep_weights else ())
         self.clear_memory()

@@ -1,6 +1,8 @@
-"""Convert flags and config.json to the shape of the model and to the config dataclasses of megatron-core.
+"""Convert flags and config.json to the shape of the model and to the config dataclasses of
+megatron-core.
 
-megatron-core is imported only where it is needed, because converters use :func:`merged_settings` without it.
+megatron-core is imported only where it is needed, because converters use :func:`merged_settings`
+without it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from slime.backends.collectives import DTYPES
 from slime.backends.megatron.core import MegatronError
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
-from slime.config.megatron import PERFORMANCE, READ_BY_SLIME, WITHOUT_EFFECT, fields_by_dest, refused_flags
+from slime.config.megatron import (
+    PERFORMANCE,
+    READ_BY_SLIME,
+    WITHOUT_EFFECT,
+    fields_by_dest,
+    refused_flags,
+)
 from slime.weights.maps.family import Family, Settings, moe_layers
 
 if TYPE_CHECKING:
@@ -37,19 +45,25 @@ NEUTRAL: Settings = {
     "moe_shared_expert_gate": False,
     **dict.fromkeys(("window_size", "window_attn_skip_freq", "softmax_scale", "no_rope_freq")),
 }
-"""The values of flags that a family's settings leave out, so that a flag cannot change the model."""
+"""The values of flags that a family's settings leave out, so that a flag cannot change the
+model.
+"""
 GELU = functools.partial(F.gelu, approximate="tanh")
 
 
-def merged_settings(flags: Settings, checkpoint: str, family: Family, hf_config: PretrainedConfig) -> Settings:
-    """Return the shape of the model: what config.json specifies, and the user's flags for everything else.
+def merged_settings(
+    flags: Settings, checkpoint: str, family: Family, hf_config: PretrainedConfig
+) -> Settings:
+    """Return the shape of the model: what config.json specifies, and the user's flags for
+    everything else.
 
     Args:
         flags: The Megatron flags that the user gave, by name.
         checkpoint: The folder of ``hf_config``, for error messages.
 
     Raises:
-        MegatronError: Flags contradict config.json (the message has all differences), or are not supported.
+        MegatronError: Flags contradict config.json (the message has all differences), or are not
+            supported.
     """
     settings = NEUTRAL | family.settings(hf_config.to_dict())
     differences = [
@@ -84,7 +98,9 @@ def _fields_from(settings: Settings, cls: type) -> dict[str, Any]:
     by_dest = fields_by_dest()
     names = {field.name for field in dataclasses.fields(cls)}
     skip = READ_BY_SLIME | WITHOUT_EFFECT | set(PERFORMANCE)
-    renamed = {by_dest.get(name, name): value for name, value in settings.items() if name not in skip}
+    renamed = {
+        by_dest.get(name, name): value for name, value in settings.items() if name not in skip
+    }
     return {name: value for name, value in renamed.items() if name in names and value is not None}
 
 
@@ -105,7 +121,9 @@ def transformer_config(
     moe, latent = bool(settings.get("num_experts")), bool(settings.get("multi_latent_attention"))
     if problems := _layout_problems(settings, layout):
         raise MegatronError("; ".join(problems))
-    activation = quick_gelu if settings.get("quick_geglu") else GELU if settings.get("gelu_tanh") else F.silu
+    activation = (
+        quick_gelu if settings.get("quick_geglu") else GELU if settings.get("gelu_tanh") else F.silu
+    )
     fields = _fields_from(settings, cls)
     for name in ("tensor", "pipeline"):
         fields.pop(f"{name}_model_parallel_size", None)
@@ -116,9 +134,10 @@ def transformer_config(
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        # Megatron requires sequence parallelism to train experts with tensor parallelism, and the replicated
-        # projections of latent attention need it too.
-        "sequence_parallel": layout.tp > 1 and bool(settings.get("sequence_parallel") or moe or latent),
+        # Megatron requires sequence parallelism to train experts with tensor parallelism, and the
+        # replicated projections of latent attention need it too.
+        "sequence_parallel": layout.tp > 1
+        and bool(settings.get("sequence_parallel") or moe or latent),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -129,7 +148,8 @@ def transformer_config(
         "use_cpu_initialization": device.type == "cpu",
         "perform_initialization": False,
         "variable_seq_lengths": layout.pp > 1,
-        # Losses are shares of the mean of a step, so gradients are summed over micro-batches and ranks, not averaged.
+        # Losses are shares of the mean of a step, so gradients are summed over micro-batches and
+        # ranks, not averaged.
         "calculate_per_token_loss": True,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
@@ -138,11 +158,13 @@ def transformer_config(
         "bias_activation_fusion": device.type == "cuda" and not settings.get("gelu_tanh"),
         "bias_dropout_fusion": False,
         "barrier_with_L1_time": False,
-        "moe_token_dispatcher_type": "alltoall",  # Megatron's default, allgather, needs packs of equal length
+        # Megatron's default, allgather, needs packs of equal length
+        "moe_token_dispatcher_type": "alltoall",
         "deterministic_mode": False,
     }
     if layout.vpp > 1:
-        # With two stages and the default settings, messages of neighboring stages are mixed up without an error.
+        # With two stages and the default settings, messages of neighboring stages are mixed up
+        # without an error.
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = layout.vpp_group
     _adapt_fields(fields, settings)
@@ -152,20 +174,25 @@ def transformer_config(
 
 def _adapt_fields(fields: dict[str, Any], settings: Settings) -> None:
     """Change the fields for experts, latent attention and norms over all heads."""
-    # Experts: no auxiliary loss, which RL does not use, and no bias updates unless a flag asks for them.
+    # Experts: no auxiliary loss, which RL does not use, and no bias updates unless a flag asks for
+    # them.
     if settings.get("num_experts"):
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
         fields.pop("moe_router_bias_update_rate", None)
-        fields["moe_router_bias_update_rate"] = float(settings.get("moe_router_bias_update_rate") or 0.0)
+        fields["moe_router_bias_update_rate"] = float(
+            settings.get("moe_router_bias_update_rate") or 0.0
+        )
     if settings.get("multi_latent_attention"):
         names = ("rope_type", "rotary_base", "rotary_scaling_factor")
         fields |= {name: settings[name] for name in names}
         fields["q_lora_rank"] = settings.get("q_lora_rank")
         fields.pop("kv_channels", None)  # latent attention has head sizes of its own
-        # Megatron would treat these norms as those of query and key heads, and sum their gradients twice.
+        # Megatron would treat these norms as those of query and key heads, and sum their gradients
+        # twice.
         fields["qk_layernorm"] = False
     if settings.get("qk_norm_over_heads"):
-        fields["qk_layernorm"] = False  # Megatron would sum the gradients of these norms over tensor-parallel ranks
+        # Megatron would sum the gradients of these norms over tensor-parallel ranks
+        fields["qk_layernorm"] = False
 
 
 def _layout_problems(settings: Settings, layout: ParallelLayout) -> list[str]:
@@ -173,20 +200,23 @@ def _layout_problems(settings: Settings, layout: ParallelLayout) -> list[str]:
     problems = []
     if settings.get("num_experts") and settings.get("add_bias_linear") and layout.etp > 1:
         problems.append(
-            "megatron-core does not divide experts with biases among ranks: use --expert-tensor-parallel-size 1"
+            "megatron-core does not divide experts with biases among ranks: use "
+            "--expert-tensor-parallel-size 1"
         )
     groups = settings["num_query_groups"] if settings.get("qk_norm_over_heads") else layout.tp
     if layout.tp > groups:
         problems.append(
-            f"--tensor-model-parallel-size {layout.tp}: this family has a norm over all its {groups} key heads. "
-            f"With more ranks than heads, several ranks would have the same head: use at most {groups}"
+            f"--tensor-model-parallel-size {layout.tp}: this family has a norm over all its "
+            f"{groups} key heads. With more ranks than heads, several ranks would have the same "
+            f"head: use at most {groups}"
         )
-    # The gate is read without a call of its module, and Megatron waits for weights when their module is called.
+    # The gate is read without a call of its module, and Megatron waits for weights when their
+    # module is called.
     overlap = settings.get("moe_shared_expert_overlap") and settings.get("overlap_param_gather")
     if settings.get("moe_shared_expert_gate") and overlap:
         problems.append(
-            "--moe-shared-expert-overlap and --overlap-param-gather do not go together for shared experts with a gate: "
-            "leave one of them out"
+            "--moe-shared-expert-overlap and --overlap-param-gather do not go together for "
+            "shared experts with a gate: leave one of them out"
         )
     return problems
 
@@ -207,8 +237,8 @@ def _recompute(settings: Settings, checkpointing: bool) -> dict[str, Any]:
 
 
 def ddp_config(flags: Settings) -> DistributedDataParallelConfig:
-    """Return the config of data parallelism: gradients in float32 unless ``--grad-reduce-in-bf16`` is given, and the
-    distributed optimizer unless it is disabled."""
+    """Return the config of data parallelism: gradients in float32 unless ``--grad-reduce-in-bf16``
+    is given, and the distributed optimizer unless it is disabled."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     fields = _fields_from(flags, DistributedDataParallelConfig)

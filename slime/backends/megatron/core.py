@@ -23,25 +23,32 @@ def prepare() -> str:
     """Check and import megatron-core, once per process, and return its version.
 
     Raises:
-        MegatronError: A package is missing, the release was not tested, or the imported ``megatron.core`` is not the
-            installed one.
+        MegatronError: A package is missing, the release was not tested, or the imported
+            ``megatron.core`` is not the installed one.
     """
     # Only releases that were tested: the layers of slime replace parts of megatron-core by name.
     version = version_of("megatron-core")
     if version is None:
         raise MegatronError(
-            "--train-backend megatron needs megatron-core: pip install 'slime-rl[megatron]', or use "
-            "--train-backend fsdp"
+            "--train-backend megatron needs megatron-core: pip install 'slime-rl[megatron]', or "
+            "use --train-backend fsdp"
         )
     if not version.startswith(SUPPORTED):
-        raise MegatronError(f"megatron-core {version} is installed: install {', '.join(SUPPORTED)}.x, which is tested")
+        raise MegatronError(
+            f"megatron-core {version} is installed: install {', '.join(SUPPORTED)}.x, which is "
+            "tested"
+        )
     if importlib.util.find_spec("psutil") is None:
-        # megatron-core does not declare this dependency, and without it dist_checkpointing.save waits forever.
-        raise MegatronError("megatron-core writes checkpoints with psutil, which is missing: pip install psutil")
+        # megatron-core does not declare this dependency, and without it dist_checkpointing.save
+        # waits forever.
+        raise MegatronError(
+            "megatron-core writes checkpoints with psutil, which is missing: pip install psutil"
+        )
     # A checkout of Megatron-LM on PYTHONPATH must not hide the installed package.
     prefer_installed_core()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about Transformer Engine, Apex and so on, which are not needed
+        # warnings about Transformer Engine, Apex and so on, which are not needed
+        warnings.simplefilter("ignore")
         import megatron.core
 
         _require_installed(version, megatron.core.__version__, Path(megatron.core.__file__))
@@ -57,21 +64,28 @@ def prepare() -> str:
 
 
 def _require_installed(version: str, imported: str, file: Path) -> None:
-    """Raise MegatronError unless ``megatron.core`` in ``file`` belongs to the installed distribution."""
+    """Raise MegatronError unless ``megatron.core`` in ``file`` belongs to the installed
+    distribution.
+    """
     root = installed_core()
     if imported != version or (root is not None and not file.resolve().is_relative_to(root)):
         raise MegatronError(
-            f"megatron.core {imported} was imported from {file.parent}, but megatron-core {version} is installed"
-            f"{f' in {root}' if root else ''}, and only that one is tested: remove the other from PYTHONPATH, and do "
-            "not import it before slime's Megatron backend starts"
+            f"megatron.core {imported} was imported from {file.parent}, but megatron-core "
+            f"{version} is installed{f' in {root}' if root else ''}, and only that one is tested: "
+            "remove the other from PYTHONPATH, and do not import it before slime's Megatron "
+            "backend starts"
         )
 
 
 def require_cuda() -> None:
-    """Raise MegatronError where torch has no CUDA device: megatron-core asks for its device, streams and generators."""
+    """Raise MegatronError where torch has no CUDA device: megatron-core asks for its device,
+    streams and generators.
+    """
     import torch
 
     try:
         torch.cuda.current_device()
     except (RuntimeError, AssertionError):
-        raise MegatronError("--train-backend megatron needs a CUDA GPU: use --train-backend fsdp here") from None
+        raise MegatronError(
+            "--train-backend megatron needs a CUDA GPU: use --train-backend fsdp here"
+        ) from None

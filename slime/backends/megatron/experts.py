@@ -1,4 +1,6 @@
-"""The layer with experts: grouped products, and dispatchers that sort tokens without waiting for the GPU."""
+"""The layer with experts: grouped products, and dispatchers that sort tokens without waiting for
+the GPU.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAlltoAllTokenDispatcher,
+    MoETokenDispatcher,
+)
 from torch import Tensor, nn
 
 from slime.backends.megatron.modules import Offsets, device_of, without_keeping
@@ -27,32 +32,44 @@ from slime.models.grouped_experts import (
 
 @fused_on_cuda
 def weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
-    """Return :func:`swiglu` of ``gate_up``, ``[N, 2 f]``, with each row multiplied by its weight."""
+    """Return :func:`swiglu` of ``gate_up``, ``[N, 2 f]``, with each row multiplied by its
+    weight.
+    """
     gate, up = gate_up.chunk(2, -1)
     return (F.silu(gate) * up * weights.unsqueeze(-1)).to(gate_up.dtype)
 
 
 @fused_on_cuda
-def weighted_clamped_swiglu(gate_up: Tensor, weights: Tensor, limit: float, offset: float) -> Tensor:
-    """Return ``gate · sigmoid(1.702 gate) · (up + offset)`` of ``gate_up``, ``[N, 2 f]``, with each row multiplied by
-    its weight. ``gate`` is at most ``limit``, and ``up`` is between ``-limit`` and ``limit`` (gpt-oss)."""
+def weighted_clamped_swiglu(
+    gate_up: Tensor, weights: Tensor, limit: float, offset: float
+) -> Tensor:
+    """Return ``gate · sigmoid(1.702 gate) · (up + offset)`` of ``gate_up``, ``[N, 2 f]``, with each
+    row multiplied by its weight. ``gate`` is at most ``limit``, and ``up`` is between ``-limit``
+    and ``limit`` (gpt-oss)."""
     gate, up = gate_up.chunk(2, -1)
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
-    return (gate * torch.sigmoid(1.702 * gate) * (up + offset) * weights.unsqueeze(-1)).to(gate_up.dtype)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + offset) * weights.unsqueeze(-1)).to(
+        gate_up.dtype
+    )
 
 
 class GroupedExperts(MegatronModule):
-    """The experts of a rank as two parameters: ``gate_up [n, 2, f, H]`` and ``down [n, H, f]``. With
-    ``add_bias_linear`` there are also ``gate_up_bias [n, 2, f]`` and ``down_bias [n, H]``.
+    """The experts of a rank as two parameters: ``gate_up [n, 2, f, H]`` and ``down [n, H, f]``.
+    With ``add_bias_linear`` there are also ``gate_up_bias [n, 2, f]`` and ``down_bias [n, H]``.
 
-    Tokens are sorted by expert. On CUDA each projection is one grouped product, on the CPU one product per expert. The
-    gradients are always reduced over Megatron's expert-data-parallel group, which is correct in every layout. Those of
-    Megatron's own experts are not reduced over tensor-parallel ranks if EP and ETP are 1.
+    Tokens are sorted by expert. On CUDA each projection is one grouped product, on the CPU one
+    product per expert. The gradients are always reduced over Megatron's expert-data-parallel group,
+    which is correct in every layout. Those of Megatron's own experts are not reduced over
+    tensor-parallel ranks if EP and ETP are 1.
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: object
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
@@ -71,12 +88,17 @@ class GroupedExperts(MegatronModule):
             parameter.allreduce = False
             parameter.tensor_model_parallel = True
 
-    def forward(self, tokens: Tensor | Routed, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Return the outputs ``[N, H]`` of ``tokens``, ``[N, H]``, which are sorted by expert. ``probs``, ``[N]``, are
-        the routing weights. With expert tensor parallelism, the result is this rank's part of a sum over ranks.
+    def forward(
+        self, tokens: Tensor | Routed, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Return the outputs ``[N, H]`` of ``tokens``, ``[N, H]``, which are sorted by expert.
+        ``probs``, ``[N]``, are the routing weights. With expert tensor parallelism, the result is
+        this rank's part of a sum over ranks.
 
-        For :class:`Routed` tokens, the backward pass sorts them again, so that their ``k`` copies are not kept."""
-        # Megatron's dispatcher leaves the counts on the CPU. Grouped products need them on the device of the tokens.
+        For :class:`Routed` tokens, the backward pass sorts them again, so that their ``k`` copies
+        are not kept."""
+        # Megatron's dispatcher leaves the counts on the CPU. Grouped products need them on the
+        # device of the tokens.
         counts = tokens_per_expert.to(probs.device, torch.int64)
         biased = self.config.add_bias_linear
         up = lambda x: self.project("gate_up", x, counts)  # noqa: E731
@@ -92,7 +114,8 @@ class GroupedExperts(MegatronModule):
         return out, None
 
     def project(self, name: str, x: Tensor, counts: Tensor) -> Tensor:
-        """Multiply the rows of ``x``, ``[N, in]``, by this rank's part of the weights of their experts.
+        """Multiply the rows of ``x``, ``[N, in]``, by this rank's part of the weights of their
+        experts.
 
         Args:
             name: ``gate_up``, whose bias is added if there is one, or ``down``, whose bias is not.
@@ -112,11 +135,12 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: object = None
     ) -> dict[str, ShardedTensor]:
-        """Return the parameters as parts of tensors that contain all experts of the model. EP divides these tensors
-        along the first axis, and ETP along the features."""
+        """Return the parameters as parts of tensors that contain all experts of the model. EP
+        divides these tensors along the first axis, and ETP along the features."""
         found = {}
         axes = {"gate_up": 2, "gate_up_bias": 2, "down": 2, "down_bias": 1}
-        for name, parameter in self.named_parameters(recurse=False):  # without the factors of adapters
+        # without the factors of adapters
+        for name, parameter in self.named_parameters(recurse=False):
             first = len(sharded_offsets)
             offsets = (
                 *sharded_offsets,
@@ -124,7 +148,11 @@ class GroupedExperts(MegatronModule):
                 (first + axes[name], self.tp_group.rank(), self.tp_group.size()),
             )
             found[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
-                f"{prefix}{name}", parameter, *offsets, replica_id=(0, 0, self.dp_group.rank()), prepend_axis_num=first
+                f"{prefix}{name}",
+                parameter,
+                *offsets,
+                replica_id=(0, 0, self.dp_group.rank()),
+                prepend_axis_num=first,
             )
         return found
 
@@ -144,7 +172,9 @@ def replace_dispatcher(layer: MoELayer, groups: ProcessGroupCollection) -> None:
 
 
 class LocalDispatcher(MoETokenDispatcher):
-    """Sorts tokens for experts that are all on this rank. Nothing is exchanged, and the host never waits."""
+    """Sorts tokens for experts that are all on this rank. Nothing is exchanged, and the host never
+    waits.
+    """
 
     def __init__(
         self,
@@ -155,18 +185,26 @@ class LocalDispatcher(MoETokenDispatcher):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
 
-    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens as they are, ``[T, H]``, and the routing weights ``[N]`` in the order of the experts."""
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens as they are, ``[T, H]``, and the routing weights ``[N]`` in the order
+        of the experts.
+        """
         self.hidden_shape = tokens.shape
-        self.order, weights, self.counts = order_by_expert(routing_map, probs, self.config.moe_router_topk)
+        self.order, weights, self.counts = order_by_expert(
+            routing_map, probs, self.config.moe_router_topk
+        )
         return tokens.view(-1, tokens.shape[-1]), weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_states, probs
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Routed, Tensor, Tensor]:
-        """Return what :class:`GroupedExperts` needs: tokens ``[T, H]`` with their order, the number of rows of each
-        expert, ``[n]``, and the routing weights, ``[N]``."""
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Routed, Tensor, Tensor]:
+        """Return what :class:`GroupedExperts` needs: tokens ``[T, H]`` with their order, the number
+        of rows of each expert, ``[n]``, and the routing weights, ``[N]``."""
         return Routed(hidden_states, self.order), self.counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -181,24 +219,36 @@ class LocalDispatcher(MoETokenDispatcher):
 
 
 class ExchangeDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher, which sorts tokens before and after the exchange with gathers."""
+    """Megatron's all-to-all dispatcher, which sorts tokens before and after the exchange with
+    gathers.
+    """
 
-    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens, ``[N, H]``, and their weights ``[N]``, sorted by the experts of all ranks."""
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens, ``[N, H]``, and their weights ``[N]``, sorted by the experts of all
+        ranks.
+        """
         self.hidden_shape = hidden_states.shape
         self.probs = probs
         self.routing_map = routing_map
         self.tokens_per_expert = self.preprocess(routing_map)
-        if self._sorts_chunks:  # Megatron moves these sizes to the host, but the rows are sorted on the device
+        # Megatron moves these sizes to the host, but the rows are sorted on the device
+        if self._sorts_chunks:
             self.chunk_sizes = self.num_global_tokens_per_local_expert.flatten()
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_permutation_1", self.tokens_per_expert
+        )
         self.order, weights, _ = order_by_expert(routing_map, probs, self.config.moe_router_topk)
         return spread(hidden_states.view(-1, hidden_states.shape[-1]), self.order), weights
 
-    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sort what this rank received (``[N, H]`` and ``[N]``, one chunk for each sending rank and expert) by expert.
+    def dispatch_postprocess(
+        self, global_input_tokens: Tensor, global_probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sort what this rank received (``[N, H]`` and ``[N]``, one chunk for each sending rank and
+        expert) by expert.
 
         Returns:
             The tokens, the number of rows of each expert, ``[n]``, and the routing weights.
@@ -224,7 +274,9 @@ class ExchangeDispatcher(MoEAlltoAllTokenDispatcher):
 
     @property
     def _sorts_chunks(self) -> bool:
-        """With expert tensor parallelism, Megatron gathers the rows of other ranks first, and sorts them itself."""
+        """With expert tensor parallelism, Megatron gathers the rows of other ranks first, and sorts
+        them itself.
+        """
         return self.num_local_experts > 1 and self.tp_size == 1
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:

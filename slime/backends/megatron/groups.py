@@ -1,8 +1,9 @@
-"""Megatron's process groups, and what is exchanged in them: results of the last stage, and whole tensors.
+"""Megatron's process groups, and what is exchanged in them: results of the last stage, and whole
+tensors.
 
-With one collective per parameter, launches cost more than the transfer: a model with 48 layers and 128 experts has
-1,536 expert matrices on each of eight expert-parallel ranks. So consecutive parameters of the same kind are sent
-together, up to ``BATCH_BYTES`` of whole tensors.
+With one collective per parameter, launches cost more than the transfer: a model with 48 layers and
+128 experts has 1,536 expert matrices on each of eight expert-parallel ranks. So consecutive
+parameters of the same kind are sent together, up to ``BATCH_BYTES`` of whole tensors.
 """
 
 from __future__ import annotations
@@ -39,18 +40,20 @@ def initialize(layout: ParallelLayout, seed: int, timeout_minutes: int) -> None:
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
             distributed_timeout_minutes=timeout_minutes,
-            create_gloo_process_groups=False,  # for Megatron's own checkpoints of the distributed optimizer
+            # for Megatron's own checkpoints of the distributed optimizer
+            create_gloo_process_groups=False,
         )
     tensor_parallel.model_parallel_cuda_manual_seed(derive_seed(seed, "megatron") % 2**31)
 
 
 @contextmanager
 def _connected_at_first_use() -> Iterator[None]:
-    """Groups that are created in this context make their NCCL communicator at their first collective.
+    """Groups that are created in this context make their NCCL communicator at their first
+    collective.
 
-    Megatron creates some thirty groups per rank, of which a layout uses a few. While the default group is bound to a
-    device, torch gives each of them a communicator at once, with buffers outside of torch's allocator: 7 GiB per GPU
-    with two ranks on H200s.
+    Megatron creates some thirty groups per rank, of which a layout uses a few. While the default
+    group is bound to a device, torch gives each of them a communicator at once, with buffers
+    outside of torch's allocator: 7 GiB per GPU with two ranks on H200s.
     """
     world = torch.distributed.group.WORLD
     assert world is not None
@@ -63,13 +66,17 @@ def _connected_at_first_use() -> Iterator[None]:
 
 
 def context_group() -> ProcessGroup | None:
-    """Return the group of ranks that have other tokens of the same samples; None without context parallelism."""
+    """Return the group of ranks that have other tokens of the same samples; None without context
+    parallelism.
+    """
     group = mpu.get_context_parallel_group()
     return group if group.size() > 1 else None
 
 
 def broadcast_from_last_stage(tensors: list[torch.Tensor]) -> None:
-    """Send tensors from the last pipeline stage to all others, which pass tensors of the same shapes."""
+    """Send tensors from the last pipeline stage to all others, which pass tensors of the same
+    shapes.
+    """
     group = mpu.get_pipeline_model_parallel_group()
     if group.size() == 1 or not tensors:
         return
@@ -85,11 +92,14 @@ def object_of_last_stage(value: T) -> T:
     if group.size() == 1:
         return value
     holder = [value]
-    torch.distributed.broadcast_object_list(holder, src=mpu.get_pipeline_model_parallel_last_rank(), group=group)
+    torch.distributed.broadcast_object_list(
+        holder, src=mpu.get_pipeline_model_parallel_last_rank(), group=group
+    )
     return holder[0]
 
 
-BATCH_BYTES = 1 << 28  # of whole tensors; gathering needs several times as much memory for a short time
+# of whole tensors; gathering needs several times as much memory for a short time
+BATCH_BYTES = 1 << 28
 
 
 class Piece(NamedTuple):
@@ -128,8 +138,8 @@ class Piece(NamedTuple):
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Divide pieces into runs with the same stage, dtype and kind, which can be sent together. The result is the same
-    on all ranks."""
+    """Divide pieces into runs with the same stage, dtype and kind, which can be sent together. The
+    result is the same on all ranks."""
     batch: list[Piece] = []
     size = 0
     kind = None
@@ -147,7 +157,8 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def whole(batch: Sequence[Piece]) -> list[list[Tensor]]:
-    """Return for each piece its whole tensors on every rank; for experts, one per expert-parallel rank.
+    """Return for each piece its whole tensors on every rank; for experts, one per expert-parallel
+    rank.
 
     This is a collective operation. Tensors that are not sharded may be the memory of the model.
     """
@@ -166,7 +177,9 @@ def whole(batch: Sequence[Piece]) -> list[list[Tensor]]:
             flat = torch.empty(sum(counts), dtype=batch[0].dtype, device=device())
         dist.broadcast(flat, src=dist.get_process_group_ranks(group)[batch[0].stage], group=group)
         tensors = list(flat.split(counts))
-    return [list(tensor.reshape(shape).unbind(0)) for tensor, shape in zip(tensors, shapes, strict=True)]
+    return [
+        list(tensor.reshape(shape).unbind(0)) for tensor, shape in zip(tensors, shapes, strict=True)
+    ]
 
 
 def _over_tensor_ranks(batch: Sequence[Piece]) -> list[Tensor]:
@@ -180,7 +193,9 @@ def _over_tensor_ranks(batch: Sequence[Piece]) -> list[Tensor]:
         if piece.is_cut:
             shape[_axis(piece)] //= group.size()
         parts.append(piece.mine.detach().reshape(shape))
-    gathered = iter(gather_flat([part for part, piece in zip(parts, batch, strict=True) if piece.is_cut], group))
+    gathered = iter(
+        gather_flat([part for part, piece in zip(parts, batch, strict=True) if piece.is_cut], group)
+    )
     for part, piece in zip(parts, batch, strict=True):
         tensors.append(torch.cat(next(gathered), _axis(piece)) if piece.is_cut else part)
     return tensors
@@ -201,8 +216,8 @@ def gather_flat(tensors: Sequence[Tensor], group: ProcessGroup) -> list[list[Ten
     """
     if not tensors:
         return []
-    # One collective for many tensors; see the top of this file. The results are views of the received buffers, so they
-    # need no further memory but keep the buffers alive.
+    # One collective for many tensors; see the top of this file. The results are views of the
+    # received buffers, so they need no further memory but keep the buffers alive.
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     everyones = [torch.empty_like(flat) for _ in range(group.size())]
     dist.all_gather(everyones, flat, group=group)
@@ -217,8 +232,16 @@ def _axis(piece: Piece) -> int:
 
 
 def tensor_group(entry: Entry) -> ProcessGroup:
-    return mpu.get_expert_tensor_parallel_group() if entry.experts else mpu.get_tensor_model_parallel_group()
+    return (
+        mpu.get_expert_tensor_parallel_group()
+        if entry.experts
+        else mpu.get_tensor_model_parallel_group()
+    )
 
 
 def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )

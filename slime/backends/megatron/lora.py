@@ -13,7 +13,12 @@ from torch import Tensor
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.delta_net import PackedDeltaNet
 from slime.backends.megatron.experts import GroupedExperts
-from slime.backends.megatron.lora_experts import ExpertPair, LoraExperts, attach_experts, expert_weights
+from slime.backends.megatron.lora_experts import (
+    ExpertPair,
+    LoraExperts,
+    attach_experts,
+    expert_weights,
+)
 from slime.backends.megatron.lora_layers import (
     FACTOR_A,
     FACTOR_B,
@@ -27,7 +32,13 @@ from slime.backends.megatron.lora_layers import (
 )
 from slime.backends.megatron.model import PolicyModel
 from slime.backends.megatron.weights import Held, ModelWeights, gather, global_name, who_holds
-from slime.backends.trainable import TrainedAdapter, digest_of, seed_of, stored_factors, weighted_sum
+from slime.backends.trainable import (
+    TrainedAdapter,
+    digest_of,
+    seed_of,
+    stored_factors,
+    weighted_sum,
+)
 from slime.config.args import Args
 from slime.config.lora import megatron_problems
 from slime.models.lora import LoraSettings, choose_layers, initial_factor, merged, shortest_targets
@@ -36,36 +47,50 @@ from slime.weights.maps.family import COLUMNS, REPLICATED, Entry, projection_lay
 from slime.weights.maps.layouts import QueryKeyValue
 
 _IN_DELTA_NET = r"self_attention\.weights\.(in_proj_\w+|out_proj)"
-_LINEAR = re.compile(rf"^decoder\.layers\.\d+\.(.*\.linear_(qkv|proj|fc1|fc2)\.weight|{_IN_DELTA_NET})$")
+_LINEAR = re.compile(
+    rf"^decoder\.layers\.\d+\.(.*\.linear_(qkv|proj|fc1|fc2)\.weight|{_IN_DELTA_NET})$"
+)
 
 
 class ModelAdapters:
-    """The adapters on the linear layers of a model, and on its routed experts if the flags name them.
+    """The adapters on the linear layers of a model, and on its routed experts if the flags name
+    them.
 
     Attributes:
-        names: The layers with an adapter, as transformers names them, in the order of the model; also those of other
-            pipeline stages. Those of experts come after all others.
+        names: The layers with an adapter, as transformers names them, in the order of the model;
+            also those of other pipeline stages. Those of experts come after all others.
         linears: The names of all layers that could have one.
         layers: The layers with adapters on this rank.
     """
 
     def __init__(
-        self, chunks: Sequence[PolicyModel], weights: ModelWeights, settings: LoraSettings, seed: int, load: str | None
+        self,
+        chunks: Sequence[PolicyModel],
+        weights: ModelWeights,
+        settings: LoraSettings,
+        seed: int,
+        load: str | None,
     ) -> None:
-        """Freeze the model except the head of a critic, and add adapters, with the values of PEFT's files in the folder
-        ``load``, if it has any. This is a collective operation.
+        """Freeze the model except the head of a critic, and add adapters, with the values of PEFT's
+        files in the folder ``load``, if it has any. This is a collective operation.
 
         Raises:
-            ModelError: The flags select no layer, or the adapter in ``load`` has other layers or shapes.
+            ModelError: The flags select no layer, or the adapter in ``load`` has other layers or
+                shapes.
             MegatronError: The layout cannot divide the adapter.
         """
         self.settings = settings
         self._seed = seed
-        # Which layers get adapters: the linear layers that the flags select, and the routed experts if they are named.
-        entries = [e for e in weights.entries.values() if _LINEAR.match(e.megatron) and not e.experts]
+        # Which layers get adapters: the linear layers that the flags select, and the routed experts
+        # if they are named.
+        entries = [
+            e for e in weights.entries.values() if _LINEAR.match(e.megatron) and not e.experts
+        ]
         self.linears = [name for entry in entries for name in _modules(entry)]
         chosen = choose_layers(self.linears, settings, type(chunks[0]).__name__)
-        self.experts = {x.source.megatron: x for x in expert_weights(weights.entries.values(), settings)}
+        self.experts = {
+            x.source.megatron: x for x in expert_weights(weights.entries.values(), settings)
+        }
         of_experts = [name for x in self.experts.values() for name in x.all_names()]
         self.linears += of_experts
         self.names = chosen + of_experts
@@ -81,19 +106,28 @@ class ModelAdapters:
             shapes = x.shapes(weights.held[megatron].shape, settings.rank)
             self.shapes |= dict.fromkeys(x.all_names(), shapes)
         self._stored = stored_factors(load, self.shapes)
-        # Everything but the head of a critic is frozen. Then each layer becomes one with factors of its own.
+        # Everything but the head of a critic is frozen. Then each layer becomes one with factors of
+        # its own.
         for chunk in chunks:
             chunk.requires_grad_(False)
         for tensor in weights.own.values():
             tensor.requires_grad_(True)
         adapted = [layer for chunk in chunks for layer in self._adapt(chunk, weights)]
-        self.layers: list[LoraLayer | LoraExperts] = [*adapted, *(x for c in chunks for x in self._adapt_experts(c))]
+        self.layers: list[LoraLayer | LoraExperts] = [
+            *adapted,
+            *(x for c in chunks for x in self._adapt_experts(c)),
+        ]
         self._stored = None
-        # Factors have entries like weights, so that gathering, snapshots and merging need no second mechanism.
+        # Factors have entries like weights, so that gathering, snapshots and merging need no second
+        # mechanism.
         found = [(entry, factor) for chunk in chunks for factor, entry in factors_of(chunk)]
         self.local: dict[str, Tensor] = {entry.megatron: factor for entry, factor in found}
-        self.entries = {entry.megatron: entry for source in entries for entry in self._factor_entries(source)}
-        self.entries |= {entry.megatron: entry for x in self.experts.values() for entry in x.entries()}
+        self.entries = {
+            entry.megatron: entry for source in entries for entry in self._factor_entries(source)
+        }
+        self.entries |= {
+            entry.megatron: entry for x in self.experts.values() for entry in x.entries()
+        }
         self.held = who_holds(self.local)
 
     def _shapes(
@@ -105,7 +139,13 @@ class ModelAdapters:
         rows, columns = held[entry.megatron].shape
         is_row = entry.layout == COLUMNS
         for name, count in zip(_modules(entry), _rows(entry, rows), strict=True):
-            yield name, ((rank, columns * tp if is_row else columns), (count if is_row else count * tp, rank))
+            yield (
+                name,
+                (
+                    (rank, columns * tp if is_row else columns),
+                    (count if is_row else count * tp, rank),
+                ),
+            )
 
     def _factor_entries(self, entry: Entry) -> Iterator[Entry]:
         """Yield the entries of the factors of all projections in a weight that have an adapter."""
@@ -122,7 +162,11 @@ class ModelAdapters:
             if isinstance(module, PackedDeltaNet):
                 inside = f"{global_name(local_name, numbers)}.weights."
                 held = {inside + key: weight for key, weight in module.weights.named_parameters()}
-                pairs = {k: x for key, weight in held.items() for k, x in self._pairs(weights.entries[key], weight)}
+                pairs = {
+                    k: x
+                    for key, weight in held.items()
+                    for k, x in self._pairs(weights.entries[key], weight)
+                }
                 if pairs:
                     yield attach_delta_net(module, pairs, self.settings.scale)
             if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
@@ -134,7 +178,9 @@ class ModelAdapters:
                 yield attach(module, pairs, self.settings.scale, projections, _groups(entry))
 
     def _pairs(self, entry: Entry, weight: Tensor) -> Iterator[tuple[str, FactorPair]]:
-        """Yield the factors of the projections in a weight that have an adapter, by the last parts of their names."""
+        """Yield the factors of the projections in a weight that have an adapter, by the last parts
+        of their names.
+        """
         if not _LINEAR.match(entry.megatron):
             return
         factors = list(self._factor_entries(entry))
@@ -155,7 +201,9 @@ class ModelAdapters:
                 pairs[kind] = ExpertPair(a, b, x.entries())
             yield attach_experts(module, pairs, self.settings.scale)
 
-    def _values(self, name: str, entries: tuple[Entry, Entry], like: Tensor) -> tuple[Tensor, Tensor]:
+    def _values(
+        self, name: str, entries: tuple[Entry, Entry], like: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return this rank's parts of the factors of a projection."""
         (_, inputs), b = self.shapes[name]
         if self._stored is not None:
@@ -163,7 +211,10 @@ class ModelAdapters:
         else:
             whole = initial_factor(self.settings, inputs, seed_of(self._seed, name)), torch.zeros(b)
         group = mpu.get_tensor_model_parallel_group()
-        mine = [e.layout.part([x], group.rank(), group.size()) for e, x in zip(entries, whole, strict=True)]
+        mine = [
+            e.layout.part([x], group.rank(), group.size())
+            for e, x in zip(entries, whole, strict=True)
+        ]
         made = [x.reshape(-1, x.shape[-1]).to(like, copy=True).contiguous() for x in mine]
         return made[0], made[1]
 
@@ -172,26 +223,37 @@ class ModelAdapters:
         """Return the whole factors by the names of their layers. This is a collective operation."""
         found = dict(gather(self.entries, self.local, self.held))
         factors = {
-            name: Factors(found[name + FACTOR_A], found[name + FACTOR_B]) for name in self.names if name in self._chosen
+            name: Factors(found[name + FACTOR_A], found[name + FACTOR_B])
+            for name in self.names
+            if name in self._chosen
         }
         for x in self.experts.values():
             factors.update(x.factors(found))
         return factors
 
     def merge(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights with the names of the checkpoint, with the adapters added. This is a collective
-        operation."""
+        """Yield whole weights with the names of the checkpoint, with the adapters added. This is a
+        collective operation."""
         factors = self.whole()
         for name, weight in weights:
             pair = factors.get(name.removesuffix(WEIGHT))
-            yield name, weight if pair is None else merged(weight, *pair, self.settings.scale).to(weight.dtype)
+            yield (
+                name,
+                weight
+                if pair is None
+                else merged(weight, *pair, self.settings.scale).to(weight.dtype),
+            )
 
 
 class MegatronAdapter(TrainedAdapter):
-    """An adapter whose factors are divided among tensor-parallel ranks, and its layers among pipeline stages."""
+    """An adapter whose factors are divided among tensor-parallel ranks, and its layers among
+    pipeline stages.
+    """
 
     def __init__(self, args: Args, adapters: ModelAdapters, weights: ModelWeights) -> None:
-        super().__init__(args, adapters.settings, [*weights.tensors(), *sorted(adapters.local.items())])
+        super().__init__(
+            args, adapters.settings, [*weights.tensors(), *sorted(adapters.local.items())]
+        )
         self.adapters = adapters
         self._weights = weights
 
@@ -222,7 +284,9 @@ class MegatronAdapter(TrainedAdapter):
         if not wide:
             del sums[torch.float32]
         return {
-            str(dtype).removeprefix("torch."): digest_of((name, int(value)) for name, value in found)
+            str(dtype).removeprefix("torch."): digest_of(
+                (name, int(value)) for name, value in found
+            )
             for dtype, found in sums.items()
         }
 
@@ -233,7 +297,9 @@ def _modules(entry: Entry) -> list[str]:
 
 
 def _rows(entry: Entry, rows: int) -> list[int]:
-    """Divide the number of rows of a weight, or of this rank's part of it, among its projections."""
+    """Divide the number of rows of a weight, or of this rank's part of it, among its
+    projections.
+    """
     if isinstance(entry.layout, QueryKeyValue):
         sizes = entry.layout.sizes
         return [rows * size // sum(sizes) for size in sizes]

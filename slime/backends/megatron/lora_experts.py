@@ -1,13 +1,14 @@
 """Adapters (LoRA) on the routed experts of a rank.
 
-Expert ``e`` computes ``W[e] x + s B[e] A[e] x``: two grouped products of small factors beside that of the frozen
-weight. Gate and up of an expert share one ``A``, as with FSDP (:mod:`slime.models.lora_experts`), where they are one
-tensor.
+Expert ``e`` computes ``W[e] x + s B[e] A[e] x``: two grouped products of small factors beside that
+of the frozen weight. Gate and up of an expert share one ``A``, as with FSDP
+(:mod:`slime.models.lora_experts`), where they are one tensor.
 
-Expert parallelism divides the experts. Expert tensor parallelism divides ``B`` of gate and up by rows, and ``A`` of
-down by columns, like the weights. The other two factors are whole on each of its ranks. The rows of all these ranks are
-gathered before the experts and the outputs are summed after them (Megatron's dispatcher), so that each rank computes a
-part of the gradient of a whole factor, and these parts are summed.
+Expert parallelism divides the experts. Expert tensor parallelism divides ``B`` of gate and up by
+rows, and ``A`` of down by columns, like the weights. The other two factors are whole on each of its
+ranks. The rows of all these ranks are gathered before the experts and the outputs are summed after
+them (Megatron's dispatcher), so that each rank computes a part of the gradient of a whole factor,
+and these parts are summed.
 """
 
 from __future__ import annotations
@@ -68,27 +69,41 @@ class ExpertWeight:
         return [name for expert in range(self.source.experts) for name in self.names(expert)]
 
     def entries(self) -> tuple[Entry, Entry]:
-        """Return the entries of the factors. In a snapshot, they have the names that FSDP gives them."""
-        parts = [name.replace(f"{self.module}.0.", f"{self.module}.{{expert}}.", 1) for name in self.names(0)]
+        """Return the entries of the factors. In a snapshot, they have the names that FSDP gives
+        them.
+        """
+        parts = [
+            name.replace(f"{self.module}.0.", f"{self.module}.{{expert}}.", 1)
+            for name in self.names(0)
+        ]
         down = self.source.layout == COLUMNS
         layouts = (COLUMNS, REPLICATED) if down else (REPLICATED, Stacked())
-        a = Entry(f"{self.name}_lora{FACTOR_A}", (parts[0] + FACTOR_A,), layouts[0], self.source.experts)
+        a = Entry(
+            f"{self.name}_lora{FACTOR_A}", (parts[0] + FACTOR_A,), layouts[0], self.source.experts
+        )
         b = Entry(
-            f"{self.name}_lora{FACTOR_B}", tuple(part + FACTOR_B for part in parts), layouts[1], self.source.experts
+            f"{self.name}_lora{FACTOR_B}",
+            tuple(part + FACTOR_B for part in parts),
+            layouts[1],
+            self.source.experts,
         )
         return a, b
 
     def factors(self, found: Mapping[str, Tensor]) -> Iterator[tuple[str, Factors]]:
-        """Yield the factors by the names of the linear layers, given whole tensors by their names in the entries."""
+        """Yield the factors by the names of the linear layers, given whole tensors by their names
+        in the entries.
+        """
         for expert in range(self.source.experts):
             first, *others = self.names(expert)
             a = found[first + FACTOR_A]
             yield first, Factors(a, found[first + FACTOR_B])
             for other in others:
-                yield other, Factors(a.clone(), found[other + FACTOR_B])  # safetensors stores no shared memory
+                # safetensors stores no shared memory
+                yield other, Factors(a.clone(), found[other + FACTOR_B])
 
     def shapes(self, held: tuple[int, ...], rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the whole shapes of ``A`` and ``B`` of one of the linear layers, whose adapter has this rank.
+        """Return the whole shapes of ``A`` and ``B`` of one of the linear layers, whose adapter has
+        this rank.
 
         Args:
             held: The shape of the parameter on a rank.
@@ -99,9 +114,15 @@ class ExpertWeight:
         return (rank, held[3]), (held[2] * size, rank)
 
     def values(
-        self, settings: LoraSettings, seed: int, held: tuple[int, ...], stored: Mapping[str, Factors] | None
+        self,
+        settings: LoraSettings,
+        seed: int,
+        held: tuple[int, ...],
+        stored: Mapping[str, Factors] | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return this rank's parts of the factors: those in ``stored``, or the initial ones, which are FSDP's."""
+        """Return this rank's parts of the factors: those in ``stored``, or the initial ones, which
+        are FSDP's.
+        """
         count = self.source.experts
         (_, inputs), (rows, _) = self.shapes(held, settings.rank)
         if stored is not None:
@@ -111,15 +132,19 @@ class ExpertWeight:
             b = torch.zeros(count, rows * len(self.parts), settings.rank)
         a = a.view(count, settings.rank, inputs)
         b = b.unflatten(1, (2, -1)) if self.kind == "gate_up" else b
-        one, two = (_part(entry, whole) for entry, whole in zip(self.entries(), (a, b), strict=True))
+        one, two = (
+            _part(entry, whole) for entry, whole in zip(self.entries(), (a, b), strict=True)
+        )
         return one, two
 
 
 def expert_weights(entries: Iterable[Entry], settings: LoraSettings) -> list[ExpertWeight]:
-    """Return the weights of experts that have adapters: all of the model, if ``settings.targets`` says so.
+    """Return the weights of experts that have adapters: all of the model, if ``settings.targets``
+    says so.
 
     Raises:
-        MegatronError: The checkpoint names or stores experts in another way than :class:`ExpertWeight` describes.
+        MegatronError: The checkpoint names or stores experts in another way than
+            :class:`ExpertWeight` describes.
         ModelError: No layer has experts, or ``settings.exclude`` selects some of them.
     """
     if EXPERTS not in settings.targets:
@@ -130,12 +155,15 @@ def expert_weights(entries: Iterable[Entry], settings: LoraSettings) -> list[Exp
             continue
         kind = entry.megatron.rpartition(".")[2]
         module = entry.hf[0].partition(".{expert}.")[0]
-        named = tuple(f"{module}.{{expert}}.{part}{WEIGHT}" for part in PARTS.get(f"{kind}_proj", ()))
+        named = tuple(
+            f"{module}.{{expert}}.{part}{WEIGHT}" for part in PARTS.get(f"{kind}_proj", ())
+        )
         if named != entry.hf:
             raise MegatronError(
-                f"--lora-target-modules {EXPERTS}: the checkpoint has the experts of a layer as {', '.join(entry.hf)}, "
-                "and with --train-backend megatron only experts without biases that are named gate_proj, up_proj and "
-                "down_proj can have adapters: leave it out"
+                f"--lora-target-modules {EXPERTS}: the checkpoint has the experts of a layer as "
+                f"{', '.join(entry.hf)}, and with --train-backend megatron only experts without "
+                "biases that are named gate_proj, up_proj and down_proj can have adapters: leave "
+                "it out"
             )
         refuse_excluded(module, settings)
         found.append(ExpertWeight(entry, module))
@@ -144,15 +172,18 @@ def expert_weights(entries: Iterable[Entry], settings: LoraSettings) -> list[Exp
 
 
 class ExpertPair(FactorPair):
-    """The factors of the experts on this rank: ``lora_A [n, rank, in]``, and ``lora_B [n, 2, f, rank]`` of gate and up
-    or ``[n, H, rank]`` of down, or this rank's parts of them."""
+    """The factors of the experts on this rank: ``lora_A [n, rank, in]``, and ``lora_B [n, 2, f,
+    rank]`` of gate and up or ``[n, H, rank]`` of down, or this rank's parts of them."""
 
     def mark(self, factor: nn.Parameter, entry: Entry) -> None:
-        """See :meth:`FactorPair.mark`. The gradients are reduced over the expert-data-parallel group."""
+        """See :meth:`FactorPair.mark`. The gradients are reduced over the expert-data-parallel
+        group.
+        """
         factor.allreduce = False  # type: ignore[attr-defined]
         axis = entry.layout.axis
         set_tensor_model_parallel_attributes(factor, True, 0 if axis is None else axis + 1, 1)
-        # The norm of all gradients counts a whole factor on one of the ranks that divide its expert.
+        # The norm of all gradients counts a whole factor on one of the ranks that divide its
+        # expert.
         factor.shared = axis is None and mpu.get_expert_tensor_parallel_rank() > 0  # type: ignore[attr-defined]
 
 
@@ -162,7 +193,8 @@ class LoraExperts(GroupedExperts):
     Attributes:
         lora: The factors of ``gate_up`` and of ``down``.
         lora_scale: The factor ``s``.
-        lora_on: Whether the experts compute with the adapters. If not, they compute exactly what they would without.
+        lora_on: Whether the experts compute with the adapters. If not, they compute exactly what
+            they would without.
     """
 
     lora: nn.ModuleDict
@@ -188,8 +220,12 @@ class LoraExperts(GroupedExperts):
         return copy_to_tensor_model_parallel_region(factor, group=self.tp_group)
 
 
-def attach_experts(module: GroupedExperts, pairs: Mapping[str, ExpertPair], scale: float) -> LoraExperts:
-    """Change the experts of a rank to ones with adapters. ``pairs`` are the factors of ``gate_up`` and ``down``."""
+def attach_experts(
+    module: GroupedExperts, pairs: Mapping[str, ExpertPair], scale: float
+) -> LoraExperts:
+    """Change the experts of a rank to ones with adapters. ``pairs`` are the factors of ``gate_up``
+    and ``down``.
+    """
     module.__class__ = LoraExperts
     assert isinstance(module, LoraExperts)
     module.lora = nn.ModuleDict(pairs)

@@ -1,9 +1,11 @@
-"""Adapters (LoRA) on Megatron's parallel linear layers, one pair of factors for each projection of the checkpoint.
+"""Adapters (LoRA) on Megatron's parallel linear layers, one pair of factors for each projection of
+the checkpoint.
 
-Megatron fuses query, key and value, and gate and up, in one layer. Each of these projections has its own ``A`` and
-``B``, as in transformers. With tensor parallelism, each rank has the whole ``A`` and its rows of ``B`` of a layer that
-divides its outputs (column-parallel), and its columns of ``A`` and the whole ``B`` of a layer that divides its inputs
-(row-parallel). Ranks exchange only ``A x``, whose number of features is the rank of the adapter.
+Megatron fuses query, key and value, and gate and up, in one layer. Each of these projections has
+its own ``A`` and ``B``, as in transformers. With tensor parallelism, each rank has the whole ``A``
+and its rows of ``B`` of a layer that divides its outputs (column-parallel), and its columns of
+``A`` and the whole ``B`` of a layer that divides its inputs (row-parallel). Ranks exchange only ``A
+x``, whose number of features is the rank of the adapter.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Projection(NamedTuple):
 
 
 class FactorPair(nn.Module):
-    """The factors of one projection: ``lora_A [rank, in]`` and ``lora_B [out, rank]``, or this rank's parts of them."""
+    """The factors of one projection: ``lora_A [rank, in]`` and ``lora_B [out, rank]``, or this
+    rank's parts of them.
+    """
 
     def __init__(self, a: Tensor, b: Tensor, entries: tuple[Entry, Entry]) -> None:
         super().__init__()
@@ -56,12 +60,15 @@ class FactorPair(nn.Module):
             self.mark(factor, entry)
 
     def forward(self) -> FactorPair:
-        """Return this pair. With ``--overlap-param-gather``, Megatron waits for its factors when it is called."""
+        """Return this pair. With ``--overlap-param-gather``, Megatron waits for its factors when it
+        is called.
+        """
         return self
 
     def mark(self, factor: nn.Parameter, entry: Entry) -> None:
         """Set the attributes by which Megatron knows on which ranks a factor is the same."""
-        if entry.layout.axis is not None:  # the norm of all gradients counts other parameters on one rank only
+        # the norm of all gradients counts other parameters on one rank only
+        if entry.layout.axis is not None:
             set_tensor_model_parallel_attributes(factor, True, entry.layout.axis, 1)
 
     def by_entry(self) -> tuple[tuple[nn.Parameter, Entry], ...]:
@@ -76,7 +83,8 @@ class LoraColumn(ColumnParallelLinear):
         lora_projections: All projections of the layer, with or without an adapter.
         lora_groups: The number of blocks on this rank in which the projections' rows alternate.
         lora_scale: The factor ``s`` of ``s B A x``.
-        lora_on: Whether ``forward`` adds the adapters. If not, it computes exactly what it would without them.
+        lora_on: Whether ``forward`` adds the adapters. If not, it computes exactly what it would
+            without them.
     """
 
     lora: nn.ModuleDict
@@ -86,20 +94,28 @@ class LoraColumn(ColumnParallelLinear):
     lora_on: bool
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's features of the output, ``[T, 1, out]``, and the bias that the caller has to add."""
+        """Return this rank's features of the output, ``[T, 1, out]``, and the bias that the caller
+        has to add.
+        """
         output, bias = super().forward(input_, weight, runtime_gather_output)
         return output + self._adapters(input_) if self.lora_on else output, bias
 
     def _adapters(self, x: Tensor) -> Tensor:
         pairs = _pairs(self.lora)
         inner = linear(x, torch.cat([pair.lora_A for pair in pairs.values()])) * self.lora_scale
-        # Each rank computes the part of the gradient of A x that belongs to its rows of B, so backward sums over ranks.
+        # Each rank computes the part of the gradient of A x that belongs to its rows of B, so
+        # backward sums over ranks.
         inner = gather_or_copy(inner, self.sequence_parallel, self.tp_group)
         inner_of = dict(zip(pairs, inner.chunk(len(pairs), -1), strict=True))
         outputs = [
-            linear(inner_of[name], pairs[name].lora_B) if name in pairs else inner.new_zeros(*inner.shape[:-1], rows)
+            linear(inner_of[name], pairs[name].lora_B)
+            if name in pairs
+            else inner.new_zeros(*inner.shape[:-1], rows)
             for name, rows in self.lora_projections
         ]
         if len(outputs) == 1:
@@ -110,7 +126,9 @@ class LoraColumn(ColumnParallelLinear):
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
     ) -> dict[str, ShardedTensor]:
         """Return the tensors of the layer without its adapters."""
-        return _without_adapters(super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix)
+        return _without_adapters(
+            super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix
+        )
 
 
 class LoraRow(RowParallelLinear):
@@ -134,18 +152,23 @@ class LoraRow(RowParallelLinear):
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
     ) -> dict[str, ShardedTensor]:
         """Return the tensors of the layer without its adapter."""
-        return _without_adapters(super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix)
+        return _without_adapters(
+            super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix
+        )
 
 
 class LoraDeltaNet(PackedDeltaNet):
-    """A gated delta net with adapters on its linear layers; attributes as in :class:`LoraColumn`. The factors are
-    divided as the weights are: each rank has, or computes with, those of its heads."""
+    """A gated delta net with adapters on its linear layers; attributes as in :class:`LoraColumn`.
+    The factors are divided as the weights are: each rank has, or computes with, those of its
+    heads."""
 
     lora: nn.ModuleDict
     lora_on: bool
 
     def weights_of_rank(self) -> dict[str, Tensor]:
-        """Return the weights and factors with the heads that this rank computes, by their names in ``net``."""
+        """Return the weights and factors with the heads that this rank computes, by their names in
+        ``net``.
+        """
         found = super().weights_of_rank()
         for name, pair in _pairs(self.lora).items() if self.lora_on else ():
             for end, (factor, entry) in zip((FACTOR_A, FACTOR_B), pair.by_entry(), strict=True):
@@ -156,12 +179,14 @@ class LoraDeltaNet(PackedDeltaNet):
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: object = None
     ) -> dict[str, ShardedTensor]:
         """Return the tensors of the layer without its adapters."""
-        return _without_adapters(super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix)
+        return _without_adapters(
+            super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix
+        )
 
 
 class _LinearOfNet(nn.Linear):
-    """A linear layer of a module without memory, whose weight and factors are given to each call of the module. Without
-    factors it computes what it would without an adapter."""
+    """A linear layer of a module without memory, whose weight and factors are given to each call of
+    the module. Without factors it computes what it would without an adapter."""
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
@@ -169,14 +194,22 @@ class _LinearOfNet(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        return out if self.lora_A.is_meta else out + linear(linear(x, self.lora_A) * self.lora_scale, self.lora_B)
+        return (
+            out
+            if self.lora_A.is_meta
+            else out + linear(linear(x, self.lora_A) * self.lora_scale, self.lora_B)
+        )
 
 
 LoraLayer: TypeAlias = LoraColumn | LoraRow | LoraDeltaNet
 
 
-def attach_delta_net(module: PackedDeltaNet, pairs: dict[str, FactorPair], scale: float) -> LoraDeltaNet:
-    """Change a gated delta net to one with adapters. ``pairs`` are the factors by the name of their linear layer."""
+def attach_delta_net(
+    module: PackedDeltaNet, pairs: dict[str, FactorPair], scale: float
+) -> LoraDeltaNet:
+    """Change a gated delta net to one with adapters. ``pairs`` are the factors by the name of their
+    linear layer.
+    """
     module.__class__ = LoraDeltaNet
     assert isinstance(module, LoraDeltaNet)
     module.lora = nn.ModuleDict(pairs)
@@ -197,7 +230,9 @@ def attach(
     projections: tuple[Projection, ...],
     groups: int,
 ) -> LoraLayer:
-    """Change a linear layer to one with adapters. ``pairs`` are the factors by the name of their projection."""
+    """Change a linear layer to one with adapters. ``pairs`` are the factors by the name of their
+    projection.
+    """
     column = isinstance(module, ColumnParallelLinear)
     module.__class__ = LoraColumn if column else LoraRow
     assert isinstance(module, LoraColumn | LoraRow)
@@ -208,7 +243,8 @@ def attach(
         module.lora_projections = projections
         module.lora_groups = groups
     for pair in pairs.values():
-        # With sequence parallelism, the whole factor sees this rank's part of the tokens, so its gradients are summed.
+        # With sequence parallelism, the whole factor sees this rank's part of the tokens, so its
+        # gradients are summed.
         whole = pair.lora_A if column else pair.lora_B
         whole.sequence_parallel = module.sequence_parallel  # type: ignore[attr-defined]
     return module

@@ -1,4 +1,6 @@
-"""Megatron's GPT model for RL: it computes per-token log-probs (actor) or values (critic) of a pack."""
+"""Megatron's GPT model for RL: it computes per-token log-probs (actor) or values (critic) of a
+pack.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,15 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -66,7 +74,9 @@ class Scoring:
     """What the last pipeline stage computes from the hidden states of a pack."""
 
     logit_index: Tensor = EMPTY
-    """int64 ``[R]``: the rows, among the ``T`` tokens of this rank, that predict a response token."""
+    """int64 ``[R]``: the rows, among the ``T`` tokens of this rank, that predict a response
+    token.
+    """
     targets: Tensor = EMPTY
     """int64 ``[R]``: the token that each of these rows predicts."""
     temperature: float = 1.0
@@ -79,19 +89,29 @@ class Scoring:
 
 
 class PolicyModel(GPTModel):
-    """A GPT model whose last stage returns :class:`Scores`. Logits are computed for scored rows only, in chunks."""
+    """A GPT model whose last stage returns :class:`Scores`. Logits are computed for scored rows
+    only, in chunks.
+    """
 
-    def _postprocess(self, hidden_states: Tensor, *args: object, labels: Scoring, **kwargs: object) -> Tensor | Scores:
-        """Compute the output of a stage. Megatron passes ``labels`` through the whole model to this method, so slime
-        uses this argument for the :class:`Scoring`."""
+    def _postprocess(
+        self, hidden_states: Tensor, *args: object, labels: Scoring, **kwargs: object
+    ) -> Tensor | Scores:
+        """Compute the output of a stage. Megatron passes ``labels`` through the whole model to this
+        method, so slime uses this argument for the :class:`Scoring`."""
         if not self.post_process:
             return hidden_states
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else None
+        )
         return self.output_layer(hidden_states, labels, weight)
 
 
 Chunk: TypeAlias = PolicyModel | DistributedDataParallel
-"""The part of the model on a pipeline rank, or one of its chunks, with or without Megatron's gradient buffers."""
+"""The part of the model on a pipeline rank, or one of its chunks, with or without Megatron's
+gradient buffers.
+"""
 
 
 def unwrapped(chunk: Chunk) -> PolicyModel:
@@ -99,8 +119,8 @@ def unwrapped(chunk: Chunk) -> PolicyModel:
 
 
 class PolicyHead(DividedRows):
-    """The output embedding, divided among tensor-parallel ranks. It takes the weight of Megatron's own output layer
-    and is saved as that layer is."""
+    """The output embedding, divided among tensor-parallel ranks. It takes the weight of Megatron's
+    own output layer and is saved as that layer is."""
 
     weight: nn.Parameter | None
     """None if the weight is that of the input embedding on the same stage."""
@@ -112,55 +132,69 @@ class PolicyHead(DividedRows):
         self.tp_group = layer.tp_group
         self.sequence_parallel = layer.sequence_parallel
         self.vocab_size = vocab_size
-        # Megatron pads the vocabulary to a multiple of the number of ranks. The padding is on the last ranks and must
-        # not enter the softmax.
+        # Megatron pads the vocabulary to a multiple of the number of ranks. The padding is on the
+        # last ranks and must not enter the softmax.
         rows = layer.output_size_per_partition
         self.start = rows * self.tp_group.rank()
         self.rows = min(rows, vocab_size - self.start)
         if self.rows < 1:
             raise MegatronError(
-                f"tensor-parallel rank {self.tp_group.rank()} would hold only padding of the vocabulary. Lower "
-                f"--make-vocab-size-divisible-by (the vocabulary size is {vocab_size})"
+                f"tensor-parallel rank {self.tp_group.rank()} would hold only padding of the "
+                "vocabulary. Lower --make-vocab-size-divisible-by (the vocabulary size is "
+                f"{vocab_size})"
             )
         self.register_parameter("weight", layer.weight)
 
     def forward(self, hidden: Tensor, scoring: Scoring, weight: Tensor | None) -> Scores:
-        """Return float32 scores ``[R]`` of the response tokens, and logits ``[R, V]`` if they are requested.
+        """Return float32 scores ``[R]`` of the response tokens, and logits ``[R, V]`` if they are
+        requested.
 
         Args:
             hidden: ``[T, 1, H]``, or this rank's part of the rows with sequence parallelism.
             weight: The input embedding ``[rows of this rank, H]`` if it is tied; otherwise None.
         """
-        # A tied embedding is passed as an argument, because the parameter belongs to another module of this stage.
+        # A tied embedding is passed as an argument, because the parameter belongs to another module
+        # of this stage.
         padded = self.weight if weight is None else weight
         assert padded is not None
         weight = padded[: self.rows]
         rows = self._rows(hidden, scoring)
-        options: dict[str, Any] = dict(with_entropy=scoring.with_entropy, entropy_grad=scoring.entropy_grad)
+        options: dict[str, Any] = dict(
+            with_entropy=scoring.with_entropy, entropy_grad=scoring.entropy_grad
+        )
         if self.tp_group.size() == 1:
             options |= dict(chunk_size=scoring.chunk_size, fused=scoring.fused)
             scores = token_log_probs(rows, weight, scoring.targets, scoring.temperature, **options)
         else:
             shard = VocabShard(self.start, self.tp_group)
-            options["chunk_size"] = scoring.chunk_size if scoring.chunk_size > 0 else default_chunk_size(len(padded))
-            scores = vocab_parallel_log_probs(rows, weight, scoring.targets, shard, scoring.temperature, **options)
+            options["chunk_size"] = (
+                scoring.chunk_size if scoring.chunk_size > 0 else default_chunk_size(len(padded))
+            )
+            scores = vocab_parallel_log_probs(
+                rows, weight, scoring.targets, shard, scoring.temperature, **options
+            )
         logits = self._logits(rows, padded) / scoring.temperature if scoring.with_logits else None
         return Scores(scores.log_probs, scores.entropy, logits)
 
     def _rows(self, hidden: Tensor, scoring: Scoring) -> Tensor:
-        """Return the scored rows ``[R, H]``. Their gradients are summed over tensor-parallel ranks, because each rank
-        computes only the part of the gradient that belongs to its rows of the vocabulary."""
+        """Return the scored rows ``[R, H]``. Their gradients are summed over tensor-parallel ranks,
+        because each rank computes only the part of the gradient that belongs to its rows of the
+        vocabulary."""
         whole = gather_or_copy(hidden, self.sequence_parallel, self.tp_group)
         rows = whole.flatten(0, 1).index_select(0, scoring.logit_index)
         return rows if self.scale == 1.0 else rows * self.scale
 
     def _logits(self, rows: Tensor, padded: Tensor) -> Tensor:
         local = rows @ padded.t()
-        return gather_from_tensor_model_parallel_region(local, group=self.tp_group)[:, : self.vocab_size].float()
+        return gather_from_tensor_model_parallel_region(local, group=self.tp_group)[
+            :, : self.vocab_size
+        ].float()
 
 
 class ValueHead(nn.Module):
-    """The value head of a critic, ``hidden -> 1``. Every tensor-parallel rank computes all of it."""
+    """The value head of a critic, ``hidden -> 1``. Every tensor-parallel rank computes all of
+    it.
+    """
 
     def __init__(self, config: TransformerConfig, seed: int, layer: ColumnParallelLinear) -> None:
         super().__init__()
@@ -171,7 +205,9 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, **make))
 
     def forward(self, hidden: Tensor, scoring: Scoring, weight: Tensor | None) -> Scores:
-        """Return float32 values ``[R]`` of the response tokens. The arguments are those of :class:`PolicyHead`."""
+        """Return float32 values ``[R]`` of the response tokens. The arguments are those of
+        :class:`PolicyHead`.
+        """
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
@@ -197,12 +233,15 @@ def build_chunk(
     Args:
         vp_stage: The number of the model chunk on this rank; None without interleaved pipelines.
         seed: The seed of the value head.
-        rotary, window_rotary: The results of :func:`~slime.backends.megatron.rotary.scaled_frequencies` and
+        rotary, window_rotary: The results of
+            :func:`~slime.backends.megatron.rotary.scaled_frequencies` and
             :func:`~slime.backends.megatron.rotary.window_frequencies`.
         delta_nets: The result of :func:`~slime.backends.megatron.delta_net.delta_nets`.
     """
     # Without interleaved pipelines, Megatron must not be asked about model chunks.
-    stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+    stage: dict[str, Any] = (
+        {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+    )
     model = PolicyModel(
         config,
         block_spec(config, settings, vp_stage, delta_nets),
@@ -215,7 +254,8 @@ def build_chunk(
         rotary_base=settings.get("rotary_base") or 10000,
         rope_scaling=bool(settings.get("use_rope_scaling")),
         rope_scaling_factor=settings.get("rope_scaling_factor") or 8.0,
-        share_embeddings_and_output_weights=role == "actor" and not settings["untie_embeddings_and_output_weights"],
+        share_embeddings_and_output_weights=role == "actor"
+        and not settings["untie_embeddings_and_output_weights"],
         vp_stage=vp_stage,
     )
     # What Megatron computes for padded batches is replaced by modules that compute packs.
@@ -224,19 +264,26 @@ def build_chunk(
     if model.pre_process and settings.get("embedding_scale"):
         model.embedding.register_forward_hook(Scale(settings["embedding_scale"]))
     _adapt(model, config)
-    # The last stage scores response tokens, or values them for a critic, instead of returning all logits.
+    # The last stage scores response tokens, or values them for a critic, instead of returning all
+    # logits.
     if model.post_process:
         critic = role == "critic"
         layer = model.output_layer
         scale = settings.get("logit_scale") or 1.0
-        head = ValueHead(config, seed, layer) if critic else PolicyHead(layer, settings["vocab_size"], scale)
+        head = (
+            ValueHead(config, seed, layer)
+            if critic
+            else PolicyHead(layer, settings["vocab_size"], scale)
+        )
         model.output_layer = head
     return model
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A forward hook that multiplies the output by a factor, rounded to the dtype of the output as in transformers."""
+    """A forward hook that multiplies the output by a factor, rounded to the dtype of the output as
+    in transformers.
+    """
 
     factor: float
 
@@ -245,52 +292,74 @@ class Scale:
 
 
 def with_gradient(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """A forward hook of a frozen embedding, whose output then requires a gradient as if it were trained."""
+    """A forward hook of a frozen embedding, whose output then requires a gradient as if it were
+    trained.
+    """
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
     return output
 
 
 def _adapt(model: PolicyModel, config: TransformerConfig) -> None:
-    """Replace Megatron's low-rank projections, their rotary embedding and dispatchers of experts by those of slime."""
+    """Replace Megatron's low-rank projections, their rotary embedding and dispatchers of experts by
+    those of slime.
+    """
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
             replace_dispatcher(layer.mlp, get_default_pg_collection())
             if config.moe_shared_expert_gate:  # Megatron creates it on the CPU
-                layer.mlp.shared_experts.gate_weight.data = layer.mlp.shared_experts.gate_weight.to(device_of(config))
+                layer.mlp.shared_experts.gate_weight.data = layer.mlp.shared_experts.gate_weight.to(
+                    device_of(config)
+                )
     for layer in model.decoder.layers if config.multi_latent_attention else ():
         attention = layer.self_attention
         attention.rotary_pos_emb = LatentRotary(attention.rotary_pos_emb)
         keys = config.kv_lora_rank + config.qk_pos_emb_head_dim
         attention.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, keys)
         if config.q_lora_rank is not None:
-            attention.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, config.q_lora_rank)
+            attention.linear_q_down_proj = ReplicatedLinear(
+                config, config.hidden_size, config.q_lora_rank
+            )
 
 
-# --- the layer specification: parallel layers of megatron-core; norm, attention, MLP and experts of slime ---
+# --- the layer specification: parallel layers of megatron-core; norm, attention, MLP and experts of
+# slime ---
 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 _MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
 def block_spec(
-    config: TransformerConfig, settings: Settings, vp_stage: int | None, delta_nets: DeltaNets | None = None
+    config: TransformerConfig,
+    settings: Settings,
+    vp_stage: int | None,
+    delta_nets: DeltaNets | None = None,
 ) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline rank (and model chunk), and the norm after the last layer of the model."""
+    """Return the layers of this pipeline rank (and model chunk), and the norm after the last layer
+    of the model.
+    """
     with_experts = moe_layers(settings)
     recurrent = settings.get("linear_attention_freq") or [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage))
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config, settings, with_experts[i], delta_nets if recurrent[i] else None) for i in here],
+        layer_specs=[
+            layer_spec(config, settings, with_experts[i], delta_nets if recurrent[i] else None)
+            for i in here
+        ],
         layer_norm=RMSNorm,
     )
 
 
 def layer_spec(
-    config: TransformerConfig, settings: Settings, with_experts: bool, delta_nets: DeltaNets | None = None
+    config: TransformerConfig,
+    settings: Settings,
+    with_experts: bool,
+    delta_nets: DeltaNets | None = None,
 ) -> ModuleSpec:
-    """Return the specification of a decoder layer. With ``delta_nets``, it has this instead of attention."""
+    """Return the specification of a decoder layer. With ``delta_nets``, it has this instead of
+    attention.
+    """
     if delta_nets is not None:
         attention = ModuleSpec(module=PackedDeltaNet, params={"nets": delta_nets})
     else:
@@ -351,4 +420,6 @@ def _latent_attention() -> ModuleSpec:
 def _experts() -> ModuleSpec:
     shared = ModuleSpec(module=GatedSharedExperts, submodules=_MLP)
     submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared)
-    return ModuleSpec(module=MoELayer, submodules=submodules, metainfo={"fuse_pre_mlp_layernorm": False})
+    return ModuleSpec(
+        module=MoELayer, submodules=submodules, metainfo={"fuse_pre_mlp_layernorm": False}
+    )

@@ -1,8 +1,9 @@
-"""Training state in one file per rank (``--ckpt-format torch``), written by ``torch.save``. Only the same layout can
-load it.
+"""Training state in one file per rank (``--ckpt-format torch``), written by ``torch.save``. Only
+the same layout can load it.
 
-``weights_TP_PP_ETP_EP.pt`` has the parameters of the ranks with these model-parallel ranks. ``optimizer_RANK.pt`` has
-the state of a rank's optimizer: main parameters, moments and counts of steps.
+``weights_TP_PP_ETP_EP.pt`` has the parameters of the ranks with these model-parallel ranks.
+``optimizer_RANK.pt`` has the state of a rank's optimizer: main parameters, moments and counts of
+steps.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def write(files: Content, root: Path) -> list[FileEntry]:
     return entries
 
 
-def read_weights(folder: Path, saved: Mapping[str, int], here: Mapping[str, int]) -> list[dict[str, Tensor]]:
+def read_weights(
+    folder: Path, saved: Mapping[str, int], here: Mapping[str, int]
+) -> list[dict[str, Tensor]]:
     """Read the state dicts of this rank's part of the model.
 
     Args:
@@ -70,7 +73,8 @@ def read_weights(folder: Path, saved: Mapping[str, int], here: Mapping[str, int]
     file = folder / f"weights_{_place()}.pt"
     if not file.is_file():
         raise MegatronError(
-            f"{folder} has no {file.name}: it was saved with another layout. Use as many ranks as when it was saved"
+            f"{folder} has no {file.name}: it was saved with another layout. Use as many ranks as "
+            "when it was saved"
         )
     states: list[dict[str, Tensor]] = torch.load(file, map_location="cpu", weights_only=True)
     return states
@@ -78,7 +82,11 @@ def read_weights(folder: Path, saved: Mapping[str, int], here: Mapping[str, int]
 
 @torch.no_grad()
 def read_optimizer(
-    optimizer: ScheduledOptimizer, rank: int, folder: Path, saved: Mapping[str, int], here: Mapping[str, int]
+    optimizer: ScheduledOptimizer,
+    rank: int,
+    folder: Path,
+    saved: Mapping[str, int],
+    here: Mapping[str, int],
 ) -> None:
     """Read main parameters, moments and counts of steps into the tensors of ``optimizer``.
 
@@ -88,17 +96,22 @@ def read_optimizer(
     _same(folder, saved, here)
     optimizer.prime()
     file = folder / f"optimizer_{rank}.pt"
-    for kept, state in zip(optimizer.kept(), torch.load(file, map_location="cpu", weights_only=True), strict=True):
+    for kept, state in zip(
+        optimizer.kept(), torch.load(file, map_location="cpu", weights_only=True), strict=True
+    ):
         for name, tensor in kept.items():
             tensor.copy_(state[name])
 
 
 def _same(folder: Path, saved: Mapping[str, int], here: Mapping[str, int]) -> None:
-    different = [f"{name} {saved[name]} (here {here[name]})" for name in saved if saved[name] != here[name]]
+    different = [
+        f"{name} {saved[name]} (here {here[name]})" for name in saved if saved[name] != here[name]
+    ]
     if different:
         raise MegatronError(
-            f"{folder} was saved with --ckpt-format torch in another layout: {', '.join(different)}. Use that layout, "
-            "or --no-load-optim if only the number of ranks differs; only torch_dist can be loaded in another layout"
+            f"{folder} was saved with --ckpt-format torch in another layout: "
+            f"{', '.join(different)}. Use that layout, or --no-load-optim if only the number of "
+            "ranks differs; only torch_dist can be loaded in another layout"
         )
 
 
@@ -114,5 +127,7 @@ def _place() -> str:
 
 
 def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to the CPU, each into its own memory, because parameters are views of large buffers."""
+    """Copy tensors to the CPU, each into its own memory, because parameters are views of large
+    buffers.
+    """
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}

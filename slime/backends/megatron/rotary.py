@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 
 class PackedRotary(nn.Module):
-    """Rotary angles for each token of a pack, with the frequencies of one of megatron-core's embeddings.
+    """Rotary angles for each token of a pack, with the frequencies of one of megatron-core's
+    embeddings.
 
-    Megatron first calls :meth:`get_rotary_seq_len` and then :meth:`forward` with the length. Here the first call stores
-    cosines and sines in the pack, for :class:`~slime.backends.megatron.modules.PackedCoreAttention`. The second returns
-    None, so that Megatron itself does not rotate the heads.
+    Megatron first calls :meth:`get_rotary_seq_len` and then :meth:`forward` with the length. Here
+    the first call stores cosines and sines in the pack, for
+    :class:`~slime.backends.megatron.modules.PackedCoreAttention`. The second returns None, so that
+    Megatron itself does not rotate the heads.
     """
 
     frequencies: Tensor
@@ -32,8 +34,9 @@ class PackedRotary(nn.Module):
         scaled: tuple[Tensor, float] | None = None,
         windowed: tuple[Tensor, float] | None = None,
     ) -> None:
-        """Create the embedding. ``scaled`` are frequencies ``[rotary dims / 2]`` that replace those of ``source``, and
-        a factor on cosines and sines; ``windowed`` are those of layers with a sliding window, if they differ."""
+        """Create the embedding. ``scaled`` are frequencies ``[rotary dims / 2]`` that replace those
+        of ``source``, and a factor on cosines and sines; ``windowed`` are those of layers with a
+        sliding window, if they differ."""
         super().__init__()
         self.windowed = None if windowed is None else PackedRotary(source, windowed)
         self.interleaved = source.rotary_interleaved
@@ -41,14 +44,21 @@ class PackedRotary(nn.Module):
         frequencies = source.inv_freq
         if scaled is not None:
             frequencies, self.scale = scaled
-        elif hasattr(source, "inv_freq_extra"):  # YaRN: the angles of position 1 are its frequencies
+        # YaRN: the angles of position 1 are its frequencies
+        elif hasattr(source, "inv_freq_extra"):
             angles, scale = source.get_emb(2)
             frequencies = angles[1].flatten()[: angles.shape[-1] // 2]
             self.scale = float(scale)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
 
     def get_rotary_seq_len(
-        self, context: object, transformer: object, x: object, config: TransformerConfig, pack: Pack, **_: object
+        self,
+        context: object,
+        transformer: object,
+        x: object,
+        config: TransformerConfig,
+        pack: Pack,
+        **_: object,
     ) -> Tensor | None:
         assert pack.positions is not None
         pack.cos_sin = self.cos_sin(pack.positions, config.params_dtype)
@@ -69,17 +79,22 @@ class PackedRotary(nn.Module):
         """Return the angles of tokens, float32 ``[T, 1, rotary dims]``."""
         self.frequencies = self.frequencies.to(positions.device)
         angles = torch.outer(positions.float(), self.frequencies)
-        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        angles = (
+            angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        )
         return angles.unsqueeze(1)
 
 
 def scaled_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, float] | None:
-    """Return the rotary frequencies that transformers uses, if config.json has YaRN or linear scaling.
+    """Return the rotary frequencies that transformers uses, if config.json has YaRN or linear
+    scaling.
 
-    Where layers with a sliding window have parameters of their own, the frequencies are those of the other layers.
+    Where layers with a sliding window have parameters of their own, the frequencies are those of
+    the other layers.
 
     Returns:
-        float32 frequencies ``[rotary dims / 2]``, and the factor on cosines and sines; None for other types of scaling.
+        float32 frequencies ``[rotary dims / 2]``, and the factor on cosines and sines; None for
+        other types of scaling.
     """
     rope = getattr(hf_config, "rope_parameters", None) or {}
     layers = "full_attention" if "full_attention" in rope else None
@@ -87,13 +102,18 @@ def scaled_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, float] | No
 
 
 def window_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, float] | None:
-    """Return the same of the layers with a sliding window; None if they have the parameters of all layers."""
+    """Return the same of the layers with a sliding window; None if they have the parameters of all
+    layers.
+    """
     rope = (getattr(hf_config, "rope_parameters", None) or {}).get("sliding_attention")
     if rope is None:
         return None
     if (scaled := _scaled_frequencies(hf_config, rope, "sliding_attention")) is not None:
         return scaled
-    size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    size = (
+        getattr(hf_config, "head_dim", None)
+        or hf_config.hidden_size // hf_config.num_attention_heads
+    )
     size = int(size * rope.get("partial_rotary_factor", 1.0))
     return 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)), 1.0
 
@@ -112,10 +132,18 @@ def _scaled_frequencies(
 
 
 class LatentRotary(PackedRotary):
-    """The rotary embedding of latent attention, which rotates the heads itself: the "length" is the positions."""
+    """The rotary embedding of latent attention, which rotates the heads itself: the "length" is the
+    positions.
+    """
 
     def get_rotary_seq_len(
-        self, context: object, transformer: object, x: object, config: TransformerConfig, pack: Pack, **_: object
+        self,
+        context: object,
+        transformer: object,
+        x: object,
+        config: TransformerConfig,
+        pack: Pack,
+        **_: object,
     ) -> Tensor | None:
         return pack.positions
 

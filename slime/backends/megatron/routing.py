@@ -1,9 +1,10 @@
-"""Routing replay: a forward pass uses the experts that an earlier pass (R2) or the engine (R3) chose.
+"""Routing replay: a forward pass uses the experts that an earlier pass (R2) or the engine (R3)
+chose.
 
-Without it, if the trainer routes a token to other experts than the engine did, its log-prob is that of another model.
-The choices of a sample are int16 ``[total_length, layers, top-k]`` for the layers of this rank. Where a choice is not
-known, it is −1, and the router chooses. The rank batch has the choices under the key ``ROUTING``, from the pass that
-records them to those that replay them.
+Without it, if the trainer routes a token to other experts than the engine did, its log-prob is that
+of another model. The choices of a sample are int16 ``[total_length, layers, top-k]`` for the layers
+of this rank. Where a choice is not known, it is −1, and the router chooses. The rank batch has the
+choices under the key ``ROUTING``, from the pass that records them to those that replay them.
 """
 
 from __future__ import annotations
@@ -43,21 +44,28 @@ class LayerReplay:
         """Targets of forward passes that backward may compute again, oldest first."""
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Choose
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute: Choose,
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and experts of each token, both ``[T, topk]``."""
         values, own = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.mode == "record":
             self.recorded = own
         target = self.target
-        # With activation checkpointing, backward runs the forward pass again, outside of `around`. Backward passes have
-        # the order of the forward passes, so the oldest target is the right one.
+        # With activation checkpointing, backward runs the forward pass again, outside of `around`.
+        # Backward passes have the order of the forward passes, so the oldest target is the right
+        # one.
         if target is None and self.mode != "record" and self.pending:
             target = self.pending.popleft()  # a forward pass that is computed again
         if target is None:
             return values, own
         chosen = torch.where(target >= 0, target.to(own.dtype), own)
-        # Only the choice of experts is replayed, not their weights, so that gradients flow through the current scores.
+        # Only the choice of experts is replayed, not their weights, so that gradients flow through
+        # the current scores.
         return scores.gather(1, chosen), chosen
 
 
@@ -65,7 +73,11 @@ class RoutingReplay:
     """Records and replays the choices of all routers in this rank's model chunks."""
 
     def __init__(
-        self, chunks: list[PolicyModel], with_experts: list[bool], sequence_parallel: bool, from_engine: bool
+        self,
+        chunks: list[PolicyModel],
+        with_experts: list[bool],
+        sequence_parallel: bool,
+        from_engine: bool,
     ) -> None:
         self.from_engine = from_engine
         self.num_layers = len(with_experts)
@@ -84,8 +96,11 @@ class RoutingReplay:
 
     @contextmanager
     def during(self, batch: RankBatch, mode: Mode) -> Iterator[Around]:
-        """Record or replay in one pass over a batch. The result is the argument ``around`` of ``run_schedule``."""
-        # Choices are kept in the batch, since several passes over it replay those that the first one recorded.
+        """Record or replay in one pass over a batch. The result is the argument ``around`` of
+        ``run_schedule``.
+        """
+        # Choices are kept in the batch, since several passes over it replay those that the first
+        # one recorded.
         if self.from_engine and ROUTING not in batch:
             batch[ROUTING] = self._of_engine(batch)
         store: list[np.ndarray | None] = batch.setdefault(ROUTING, [None] * len(batch["tokens"]))
@@ -113,7 +128,10 @@ class RoutingReplay:
 
     def _of_engine(self, batch: RankBatch) -> list[np.ndarray | None]:
         if batch.get(ENGINE) is None:
-            raise MegatronError("--use-rollout-routing-replay: the samples have no choices of experts from the engine")
+            raise MegatronError(
+                "--use-rollout-routing-replay: the samples have no choices of experts from the "
+                "engine"
+            )
         store: list[np.ndarray | None] = []
         for routed, total in zip(batch[ENGINE], batch["total_lengths"], strict=True):
             routed = torch.as_tensor(routed)
@@ -123,8 +141,8 @@ class RoutingReplay:
                 mine = routed[:, [self.expert_layers.index(layer) for layer in self.layers]]
             else:
                 raise MegatronError(
-                    f"the engine chose experts for {routed.shape[1]} layers, but the model has {self.num_layers}, "
-                    f"{len(self.expert_layers)} of them with experts"
+                    f"the engine chose experts for {routed.shape[1]} layers, but the model has "
+                    f"{self.num_layers}, {len(self.expert_layers)} of them with experts"
                 )
             choices = np.full((int(total), *mine.shape[1:]), -1, np.int16)
             choices[: len(mine)] = mine.numpy()

@@ -1,7 +1,8 @@
-"""Convert samples of a rank batch to packs, and run passes over them with megatron-core's schedules.
+"""Convert samples of a rank batch to packs, and run passes over them with megatron-core's
+schedules.
 
-The schedules are: no pipeline, 1F1B, or interleaved. Passes whose memory is measured run in :func:`without_a_trace`,
-which discards their gradients.
+The schedules are: no pipeline, 1F1B, or interleaved. Passes whose memory is measured run in
+:func:`without_a_trace`, which discards their gradients.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from slime.models.segments import PackSegments, to_device
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One pack of n samples. ``indices`` are their positions in the rank batch; they are empty for a dummy.
+    """One pack of n samples. ``indices`` are their positions in the rank batch; they are empty for
+    a dummy.
 
-    ``response_lengths`` and ``response_index`` (None for all tokens) describe the part of this context-parallel rank.
+    ``response_lengths`` and ``response_index`` (None for all tokens) describe the part of this
+    context-parallel rank.
     """
 
     indices: list[int]
@@ -57,10 +60,12 @@ class PackBuilder:
     """Builds micro-batches.
 
     Attributes:
-        context_group: The ranks that divide the tokens of each sample; None without context parallelism.
-        pad_to_multiple: Pad the tokens of a rank to a multiple of this. Sequence parallelism divides them by the
-            tensor-parallel size.
-        share_prompts: Whether samples of a group store their prompt and other common beginnings once.
+        context_group: The ranks that divide the tokens of each sample; None without context
+            parallelism.
+        pad_to_multiple: Pad the tokens of a rank to a multiple of this. Sequence parallelism
+            divides them by the tensor-parallel size.
+        share_prompts: Whether samples of a group store their prompt and other common beginnings
+            once.
         with_sequences: Whether packs list their sequences, for layers with a state.
         chunk_size, fused: How logits are computed; see :class:`Scoring`.
     """
@@ -74,16 +79,21 @@ class PackBuilder:
     fused: bool = False
 
     def build(self, batch: RankBatch, indices: Sequence[int], scoring: Scoring) -> MicroBatch:
-        """Build the pack of the samples at ``indices``. ``scoring`` has the requested outputs; rows and targets are
-        added to it."""
+        """Build the pack of the samples at ``indices``. ``scoring`` has the requested outputs; rows
+        and targets are added to it."""
         # A rank without samples takes part in the collectives of a pass with a dummy of two tokens.
         indices = list(indices)
-        tokens = [batch["tokens"][i].numpy() for i in indices] or [torch.zeros(2, dtype=torch.long).numpy()]
+        tokens = [batch["tokens"][i].numpy() for i in indices] or [
+            torch.zeros(2, dtype=torch.long).numpy()
+        ]
         lengths = [int(batch["response_lengths"][i]) for i in indices] or [1]
         groups = [int(batch["group_indices"][i]) for i in indices] or [0]
         layout = self._layout(tokens, lengths, groups)
-        segments = PackSegments.from_layout(layout, self.device, self.context_group, self.with_sequences)
-        # With context parallelism, a sample is divided among ranks in chunks, so its scored rows are listed one by one.
+        segments = PackSegments.from_layout(
+            layout, self.device, self.context_group, self.with_sequences
+        )
+        # With context parallelism, a sample is divided among ranks in chunks, so its scored rows
+        # are listed one by one.
         index = layout.response_index
         return MicroBatch(
             indices=indices,
@@ -102,7 +112,9 @@ class PackBuilder:
             sample_rows=[layout.rows_of(i) for i in range(len(indices))],
         )
 
-    def _layout(self, tokens: list[np.ndarray], lengths: list[int], groups: list[int]) -> PackLayout:
+    def _layout(
+        self, tokens: list[np.ndarray], lengths: list[int], groups: list[int]
+    ) -> PackLayout:
         if self.context_group is None:
             return build_pack(tokens, lengths, groups, self.share_prompts, self.pad_to_multiple)
         group = self.context_group
@@ -111,15 +123,22 @@ class PackBuilder:
 
 Chunks = list[DistributedDataParallel]
 OnScores = Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]
-"""Computes, on the last stage, the loss of a micro-batch (a scalar) and results for the caller of the schedule."""
+"""Computes, on the last stage, the loss of a micro-batch (a scalar) and results for the caller of
+the schedule.
+"""
 Around = Callable[[PolicyModel, MicroBatch], contextlib.AbstractContextManager[None]]
 """Returns the context in which the forward pass of a model chunk over a micro-batch runs."""
 
 
 def run_schedule(
-    chunks: Chunks, micros: list[MicroBatch], on_scores: OnScores, forward_only: bool, around: Around | None = None
+    chunks: Chunks,
+    micros: list[MicroBatch],
+    on_scores: OnScores,
+    forward_only: bool,
+    around: Around | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Run forward and, unless ``forward_only``, backward passes of all micro-batches on this rank's model chunks.
+    """Run forward and, unless ``forward_only``, backward passes of all micro-batches on this rank's
+    model chunks.
 
     Args:
         around: Creates the context of each forward pass of a chunk.
@@ -128,7 +147,8 @@ def run_schedule(
         The second results of ``on_scores``, in order. The list is empty on stages before the last.
     """
     for chunk in chunks:
-        chunk.train(not forward_only)  # dropout is 0, but Megatron's recomputation and checks depend on the mode
+        # dropout is 0, but Megatron's recomputation and checks depend on the mode
+        chunk.train(not forward_only)
     iterators = [iter(micros) for _ in chunks]
     several = len(chunks) > 1
     return get_forward_backward_func()(
@@ -136,8 +156,9 @@ def run_schedule(
         data_iterator=iterators if several else iterators[0],
         model=chunks if several else chunks[0],
         num_microbatches=len(micros),
-        # Packs differ in length. With several stages the config has variable_seq_lengths, so neighboring stages
-        # exchange shapes before tensors. The value here is required, but has no effect.
+        # Packs differ in length. With several stages the config has variable_seq_lengths, so
+        # neighboring stages exchange shapes before tensors. The value here is required, but has no
+        # effect.
         seq_length=max(micro.num_tokens for micro in micros),
         micro_batch_size=1,
         forward_only=forward_only,
@@ -145,7 +166,10 @@ def run_schedule(
 
 
 def _forward(
-    on_scores: OnScores, around: Around | None, iterator: Iterator[MicroBatch], chunk: DistributedDataParallel
+    on_scores: OnScores,
+    around: Around | None,
+    iterator: Iterator[MicroBatch],
+    chunk: DistributedDataParallel,
 ) -> tuple[Any, Any]:
     micro = next(iterator)
     with around(chunk.module, micro) if around is not None else contextlib.nullcontext():
@@ -159,9 +183,12 @@ def _forward(
     return output, functools.partial(_reduce, on_scores, micro)
 
 
-def _reduce(on_scores: OnScores, micro: MicroBatch, scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _reduce(
+    on_scores: OnScores, micro: MicroBatch, scores: Scores
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     loss, result = on_scores(micro, scores)
-    # Megatron would divide by the number of tokens. The losses are already divided, so the number here is 0.
+    # Megatron would divide by the number of tokens. The losses are already divided, so the number
+    # here is 0.
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
 
@@ -175,7 +202,8 @@ def no_loss(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor
 
 @contextlib.contextmanager
 def without_a_trace(config: TransformerConfig, chunks: Chunks) -> Iterator[None]:
-    """Discard the effects of the passes in this context: gradients, and the counts of tokens for the experts' biases.
+    """Discard the effects of the passes in this context: gradients, and the counts of tokens for
+    the experts' biases.
 
     Args:
         config: The config of the chunks.
@@ -192,10 +220,13 @@ def without_a_trace(config: TransformerConfig, chunks: Chunks) -> Iterator[None]
             chunk.zero_grad_buffer()
             for module in chunk.modules():
                 if (counts := getattr(module, "local_tokens_per_expert", None)) is not None:
-                    counts.zero_()  # otherwise the next update of the experts' biases would use them
+                    # otherwise the next update of the experts' biases would use them
+                    counts.zero_()
 
 
-def _finish_communication(chunks: Chunks, num_tokens: Tensor | None = None, **kwargs: object) -> None:
+def _finish_communication(
+    chunks: Chunks, num_tokens: Tensor | None = None, **kwargs: object
+) -> None:
     """Wait for gradients that are being reduced. They are not used."""
     for chunk in chunks:
         chunk.finish_grad_sync()

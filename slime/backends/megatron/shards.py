@@ -1,9 +1,11 @@
-"""The positions of a rank's parameters and optimizer state in the tensors of the whole model, as rectangles.
+"""The positions of a rank's parameters and optimizer state in the tensors of the whole model, as
+rectangles.
 
-megatron-core's sharded state dicts give the position of each local parameter in the whole model. The distributed
-optimizer has a flat range of each parameter, which consists of a few rectangles
-(:func:`~slime.backends.tensor_shards.boxes`). A rank also writes only this range of the weights, so that replicas share
-the work. The names of tensors are those of megatron-core's "fully reshardable" format.
+megatron-core's sharded state dicts give the position of each local parameter in the whole model.
+The distributed optimizer has a flat range of each parameter, which consists of a few rectangles
+(:func:`~slime.backends.tensor_shards.boxes`). A rank also writes only this range of the weights, so
+that replicas share the work. The names of tensors are those of megatron-core's "fully reshardable"
+format.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from slime.weights.maps.family import Entry
 STATE = "optimizer.state."
 MAIN = "param"
 MAIN_NAMES = (MAIN, "fp32_param")
-"""Names of main parameters in checkpoints. megatron-core writes the second without the distributed optimizer."""
+"""Names of main parameters in checkpoints. megatron-core writes the second without the distributed
+optimizer.
+"""
 
 
 class Place(NamedTuple):
@@ -44,20 +48,32 @@ class Place(NamedTuple):
     full_shape: tuple[int, ...]
     may_be_padded: bool
 
-    def shards(self, flat: Tensor, base: int, start: int, end: int, prefix: str = "") -> Iterator[TensorShard]:
-        """Yield the shards of the elements ``start`` to ``end`` of the flattened local tensor that are in this place.
+    def shards(
+        self, flat: Tensor, base: int, start: int, end: int, prefix: str = ""
+    ) -> Iterator[TensorShard]:
+        """Yield the shards of the elements ``start`` to ``end`` of the flattened local tensor that
+        are in this place.
 
         Args:
-            flat: The elements of the local tensor from ``base`` on, or values that belong to them, such as moments.
+            flat: The elements of the local tensor from ``base`` on, or values that belong to them,
+                such as moments.
             prefix: A prefix of the names of the shards.
         """
         numel = math.prod(self.shape)
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        for inner, sizes in boxes(self.shape, max(start - self.start, 0), min(end - self.start, numel)):
-            first = self.start - base + sum(i * stride for i, stride in zip(inner, strides, strict=True))
+        for inner, sizes in boxes(
+            self.shape, max(start - self.start, 0), min(end - self.start, numel)
+        ):
+            first = (
+                self.start
+                - base
+                + sum(i * stride for i, stride in zip(inner, strides, strict=True))
+            )
             data = flat[first : first + math.prod(sizes)].view(sizes)
             offsets = tuple(a + b for a, b in zip(self.offsets, inner, strict=True))
-            yield TensorShard(prefix + self.name, data, offsets, self.full_shape, self.may_be_padded)
+            yield TensorShard(
+                prefix + self.name, data, offsets, self.full_shape, self.may_be_padded
+            )
 
 
 class Parameter(NamedTuple):
@@ -68,13 +84,17 @@ class Parameter(NamedTuple):
     is_written: bool
     """False on all but one of the tensor- and pipeline-parallel ranks that have the same tensor."""
 
-    def shards(self, flat: Tensor, base: int, start: int, end: int, prefix: str = "") -> Iterator[TensorShard]:
+    def shards(
+        self, flat: Tensor, base: int, start: int, end: int, prefix: str = ""
+    ) -> Iterator[TensorShard]:
         for place in self.places:
             yield from place.shards(flat, base, start, end, prefix)
 
 
 class Kept(NamedTuple):
-    """The state that an optimizer on this rank has for the elements ``start`` to ``end`` of a parameter."""
+    """The state that an optimizer on this rank has for the elements ``start`` to ``end`` of a
+    parameter.
+    """
 
     start: int
     end: int
@@ -82,7 +102,9 @@ class Kept(NamedTuple):
     inner: torch.optim.Optimizer
     """torch's optimizer, which has the moments of ``main``."""
     is_separate: bool
-    """Whether ``main`` is a float32 copy of a parameter in lower precision. Otherwise it equals the parameter."""
+    """Whether ``main`` is a float32 copy of a parameter in lower precision. Otherwise it equals the
+    parameter.
+    """
 
     def moments(self) -> dict[str, Tensor]:
         """Return the moments by name, without the count of steps."""
@@ -94,8 +116,9 @@ def parameters(chunks: Sequence[Chunk], adapter: bool = False) -> list[Parameter
     """Return the parameters of this rank's model chunks, and the buffers that are trained.
 
     Args:
-        adapter: Whether to return only what is trained with an adapter (LoRA): its factors, by the names of their
-            layers in transformers, and the head of a critic. Otherwise everything else is returned.
+        adapter: Whether to return only what is trained with an adapter (LoRA): its factors, by the
+            names of their layers in transformers, and the head of a critic. Otherwise everything
+            else is returned.
     """
     metadata = {
         "non_homogeneous_layers": True,
@@ -121,8 +144,9 @@ def parameters(chunks: Sequence[Chunk], adapter: bool = False) -> list[Parameter
 
 
 def _factor(tensor: Tensor, entry: Entry) -> Parameter:
-    """Return a factor of an adapter, which is whole on each tensor-parallel rank or divided along one axis. Those of
-    experts have all experts of the model, which are divided along the first axis, before those of the layout."""
+    """Return a factor of an adapter, which is whole on each tensor-parallel rank or divided along
+    one axis. Those of experts have all experts of the model, which are divided along the first
+    axis, before those of the layout."""
     group = tensor_group(entry)
     axis = entry.layout.axis
     first = 1 if entry.experts else 0
@@ -141,15 +165,23 @@ def _factor(tensor: Tensor, entry: Entry) -> Parameter:
 
 
 def _place(part: ShardedTensor, whole: Tensor) -> Place:
-    assert part.data.is_contiguous() and whole.is_contiguous(), f"{part.key} is not contiguous in memory"
+    assert part.data.is_contiguous() and whole.is_contiguous(), (
+        f"{part.key} is not contiguous in memory"
+    )
     start, rest = divmod(part.data.data_ptr() - whole.data_ptr(), whole.element_size())
-    assert 0 <= start <= whole.numel() - part.data.numel() and not rest, f"{part.key} is no view of its parameter"
+    assert 0 <= start <= whole.numel() - part.data.numel() and not rest, (
+        f"{part.key} is no view of its parameter"
+    )
     shape = (*(1 for _ in range(part.prepend_axis_num)), *part.local_shape)
-    return Place(part.key, start, shape, part.global_offset, part.global_shape, part.allow_shape_mismatch)
+    return Place(
+        part.key, start, shape, part.global_offset, part.global_shape, part.allow_shape_mismatch
+    )
 
 
 def is_sharded(chained: ChainedOptimizer) -> bool:
-    """Return whether the distributed optimizer is used, which has the state of each element on one replica only."""
+    """Return whether the distributed optimizer is used, which has the state of each element on one
+    replica only.
+    """
     return any(isinstance(one, DistributedOptimizer) for one in chained.chained_optimizers)
 
 
@@ -172,7 +204,9 @@ def kept_state(chained: ChainedOptimizer) -> dict[int, Kept]:
 
 
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield each parameter of the model, its main parameter, and whether the main parameter has another dtype."""
+    """Yield each parameter of the model, its main parameter, and whether the main parameter has
+    another dtype.
+    """
     if isinstance(optimizer, DistributedOptimizer):
         groups = [(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, True)]
         groups.append((optimizer.model_fp32_groups, optimizer.shard_fp32_groups, False))
@@ -195,11 +229,13 @@ def written_shards(
     with_optimizer: bool = False,
     adapter: bool = False,
 ) -> list[TensorShard]:
-    """Return the shards that this rank writes of the weights and, if requested, of the optimizer's state.
+    """Return the shards that this rank writes of the weights and, if requested, of the optimizer's
+    state.
 
     Args:
         chained: Megatron's optimizers.
-        copies: The weights to write by the ``id`` of each parameter. Default: the parameters themselves.
+        copies: The weights to write by the ``id`` of each parameter. Default: the parameters
+            themselves.
         with_optimizer: Whether to return the optimizer's state, too.
         adapter: See :func:`parameters`.
     """
@@ -210,13 +246,15 @@ def written_shards(
         if not parameter.is_written:
             continue
         state = kept.get(id(parameter.tensor))
-        # A rank writes the range of the weights whose optimizer state it has, so that replicas share the work. Frozen
-        # parameters have no such range, so they are divided evenly.
+        # A rank writes the range of the weights whose optimizer state it has, so that replicas
+        # share the work. Frozen parameters have no such range, so they are divided evenly.
         if sharded and parameter.tensor.requires_grad:
             start, end = (state.start, state.end) if state is not None else (0, 0)
         else:
             start, end = _share(parameter.tensor)
-        weights = (parameter.tensor if copies is None else copies[id(parameter.tensor)]).detach().view(-1)
+        weights = (
+            (parameter.tensor if copies is None else copies[id(parameter.tensor)]).detach().view(-1)
+        )
         shards += parameter.shards(weights, 0, start, end)
         if state is None or not with_optimizer:
             continue
@@ -235,25 +273,29 @@ def _share(tensor: Tensor) -> tuple[int, int]:
 
 
 def weight_shards(chunks: Sequence[Chunk], adapter: bool = False) -> list[TensorShard]:
-    """Return the shards of all weights on this rank, into which a checkpoint is read; ``adapter`` as in
-    :func:`parameters`."""
+    """Return the shards of all weights on this rank, into which a checkpoint is read; ``adapter``
+    as in :func:`parameters`."""
     return [
         shard
         for parameter in parameters(chunks, adapter)
-        for shard in parameter.shards(parameter.tensor.detach().view(-1), 0, 0, parameter.tensor.numel())
+        for shard in parameter.shards(
+            parameter.tensor.detach().view(-1), 0, 0, parameter.tensor.numel()
+        )
     ]
 
 
 def state_shards(
     chunks: Sequence[Chunk], chained: ChainedOptimizer, stored: StoredTensors, adapter: bool = False
 ) -> list[TensorShard]:
-    """Return the shards of the optimizer's state on this rank, into which a checkpoint is read; ``adapter`` as in
-    :func:`parameters`.
+    """Return the shards of the optimizer's state on this rank, into which a checkpoint is read;
+    ``adapter`` as in :func:`parameters`.
 
-    Moments are created if the checkpoint has them. If it lacks a main parameter, the weight is read instead.
+    Moments are created if the checkpoint has them. If it lacks a main parameter, the weight is read
+    instead.
 
     Raises:
-        ValueError: The checkpoint lacks a main parameter, and has the weight only in lower precision than float32.
+        ValueError: The checkpoint lacks a main parameter, and has the weight only in lower
+            precision than float32.
     """
     kept = kept_state(chained)
     shards: list[TensorShard] = []
@@ -266,13 +308,18 @@ def state_shards(
         for place in parameter.places:
             dtype = stored.dtypes.get(prefix + place.name)
             if state.is_separate and dtype not in (None, torch.float32):
-                raise ValueError(f"{stored.folder} has {place.name} only in {dtype}, without a float32 main parameter")
+                raise ValueError(
+                    f"{stored.folder} has {place.name} only in {dtype}, without a float32 main "
+                    "parameter"
+                )
         main = state.main.detach().view(-1)
         shards += parameter.shards(main, state.start, state.start, state.end, prefix)
         for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
             if not _has(stored, parameter, f"{STATE}{name}."):
                 continue
-            moment = state.inner.state[state.main].setdefault(name, torch.zeros_like(state.main.detach()))
+            moment = state.inner.state[state.main].setdefault(
+                name, torch.zeros_like(state.main.detach())
+            )
             flat = moment.view(-1)
             shards += parameter.shards(flat, state.start, state.start, state.end, f"{STATE}{name}.")
     return shards

@@ -1,8 +1,9 @@
-"""Documented import path of two helpers for off-policy corrections in the loss (``--custom-tis-function-path``).
+"""Documented import path of two helpers for off-policy corrections in the loss
+(``--custom-tis-function-path``).
 
-Without context parallelism, a rank has the whole response, and both return their input. With it, a function that needs
-whole responses should name a parameter ``reduce`` instead, whose ``over_sequence`` sums over the ranks, as
-:func:`slime.algorithms.mis.compute_mis_weights` does.
+Without context parallelism, a rank has the whole response, and both return their input. With it, a
+function that needs whole responses should name a parameter ``reduce`` instead, whose
+``over_sequence`` sums over the ranks, as :func:`slime.algorithms.mis.compute_mis_weights` does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def slice_log_prob_with_cp(log_prob: Tensor, total_length: int, response_length:
 def _whole(values: Tensor, response_length: int) -> Tensor:
     if len(values) != response_length:
         raise ValueError(
-            f"{len(values)} values for a response of {response_length} tokens: these helpers need whole responses; "
-            "use --context-parallel-size 1, or a function with a parameter `reduce` that sums over the ranks"
+            f"{len(values)} values for a response of {response_length} tokens: these helpers need "
+            "whole responses; use --context-parallel-size 1, or a function with a parameter "
+            "`reduce` that sums over the ranks"
         )
     return values

@@ -1,4 +1,6 @@
-"""``python -m slime.engines.embedded.server``: the documented way to start an embedded engine by hand."""
+"""``python -m slime.engines.embedded.server``: the documented way to start an embedded engine by
+hand.
+"""
 
 from slime.plugins.embedded.server import main
 

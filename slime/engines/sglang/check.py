@@ -1,8 +1,10 @@
-"""Check in a subprocess whether the installed SGLang and router accept the options that they will be started with.
+"""Check in a subprocess whether the installed SGLang and router accept the options that they will
+be started with.
 
-slime parses its flags without importing either of them (``slime.config.passthrough`` reads generated tables). So some
-errors are only found here: options of a release without a table, values that the release rejects, and the overrides of
-a server group. All errors are reported at once, before any engine is started.
+slime parses its flags without importing either of them (``slime.config.passthrough`` reads
+generated tables). So some errors are only found here: options of a release without a table, values
+that the release rejects, and the overrides of a server group. All errors are reported at once,
+before any engine is started.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ CHECK_SECONDS = 300.0
 _MARK = "@@slime "
 
 
-def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequence[EngineSpec]) -> list[str]:
-    """Return the options that the SGLang and the router installed here do not accept, one message for each.
+def check_launch(
+    settings: EngineSettings, router: RouterSettings, specs: Sequence[EngineSpec]
+) -> list[str]:
+    """Return the options that the SGLang and the router installed here do not accept, one message
+    for each.
 
-    Nothing is checked if the user gave no options, or for software that is not installed on this host. Options that
-    these versions have accepted before are not checked again, since importing SGLang takes seconds.
+    Nothing is checked if the user gave no options, or for software that is not installed on this
+    host. Options that these versions have accepted before are not checked again, since importing
+    SGLang takes seconds.
     """
     from slime.engines.sglang.launch import ServerPlace, runs_on_cpu, server_words
 
@@ -57,15 +63,28 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
         return []
     try:
         answer = subprocess.run(
-            command, input=asked, capture_output=True, text=True, timeout=CHECK_SECONDS, env=env, check=False
+            command,
+            input=asked,
+            capture_output=True,
+            text=True,
+            timeout=CHECK_SECONDS,
+            env=env,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return [f"SGLang and its router did not say within {CHECK_SECONDS:.0f} s which options they have"]
+        return [
+            f"SGLang and its router did not say within {CHECK_SECONDS:.0f} s which options they "
+            "have"
+        ]
     # Other output of SGLang may surround the line with the result.
     result = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
     if result is None:
         tail = answer.stderr.strip()[-2000:]
-        return [f"SGLang and its router could not be asked for their options (exit {answer.returncode}):\n{tail}"]
+        return [
+            "SGLang and its router could not be asked for their options (exit "
+            f"{answer.returncode}):\n"
+            f"{tail}"
+        ]
     problems: list[str] = list(dict.fromkeys(json.loads(result.removeprefix(_MARK))))
     if not problems:
         remember(accepted)
@@ -73,10 +92,16 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
 
 
 def _mark_of_acceptance(asked: str, cpu: bool) -> Path:
-    """Return the file that exists if the programs installed here have accepted the options ``asked`` before."""
+    """Return the file that exists if the programs installed here have accepted the options
+    ``asked`` before.
+    """
     versions = {name: version_of(name) for name in ("sglang", "sglang-router")}
-    key = json.dumps([asked, cpu, sys.prefix, os.environ.get("PYTHONPATH", ""), versions], sort_keys=True)
-    return cache_folder("accepted-options") / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    key = json.dumps(
+        [asked, cpu, sys.prefix, os.environ.get("PYTHONPATH", ""), versions], sort_keys=True
+    )
+    return (
+        cache_folder("accepted-options") / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    )
 
 
 class _Refused(Exception):
@@ -84,14 +109,19 @@ class _Refused(Exception):
 
 
 class ServerParser(argparse.ArgumentParser):
-    """The parser of SGLang's options, which raises an error where argparse would end the process."""
+    """The parser of SGLang's options, which raises an error where argparse would end the
+    process.
+    """
 
     def error(self, message: str) -> NoReturn:
         raise _Refused(message)
 
 
-def problems_of(parser: argparse.ArgumentParser, words: Sequence[str], prefix: str, version: str) -> list[str]:
-    """Return the arguments that ``parser`` does not accept, in the form in which the user typed them (``--sglang-…``).
+def problems_of(
+    parser: argparse.ArgumentParser, words: Sequence[str], prefix: str, version: str
+) -> list[str]:
+    """Return the arguments that ``parser`` does not accept, in the form in which the user typed
+    them (``--sglang-…``).
 
     Args:
         words: The command-line arguments.
@@ -102,9 +132,13 @@ def problems_of(parser: argparse.ArgumentParser, words: Sequence[str], prefix: s
     problems = []
     for word in words:
         if word.startswith("--") and word not in known:
-            near = [f"--{prefix}-{name[2:]}" for name in difflib.get_close_matches(word, known, n=1)]
+            near = [
+                f"--{prefix}-{name[2:]}" for name in difflib.get_close_matches(word, known, n=1)
+            ]
             hint = f"; did you mean {near[0]}?" if near else ""
-            problems.append(f"--{prefix}-{word[2:]}: the installed {owner} {version} has no such option{hint}")
+            problems.append(
+                f"--{prefix}-{word[2:]}: the installed {owner} {version} has no such option{hint}"
+            )
     if problems:
         return problems
     try:
@@ -129,9 +163,12 @@ def main() -> None:
         parser = ServerParser(allow_abbrev=False)
         RouterArgs.add_cli_args(parser, use_router_prefix=False)
         problems += [
-            p for words in asked["router"] for p in problems_of(parser, words, "router", version("sglang-router"))
+            p
+            for words in asked["router"]
+            for p in problems_of(parser, words, "router", version("sglang-router"))
         ]
-    print(_MARK + json.dumps(problems), flush=True)  # the mark separates the result from other output on stdout
+    # the mark separates the result from other output on stdout
+    print(_MARK + json.dumps(problems), flush=True)
 
 
 def _ask_sglang(lines: Sequence[Sequence[str]]) -> list[str]:
@@ -145,7 +182,11 @@ def _ask_sglang(lines: Sequence[Sequence[str]]) -> list[str]:
 
     parser = ServerParser(allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    return [problem for words in lines for problem in problems_of(parser, words, "sglang", version("sglang"))]
+    return [
+        problem
+        for words in lines
+        for problem in problems_of(parser, words, "sglang", version("sglang"))
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Kernels that SGLang needs: stand-ins for those that a CPU lacks, and one that is compiled while SGLang starts."""
+"""Kernels that SGLang needs: stand-ins for those that a CPU lacks, and one that is compiled while
+SGLang starts.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ from slime.config.hooks import module_of_file
 from slime.config.machine import cache_folder, count_gpus, installed, remember, version_of
 from slime.config.process import import_environment, module_command
 
-PACKAGES = ("triton", "sgl_kernel", "torchvision")  # PyPI's torchvision does not load beside a CPU build of torch
-# Operators that SGLang looks up in torch.ops.sgl_kernel when it imports the models with gated delta nets, and with them
-# the processor of all image-text models of Qwen, of which some call none of them.
+# PyPI's torchvision does not load beside a CPU build of torch
+PACKAGES = ("triton", "sgl_kernel", "torchvision")
+# Operators that SGLang looks up in torch.ops.sgl_kernel when it imports the models with gated delta
+# nets, and with them the processor of all image-text models of Qwen, of which some call none of
+# them.
 OPERATORS = (
     "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )  # fmt: skip
-_PINNING = ("arange", "empty", "full", "ones", "tensor", "zeros")  # functions with an argument pin_memory
+# functions with an argument pin_memory
+_PINNING = ("arange", "empty", "full", "ones", "tensor", "zeros")
 
 _declared: list[Any] = []
 
@@ -49,7 +54,9 @@ def install() -> list[str]:
 
 
 def _declare_operators() -> None:
-    """Declare :data:`OPERATORS` without an implementation, so that torch refuses a call of them and names them."""
+    """Declare :data:`OPERATORS` without an implementation, so that torch refuses a call of them and
+    names them.
+    """
     import torch
 
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
@@ -59,8 +66,8 @@ def _declare_operators() -> None:
 
 
 def _tell_transformers() -> None:
-    """Let transformers find out now that torchvision is absent. It caches the result, and would later find the
-    stand-in."""
+    """Let transformers find out now that torchvision is absent. It caches the result, and would
+    later find the stand-in."""
     from transformers.utils import import_utils
 
     import_utils.is_torchvision_available()
@@ -70,8 +77,8 @@ def _tell_transformers() -> None:
 def pin_nothing() -> None:
     """Let requests for page-locked memory return plain memory in this process.
 
-    SGLang's LoRA layers pin the tensors that they copy to the device. Page-locked memory speeds up copies to an
-    accelerator, and torch refuses to allocate it on a machine without one.
+    SGLang's LoRA layers pin the tensors that they copy to the device. Page-locked memory speeds up
+    copies to an accelerator, and torch refuses to allocate it on a machine without one.
     """
     import torch
 
@@ -85,8 +92,9 @@ def pin_nothing() -> None:
 
     for name in _PINNING:
         setattr(torch, name, plain(getattr(torch, name)))
-    # A copy, as on an accelerator. Otherwise a loaded adapter would stay in the shared memory of the trainer, and torch
-    # ends a process that gives such memory back after the trainer's memory manager was killed.
+    # A copy, as on an accelerator. Otherwise a loaded adapter would stay in the shared memory of
+    # the trainer, and torch ends a process that gives such memory back after the trainer's memory
+    # manager was killed.
     torch.Tensor.pin_memory = lambda tensor, *_: tensor.clone()  # type: ignore[method-assign]
 
 
@@ -122,13 +130,17 @@ class _KernelModule(ModuleType):
             raise AttributeError(name)
 
         def missing(*_: object, **__: object) -> NoReturn:
-            raise NotImplementedError(f"sgl_kernel.{name}: it needs sgl_kernel for the CPU, which is not installed")
+            raise NotImplementedError(
+                f"sgl_kernel.{name}: it needs sgl_kernel for the CPU, which is not installed"
+            )
 
         return missing
 
 
 def _mock_module(name: str) -> ModuleType:
-    """Return a module made of SGLang's own Triton stand-ins for Apple GPUs, with the names that torch needs too."""
+    """Return a module made of SGLang's own Triton stand-ins for Apple GPUs, with the names that
+    torch needs too.
+    """
     stubs = _sglang_stubs()
     module: ModuleType = stubs._MockModule(name)
     extra: dict[str, dict[str, object]] = {
@@ -157,23 +169,28 @@ class _Constexpr:
 
 
 def _sglang_stubs() -> Any:
-    """Load ``sglang/_platform_stubs.py`` by its path, because importing the package would import Triton first."""
+    """Load ``sglang/_platform_stubs.py`` by its path, because importing the package would import
+    Triton first.
+    """
     name = "_slime_sglang_platform_stubs"
     if name not in sys.modules:
         package = importlib.util.find_spec("sglang")
         assert package is not None and package.submodule_search_locations
         file = Path(package.submodule_search_locations[0]) / "_platform_stubs.py"
         if not file.is_file():
-            raise ImportError("without Triton, SGLang needs a GPU: install the one in requirements/cpu-sglang.txt")
+            raise ImportError(
+                "without Triton, SGLang needs a GPU: install the one in requirements/cpu-sglang.txt"
+            )
         module_of_file(name, file)
     return sys.modules[name]
 
 
 # Compile a kernel that SGLang needs while SGLang is still being imported.
 #
-# FlashInfer compiles its kernels at their first call and keeps them in a cache. SGLang calls the norms when it records
-# CUDA graphs, at the end of its start. On a machine with an H200, this compilation took 45 s, and the imports before
-# it 60 s. Nothing depends on this: a kernel that is not in the cache by then is compiled by SGLang itself.
+# FlashInfer compiles its kernels at their first call and keeps them in a cache. SGLang calls the
+# norms when it records CUDA graphs, at the end of its start. On a machine with an H200, this
+# compilation took 45 s, and the imports before it 60 s. Nothing depends on this: a kernel that is
+# not in the cache by then is compiled by SGLang itself.
 
 
 def compile_meanwhile() -> threading.Thread | None:
@@ -189,10 +206,13 @@ def compile_meanwhile() -> threading.Thread | None:
     done = _mark(capability)
     if done is None or done.is_file():
         return None
-    # With the list, FlashInfer does not ask the GPU, which would take memory of it while SGLang measures what is free.
+    # With the list, FlashInfer does not ask the GPU, which would take memory of it while SGLang
+    # measures what is free.
     environment = {"FLASHINFER_CUDA_ARCH_LIST": capability, **os.environ, **import_environment()}
     command = [*module_command(__name__), str(done)]
-    thread = threading.Thread(target=lambda: subprocess.run(command, env=environment, check=False), daemon=True)
+    thread = threading.Thread(
+        target=lambda: subprocess.run(command, env=environment, check=False), daemon=True
+    )
     thread.start()
     return thread
 
@@ -203,16 +223,24 @@ def _mark(capability: str) -> Path | None:
     None if FlashInfer was not installed as a package, so that its version is unknown.
     """
     version = version_of("flashinfer-python")
-    return None if version is None else cache_folder("kernels") / f"flashinfer-{version}-{capability}"
+    return (
+        None if version is None else cache_folder("kernels") / f"flashinfer-{version}-{capability}"
+    )
 
 
 def _compute_capability() -> str | None:
-    """Return the compute capability of this machine's GPUs, e.g. ``9.0``; None if they differ or are unknown."""
+    """Return the compute capability of this machine's GPUs, e.g. ``9.0``; None if they differ or
+    are unknown.
+    """
     if shutil.which("nvidia-smi") is None:
         return None
     asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        capabilities = set(subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.split())
+        capabilities = set(
+            subprocess.run(
+                asked, capture_output=True, text=True, timeout=20, check=True
+            ).stdout.split()
+        )
     except subprocess.SubprocessError:
         return None
     return capabilities.pop() if len(capabilities) == 1 else None

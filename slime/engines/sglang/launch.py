@@ -1,4 +1,6 @@
-"""Start the server of one SGLang engine: its command line, its environment, and its first request."""
+"""Start the server of one SGLang engine: its command line, its environment, and its first
+request.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ CPU_DEFAULTS: dict[str, object] = {
     "sleep_on_idle": True,  # otherwise an idle scheduler keeps a whole core busy
 }
 ADAPTER_SLOTS = 4
-"""The number of adapters in a batch, of which the base counts as one. Each slot takes GPU memory of one adapter."""
+"""The number of adapters in a batch, of which the base counts as one. Each slot takes GPU memory of
+one adapter.
+"""
 BIND = "SGLANG_CPU_OMP_THREADS_BIND"  # the CPU cores of each rank, separated by |
 BALANCE_CHECK = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
-"""Whether a server with several ranks refuses to start if one of its GPUs has less than 90% of the free memory of
-another one."""
+"""Whether a server with several ranks refuses to start if one of its GPUs has less than 90% of the
+free memory of another one."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class ServerPlace:
 
 
 def runs_on_cpu(settings: EngineSettings, spec: EngineSpec) -> bool:
-    """Return whether ``--sglang-device`` is ``cpu``, or without this flag, whether this node has no GPU."""
+    """Return whether ``--sglang-device`` is ``cpu``, or without this flag, whether this node has no
+    GPU.
+    """
     device = {**settings.sglang, **spec.options}.get("device")
     return device == "cpu" if device else not this_machine().cuda
 
@@ -52,21 +58,27 @@ def runs_on_cpu(settings: EngineSettings, spec: EngineSpec) -> bool:
 def sampling_backend(settings: EngineSettings, spec: EngineSpec) -> str | None:
     """Return the value of ``--sglang-sampling-backend``, or None for SGLang's choice.
 
-    On a GPU SGLang chooses flashinfer, whose kernels for top-p and top-k are compiled for a minute or two at the first
-    start on a machine, with ``nvcc``. Requests for neither are sampled by the same code with both backends. In a run
-    without top-p and top-k only health checks need the kernels, because a greedy token is top-k with k = 1 in SGLang.
+    On a GPU SGLang chooses flashinfer, whose kernels for top-p and top-k are compiled for a minute
+    or two at the first start on a machine, with ``nvcc``. Requests for neither are sampled by the
+    same code with both backends. In a run without top-p and top-k only health checks need the
+    kernels, because a greedy token is top-k with k = 1 in SGLang.
     """
     options = {**settings.sglang, **spec.options}
     if backend := options.get("sampling_backend"):
         return str(backend)
     # SGLang has samplers of its own for other devices.
-    return "pytorch" if settings.whole_vocabulary and options.get("device") in (None, "cuda") else None
+    return (
+        "pytorch" if settings.whole_vocabulary and options.get("device") in (None, "cuda") else None
+    )
 
 
-def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlace) -> dict[str, object]:
+def server_options(
+    settings: EngineSettings, spec: EngineSpec, place: ServerPlace
+) -> dict[str, object]:
     """Return the options of a server by attribute name.
 
-    The overrides of the group take precedence over the user's flags, and these over the choices of slime.
+    The overrides of the group take precedence over the user's flags, and these over the choices of
+    slime.
     """
     user_options = {**settings.sglang, **spec.options}
     ours: dict[str, object] = {
@@ -78,14 +90,16 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         "skip_server_warmup": True,
         "trust_remote_code": settings.trust_remote_code,
         "enable_return_routed_experts": settings.return_routed_experts,
-        "incremental_streaming_output": True,  # otherwise each event of a stream repeats the whole response so far
+        # otherwise each event of a stream repeats the whole response so far
+        "incremental_streaming_output": True,
     }
     if spec.updates:
         ours["dtype"] = settings.dtype
         if settings.updates_by_delta:
             ours["custom_weight_loader"] = [DELTA_LOADER]
         if settings.fp8 is not None:
-            ours["quantization"] = "fp8"  # as config.json says; named, so that /server_info reports it
+            # as config.json says; named, so that /server_info reports it
+            ours["quantization"] = "fp8"
     if settings.adapter_rank and spec.updates:
         ours |= {
             "enable_lora": True,
@@ -95,11 +109,16 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         }
         if runs_on_cpu(settings, spec):
             ours["lora_backend"] = "torch_native"
-    # A server with several data-parallel groups needs a port for each of them, and chooses them itself.
+    # A server with several data-parallel groups needs a port for each of them, and chooses them
+    # itself.
     if place.nccl_port is not None and int(str(user_options.get("dp_size") or 1)) == 1:
         ours["nccl_port"] = place.nccl_port
     if place.num_nodes > 1:
-        ours |= {"nnodes": place.num_nodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
+        ours |= {
+            "nnodes": place.num_nodes,
+            "node_rank": place.node_rank,
+            "dist_init_addr": place.dist_init_addr,
+        }
     if spec.worker_type in ("prefill", "decode"):
         ours["disaggregation_mode"] = spec.worker_type
         if place.bootstrap_port is not None:
@@ -108,7 +127,8 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         return {**ours, "device": "cpu", **CPU_DEFAULTS, **user_options}
     if settings.offload:
         ours["enable_memory_saver"] = True
-        # Without updates, nobody sends released weights again. With an adapter, nobody sends the base again.
+        # Without updates, nobody sends released weights again. With an adapter, nobody sends the
+        # base again.
         ours["enable_weights_cpu_backup"] = not spec.updates or bool(settings.adapter_rank)
     if settings.deterministic:
         ours["enable_deterministic_inference"] = True
@@ -138,7 +158,8 @@ def server_environment(settings: EngineSettings, spec: EngineSpec) -> dict[str, 
         if spec.num_gpus > 1 and BIND not in os.environ:
             env[BIND] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(spec.num_gpus))
     if settings.colocated and BALANCE_CHECK not in os.environ:
-        env[BALANCE_CHECK] = "0"  # the ranks of a trainer that loads at the same time are not equally far
+        # the ranks of a trainer that loads at the same time are not equally far
+        env[BALANCE_CHECK] = "0"
     if threads:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(threads)
     return env
@@ -160,12 +181,16 @@ def start(
     port = free_port(host)
     bootstrap = free_port(host) if spec.worker_type == "prefill" else None
     rank, num_nodes, rendezvous = node
-    # SGLang's own choice can be taken by an outgoing connection before the ranks have loaded their modules and listen.
+    # SGLang's own choice can be taken by an outgoing connection before the ranks have loaded their
+    # modules and listen.
     meeting = free_port(host) if num_nodes == 1 else None
     place = ServerPlace(host, port, rank, num_nodes, rendezvous, bootstrap, meeting)
     # The guard ends the server with this process, also if this process is killed.
     command = [*module_command("slime.engines.guard"), "--parent", str(os.getpid()), "--"]
-    command += [*module_command("slime.engines.sglang.server"), *server_words(settings, spec, place)]
+    command += [
+        *module_command("slime.engines.sglang.server"),
+        *server_words(settings, spec, place),
+    ]
     # Keys and GPUs are in the environment, which other users cannot read.
     env = {**without_proxy(spec.model_path, host), **server_environment(settings, spec)}
     if takes_keys(settings, spec):
@@ -174,7 +199,9 @@ def start(
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
     # The name of the server in messages and logs.
     part = f" node {rank}" if num_nodes > 1 else ""
-    what = f"SGLang engine {spec.index}{part}" + (f" ({spec.model})" if spec.model != "default" else "")
+    what = f"SGLang engine {spec.index}{part}" + (
+        f" ({spec.model})" if spec.model != "default" else ""
+    )
     ports = [(host, number) for number in (bootstrap, meeting) if number is not None]
     url = f"http://{host}:{port}"
     send_key(url, settings.keys)
@@ -183,10 +210,11 @@ def start(
     return engine
 
 
-# Warm up the top-p and top-k kernels of SGLang on a GPU, which are compiled at the first batch that needs them.
+# Warm up the top-p and top-k kernels of SGLang on a GPU, which are compiled at the first batch that
+# needs them.
 #
-# The first compilation on a machine takes more than a minute. Until then the engine answers no request, so a health
-# check would report it as dead.
+# The first compilation on a machine takes more than a minute. Until then the engine answers no
+# request, so a health check would report it as dead.
 
 
 def warm_up(url: str, seconds: float) -> None:
@@ -200,8 +228,12 @@ def warm_up(url: str, seconds: float) -> None:
         body = {"input_ids": [0], "sampling_params": cut_off}
         status, answer = request_blocking("POST", f"{url}/generate", body, seconds)
     except OSError as error:
-        raise ServerFailed(f"{url} did not answer its first request with top-p and top-k: {error!r}") from error
+        raise ServerFailed(
+            f"{url} did not answer its first request with top-p and top-k: {error!r}"
+        ) from error
     if status != 200:
         message = answer.decode(errors="replace")[:500]
         advice = "--sglang-sampling-backend pytorch uses no kernels that must be compiled"
-        raise ServerFailed(f"{url} cannot sample with top-p and top-k: {status} {message}; {advice}")
+        raise ServerFailed(
+            f"{url} cannot sample with top-p and top-k: {status} {message}; {advice}"
+        )

@@ -1,7 +1,9 @@
-"""``python -m slime.engines.sglang.server <SGLang's options>`` runs ``sglang.launch_server``, also on a CPU.
+"""``python -m slime.engines.sglang.server <SGLang's options>`` runs ``sglang.launch_server``, also
+on a CPU.
 
-SGLang starts its scheduler and detokenizer with the start method ``spawn``, so each of these processes first runs the
-top level of this module. For this reason the stand-ins for the kernels that are absent on a CPU are installed there.
+SGLang starts its scheduler and detokenizer with the start method ``spawn``, so each of these
+processes first runs the top level of this module. For this reason the stand-ins for the kernels
+that are absent on a CPU are installed there.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 
 
 def add_keys(words: list[str]) -> None:
-    """Append the keys of the environment to the arguments. The command line that other users see lacks them."""
+    """Append the keys of the environment to the arguments. The command line that other users see
+    lacks them.
+    """
     keys = ServerKeys.take_from_environment()
     options = {"--api-key": keys.api, "--admin-api-key": keys.admin}
     words += [f"{option}={key}" for option, key in options.items() if key]
@@ -33,17 +37,22 @@ def add_keys(words: list[str]) -> None:
 
 
 def hide_in_logs(secrets: Sequence[str]) -> None:
-    """Replace ``secrets`` in all further log messages of this process, since SGLang logs all its arguments."""
+    """Replace ``secrets`` in all further log messages of this process, since SGLang logs all its
+    arguments.
+    """
     make = logging.getLogRecordFactory()
 
     def redacted(*values: Any, **more: Any) -> logging.LogRecord:
         record = make(*values, **more)
         try:
             message = record.getMessage()
-        except (TypeError, ValueError, KeyError):  # arguments that do not fit the message; logging reports them
+        # arguments that do not fit the message; logging reports them
+        except (TypeError, ValueError, KeyError):
             return record
         if any(secret in message for secret in secrets):
-            record.msg = functools.reduce(lambda text, key: text.replace(key, "***"), secrets, message)
+            record.msg = functools.reduce(
+                lambda text, key: text.replace(key, "***"), secrets, message
+            )
             record.args = ()
         return record
 

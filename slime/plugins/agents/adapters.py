@@ -1,9 +1,10 @@
 """The adapter classes of older releases, as a facade over this package.
 
-An adapter is an endpoint for agents that a generate function owns itself: it opens a session for a sample, lets the
-agent call the endpoint, and gets the samples when the agent has ended. With ``slime.plugins.agents.rollout.generate``
-slime does all of this, and also stops agents, scores their samples and repeats them after an abort. Requests are served
-by :mod:`slime.plugins.agents.server`, and the turns of a session are the tree of
+An adapter is an endpoint for agents that a generate function owns itself: it opens a session for a
+sample, lets the agent call the endpoint, and gets the samples when the agent has ended. With
+``slime.plugins.agents.rollout.generate`` slime does all of this, and also stops agents, scores
+their samples and repeats them after an abort. Requests are served by
+:mod:`slime.plugins.agents.server`, and the turns of a session are the tree of
 :mod:`slime.plugins.agents.trajectory`.
 """
 
@@ -36,11 +37,16 @@ _REMEMBERED = 10_000  # ended sessions whose late requests get 503 instead of 40
 
 
 class _Session(Session):
-    """A session with the limits of an adapter. A request after its end gets 503, and one after the last turn 429."""
+    """A session with the limits of an adapter. A request after its end gets 503, and one after the
+    last turn 429.
+    """
 
-    def __init__(self, session_id: str, args: Args, params: SamplingParams, most_turns: int | None) -> None:
+    def __init__(
+        self, session_id: str, args: Args, params: SamplingParams, most_turns: int | None
+    ) -> None:
         super().__init__(session_id, args, Sample(session_id=session_id), params)
-        self.args, self.most_turns = args, most_turns  # the state of a run refers to its args only weakly
+        # the state of a run refers to its args only weakly
+        self.args, self.most_turns = args, most_turns
 
     def check_open(self) -> None:
         if not self._open:
@@ -50,7 +56,11 @@ class _Session(Session):
     def prepare(self, ask: Ask) -> Place:
         self.check_open()
         if self.most_turns and self.counts["turns"] >= self.most_turns:
-            raise ApiError(429, f"this session has had {self.most_turns} turns, its maximum", "max_turns_exceeded")
+            raise ApiError(
+                429,
+                f"this session has had {self.most_turns} turns, its maximum",
+                "max_turns_exceeded",
+            )
         return super().prepare(ask)
 
 
@@ -74,18 +84,26 @@ class BaseAdapter:
         tool_parser: A name of ``--agent-tool-parser``. Default: chosen by the model.
         reasoning_parser: A name of ``--agent-reasoning-parser``. Default: none.
         max_turns_per_sid: Maximum number of turns of a session; the next request gets status 429.
-        args: The arguments that the generate function got. Default: those of a run with the model of ``tokenizer``.
-        host: A host name by which agents reach the endpoint, if it is not an IP address or this machine's name.
-        fork_threshold_tokens, debug_callback: Have no effect: every changed conversation becomes a branch.
+        args: The arguments that the generate function got. Default: those of a run with the model
+            of ``tokenizer``.
+        host: A host name by which agents reach the endpoint, if it is not an IP address or this
+            machine's name.
+        fork_threshold_tokens, debug_callback: Have no effect: every changed conversation becomes a
+            branch.
 
     Attributes:
-        app: The aiohttp application. An agent is identified by its API key, which is the id of its session.
+        app: The aiohttp application. An agent is identified by its API key, which is the id of its
+            session.
 
     Raises:
         ValueError: ``sglang_url`` has another form, or there is no such parser.
     """
 
-    dialects: Mapping[str, Dialect] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
+    dialects: Mapping[str, Dialect] = {
+        "chat/completions": Chat,
+        "responses": Responses,
+        "messages": Messages,
+    }
 
     def __init__(
         self,
@@ -100,11 +118,19 @@ class BaseAdapter:
         args: Args | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        for name, value in (("fork_threshold_tokens", fork_threshold_tokens), ("debug_callback", debug_callback)):
+        for name, value in (
+            ("fork_threshold_tokens", fork_threshold_tokens),
+            ("debug_callback", debug_callback),
+        ):
             if value is not None:
                 note(f"{name} of an adapter", "has no effect")
-        parsers = {"agent_tool_parser": tool_parser or "auto", "agent_reasoning_parser": reasoning_parser or "none"}
-        self.args = _args(args, str(getattr(tokenizer, "name_or_path", "")), sglang_url).with_values(**parsers)
+        parsers = {
+            "agent_tool_parser": tool_parser or "auto",
+            "agent_reasoning_parser": reasoning_parser or "none",
+        }
+        self.args = _args(
+            args, str(getattr(tokenizer, "name_or_path", "")), sglang_url
+        ).with_values(**parsers)
         self.max_turns = max_turns_per_sid
         self.tokenizer = tokenizer
         self._server = _Server(host, self.dialects)
@@ -114,13 +140,19 @@ class BaseAdapter:
         return self._server.app
 
     def open_session(
-        self, sid: str, *, sampling_defaults: Mapping[str, object] | None = None, max_context_tokens: int | None = None
+        self,
+        sid: str,
+        *,
+        sampling_defaults: Mapping[str, object] | None = None,
+        max_context_tokens: int | None = None,
     ) -> str:
         """Open a session and return its id, which is the agent's API key.
 
         Args:
-            sampling_defaults: Sampling parameters of its requests, by SGLang's names; agents do not choose them.
-            max_context_tokens: Maximum number of tokens of a conversation. Default: that of the model.
+            sampling_defaults: Sampling parameters of its requests, by SGLang's names; agents do not
+                choose them.
+            max_context_tokens: Maximum number of tokens of a conversation. Default: that of the
+                model.
 
         Raises:
             ValueError: There is a session with this id.
@@ -130,7 +162,8 @@ class BaseAdapter:
         defaults = dict(sampling_defaults or {})
         args = self.args.with_values(
             rollout_max_context_len=max_context_tokens or self.args.rollout_max_context_len,
-            rollout_max_response_len=defaults.get("max_new_tokens") or self.args.rollout_max_response_len,
+            rollout_max_response_len=defaults.get("max_new_tokens")
+            or self.args.rollout_max_response_len,
         )
         state = GenerateState(args)
         state.__dict__["tokenizer"] = self.tokenizer
@@ -147,13 +180,16 @@ class BaseAdapter:
         extra_metadata: Mapping[str, Any] | None = None,
         max_sample_tokens: int = 0,
     ) -> list[Sample]:
-        """End a session, and return a sample for each leaf of its tree. Each answer is trained in one of them.
+        """End a session, and return a sample for each leaf of its tree. Each answer is trained in
+        one of them.
 
         Args:
-            base_sample: The sample of the generate function; the results are copies with its ids and metadata.
+            base_sample: The sample of the generate function; the results are copies with its ids
+                and metadata.
             reward: The reward of every sample.
             extra_metadata: Added to the metadata of every sample.
-            max_sample_tokens: Responses are cut where prompt and response have more tokens together; 0 for no limit.
+            max_sample_tokens: Responses are cut where prompt and response have more tokens
+                together; 0 for no limit.
 
         Raises:
             KeyError: There is no such session.
@@ -177,8 +213,8 @@ class BaseAdapter:
         sample.cut_response(length, str(self.tokenizer.decode(response)))
 
     async def shutdown_session(self, sid: str) -> None:
-        """Refuse further requests of a session with status 503 and cancel those that are being served. Its samples can
-        still be fetched with :meth:`finish_session`."""
+        """Refuse further requests of a session with status 503 and cancel those that are being
+        served. Its samples can still be fetched with :meth:`finish_session`."""
         session = self._server.sessions.get(sid)
         if session is None:
             return

@@ -30,7 +30,12 @@ from slime.plugins.agents.messages import (
 from slime.plugins.agents.trajectory import Turn
 from slime.types import JsonObject, JsonValue
 
-_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "overloaded_error",
+}
 
 
 def anthropic_error(error: ApiError) -> Reply:
@@ -47,14 +52,18 @@ class Messages:
     def read(body: JsonObject) -> Ask:
         """The request in the common form."""
         check_fields(body, {**COMMON_FIELDS, "stop_sequences": LIST, "system": CONTENT})
-        messages: list[Message] = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
+        messages: list[Message] = (
+            [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
+        )
         for raw in objects(body, "messages"):
             messages += _messages(raw)
         choice = inner_object(body, "tool_choice")
         tools = [] if (choice or {}).get("type") == "none" else _tools(body)
         config = inner_object(body, "output_config") or {}
         # The beta version of the API has the format in a separate field.
-        form = inner_object(body, "output_format") or inner_object(config, "format", "output_config.")
+        form = inner_object(body, "output_format") or inner_object(
+            config, "format", "output_config."
+        )
         return Ask(
             messages=fold_system(messages),
             tools=tools,
@@ -84,7 +93,9 @@ class Messages:
         self.index = -1  # index of the open content block
 
     def begin(self) -> bytes:
-        """Return the first event of a stream. The number of cached tokens is known only at the end."""
+        """Return the first event of a stream. The number of cached tokens is known only at the
+        end.
+        """
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
         head = {**_head(self.ask), "content": [], "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message={**head, "usage": usage})
@@ -100,7 +111,9 @@ class Messages:
 
     def text(self, new: str) -> bytes:
         """Return events with new text; the first ones also open a block."""
-        return self._block({"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": new})
+        return self._block({"type": "text", "text": ""}) + self._delta(
+            {"type": "text_delta", "text": new}
+        )
 
     def end(self, turn: Turn) -> bytes:
         """Return the last events: tool calls, the stop reason and the token counts."""
@@ -108,7 +121,11 @@ class Messages:
         for block in _blocks(turn, reasoning=False):
             if block["type"] == "tool_use":
                 parts.append(self._close() + self._block({**block, "input": {}}))
-                parts.append(self._delta({"type": "input_json_delta", "partial_json": json.dumps(block["input"])}))
+                parts.append(
+                    self._delta(
+                        {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                    )
+                )
             else:  # for an empty answer, which had no text to open the block
                 parts.append(self._block({"type": "text", "text": ""}))
         parts.append(self._close())
@@ -116,7 +133,9 @@ class Messages:
         return b"".join([*parts, _event("message_stop")])
 
     def _block(self, block: Reply) -> bytes:
-        """Return the events that open a block of another type, after closing the open one; nothing if it is open."""
+        """Return the events that open a block of another type, after closing the open one; nothing
+        if it is open.
+        """
         if self.open == block["type"]:
             return b""
         closed = self._close()
@@ -130,8 +149,13 @@ class Messages:
     def _close(self) -> bytes:
         if self.open is None:
             return b""
-        # Clients send thinking blocks back with their signature; any text will do, since it is never verified.
-        signed = self._delta({"type": "signature_delta", "signature": self.ask.id}) if self.open == "thinking" else b""
+        # Clients send thinking blocks back with their signature; any text will do, since it is
+        # never verified.
+        signed = (
+            self._delta({"type": "signature_delta", "signature": self.ask.id})
+            if self.open == "thinking"
+            else b""
+        )
         self.open = None
         return signed + _event("content_block_stop", index=self.index)
 
@@ -176,26 +200,38 @@ def _blocks(turn: Turn, reasoning: bool) -> list[Reply]:
         blocks.append({"type": "text", "text": text})
     for entry in calls:
         function = entry["function"]
-        blocks.append({"type": "tool_use", "id": entry["id"], "name": function["name"], "input": function["arguments"]})
+        blocks.append(
+            {
+                "type": "tool_use",
+                "id": entry["id"],
+                "name": function["name"],
+                "input": function["arguments"],
+            }
+        )
     return blocks
 
 
 def _tools(body: JsonObject) -> list[Tool]:
-    """Return the client's own tools. Tools of Anthropic's servers, and tools that its models know without a schema, are
-    left out."""
+    """Return the client's own tools. Tools of Anthropic's servers, and tools that its models know
+    without a schema, are left out."""
     tools = []
     for entry in objects(body, "tools", required=False):
         if entry.get("type") in (None, "custom"):
             check_fields(entry, {"input_schema": OBJECT}, "a tool's ")
-            tools.append(tool(entry.get("name"), entry.get("description"), entry.get("input_schema")))
+            tools.append(
+                tool(entry.get("name"), entry.get("description"), entry.get("input_schema"))
+            )
         else:
-            note(f"tool {entry['type']}", "is left out, because only tools with an input_schema are supported")
+            note(
+                f"tool {entry['type']}",
+                "is left out, because only tools with an input_schema are supported",
+            )
     return tools
 
 
 def _messages(raw: JsonObject) -> list[Message]:
-    """Convert a message with content blocks to common messages. Each tool result becomes a separate message before the
-    others."""
+    """Convert a message with content blocks to common messages. Each tool result becomes a separate
+    message before the others."""
     role = raw.get("role")
     content = raw.get("content")
     if role not in ("user", "assistant", "system"):
@@ -205,7 +241,11 @@ def _messages(raw: JsonObject) -> list[Message]:
     blocks = [text] if isinstance(content, str) else objects(raw, "content", required=content != [])
     # Results of tools are messages of their own in the common form, and stand before the rest.
     results: list[Message] = [
-        {"role": "tool", "content": text_of(block.get("content")), "tool_call_id": str(block.get("tool_use_id") or "")}
+        {
+            "role": "tool",
+            "content": text_of(block.get("content")),
+            "tool_call_id": str(block.get("tool_use_id") or ""),
+        }
         for block in blocks
         if block.get("type") == "tool_result"
     ]

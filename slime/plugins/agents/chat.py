@@ -1,4 +1,6 @@
-"""Convert conversations to token ids with the chat template, also only the part between two turns of the model."""
+"""Convert conversations to token ids with the chat template, also only the part between two turns
+of the model.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ from slime.plugins.agents.tool_parsers import tools_in_words
 from slime.rollout.prompts import encode
 from slime.types import Tokenizer
 
-_MARK = "slime.7c2e.turn"  # placeholder for the model's last answer when the text after it is rendered
+# placeholder for the model's last answer when the text after it is rendered
+_MARK = "slime.7c2e.turn"
 
 
 class ChatTemplate:
     """The chat template of a tokenizer.
 
-    If the template does not support tools, they are described in the system message in the form of the Hermes models,
-    and earlier calls become part of the assistant's text.
+    If the template does not support tools, they are described in the system message in the form of
+    the Hermes models, and earlier calls become part of the assistant's text.
 
     Args:
         kwargs: Template arguments, such as ``enable_thinking``.
@@ -30,21 +33,26 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> None:
         if not tokenizer.chat_template:
-            raise ValueError("agents need a chat template, but the tokenizer of --hf-checkpoint has none")
+            raise ValueError(
+                "agents need a chat template, but the tokenizer of --hf-checkpoint has none"
+            )
         self.tokenizer = tokenizer
         self.kwargs = kwargs
         self.knows_tools = "tools" in str(tokenizer.chat_template)
 
     def prompt(self, messages: list[Message], tools: list[Tool]) -> list[int]:
-        """Return the token ids of a conversation up to the model's turn. If the last message is the assistant's, the
-        model continues it."""
+        """Return the token ids of a conversation up to the model's turn. If the last message is the
+        assistant's, the model continues it."""
         return encode(self.tokenizer, self._render(messages, tools))
 
-    def continuation(self, messages: list[Message], tools: list[Tool], known: int, last_id: int) -> list[int] | None:
+    def continuation(
+        self, messages: list[Message], tools: list[Tool], known: int, last_id: int
+    ) -> list[int] | None:
         """Return the token ids that follow the model's last answer in the conversation.
 
-        Only the text after message ``known - 1``, the model's answer, is tokenized: the end of its turn and the
-        messages from ``known`` on. The end token is left out if the model sampled it itself.
+        Only the text after message ``known - 1``, the model's answer, is tokenized: the end of its
+        turn and the messages from ``known`` on. The end token is left out if the model sampled it
+        itself.
 
         Args:
             known: Number of messages whose ids are recorded; the last of them is the assistant's.
@@ -66,11 +74,12 @@ class ChatTemplate:
         return ids[1:] if closed else ids
 
     def _render(self, messages: list[Message], tools: list[Tool]) -> str:
-        """Render the conversation as text. If the template rejects it, try again with the system messages folded into
-        one.
+        """Render the conversation as text. If the template rejects it, try again with the system
+        messages folded into one.
 
         Raises:
-            ApiError: The template raised any error. Its input comes from clients, so it counts as their mistake.
+            ApiError: The template raised any error. Its input comes from clients, so it counts as
+                their mistake.
         """
         if not self.knows_tools:
             messages = _in_words(messages, tools)
@@ -81,7 +90,9 @@ class ChatTemplate:
             if folded != messages:
                 with contextlib.suppress(Exception):
                     return self._apply(folded, tools)
-            raise ApiError(400, f"the model's chat template rejected these messages: {error}") from error
+            raise ApiError(
+                400, f"the model's chat template rejected these messages: {error}"
+            ) from error
 
     def _apply(self, messages: list[Message], tools: list[Tool]) -> str:
         prefilled = messages[-1]["role"] == "assistant"
@@ -97,13 +108,18 @@ class ChatTemplate:
 
 
 def _in_words(messages: list[Message], tools: list[Tool]) -> list[Message]:
-    """Describe the tools in the system message and write earlier calls as text, for templates that support neither."""
+    """Describe the tools in the system message and write earlier calls as text, for templates that
+    support neither.
+    """
     plain: list[Message] = []
     for message in messages:
         calls = "".join(
-            f"\n<tool_call>\n{json.dumps(c['function'])}\n</tool_call>" for c in message.get("tool_calls", [])
+            f"\n<tool_call>\n{json.dumps(c['function'])}\n</tool_call>"
+            for c in message.get("tool_calls", [])
         )
-        plain.append({"role": message["role"], "content": (message["content"] + calls).lstrip("\n")})
+        plain.append(
+            {"role": message["role"], "content": (message["content"] + calls).lstrip("\n")}
+        )
     if not tools:
         return plain
     preamble = tools_in_words(tools)

@@ -1,4 +1,6 @@
-"""What a client demands of an answer (tool_choice, response_format), and the grammar by which an engine meets it."""
+"""What a client demands of an answer (tool_choice, response_format), and the grammar by which an
+engine meets it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slime.data.json_text import parse_json
 from slime.data.reasoning import Tags
-from slime.plugins.agents.messages import TEXT, ApiError, Reply, Tool, check_fields, inner_object, objects
+from slime.plugins.agents.messages import (
+    TEXT,
+    ApiError,
+    Reply,
+    Tool,
+    check_fields,
+    inner_object,
+    objects,
+)
 from slime.plugins.agents.tool_formats import FORMATS
 from slime.types import JsonObject, JsonValue
 
@@ -76,15 +86,22 @@ def demand_of(
     known = [entry["function"]["name"] for entry in tools]
     for name in names or ():
         if name not in known:
-            raise ApiError(400, f"tool_choice names {name!r}, but the request has no function tool of this name")
+            raise ApiError(
+                400,
+                f"tool_choice names {name!r}, but the request has no function tool of this name",
+            )
     if calls and not known:
-        raise ApiError(400, "tool_choice requires a tool call, but the request has no function tools")
-    return Demand(calls, names, schema) if calls or names is not None or schema is not None else None
+        raise ApiError(
+            400, "tool_choice requires a tool call, but the request has no function tools"
+        )
+    return (
+        Demand(calls, names, schema) if calls or names is not None or schema is not None else None
+    )
 
 
 def openai_choice(choice: JsonValue) -> tuple[bool, tuple[str, ...] | None]:
-    """Return whether ``tool_choice`` of Chat Completions or Responses requires a call, and the names that it allows
-    (None for all)."""
+    """Return whether ``tool_choice`` of Chat Completions or Responses requires a call, and the
+    names that it allows (None for all)."""
     if choice in (None, "auto", "none"):
         return False, None
     if choice == "required":
@@ -95,9 +112,19 @@ def openai_choice(choice: JsonValue) -> tuple[bool, tuple[str, ...] | None]:
         inner = inner_object(choice, "allowed_tools", "tool_choice.") or choice
         entries = inner.get("tools")
         if inner.get("mode") not in ("auto", "required") or not isinstance(entries, list):
-            raise ApiError(400, "tool_choice.allowed_tools must have a mode, auto or required, and a list of tools")
-        return inner["mode"] == "required", tuple(map(_name, objects(inner, "tools", required=False)))
-    raise ApiError(400, f"tool_choice must be none, auto, required, a function or allowed_tools, got {choice!r}"[:200])
+            raise ApiError(
+                400,
+                "tool_choice.allowed_tools must have a mode, auto or required, and a list of tools",
+            )
+        return inner["mode"] == "required", tuple(
+            map(_name, objects(inner, "tools", required=False))
+        )
+    raise ApiError(
+        400,
+        f"tool_choice must be none, auto, required, a function or allowed_tools, got {choice!r}"[
+            :200
+        ],
+    )
 
 
 def anthropic_choice(choice: JsonObject | None) -> tuple[bool, tuple[str, ...] | None]:
@@ -113,7 +140,8 @@ def anthropic_choice(choice: JsonObject | None) -> tuple[bool, tuple[str, ...] |
 
 
 def schema_of(form: JsonObject | None, where: str) -> Schema | None:
-    """Return the JSON schema that ``response_format`` or an equivalent field requires; None if any text is allowed.
+    """Return the JSON schema that ``response_format`` or an equivalent field requires; None if any
+    text is allowed.
 
     Args:
         where: The name of the field for error messages.
@@ -127,7 +155,9 @@ def schema_of(form: JsonObject | None, where: str) -> Schema | None:
     if kind == "json_object":
         return ANY_OBJECT
     if kind != "json_schema":
-        raise ApiError(400, f"{where}.type must be text, json_object or json_schema, got {kind!r}"[:200])
+        raise ApiError(
+            400, f"{where}.type must be text, json_object or json_schema, got {kind!r}"[:200]
+        )
     inner = inner_object(form, "json_schema", f"{where}.") if "json_schema" in form else form
     schema = (inner or {}).get("schema")
     if not isinstance(schema, dict | bool):
@@ -165,7 +195,8 @@ def _violation(schema: Schema, value: JsonValue) -> str | None:
     """Describe where a value violates its schema; None if it is valid.
 
     Raises:
-        ApiError: The schema cannot be used, for example because it refers to a URL, which is never fetched.
+        ApiError: The schema cannot be used, for example because it refers to a URL, which is never
+            fetched.
     """
     from jsonschema.exceptions import best_match
     from referencing import Registry
@@ -174,22 +205,28 @@ def _violation(schema: Schema, value: JsonValue) -> str | None:
     try:
         error = best_match(_validator(schema)(schema, registry=Registry()).iter_errors(value))
     except (Unresolvable, RecursionError) as unusable:
-        raise ApiError(400, f"the JSON schema of response_format cannot be used: {unusable}"[:500]) from unusable
+        raise ApiError(
+            400, f"the JSON schema of response_format cannot be used: {unusable}"[:500]
+        ) from unusable
     if error is None:
         return None
-    return f"response_format: the answer violates the JSON schema at {error.json_path}: {error.message}"[:500]
+    return (
+        f"response_format: the answer violates the JSON schema at {error.json_path}: "
+        f"{error.message}"
+    )[:500]
 
 
 # Convert demands of clients to structural tags, with which SGLang (XGrammar) constrains sampling.
 #
-# A structural tag describes the text of the whole answer: optional reasoning if the model has tags for it, followed by
-# tool calls in the form of the model's family or by JSON. The forms are those of
+# A structural tag describes the text of the whole answer: optional reasoning if the model has tags
+# for it, followed by tool calls in the form of the model's family or by JSON. The forms are those
+# of
 # tool_formats.
 
 
 class _Form(NamedTuple):
-    """The form in which a model family writes calls. ``%s`` in ``begin`` is the tool's name, as a JSON string if
-    ``quoted``."""
+    """The form in which a model family writes calls. ``%s`` in ``begin`` is the tool's name, as a
+    JSON string if ``quoted``."""
 
     begin: str
     end: str
@@ -201,8 +238,12 @@ class _Form(NamedTuple):
     middle: Reply | None = None  # a part between ``begin`` and the arguments
 
 
-_HERMES = _Form('<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>", quoted=True, between="\n")
-_CODER = _Form("<tool_call>\n<function=%s>\n", "\n</function>\n</tool_call>", style="qwen_xml", between="\n")
+_HERMES = _Form(
+    '<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>", quoted=True, between="\n"
+)
+_CODER = _Form(
+    "<tool_call>\n<function=%s>\n", "\n</function>\n</tool_call>", style="qwen_xml", between="\n"
+)
 _GLM = _Form("<tool_call>%s", "</tool_call>", style="glm_xml")
 _SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _KIMI_ID: Reply = {
@@ -231,9 +272,11 @@ _FORMS = {
 }  # fmt: skip
 
 
-def structural_tag(demand: Demand, parser: str, tools: Sequence[Tool], tags: Tags | None, opened: bool) -> Reply | None:
-    """Return the structural tag for answers that satisfy ``demand``; None if this module has no grammar for the form
-    of the model's calls.
+def structural_tag(
+    demand: Demand, parser: str, tools: Sequence[Tool], tags: Tags | None, opened: bool
+) -> Reply | None:
+    """Return the structural tag for answers that satisfy ``demand``; None if this module has no
+    grammar for the form of the model's calls.
 
     Args:
         parser: Name of the form in which the model writes tool calls.
@@ -244,7 +287,9 @@ def structural_tag(demand: Demand, parser: str, tools: Sequence[Tool], tags: Tag
     if tools and form is None:
         return None
     options: list[Reply] = []
-    callable_tools = [t for t in tools if demand.names is None or t["function"]["name"] in demand.names]
+    callable_tools = [
+        t for t in tools if demand.names is None or t["function"]["name"] in demand.names
+    ]
     if form is not None and callable_tools:
         options.append(_calls(form, callable_tools))
     if not demand.calls:
@@ -263,13 +308,22 @@ def _calls(form: _Form, tools: Sequence[Tool]) -> Reply:
         begin = form.begin.replace("%s", json.dumps(name) if form.quoted else name)
         content = parameters if form.middle is None else _sequence([form.middle, parameters])
         calls.append({"type": "tag", "begin": begin, "content": content, "end": form.end})
-    some: Reply = {"type": "tags_with_separator", "tags": calls, "separator": form.between, "at_least_one": True}
-    return some if not form.before else {"type": "tag", "begin": form.before, "content": some, "end": form.after}
+    some: Reply = {
+        "type": "tags_with_separator",
+        "tags": calls,
+        "separator": form.between,
+        "at_least_one": True,
+    }
+    return (
+        some
+        if not form.before
+        else {"type": "tag", "begin": form.before, "content": some, "end": form.after}
+    )
 
 
 def _reasoning(tags: Tags | None, opened: bool) -> list[Reply]:
-    """Describe the text before the answer: the rest of the reasoning if the prompt has begun it, otherwise optional
-    reasoning."""
+    """Describe the text before the answer: the rest of the reasoning if the prompt has begun it,
+    otherwise optional reasoning."""
     if tags is None:
         return []
     begin = "" if opened else tags.start
@@ -281,7 +335,11 @@ def _reasoning(tags: Tags | None, opened: bool) -> list[Reply]:
 
 
 def _json(schema: Schema, style: str = "json") -> Reply:
-    return {"type": "json_schema", "json_schema": schema, **({"style": style} if style != "json" else {})}
+    return {
+        "type": "json_schema",
+        "json_schema": schema,
+        **({"style": style} if style != "json" else {}),
+    }
 
 
 def _sequence(elements: list[Reply]) -> Reply:

@@ -1,7 +1,9 @@
-"""What the three APIs share: checks of request fields, errors, events, and the common form of conversations.
+"""What the three APIs share: checks of request fields, errors, events, and the common form of
+conversations.
 
-Every value is checked before it is used. A mistake of a client leads to a response with status 400, never to an error
-of the run. Requests of all APIs are translated to the common form, which chat templates accept."""
+Every value is checked before it is used. A mistake of a client leads to a response with status 400,
+never to an error of the run. Requests of all APIs are translated to the common form, which chat
+templates accept."""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Reply = dict[str, object]
-"""A JSON object that is sent to a client or to an engine. Objects that clients send are of type ``JsonObject``."""
+"""A JSON object that is sent to a client or to an engine. Objects that clients send are of type
+``JsonObject``.
+"""
 _noted: set[str] = set()
 
 
@@ -32,7 +36,8 @@ class ApiError(Exception):
     """An error that is sent to the client in the form of its API.
 
     Args:
-        status: HTTP status. Client libraries do not retry statuses below 500 except 408, 409 and 429.
+        status: HTTP status. Client libraries do not retry statuses below 500 except 408, 409 and
+            429.
         code: Machine-readable code in OpenAI's form.
     """
 
@@ -60,7 +65,9 @@ COMMON_FIELDS = {"stream": FLAG, "model": TEXT}
 
 
 def check_fields(body: Mapping[str, object], table: Mapping[str, Kind], where: str = "") -> None:
-    """Raise an :class:`ApiError` for the first field whose type differs from the table. null counts as absent."""
+    """Raise an :class:`ApiError` for the first field whose type differs from the table. null counts
+    as absent.
+    """
     for name, kind in table.items():
         value = body.get(name)
         if value is not None and not isinstance(value, kind.types):
@@ -68,7 +75,8 @@ def check_fields(body: Mapping[str, object], table: Mapping[str, Kind], where: s
 
 
 def guarded(read: Callable[[JsonObject], T], body: JsonObject) -> T:
-    """Call ``read(body)``, and treat any error about the shape of the body as a mistake of the client.
+    """Call ``read(body)``, and treat any error about the shape of the body as a mistake of the
+    client.
 
     Raises:
         ApiError: With status 400.
@@ -77,12 +85,14 @@ def guarded(read: Callable[[JsonObject], T], body: JsonObject) -> T:
         return read(body)
     except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
         logger.debug("a request could not be parsed", exc_info=True)
-        raise ApiError(400, f"the request could not be parsed: {type(error).__name__}: {error}"[:500]) from error
+        raise ApiError(
+            400, f"the request could not be parsed: {type(error).__name__}: {error}"[:500]
+        ) from error
 
 
 def to_json(content: object) -> bytes:
-    """Encode an object as JSON in UTF-8. orjson is faster, but rejects integers above 64 bits, which models can
-    write."""
+    """Encode an object as JSON in UTF-8. orjson is faster, but rejects integers above 64 bits,
+    which models can write."""
     try:
         return orjson.dumps(content)
     except TypeError:
@@ -95,7 +105,9 @@ def event(data: Reply, name: str | None = None) -> bytes:
 
 
 def whole_number(body: JsonObject, *names: str) -> int | None:
-    """Return the first of these fields that is present. It must be a whole number above 0; ``10.0`` counts as 10."""
+    """Return the first of these fields that is present. It must be a whole number above 0; ``10.0``
+    counts as 10.
+    """
     for name in names:
         value = body.get(name)
         if value is not None:
@@ -133,14 +145,25 @@ def objects(body: JsonObject, name: str, required: bool = True) -> list[JsonObje
     value = body.get(name)
     if value is None and not required:
         return []
-    entries = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else None
-    if entries is None or not isinstance(value, list) or len(entries) < len(value) or (required and not entries):
-        raise ApiError(400, f"{name} must be a list of objects" + (", at least one" if required else ""))
+    entries = (
+        [item for item in value if isinstance(item, dict)] if isinstance(value, list) else None
+    )
+    if (
+        entries is None
+        or not isinstance(value, list)
+        or len(entries) < len(value)
+        or (required and not entries)
+    ):
+        raise ApiError(
+            400, f"{name} must be a list of objects" + (", at least one" if required else "")
+        )
     return entries
 
 
 def note(name: str, words: str) -> None:
-    """Log once per process that slime does not treat a value of a request as the client may expect."""
+    """Log once per process that slime does not treat a value of a request as the client may
+    expect.
+    """
     if name not in _noted:
         _noted.add(name)
         logger.warning("request of an agent program: %r %s (this is logged only once)", name, words)
@@ -150,11 +173,14 @@ def _shown(value: object) -> str:
     return repr(value)[:100]
 
 
-# --- the common form of conversations ---------------------------------------------------------------
+# --- the common form of conversations
+# ---------------------------------------------------------------
 
 
 class CalledFunction(TypedDict):
-    """The function of a tool call. ``arguments`` is an object here, but a JSON string in OpenAI's API."""
+    """The function of a tool call. ``arguments`` is an object here, but a JSON string in OpenAI's
+    API.
+    """
 
     name: str
     arguments: JsonObject
@@ -171,9 +197,9 @@ class ToolCall(TypedDict):
 class Message(TypedDict):
     """A message of a conversation.
 
-    ``role`` is system, user, assistant or tool. Only messages of the assistant have ``tool_calls`` and
-    ``reasoning_content``; the latter is ignored when conversations are compared. Messages of tools have
-    ``tool_call_id``.
+    ``role`` is system, user, assistant or tool. Only messages of the assistant have ``tool_calls``
+    and ``reasoning_content``; the latter is ignored when conversations are compared. Messages of
+    tools have ``tool_call_id``.
     """
 
     role: str
@@ -218,7 +244,8 @@ class Ask:
         stop: Stop strings.
         stream: Whether the answer is sent while it is generated.
         choices: Number of answers to generate.
-        after: Id of the answer that ``messages`` continue (``previous_response_id`` of the Responses API).
+        after: Id of the answer that ``messages`` continue (``previous_response_id`` of the
+            Responses API).
         model: The model name, which is repeated in the answer.
         usage: Whether a stream ends with the token counts.
         reasoning: Whether the client accepts the model's reasoning in a separate field.
@@ -241,10 +268,11 @@ class Ask:
 
 
 def call(name: str, arguments: JsonValue, call_id: str = "") -> ToolCall:
-    """Create an entry of ``tool_calls``. The arguments may be JSON text, as OpenAI's clients send them.
+    """Create an entry of ``tool_calls``. The arguments may be JSON text, as OpenAI's clients send
+    them.
 
-    Arguments that are not a JSON object are stored under :data:`RAW_ARGUMENTS` and not rejected, because the model may
-    have written them in an earlier turn.
+    Arguments that are not a JSON object are stored under :data:`RAW_ARGUMENTS` and not rejected,
+    because the model may have written them in an earlier turn.
     """
     if isinstance(arguments, str):
         try:
@@ -273,7 +301,8 @@ def tool(name: JsonValue, description: JsonValue, parameters: JsonValue) -> Tool
 
 
 def text_of(content: JsonValue) -> str:
-    """Return the text of ``content``, which is a string, None, or a list of parts in the form of any of the APIs.
+    """Return the text of ``content``, which is a string, None, or a list of parts in the form of
+    any of the APIs.
 
     Images, audio and files are replaced by a placeholder, because agents are trained on text only.
     """
@@ -303,10 +332,11 @@ def _part_text(part: JsonValue) -> str:
 
 
 def fold_system(messages: list[Message]) -> list[Message]:
-    """Return the conversation with at most one system message, at its beginning: many chat templates accept no other.
+    """Return the conversation with at most one system message, at its beginning: many chat
+    templates accept no other.
 
-    System messages at the beginning are joined. A later one is joined to an adjacent user message, preferably the one
-    before it. If there is none, it becomes a user message.
+    System messages at the beginning are joined. A later one is joined to an adjacent user message,
+    preferably the one before it. If there is none, it becomes a user message.
     """
     folded: list[Message] = []
     note: list[str] = []  # texts of system messages that may be joined to the next message
@@ -335,10 +365,13 @@ def fold_system(messages: list[Message]) -> list[Message]:
 
 
 def key_of(message: Message) -> tuple[str, str, str]:
-    """Return a key by which two messages are compared. Clients store messages differently, so the key leaves out ids of
-    calls, reasoning, whitespace around the text, and whether a whole number is written as ``1.0``, which programs in
-    JavaScript send back as ``1``."""
-    calls = [(c["function"]["name"], _numbers(c["function"]["arguments"])) for c in message.get("tool_calls") or []]
+    """Return a key by which two messages are compared. Clients store messages differently, so the
+    key leaves out ids of calls, reasoning, whitespace around the text, and whether a whole number
+    is written as ``1.0``, which programs in JavaScript send back as ``1``."""
+    calls = [
+        (c["function"]["name"], _numbers(c["function"]["arguments"]))
+        for c in message.get("tool_calls") or []
+    ]
     return message["role"], message["content"].strip(), json.dumps(calls, sort_keys=True)
 
 

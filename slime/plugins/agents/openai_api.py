@@ -1,4 +1,6 @@
-"""OpenAI's two APIs: translate requests of Chat Completions and Responses to the common form, and answers back."""
+"""OpenAI's two APIs: translate requests of Chat Completions and Responses to the common form, and
+answers back.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ _ROLES = {"developer": "system", "function": "tool"}
 
 def openai_error(error: ApiError) -> Reply:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    kind = kinds.get(
+        error.status, "invalid_request_error" if error.status < 500 else "server_error"
+    )
     return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
 
 
@@ -71,7 +75,9 @@ class Chat(_OpenAi):
             raise ApiError(400, f"n must be at most {_MOST_CHOICES}")
         if choices > 1 and body.get("stream"):
             raise ApiError(400, "n above 1 cannot be streamed")
-        tools = _tools(inner_object(entry, "function", "a tool's ") or {} for entry in _functions(body))
+        tools = _tools(
+            inner_object(entry, "function", "a tool's ") or {} for entry in _functions(body)
+        )
         schema = schema_of(inner_object(body, "response_format"), "response_format")
         return Ask(
             messages=[_chat_message(message) for message in objects(body, "messages")],
@@ -89,10 +95,19 @@ class Chat(_OpenAi):
     def whole(ask: Ask, turns: list[Turn]) -> Reply:
         """The complete answer as one JSON object."""
         choices = [
-            {"index": i, "message": _chat_answer(turn), "finish_reason": _finish(turn), "logprobs": None}
+            {
+                "index": i,
+                "message": _chat_answer(turn),
+                "finish_reason": _finish(turn),
+                "logprobs": None,
+            }
             for i, turn in enumerate(turns)
         ]
-        return {**_head(ask, turns[0].created, "chat.completion"), "choices": choices, "usage": _usage(turns)}
+        return {
+            **_head(ask, turns[0].created, "chat.completion"),
+            "choices": choices,
+            "usage": _usage(turns),
+        }
 
     def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
         self.ask = ask
@@ -111,8 +126,13 @@ class Chat(_OpenAi):
         return self._chunk({"content": new})
 
     def end(self, turn: Turn) -> bytes:
-        """The last events: tool calls, the finish reason, token counts if requested, and the end mark."""
-        parts = [self._chunk({"tool_calls": [{"index": i, **entry}]}) for i, entry in enumerate(_chat_calls(turn))]
+        """The last events: tool calls, the finish reason, token counts if requested, and the end
+        mark.
+        """
+        parts = [
+            self._chunk({"tool_calls": [{"index": i, **entry}]})
+            for i, entry in enumerate(_chat_calls(turn))
+        ]
         parts.append(self._chunk({}, _finish(turn)))
         if self.ask.usage:
             parts.append(event({**self.head, "choices": [], "usage": _usage([turn])}))
@@ -134,8 +154,8 @@ def _head(ask: Ask, created: int, kind: str) -> Reply:
 def _functions(body: JsonObject) -> list[JsonObject]:
     """Return the tools of a request that are functions.
 
-    Other tools run on the servers of an API provider, or need an input format that is not in the model's prompt. They
-    are left out.
+    Other tools run on the servers of an API provider, or need an input format that is not in the
+    model's prompt. They are left out.
     """
     if body.get("tool_choice") == "none":
         return []
@@ -176,7 +196,11 @@ def _chat_call(entry: JsonObject) -> ToolCall:
 def _chat_answer(turn: Turn) -> Reply:
     calls = _chat_calls(turn)
     content = turn.answer["content"]
-    message: Reply = {"role": "assistant", "content": (content.strip() or None) if calls else content, "refusal": None}
+    message: Reply = {
+        "role": "assistant",
+        "content": (content.strip() or None) if calls else content,
+        "refusal": None,
+    }
     if turn.answer.get("reasoning_content"):
         message["reasoning_content"] = turn.answer["reasoning_content"]
     return {**message, "tool_calls": calls} if calls else message
@@ -198,7 +222,12 @@ def _usage(turns: list[Turn]) -> Reply:
     prompt = turns[0].prompt_tokens
     output = sum(len(turn.output_ids) for turn in turns)
     details = {"prompt_tokens_details": {"cached_tokens": turns[0].cached_tokens}}
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output, **details}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        **details,
+    }
 
 
 class Responses(_OpenAi):
@@ -209,7 +238,9 @@ class Responses(_OpenAi):
         """The request in the common form."""
         check_fields(body, {**COMMON_FIELDS, "previous_response_id": TEXT, "instructions": CONTENT})
         if body.get("background") or body.get("conversation"):
-            raise ApiError(400, "background and conversation are not supported: use previous_response_id")
+            raise ApiError(
+                400, "background and conversation are not supported: use previous_response_id"
+            )
         text_or_items = body.get("input")
         question: JsonObject = {"role": "user", "content": text_or_items}
         items = [question] if isinstance(text_or_items, str) else objects(body, "input")
@@ -222,7 +253,9 @@ class Responses(_OpenAi):
         return Ask(
             messages=messages,
             tools=tools,
-            demand=demand_of(openai_choice(body.get("tool_choice")), schema_of(form, "text.format"), tools),
+            demand=demand_of(
+                openai_choice(body.get("tool_choice")), schema_of(form, "text.format"), tools
+            ),
             max_tokens=whole_number(body, "max_output_tokens"),
             stream=bool(body.get("stream")),
             after=str(after).removeprefix("resp_") if after else None,
@@ -242,7 +275,12 @@ class Responses(_OpenAi):
             **_response(ask, turn.created, "incomplete" if turn.cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if turn.cut else None,
             "output": _items(turn, ask.reasoning),
-            "usage": {"input_tokens": prompt, "output_tokens": output, "total_tokens": prompt + output, **details},
+            "usage": {
+                "input_tokens": prompt,
+                "output_tokens": output,
+                "total_tokens": prompt + output,
+                **details,
+            },
         }
 
     def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
@@ -254,7 +292,9 @@ class Responses(_OpenAi):
 
     def begin(self) -> bytes:
         """The first event of a stream."""
-        return self._event("response.created", response=_response(self.ask, int(time.time()), "in_progress"))
+        return self._event(
+            "response.created", response=_response(self.ask, int(time.time()), "in_progress")
+        )
 
     def think(self, new: str) -> bytes:
         """Return events with new reasoning; the first ones also open an item."""
@@ -278,41 +318,74 @@ class Responses(_OpenAi):
         return {"item_id": self.item, "output_index": int(bool(self.thought)), "content_index": 0}
 
     def text(self, new: str) -> bytes:
-        """Return events with new text; the first ones also complete the reasoning and open the message."""
+        """Return events with new text; the first ones also complete the reasoning and open the
+        message.
+        """
         place = self._place()
         opened = b""
         if not self.said:
             opened = self._thought() if self.thought else b""
-            item = {"id": self.item, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
-            opened += self._event("response.output_item.added", output_index=place["output_index"], item=item)
+            item = {
+                "id": self.item,
+                "type": "message",
+                "status": "in_progress",
+                "role": "assistant",
+                "content": [],
+            }
+            opened += self._event(
+                "response.output_item.added", output_index=place["output_index"], item=item
+            )
             opened += self._event("response.content_part.added", **place, part=_part(""))
         self.said.append(new)
         return opened + self._event("response.output_text.delta", **place, delta=new, logprobs=[])
 
     def end(self, turn: Turn) -> bytes:
-        """Return the last events: the end of the message, the tool calls, and the complete answer."""
+        """Return the last events: the end of the message, the tool calls, and the complete
+        answer.
+        """
         parts = [self._thought()] if self.thought and not self.said else []
         items = _items(turn, self.ask.reasoning)
         if text := "".join(self.said):
             place = self._place()
             parts.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
             parts.append(self._event("response.content_part.done", **place, part=_part(text)))
-            # The complete answer must contain the text that was streamed, also where that of the turn differs.
+            # The complete answer must contain the text that was streamed, also where that of the
+            # turn differs.
             message = _message_item(turn, text)
-            parts.append(self._event("response.output_item.done", output_index=place["output_index"], item=message))
+            parts.append(
+                self._event(
+                    "response.output_item.done", output_index=place["output_index"], item=message
+                )
+            )
             thought = [item for item in items if item["type"] == "reasoning"]
-            items = [*thought, message, *(item for item in items if item["type"] == "function_call")]
+            items = [
+                *thought,
+                message,
+                *(item for item in items if item["type"] == "function_call"),
+            ]
         for index, item in enumerate(items):
             if item["type"] == "function_call":
                 place = {"item_id": item["id"], "output_index": index}
                 opened = {**item, "arguments": "", "status": "in_progress"}
-                parts.append(self._event("response.output_item.added", output_index=index, item=opened))
-                parts.append(self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]))
+                parts.append(
+                    self._event("response.output_item.added", output_index=index, item=opened)
+                )
+                parts.append(
+                    self._event(
+                        "response.function_call_arguments.delta", **place, delta=item["arguments"]
+                    )
+                )
                 done = {"arguments": item["arguments"], "name": item["name"]}
                 parts.append(self._event("response.function_call_arguments.done", **place, **done))
-                parts.append(self._event("response.output_item.done", output_index=index, item=item))
+                parts.append(
+                    self._event("response.output_item.done", output_index=index, item=item)
+                )
         response = {**self.whole(self.ask, [turn]), "output": items}
-        parts.append(self._event("response.incomplete" if turn.cut else "response.completed", response=response))
+        parts.append(
+            self._event(
+                "response.incomplete" if turn.cut else "response.completed", response=response
+            )
+        )
         return b"".join(parts)
 
     def failed(self, error: ApiError) -> bytes:
@@ -346,12 +419,24 @@ def _part(text: str) -> Reply:
 
 def _message_item(turn: Turn, text: str) -> Reply:
     status = "incomplete" if turn.cut else "completed"
-    return {"id": f"msg_{turn.id}", "type": "message", "status": status, "role": "assistant", "content": [_part(text)]}
+    return {
+        "id": f"msg_{turn.id}",
+        "type": "message",
+        "status": status,
+        "role": "assistant",
+        "content": [_part(text)],
+    }
 
 
 def _reasoning_item(turn_id: str, text: str) -> Reply:
     content = [{"type": "reasoning_text", "text": text}]
-    return {"id": f"rs_{turn_id}", "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+    return {
+        "id": f"rs_{turn_id}",
+        "type": "reasoning",
+        "summary": [],
+        "content": content,
+        "status": "completed",
+    }
 
 
 def _items(turn: Turn, reasoning: bool) -> list[Reply]:
@@ -362,13 +447,20 @@ def _items(turn: Turn, reasoning: bool) -> list[Reply]:
     if text.strip() or not calls:
         items.append(_message_item(turn, text))
     for entry in calls:
-        head = {"id": f"fc_{entry['id']}", "type": "function_call", "status": "completed", "call_id": entry["id"]}
+        head = {
+            "id": f"fc_{entry['id']}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": entry["id"],
+        }
         items.append({**head, "name": entry["function"]["name"], "arguments": _arguments(entry)})
     return items
 
 
 def _from_items(items: list[JsonObject]) -> list[Message]:
-    """Convert input items to messages. Consecutive text and calls of the assistant become one message."""
+    """Convert input items to messages. Consecutive text and calls of the assistant become one
+    message.
+    """
     messages: list[Message] = []
     for item in items:
         kind = item.get("type") or "message"
@@ -376,9 +468,13 @@ def _from_items(items: list[JsonObject]) -> list[Message]:
             continue
         if kind == "function_call_output":
             output = text_of(item.get("output"))
-            messages.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id") or "")})
+            messages.append(
+                {"role": "tool", "content": output, "tool_call_id": str(item.get("call_id") or "")}
+            )
         elif kind == "function_call":
-            entry = call(str(item.get("name")), item.get("arguments"), str(item.get("call_id") or ""))
+            entry = call(
+                str(item.get("name")), item.get("arguments"), str(item.get("call_id") or "")
+            )
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(entry)

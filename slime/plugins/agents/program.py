@@ -30,9 +30,10 @@ class AgentSettings:
 
     Attributes:
         function_path: Path of the program as a function (``--agent-function-path``).
-        command: The program as a command line, which is split as by a shell (``--agent-command``). It takes precedence
-            over ``function_path``.
-        environment: Names of variables that a command gets in addition to those that it needs to run (``--agent-env``).
+        command: The program as a command line, which is split as by a shell (``--agent-command``).
+            It takes precedence over ``function_path``.
+        environment: Names of variables that a command gets in addition to those that it needs to
+            run (``--agent-env``).
         timeout: Deadline of a program in seconds.
         host: Address on which the endpoint listens.
         tool_parser: Name or path of the tool parser; ``auto`` selects it by the model.
@@ -40,8 +41,8 @@ class AgentSettings:
         constrains: Whether the engine constrains answers to ``tool_choice`` and ``response_format``
             (``--agent-constrained-decoding``).
         max_turns: Maximum number of turns of a conversation; None or 0 for no limit.
-        max_context_len: Maximum number of tokens of a conversation (``--rollout-max-context-len``); None for the
-            limit of the engines.
+        max_context_len: Maximum number of tokens of a conversation (``--rollout-max-context-len``);
+            None for the limit of the engines.
     """
 
     function_path: str | None
@@ -106,7 +107,8 @@ class Task:
     evaluation: bool = False
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that both client libraries read, and the task as JSON in ``SLIME_TASK``.
+        """Return the environment variables that both client libraries read, and the task as JSON in
+        ``SLIME_TASK``.
 
         Raises:
             ProgramError: The JSON is longer than Linux allows for a variable.
@@ -114,7 +116,10 @@ class Task:
         row = {name: asdict(self)[name] for name in ("prompt", "label", "metadata", "evaluation")}
         text = json.dumps(row, default=str)
         if len(text) > _MOST_TASK_BYTES:
-            raise ProgramError(f"SLIME_TASK has {len(text)} bytes, above {_MOST_TASK_BYTES}: use --agent-function-path")
+            raise ProgramError(
+                f"SLIME_TASK has {len(text)} bytes, above {_MOST_TASK_BYTES}: use "
+                "--agent-function-path"
+            )
         return {
             "OPENAI_BASE_URL": self.openai_base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -126,10 +131,12 @@ class Task:
 
 
 async def run_program(settings: AgentSettings, task: Task) -> Reward:
-    """Run the program of ``--agent-function-path`` or ``--agent-command``, and return its reward or None.
+    """Run the program of ``--agent-function-path`` or ``--agent-command``, and return its reward or
+    None.
 
-    A program never blocks the event loop of the rollout: async functions share a separate loop, plain functions have a
-    thread each, and commands run in a process group each, which is killed if this coroutine is cancelled.
+    A program never blocks the event loop of the rollout: async functions share a separate loop,
+    plain functions have a thread each, and commands run in a process group each, which is killed if
+    this coroutine is cancelled.
 
     Raises:
         ProgramError: The command failed.
@@ -138,13 +145,16 @@ async def run_program(settings: AgentSettings, task: Task) -> Reward:
     """
     if settings.command is not None:
         return reward_of(
-            await _run_command(shlex.split(settings.command), task, settings.environment), settings.command
+            await _run_command(shlex.split(settings.command), task, settings.environment),
+            settings.command,
         )
     if settings.function_path is None:
         raise ValueError("there is no agent program: pass --agent-function-path or --agent-command")
     fn = load_function(settings.function_path)
     if is_async(fn):
-        running = asyncio.run_coroutine_threadsafe(_contained(fn, task), background_loop("slime-agents"))
+        running = asyncio.run_coroutine_threadsafe(
+            _contained(fn, task), background_loop("slime-agents")
+        )
         result = await asyncio.wrap_future(running)
     else:
         result = await in_thread(lambda: fn(task))
@@ -152,20 +162,25 @@ async def run_program(settings: AgentSettings, task: Task) -> Reward:
 
 
 def reward_of(value: object, name: str) -> Reward:
-    """Check the value that a program returned: a number, a dict (``--reward-key`` names the entry to train on), or None
-    if ``--rm-type`` is to score the samples."""
+    """Check the value that a program returned: a number, a dict (``--reward-key`` names the entry
+    to train on), or None if ``--rm-type`` is to score the samples."""
     if value is None or isinstance(value, dict):
         return value
     if isinstance(value, numbers.Real):
         if not math.isfinite(value):
-            raise ValueError(f"the agent program {name} returned {value}, but a reward must be finite")
+            raise ValueError(
+                f"the agent program {name} returned {value}, but a reward must be finite"
+            )
         return float(value)
-    raise TypeError(f"agent program {name} returned a {type(value).__name__}: return a number, a dict or None")
+    raise TypeError(
+        f"agent program {name} returned a {type(value).__name__}: return a number, a dict or None"
+    )
 
 
 async def _contained(fn: Callable[[Task], Awaitable[object]], task: Task) -> object:
-    """Await the program. ``sys.exit()`` in it must not end the event loop that all programs share, and a
-    ``CancelledError`` of its own, which can leave the cancel scope of a client, must not cancel the rollout."""
+    """Await the program. ``sys.exit()`` in it must not end the event loop that all programs share,
+    and a ``CancelledError`` of its own, which can leave the cancel scope of a client, must not
+    cancel the rollout."""
     try:
         return await fn(task)
     except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as raised:
@@ -176,11 +191,14 @@ async def _contained(fn: Callable[[Task], Awaitable[object]], task: Task) -> obj
 
 
 async def in_thread(
-    call: Callable[[], T], name: str = "slime-agent", abandon: Callable[[T], object] = lambda result: None
+    call: Callable[[], T],
+    name: str = "slime-agent",
+    abandon: Callable[[T], object] = lambda result: None,
 ) -> T:
     """Run a call that may block in its own daemon thread.
 
-    A thread pool would be blocked by calls that never end, and Python waits for pool threads at exit.
+    A thread pool would be blocked by calls that never end, and Python waits for pool threads at
+    exit.
 
     Args:
         abandon: Called in a thread with a result that comes after the caller was cancelled.
@@ -200,7 +218,11 @@ async def in_thread(
         try:
             result = call()
         except BaseException as raised:  # any error is raised in the caller
-            error = raised if isinstance(raised, Exception) else RuntimeError(f"the program ended with {raised!r}")
+            error = (
+                raised
+                if isinstance(raised, Exception)
+                else RuntimeError(f"the program ended with {raised!r}")
+            )
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
@@ -209,9 +231,9 @@ async def in_thread(
 
 
 async def _run_command(words: list[str], task: Task, variables: Sequence[str]) -> object:
-    """Run a command, and return the reward in the last line of its output, which is JSON such as ``{"reward": 1.0}``.
-    Without such a line the result is None. The command gets a reduced environment, and the ``variables`` of the run's
-    environment that have these names."""
+    """Run a command, and return the reward in the last line of its output, which is JSON such as
+    ``{"reward": 1.0}``. Without such a line the result is None. The command gets a reduced
+    environment, and the ``variables`` of the run's environment that have these names."""
     # The guard ends the command with all its descendants, also if this process dies.
     guard = [*module_command("slime.engines.guard"), "--parent", str(os.getpid()), "--reap", "--"]
     process = await asyncio.create_subprocess_exec(
@@ -228,7 +250,8 @@ async def _run_command(words: list[str], task: Task, variables: Sequence[str]) -
     errors = _Tail(process.stderr)
     try:
         ended = asyncio.ensure_future(process.wait())
-        # Do not wait for the end of the pipes: a process that the command left behind may keep them open.
+        # Do not wait for the end of the pipes: a process that the command left behind may keep them
+        # open.
         while process.returncode is None:
             await asyncio.wait({ended}, timeout=_POLL_SECONDS)
         await asyncio.wait({output.task, errors.task}, timeout=_REST_SECONDS)
@@ -238,7 +261,9 @@ async def _run_command(words: list[str], task: Task, variables: Sequence[str]) -
         errors.task.cancel()
         await _stop(process)
     if code := process.returncode:
-        raise ProgramError(f"exit status {code}: {errors.text.strip()[-2000:] or output.text.strip()[-2000:]}")
+        raise ProgramError(
+            f"exit status {code}: {errors.text.strip()[-2000:] or output.text.strip()[-2000:]}"
+        )
     last = output.text.rstrip().rpartition("\n")[2]
     try:
         result = json.loads(last)
@@ -248,7 +273,9 @@ async def _run_command(words: list[str], task: Task, variables: Sequence[str]) -
 
 
 class _Tail:
-    """Reads a pipe to its end and keeps the last bytes, so that a talkative program neither blocks nor fills memory."""
+    """Reads a pipe to its end and keeps the last bytes, so that a talkative program neither blocks
+    nor fills memory.
+    """
 
     def __init__(self, stream: asyncio.StreamReader) -> None:
         self._kept = b""
@@ -264,7 +291,9 @@ class _Tail:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Let the guard kill all processes of the command. Then kill the process group, in case the guard hangs."""
+    """Let the guard kill all processes of the command. Then kill the process group, in case the
+    guard hangs.
+    """
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()

@@ -35,14 +35,16 @@ async def generate(
 ) -> Sample | list[Sample]:
     """Run the agent program on one row, and convert its conversations with the model to samples.
 
-    Every leaf of the session's tree becomes a sample; the samples of one session share its reward. If the program
-    raises, fails, or takes longer than ``--agent-timeout``, its samples have no reward. They get the status FAILED
-    (TRUNCATED if the context was full), are left out of statistics and training, and are counted in
-    ``rollout/reward_timeout_count`` and ``rollout/reward_error_count``. If the rollout is aborted, the sample gets the
-    status ABORTED and is generated again from its prompt.
+    Every leaf of the session's tree becomes a sample; the samples of one session share its reward.
+    If the program raises, fails, or takes longer than ``--agent-timeout``, its samples have no
+    reward. They get the status FAILED (TRUNCATED if the context was full), are left out of
+    statistics and training, and are counted in ``rollout/reward_timeout_count`` and
+    ``rollout/reward_error_count``. If the rollout is aborted, the sample gets the status ABORTED
+    and is generated again from its prompt.
 
     Raises:
-        Exception: An engine failed. Errors of the program, of a request, or in the model's text are not raised.
+        Exception: An engine failed. Errors of the program, of a request, or in the model's text are
+            not raised.
     """
     # A retry begins anew, but keeps the id by which engines find the cached prefix.
     session_id = sample.session_id
@@ -80,7 +82,11 @@ async def generate(
     # Each leaf of the tree is a sample with the reward of the session.
     samples = _samples(session)
     for leaf in samples:
-        leaf.metadata[STATISTICS] = {**session.counts, "leaves": len(samples), "seconds": time.monotonic() - began}
+        leaf.metadata[STATISTICS] = {
+            **session.counts,
+            "leaves": len(samples),
+            "seconds": time.monotonic() - began,
+        }
         leaf.reward = copy.copy(reward)
     # A program that failed has no reward: its samples are counted and left out.
     if not session.tree.turns and failure is None:
@@ -95,7 +101,9 @@ async def generate(
     return samples[0] if len(samples) == 1 else samples
 
 
-async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tuple[Reward, tuple[str, str] | None]:
+async def _outcome(
+    settings: AgentSettings, session: Session, task: Task
+) -> tuple[Reward, tuple[str, str] | None]:
     """Run the program; return its reward and None, or None and a failure (its kind and a message).
 
     Both are None if the rollout was aborted or an engine failed."""
@@ -103,15 +111,25 @@ async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tup
     program = asyncio.ensure_future(run_program(settings, task))
     deadline = time.monotonic() + settings.timeout
     try:
-        while not program.done() and not session.aborted and session.fault is None and session.error is None:
+        while (
+            not program.done()
+            and not session.aborted
+            and session.fault is None
+            and session.error is None
+        ):
             left = deadline - time.monotonic()
             if left <= 0:
-                late = f"the agent program did not end within {settings.timeout:g} s (--agent-timeout)"
+                late = (
+                    f"the agent program did not end within {settings.timeout:g} s (--agent-timeout)"
+                )
                 return None, ("timeout", late)
             await asyncio.wait({program}, timeout=min(_POLL_SECONDS, left))
         # The session has ended for a reason of its own: a request failed, an abort, or an engine.
         if session.error is not None:
-            return None, ("error", f"a request failed: {type(session.error).__name__}: {session.error}"[:2000])
+            return None, (
+                "error",
+                f"a request failed: {type(session.error).__name__}: {session.error}"[:2000],
+            )
         if not program.done():
             return None, None
         # The program has ended by itself.
@@ -119,7 +137,12 @@ async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tup
         if error is None:
             return program.result(), None
         if not session.aborted and session.fault is None:
-            logger.warning("agent program of sample %s: %s: %s", session.sample.index, type(error).__name__, error)
+            logger.warning(
+                "agent program of sample %s: %s: %s",
+                session.sample.index,
+                type(error).__name__,
+                error,
+            )
         return None, ("error", f"the agent program raised {type(error).__name__}: {error}"[:2000])
     finally:
         # However it ended, no request of it may reach the engines from now on.
@@ -138,9 +161,11 @@ def _samples(session: Session) -> list[Sample]:
 
 
 async def _score_once(args: Args, samples: list[Sample]) -> None:
-    """Score a session with several leaves once, by its newest leaf, and copy the reward to the others.
+    """Score a session with several leaves once, by its newest leaf, and copy the reward to the
+    others.
 
-    Without this, ``--rm-type`` would score each leaf separately. A reward function of the user gets all leaves itself.
+    Without this, ``--rm-type`` would score each leaf separately. A reward function of the user gets
+    all leaves itself.
     """
     last = samples[-1]
     own = last.custom_rm_path or args.custom_rm_path

@@ -22,13 +22,15 @@ processes left behind     none: the process namespace ends       none: one proce
                           with the code, also after setsid
 ========================  =====================================  =======================================
 
-"full" needs Linux 5.12 with namespaces: either root with CAP_SYS_ADMIN, or a user (also root) that may create user
-namespaces. The memory limit applies to each process, so with ``children=True`` all processes together can use ``tasks``
-times as much. A sandbox tests its isolation when it is created, and raises :class:`SandboxUnavailable` with the
-kernel's reason if it does not work; it never falls back to less isolation. Both need seccomp on x86_64 or aarch64.
+"full" needs Linux 5.12 with namespaces: either root with CAP_SYS_ADMIN, or a user (also root) that
+may create user namespaces. The memory limit applies to each process, so with ``children=True`` all
+processes together can use ``tasks`` times as much. A sandbox tests its isolation when it is
+created, and raises :class:`SandboxUnavailable` with the kernel's reason if it does not work; it
+never falls back to less isolation. Both need seccomp on x86_64 or aarch64.
 
-A sandbox starts one process per snippet. The reusable workers of :mod:`slime.rollout.verifier` are not suitable for the
-code of a model, because they run code that is trusted not to affect later calls in the same process.
+A sandbox starts one process per snippet. The reusable workers of :mod:`slime.rollout.verifier` are
+not suitable for the code of a model, because they run code that is trusted not to affect later
+calls in the same process.
 """
 
 from __future__ import annotations
@@ -50,11 +52,14 @@ from typing import Literal
 
 Isolation = Literal["full", "process"]
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-START_SECONDS = 60.0  # deadline for the start of the code on a busy machine; it does not count for the code's limit
+# deadline for the start of the code on a busy machine; it does not count for the code's limit
+START_SECONDS = 60.0
 
 
 class SandboxUnavailable(RuntimeError):
-    """Raised if this machine does not support the requested isolation, or if a sandbox could not be set up."""
+    """Raised if this machine does not support the requested isolation, or if a sandbox could not be
+    set up.
+    """
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,9 @@ class Limits:
 class Result:
     """The result of a snippet.
 
-    ``status`` is one of: ``ok``, exit status 0. ``error``, another exit status, usually because of an exception, whose
-    traceback is in ``stderr``. ``timeout`` or ``output``, killed at this limit. ``killed``, ended by a signal (CPU time
-    limit or crash).
+    ``status`` is one of: ``ok``, exit status 0. ``error``, another exit status, usually because of
+    an exception, whose traceback is in ``stderr``. ``timeout`` or ``output``, killed at this limit.
+    ``killed``, ended by a signal (CPU time limit or crash).
     """
 
     status: Literal["ok", "error", "timeout", "output", "killed"]
@@ -110,11 +115,13 @@ class Sandbox:
 
     Args:
         limits: Limits of every snippet.
-        workers: Number of snippets of one event loop that run at the same time. Default: one per CPU.
+        workers: Number of snippets of one event loop that run at the same time. Default: one per
+            CPU.
         isolation: "full" or "process", see the module.
-        readable: Folders that the code can read and import from. If this process is root, the code can read only
-            files in them that everybody can read.
-        python: Path of the interpreter. Default: this one. The code can import only its standard library.
+        readable: Folders that the code can read and import from. If this process is root, the code
+            can read only files in them that everybody can read.
+        python: Path of the interpreter. Default: this one. The code can import only its standard
+            library.
 
     Raises:
         SandboxUnavailable: The isolation does not work on this machine.
@@ -133,7 +140,10 @@ class Sandbox:
         self.python = python
         self.readable = tuple(str(Path(path).resolve()) for path in readable)
         if self.limits.children and isolation != "full":
-            raise ValueError('Limits(children=True) needs isolation "full", which alone can find and end all processes')
+            raise ValueError(
+                'Limits(children=True) needs isolation "full", which alone can find and end all '
+                "processes"
+            )
         self._workers = workers or os.cpu_count() or 1
         self._rooms: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
@@ -149,15 +159,20 @@ class Sandbox:
         Raises:
             SandboxUnavailable: The process could not be isolated, and the code was not run.
         """
-        limits = self.limits if seconds is None else Limits(**{**asdict(self.limits), "seconds": seconds})
+        limits = (
+            self.limits
+            if seconds is None
+            else Limits(**{**asdict(self.limits), "seconds": seconds})
+        )
         async with self._room():
             return await _run(self._order(code, limits), limits, self.python)
 
     async def run_pair(self, code: str, other: str) -> tuple[Result, Result]:
-        """Run two snippets at once, each in a sandbox of its own, with a pipe from each to the other.
+        """Run two snippets at once, each in a sandbox of its own, with a pipe from each to the
+        other.
 
-        Both define a function ``converse(reader, writer)``. It is called at the end with the file descriptor of the
-        pipe from the other snippet and that of the pipe to it.
+        Both define a function ``converse(reader, writer)``. It is called at the end with the file
+        descriptor of the pipe from the other snippet and that of the pipe to it.
 
         Raises:
             SandboxUnavailable: A process could not be isolated, and its snippet was not run.
@@ -166,12 +181,15 @@ class Sandbox:
             reader, other_writer = os.pipe()
             other_reader, writer = os.pipe()
             return await asyncio.gather(
-                self._converse(code, reader, writer), self._converse(other, other_reader, other_writer)
+                self._converse(code, reader, writer),
+                self._converse(other, other_reader, other_writer),
             )
 
     async def _converse(self, code: str, reader: int, writer: int) -> Result:
         code = f"{code}\nconverse({reader}, {writer})\n"
-        return await _run(self._order(code, self.limits), self.limits, self.python, (reader, writer))
+        return await _run(
+            self._order(code, self.limits), self.limits, self.python, (reader, writer)
+        )
 
     def _room(self) -> asyncio.Semaphore:
         return self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._workers))
@@ -181,16 +199,18 @@ class Sandbox:
 
 
 def _order(code: str, limits: Limits, isolation: Isolation, readable: Sequence[str]) -> bytes:
-    return json.dumps({"code": code, "isolation": isolation, "readable": readable, **asdict(limits)}).encode()
+    return json.dumps(
+        {"code": code, "isolation": isolation, "readable": readable, **asdict(limits)}
+    ).encode()
 
 
 def program_command(file: str, arguments: Sequence[str], limits: Limits) -> list[str]:
-    """Return the command of a Python program in a sandbox, with isolation "full", that keeps its standard input and
-    output: for servers that speak over them.
+    """Return the command of a Python program in a sandbox, with isolation "full", that keeps its
+    standard input and output: for servers that speak over them.
 
-    Of the machine's files, the program can read its folder and the installed packages. It is killed when the process
-    that starts the command ends. ``seconds`` of the limits is both its longest life and its processor time;
-    ``output_bytes`` is not used.
+    Of the machine's files, the program can read its folder and the installed packages. It is killed
+    when the process that starts the command ends. ``seconds`` of the limits is both its longest
+    life and its processor time; ``output_bytes`` is not used.
 
     Args:
         file: Path of the program.
@@ -204,31 +224,49 @@ def program_command(file: str, arguments: Sequence[str], limits: Limits) -> list
     readable = tuple(dict.fromkeys([str(path.parent), *installed]))
     _try_out("full", readable, sys.executable)
     code = (
-        f"import runpy, sys\nsys.argv = {[str(path), *arguments]!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "import runpy, sys\n"
+        f"sys.argv = {[str(path), *arguments]!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     return [*_launcher(sys.executable), _order(code, limits, "full", readable).decode()]
 
 
 def _launcher(python: str) -> list[str]:
-    """Return the command of the launcher without its argument. It imports only the standard library."""
+    """Return the command of the launcher without its argument. It imports only the standard
+    library.
+    """
     return [python, "-I", "-S", "-B", str(_CHILD)]
 
 
 def _command(python: str, ready: int) -> list[str]:
-    """Return the command of the launcher that writes to the file descriptor ``ready`` when the code starts."""
+    """Return the command of the launcher that writes to the file descriptor ``ready`` when the code
+    starts.
+    """
     return [*_launcher(python), str(ready)]
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the code. It contains nothing of the run's environment, which may have API keys."""
-    return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "HOME": "/sandbox"}
+    """Return the environment of the code. It contains nothing of the run's environment, which may
+    have API keys.
+    """
+    return {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "PYTHONUTF8": "1",
+        "OMP_NUM_THREADS": "1",
+        "HOME": "/sandbox",
+    }
 
 
 @functools.lru_cache
 def _try_out(isolation: Isolation, readable: tuple[str, ...], python: str) -> None:
-    """Set up a sandbox once, and raise :class:`SandboxUnavailable` with the reason if that fails."""
+    """Set up a sandbox once, and raise :class:`SandboxUnavailable` with the reason if that
+    fails.
+    """
     if not sys.platform.startswith("linux"):
-        raise SandboxUnavailable(f"sandboxes need namespaces and seccomp of Linux, but this is {sys.platform}")
+        raise SandboxUnavailable(
+            f"sandboxes need namespaces and seccomp of Linux, but this is {sys.platform}"
+        )
     ready, theirs = os.pipe()
     done = subprocess.run(
         _command(python, theirs),
@@ -259,7 +297,10 @@ def _reason(isolation: str, stderr: str, python: str) -> str:
         'or the container\'s seccomp profile and CAP_SYS_ADMIN), or use isolation="process", whose weaknesses '
         "slime/plugins/agents/sandbox.py describes"
     )
-    return f'isolation "{isolation}" does not work on this machine: {last[0]}{advice if isolation == "full" else ""}'
+    return (
+        f'isolation "{isolation}" does not work on this machine: '
+        f"{last[0]}{advice if isolation == 'full' else ''}"
+    )
 
 
 async def _run(order: bytes, limits: Limits, python: str, passed: Sequence[int] = ()) -> Result:
@@ -267,7 +308,9 @@ async def _run(order: bytes, limits: Limits, python: str, passed: Sequence[int] 
         assert process.stdin and process.stdout and process.stderr
         over = asyncio.Event()
         streams = (process.stdout, process.stderr)
-        outputs = [asyncio.create_task(_read(stream, limits.output_bytes, over)) for stream in streams]
+        outputs = [
+            asyncio.create_task(_read(stream, limits.output_bytes, over)) for stream in streams
+        ]
         try:
             process.stdin.write(order)
             process.stdin.close()
@@ -277,27 +320,37 @@ async def _run(order: bytes, limits: Limits, python: str, passed: Sequence[int] 
                     began = await ready.read(1)
                     error_output = b"" if began else await outputs[1]
             except TimeoutError as error:
-                raise SandboxUnavailable(f"a sandbox was not set up within {START_SECONDS:g} s") from error
+                raise SandboxUnavailable(
+                    f"a sandbox was not set up within {START_SECONDS:g} s"
+                ) from error
             if not began:
                 lines = error_output.decode(errors="replace").splitlines()
-                raise SandboxUnavailable(f"a sandbox could not be set up: {(lines or ['it ended silently'])[-1]}")
+                raise SandboxUnavailable(
+                    f"a sandbox could not be set up: {(lines or ['it ended silently'])[-1]}"
+                )
             start = time.monotonic()
             stopped = await _until_end(process, over, limits.seconds)
             seconds = time.monotonic() - start
         finally:
-            # asyncio's wait() returns only after both streams are closed, and processes of the code may keep them
-            # open. So all processes are killed first.
+            # asyncio's wait() returns only after both streams are closed, and processes of the code
+            # may keep them open. So all processes are killed first.
             _kill(process)
-            stdout, stderr = [part.decode(errors="replace") for part in await asyncio.gather(*outputs)]
+            stdout, stderr = [
+                part.decode(errors="replace") for part in await asyncio.gather(*outputs)
+            ]
         code = await process.wait()
-    ended: Literal["ok", "killed", "error"] = "ok" if code == 0 else "killed" if code < 0 or code > 128 else "error"
+    ended: Literal["ok", "killed", "error"] = (
+        "ok" if code == 0 else "killed" if code < 0 or code > 128 else "error"
+    )
     return Result(stopped or ended, stdout, stderr, seconds, code)
 
 
 async def _until_end(
     process: asyncio.subprocess.Process, over: asyncio.Event, seconds: float
 ) -> Literal["timeout", "output"] | None:
-    """Wait until the process ends or reaches a limit; return the limit, or None if it ended by itself."""
+    """Wait until the process ends or reaches a limit; return the limit, or None if it ended by
+    itself.
+    """
     waiting = [asyncio.create_task(process.wait()), asyncio.create_task(over.wait())]
     try:
         await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -308,7 +361,9 @@ async def _until_end(
 
 
 async def _read(stream: asyncio.StreamReader, most: int, over: asyncio.Event) -> bytes:
-    """Read the stream to its end, return the first ``most`` bytes, and set ``over`` if there are more."""
+    """Read the stream to its end, return the first ``most`` bytes, and set ``over`` if there are
+    more.
+    """
     kept = bytearray()
     while part := await stream.read(1 << 16):
         if len(kept) + len(part) > most:
@@ -321,8 +376,9 @@ async def _read(stream: asyncio.StreamReader, most: int, over: asyncio.Event) ->
 async def _process(
     python: str, passed: Sequence[int]
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.StreamReader]]:
-    """Start the launcher in a new session; yield it with the stream that reports the start of the code. The process is
-    killed at the end of the block. ``passed`` are file descriptors for the launcher, which are closed here."""
+    """Start the launcher in a new session; yield it with the stream that reports the start of the
+    code. The process is killed at the end of the block. ``passed`` are file descriptors for the
+    launcher, which are closed here."""
     # The pipe on which the launcher reports that the code starts.
     ours, theirs = os.pipe()
     reader = asyncio.StreamReader()
@@ -351,7 +407,9 @@ async def _process(
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill the process group. With isolation "full", the namespaces and all processes in them end with it."""
+    """Kill the process group. With isolation "full", the namespaces and all processes in them end
+    with it.
+    """
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

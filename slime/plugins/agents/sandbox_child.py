@@ -1,13 +1,15 @@
-"""The process in which sandboxed code runs. :mod:`slime.plugins.agents.sandbox` starts this file as a program.
+"""The process in which sandboxed code runs. :mod:`slime.plugins.agents.sandbox` starts this file as
+a program.
 
-Standard input is one JSON object with the code and its limits. One byte is written to the file descriptor in the
-argument when all limits are active and the code is about to start. With the JSON object as the argument instead, the
-standard input is that of the code. This file uses only the standard library, and there is no ``exec``: the code runs in
-a fork of this interpreter, so that the new root needs no Python program.
+Standard input is one JSON object with the code and its limits. One byte is written to the file
+descriptor in the argument when all limits are active and the code is about to start. With the JSON
+object as the argument instead, the standard input is that of the code. This file uses only the
+standard library, and there is no ``exec``: the code runs in a fork of this interpreter, so that the
+new root needs no Python program.
 
-With isolation "full" there are three processes: this one; process 1 of a new process namespace, at whose end the kernel
-kills all others in it; and the process of the code. Sources: namespaces(7), pivot_root(2), mount_setattr(2),
-seccomp(2), user_namespaces(7).
+With isolation "full" there are three processes: this one; process 1 of a new process namespace, at
+whose end the kernel kills all others in it; and the process of the code. Sources: namespaces(7),
+pivot_root(2), mount_setattr(2), seccomp(2), user_namespaces(7).
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ import sys
 import traceback
 from typing import NoReturn, TypedDict
 
-GRACE_SECONDS = 5  # after the deadline, process 1 ends itself, in case no process is left to kill it
+# after the deadline, process 1 ends itself, in case no process is left to kill it
+GRACE_SECONDS = 5
 LARGEST_STATUS = 127  # of the code itself: larger ones say which signal ended it
-NEW_ROOT = "/proc"  # mount point of the new root: it exists everywhere and is not needed after unshare
+# mount point of the new root: it exists everywhere and is not needed after unshare
+NEW_ROOT = "/proc"
 WORK = "/sandbox"
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,12 +47,15 @@ Numbers = tuple[int | None, int | None]
 
 
 def _numbers(table: str) -> dict[str, Numbers]:
-    """Read a table of system calls: name, number on x86_64, number on aarch64 (``-``: it does not exist there)."""
+    """Read a table of system calls: name, number on x86_64, number on aarch64 (``-``: it does not
+    exist there).
+    """
     rows = [row.split() for row in table.split(",")]
     return {name: (int(x86), None if arm == "-" else int(arm)) for name, x86, arm in rows}
 
 
-# memfd_create, memfd_secret, shmget, msgget, semget and mq_open allocate memory that no limit counts.
+# memfd_create, memfd_secret, shmget, msgget, semget and mq_open allocate memory that no limit
+# counts.
 _REFUSED = _numbers("""
 socket 41 198, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
 pidfd_open 434 434, pidfd_getfd 438 438, pidfd_send_signal 424 424, mount 165 40, umount2 166 39,
@@ -59,8 +66,8 @@ perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425, add_key 24
 keyctl 250 219, init_module 175 105, finit_module 313 273, kexec_load 246 104, reboot 169 142,
 personality 135 92
 """)
-# Without namespaces, the code could reach other processes and the files of the machine. These calls send signals to
-# other processes, change them, or modify files.
+# Without namespaces, the code could reach other processes and the files of the machine. These calls
+# send signals to other processes, change them, or modify files.
 _REFUSED_OUTSIDE = _numbers("""
 kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
 setpriority 141 140, sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118,
@@ -72,8 +79,8 @@ fchown 93 55, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
 lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88,
 execve 59 221, execveat 322 281
 """)
-# Commands that let a file or pipe send signals to any process: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP,
-# FIOASYNC.
+# Commands that let a file or pipe send signals to any process: F_SETOWN, F_SETSIG, F_SETOWN_EX;
+# FIOSETOWN, SIOCSPGRP, FIOASYNC.
 _FCNTL, _IOCTL = (72, 25), (16, 29)
 _SIGNALLING = {_FCNTL: (8, 10, 15), _IOCTL: (0x8901, 0x8902, 0x5452)}
 _FORK, _VFORK, _CLONE, _CLONE3, _OPEN, _OPENAT, _OPENAT2, _PRCTL, _PRLIMIT = (
@@ -88,8 +95,8 @@ _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 class Order(TypedDict):
     """The code and its limits, as :mod:`slime.plugins.agents.sandbox` sends them.
 
-    This process adds two fields: ``ready``, the file descriptor that gets a byte when the code starts, and ``user``,
-    the user and group id of the code if this process is root.
+    This process adds two fields: ``ready``, the file descriptor that gets a byte when the code
+    starts, and ``user``, the user and group id of the code if this process is root.
     """
 
     code: str
@@ -107,13 +114,13 @@ class Order(TypedDict):
 
 
 def main() -> NoReturn:
-    """Read the order, isolate this process, and run the code. It ends with the exit status of the code, or with 128
-    plus the number of the signal that ended it."""
+    """Read the order, isolate this process, and run the code. It ends with the exit status of the
+    code, or with 128 plus the number of the signal that ended it."""
     speaks = not sys.argv[1].isdigit()
     order: Order = json.loads(sys.argv[1] if speaks else sys.stdin.buffer.read())
     order["ready"] = os.open(os.devnull, os.O_WRONLY) if speaks else int(sys.argv[1])
-    # The kernel counts processes per user id. With an unused id, the limit counts only those of this sandbox. A plain
-    # user cannot change its id; a user namespace counts separately.
+    # The kernel counts processes per user id. With an unused id, the limit counts only those of
+    # this sandbox. A plain user cannot change its id; a user namespace counts separately.
     order["user"] = unused_user() if os.geteuid() == 0 else None
     if not speaks:
         null = os.open(os.devnull, os.O_RDONLY)
@@ -149,8 +156,8 @@ def unused_user() -> int:
 
 
 def process_one(order: Order) -> NoReturn:
-    """Run as process 1 of the namespace: start the code's process and wait for its end. When process 1 ends, the kernel
-    kills all other processes of the namespace."""
+    """Run as process 1 of the namespace: start the code's process and wait for its end. When
+    process 1 ends, the kernel kills all other processes of the namespace."""
     if order["user"]:
         become_nobody(order["user"])
     else:
@@ -170,7 +177,9 @@ def process_one(order: Order) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End with the exit status of the child, or with 128 and the number of the signal that ended it."""
+    """End with the exit status of the child, or with 128 and the number of the signal that ended
+    it.
+    """
     code = os.waitstatus_to_exitcode(status)
     os._exit(128 - code if code < 0 else code)
 
@@ -192,7 +201,8 @@ def run(order: Order) -> NoReturn:
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
-        trace = error.__traceback__.tb_next if error.__traceback__ else None  # leave this file out of the traceback
+        # leave this file out of the traceback
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, trace)
         status = 1
     try:
@@ -203,10 +213,11 @@ def run(order: Order) -> NoReturn:
 
 
 def enter_namespaces(order: Order) -> None:
-    """Enter new namespaces, with a root that contains only the readable files, no network, and no other processes.
+    """Enter new namespaces, with a root that contains only the readable files, no network, and no
+    other processes.
 
-    Root with CAP_SYS_ADMIN creates them directly and changes its user id afterwards. Other users, and root without this
-    capability (for example in a container), create a user namespace as well.
+    Root with CAP_SYS_ADMIN creates them directly and changes its user id afterwards. Other users,
+    and root without this capability (for example in a container), create a user namespace as well.
     """
     # Create the namespaces: directly as root, otherwise inside a user namespace.
     flags = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
@@ -219,7 +230,11 @@ def enter_namespaces(order: Order) -> None:
             powerful, order["user"] = False, None
     if not powerful:
         call("unshare", flags | _NEWUSER)
-        for file, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
+        for file, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"65534 {uid} 1"),
+            ("gid_map", f"65534 {gid} 1"),
+        ):
             with open(f"/proc/self/{file}", "w", encoding="ascii") as out:
                 out.write(text)
     # Mounts of the new namespace must not reach the machine's own.
@@ -243,12 +258,23 @@ def enter_namespaces(order: Order) -> None:
 
 
 def visible(readable: list[str]) -> list[str]:
-    """Return the paths that the code can read: the standard library, shared libraries, and the requested folders.
+    """Return the paths that the code can read: the standard library, shared libraries, and the
+    requested folders.
 
     Paths inside another one of them are left out, because they are bound with it."""
     stdlib = os.path.dirname(os.__file__)
-    paths = [stdlib, *readable, "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"]
-    shared = os.path.join(sys.base_prefix, "lib")  # libpython, libssl and others, if Python has its own prefix
+    paths = [
+        stdlib,
+        *readable,
+        "/usr/lib",
+        "/usr/lib64",
+        "/lib",
+        "/lib64",
+        "/etc/ld.so.cache",
+        "/usr/share/zoneinfo",
+    ]
+    # libpython, libssl and others, if Python has its own prefix
+    shared = os.path.join(sys.base_prefix, "lib")
     chosen: list[str] = []
     for path in sorted({shared, *map(os.path.abspath, paths)}):
         if os.path.exists(path) and not any(
@@ -259,7 +285,9 @@ def visible(readable: list[str]) -> list[str]:
 
 
 def show(path: str, device: bool = False) -> None:
-    """Bind ``path`` read-only to the same path under the new root. A symbolic link is copied as a link."""
+    """Bind ``path`` read-only to the same path under the new root. A symbolic link is copied as a
+    link.
+    """
     target = NEW_ROOT + path
     os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
     if os.path.islink(path):
@@ -271,13 +299,16 @@ def show(path: str, device: bool = False) -> None:
         with open(target, "wb"):
             pass
     call("mount", path.encode(), target.encode(), None, _MS_BIND | _MS_REC, None)
-    # struct mount_attr: attr_set, attr_clr, propagation, userns_fd. Set: read-only, nosuid, and nodev unless a device.
+    # struct mount_attr: attr_set, attr_clr, propagation, userns_fd. Set: read-only, nosuid, and
+    # nodev unless a device.
     attributes = struct.pack("QQQQ", 1 | 2 | (0 if device else 4), 0, 0, 0)
     call("syscall", 442, _AT_FDCWD, target.encode(), _AT_RECURSIVE, attributes, len(attributes))
 
 
 def become_nobody(number: int) -> None:
-    """Change to a user and group id that own nothing. The groups come first: afterwards there is no permission."""
+    """Change to a user and group id that own nothing. The groups come first: afterwards there is no
+    permission.
+    """
     os.setgroups([])
     os.setresgid(number, number, number)
     os.setresuid(number, number, number)
@@ -290,13 +321,16 @@ def drop_capabilities() -> None:
 
 
 def set_limits(order: Order) -> None:
-    """Set hard resource limits, which child processes inherit. A lower limit that is already set stays."""
+    """Set hard resource limits, which child processes inherit. A lower limit that is already set
+    stays.
+    """
     cpu = math.ceil(order["seconds"]) + 1
     counted = order["isolation"] == "full" or order["user"]
     limits = {
         resource.RLIMIT_AS: order["memory_bytes"],
         resource.RLIMIT_CPU: cpu,
-        resource.RLIMIT_NPROC: order["tasks"] + 2 if counted else resource.RLIM_INFINITY,  # plus itself and its parent
+        # plus itself and its parent
+        resource.RLIMIT_NPROC: order["tasks"] + 2 if counted else resource.RLIM_INFINITY,
         resource.RLIMIT_NOFILE: order["open_files"],
         resource.RLIMIT_FSIZE: order["disk_bytes"],
         resource.RLIMIT_CORE: 0,
@@ -311,7 +345,9 @@ def set_limits(order: Order) -> None:
 
 
 def parent_death_signal() -> None:
-    """Let the kernel send SIGKILL when the parent ends. A change of user clears this, so it must be set again then."""
+    """Let the kernel send SIGKILL when the parent ends. A change of user clears this, so it must be
+    set again then.
+    """
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -320,11 +356,14 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
 
     Args:
         children: Whether new processes may be started. Threads are always allowed.
-        outside: Whether there are no namespaces. Then signals and all calls that write to files are refused, too.
+        outside: Whether there are no namespaces. Then signals and all calls that write to files are
+            refused, too.
     """
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
-        raise OSError(f"no system call numbers for {machine}: the sandbox knows {', '.join(_ARCHITECTURES)}")
+        raise OSError(
+            f"no system call numbers for {machine}: the sandbox knows {', '.join(_ARCHITECTURES)}"
+        )
     column, audit = _ARCHITECTURES[machine]
     # Instructions of the classic BPF machine: load a word, compare, and give the verdict.
     load, jump_equal, jump_set, jump_ge, give = 0x20, 0x15, 0x45, 0x35, 0x06
@@ -332,14 +371,17 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
     # First the architecture, since the numbers of another one mean other calls.
     program = [(load, 0, 0, 4), (jump_equal, 1, 0, audit), (give, 0, 0, _KILL), (load, 0, 0, 0)]
     if machine == "x86_64":
-        program += [(jump_ge, 0, 1, 0x40000000), (give, 0, 0, _KILL)]  # x32 calls would bypass the checked numbers
+        # x32 calls would bypass the checked numbers
+        program += [(jump_ge, 0, 1, 0x40000000), (give, 0, 0, _KILL)]
 
     def refuse(numbers: Numbers, answer: int = _EPERM) -> None:
         if numbers[column] is not None:
             program.extend([(jump_equal, 0, 1, numbers[column]), (give, 0, 0, answer)])  # type: ignore[list-item]
 
     def refuse_if(numbers: Numbers, argument: int, test: int, value: int, wanted: bool) -> None:
-        """Refuse the call if the test of the argument's low word gives ``wanted``; allow it otherwise."""
+        """Refuse the call if the test of the argument's low word gives ``wanted``; allow it
+        otherwise.
+        """
         if numbers[column] is not None:
             yes, no = (0, 1) if wanted else (1, 0)
             program.extend([
@@ -349,14 +391,20 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
 
     def refuse_values(numbers: tuple[int, int], argument: int, values: tuple[int, ...]) -> None:
         """Refuse the call if the argument's low word is one of the values; allow it otherwise."""
-        program.extend([(jump_equal, 0, 2 * len(values) + 2, numbers[column]), (load, 0, 0, low_word(argument))])
+        program.extend(
+            [
+                (jump_equal, 0, 2 * len(values) + 2, numbers[column]),
+                (load, 0, 0, low_word(argument)),
+            ]
+        )
         for value in values:
             program.extend([(jump_equal, 0, 1, value), (give, 0, 0, _EPERM)])
             program.append((give, 0, 0, _ALLOW))
 
     for numbers in _REFUSED.values():
         refuse(numbers)
-    # The flags of clone3 are in memory, which a filter cannot read. After ENOSYS, libc falls back to clone.
+    # The flags of clone3 are in memory, which a filter cannot read. After ENOSYS, libc falls back
+    # to clone.
     refuse(_CLONE3, _ENOSYS)
     if children:
         refuse_if(_CLONE, 0, jump_set, _CLONE_NEW, True)
@@ -373,7 +421,8 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
         refuse(_OPENAT2, _ENOSYS)
         refuse_if(_OPEN, 1, jump_set, _WRITES, True)
         refuse_if(_OPENAT, 2, jump_set, _WRITES, True)
-        refuse_if(_PRLIMIT, 0, jump_equal, 0, False)  # pid 0 is the process itself; limits of others are refused
+        # pid 0 is the process itself; limits of others are refused
+        refuse_if(_PRLIMIT, 0, jump_equal, 0, False)
     refuse_if(_PRCTL, 0, jump_equal, _PR_SET_PDEATHSIG, True)
     program.append((give, 0, 0, _ALLOW))
     call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -386,13 +435,22 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
 
 
 def call(name: str, *arguments: int | bytes | None) -> None:
-    """Call a function of the C library that returns 0 or -1. An error is raised as an OSError with its name."""
-    c_arguments = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    """Call a function of the C library that returns 0 or -1. An error is raised as an OSError with
+    its name.
+    """
+    c_arguments = [
+        ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
+    ]
     if name == "pivot_root":
-        name, c_arguments = "syscall", [ctypes.c_long(155 if platform.machine() == "x86_64" else 41), *c_arguments]
+        name, c_arguments = (
+            "syscall",
+            [ctypes.c_long(155 if platform.machine() == "x86_64" else 41), *c_arguments],
+        )
     if getattr(_libc, name)(*c_arguments) != 0:
         code = ctypes.get_errno()
-        shown = ", ".join(repr(word) for word in arguments if not isinstance(word, bytes) or len(word) < 80)
+        shown = ", ".join(
+            repr(word) for word in arguments if not isinstance(word, bytes) or len(word) < 80
+        )
         raise OSError(code, f"{name}({shown}): {os.strerror(code)}")
 
 

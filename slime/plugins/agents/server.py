@@ -1,7 +1,8 @@
-"""The HTTP endpoint of agents: OpenAI's Chat Completions and Responses APIs, and Anthropic's Messages API.
+"""The HTTP endpoint of agents: OpenAI's Chat Completions and Responses APIs, and Anthropic's
+Messages API.
 
-A request identifies its session by the path, ``/s/SESSION/v1/…``, or by its API key. One server per event loop serves
-the sessions of all samples.
+A request identifies its session by the path, ``/s/SESSION/v1/…``, or by its API key. One server per
+event loop serves the sessions of all samples.
 """
 
 from __future__ import annotations
@@ -31,11 +32,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Dialect = type[Chat] | type[Responses] | type[Messages]
-DIALECTS: dict[str, Dialect] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
-PING_SECONDS = 15.0  # a ping is sent after so many seconds without a token: clients and proxies close silent streams
+DIALECTS: dict[str, Dialect] = {
+    "chat/completions": Chat,
+    "responses": Responses,
+    "messages": Messages,
+}
+# a ping is sent after so many seconds without a token: clients and proxies close silent streams
+PING_SECONDS = 15.0
 _MAX_BODY_BYTES = 64 * 1024 * 1024
-_IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
-_servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = weakref.WeakKeyDictionary()
+_IGNORED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
+_servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class AgentServer:
@@ -49,17 +66,27 @@ class AgentServer:
         self.host = host
         self.port = 0
         self.sessions: dict[str, Session] = {}
-        self.app = app = web.Application(middlewares=[request_guard(host)], client_max_size=_MAX_BODY_BYTES)
+        self.app = app = web.Application(
+            middlewares=[request_guard(host)], client_max_size=_MAX_BODY_BYTES
+        )
         routes: list[web.RouteDef] = []
         for prefix in ("", "/s/{session}"):
             for path, dialect in dialects.items():
                 routes.append(web.post(f"{prefix}/v1/{path}", self._handler(dialect, self._answer)))
             if Messages in dialects.values():
-                routes.append(web.post(f"{prefix}/v1/messages/count_tokens", self._handler(Messages, self._count)))
+                routes.append(
+                    web.post(
+                        f"{prefix}/v1/messages/count_tokens", self._handler(Messages, self._count)
+                    )
+                )
             routes.append(web.get(f"{prefix}/v1/models", self._handler(Chat, self._models)))
         app.add_routes(routes)
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            auto_decompress=False,
         )
 
     async def start(self) -> AgentServer:
@@ -76,7 +103,9 @@ class AgentServer:
         """Return the base URL of a session, without ``/v1``."""
         return f"http://{self.host}:{self.port}/s/{session.id}"
 
-    def open(self, args: Args, sample: Sample, params: SamplingParams, evaluation: bool = False) -> Session:
+    def open(
+        self, args: Args, sample: Sample, params: SamplingParams, evaluation: bool = False
+    ) -> Session:
         """Create a session; :meth:`close` ends it."""
         session = Session(uuid.uuid4().hex, args, sample, params, evaluation)
         self.sessions[session.id] = session
@@ -87,7 +116,9 @@ class AgentServer:
         self.sessions.pop(session.id, None)
 
     def _handler(
-        self, dialect: Dialect, answer: Callable[[web.Request, Dialect, Session], Awaitable[web.StreamResponse]]
+        self,
+        dialect: Dialect,
+        answer: Callable[[web.Request, Dialect, Session], Awaitable[web.StreamResponse]],
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             session: Session | None = None
@@ -97,13 +128,15 @@ class AgentServer:
                 session = self._session(request)
                 session.tasks.add(task)
                 return await answer(request, dialect, session)
-            # A mistake of the client, or a session that has ended: an answer in the form of its API.
+            # A mistake of the client, or a session that has ended: an answer in the form of its
+            # API.
             except ApiError as error:
                 return _refusal(dialect, error)
             except ConnectionError:  # the client has disconnected, so nobody reads this response
                 return web.Response()
             except Exception as error:
-                # For an engine's error, Session.answer has already set session.fault, and broken() does nothing.
+                # For an engine's error, Session.answer has already set session.fault, and broken()
+                # does nothing.
                 if session is not None:
                     session.broken(error)
                 logger.exception("a request of an agent program failed")
@@ -123,39 +156,53 @@ class AgentServer:
         """Return an open session; raise an :class:`ApiError` if there is none with this id."""
         session = self.sessions.get(name)
         if session is None:
-            raise ApiError(401, "unknown session: it has ended, or the URL or API key is wrong", "invalid_api_key")
+            raise ApiError(
+                401,
+                "unknown session: it has ended, or the URL or API key is wrong",
+                "invalid_api_key",
+            )
         return session
 
-    async def _answer(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, dialect: Dialect, session: Session
+    ) -> web.StreamResponse:
         ask = guarded(dialect.read, await _body(request))
         prepared = session.prepare(ask)
         if ask.stream:
             parent, _, added = prepared
             encoder = dialect(ask, (parent.length if parent else 0) + len(added))
             return await _stream(request, encoder, session, ask, prepared)
-        answers = [asyncio.ensure_future(_caught(session.answer(ask, prepared))) for _ in range(ask.choices)]
+        answers = [
+            asyncio.ensure_future(_caught(session.answer(ask, prepared)))
+            for _ in range(ask.choices)
+        ]
         try:
             turns = await asyncio.gather(*answers)
             failed = next((turn for turn in turns if isinstance(turn, Exception)), None)
             if failed is not None:
                 raise failed
             response = _json(dialect.whole(ask, [turn for turn in turns if isinstance(turn, Turn)]))
-            # The response is sent here and not by aiohttp, to notice if the client does not receive it: such turns are
-            # not part of the conversation and are removed from the tree.
+            # The response is sent here and not by aiohttp, to notice if the client does not receive
+            # it: such turns are not part of the conversation and are removed from the tree.
             await response.prepare(request)
             await response.write_eof()
         except (ConnectionError, asyncio.CancelledError):
-            await asyncio.gather(*answers, return_exceptions=True)  # those still being generated were cancelled
+            # those still being generated were cancelled
+            await asyncio.gather(*answers, return_exceptions=True)
             done = [answer.result() for answer in answers if not answer.cancelled()]
             _undelivered(session, [turn for turn in done if isinstance(turn, Turn)])
             raise
         return response
 
-    async def _count(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
+    async def _count(
+        self, request: web.Request, dialect: Dialect, session: Session
+    ) -> web.StreamResponse:
         ask = guarded(dialect.read, {"max_tokens": 1, **await _body(request)})
         return _json({"input_tokens": len(session.template.prompt(ask.messages, ask.tools))})
 
-    async def _models(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
+    async def _models(
+        self, request: web.Request, dialect: Dialect, session: Session
+    ) -> web.StreamResponse:
         card = {"id": "slime", "object": "model", "created": 0, "owned_by": "slime"}
         return _json({"object": "list", "data": [card]})
 
@@ -165,7 +212,8 @@ async def agent_server(host: str) -> AgentServer:
     loop = asyncio.get_running_loop()
     if loop not in _servers:
         _servers[loop] = asyncio.ensure_future(AgentServer(host).start())
-    # Many samples wait for the same start. Without the shield, cancelling one of them would cancel it for all.
+    # Many samples wait for the same start. Without the shield, cancelling one of them would cancel
+    # it for all.
     return await asyncio.shield(_servers[loop])
 
 
@@ -177,10 +225,14 @@ async def stop_agent_server() -> None:
 
 
 async def _stream(
-    request: web.Request, encoder: Chat | Responses | Messages, session: Session, ask: Ask, prepared: Place
+    request: web.Request,
+    encoder: Chat | Responses | Messages,
+    session: Session,
+    ask: Ask,
+    prepared: Place,
 ) -> web.StreamResponse:
-    """Send the turn as server-sent events while it is generated. An error before the first token becomes an HTTP
-    status; after the response has begun, an error can be sent only as an event."""
+    """Send the turn as server-sent events while it is generated. An error before the first token
+    becomes an HTTP status; after the response has begun, an error can be sent only as an event."""
     # The turn puts its parts into a queue, whose end is None.
     parts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
 
@@ -190,7 +242,9 @@ async def _stream(
 
     task = asyncio.ensure_future(session.answer(ask, prepared, show))
     task.add_done_callback(lambda _: parts.put_nowait(None))
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
     sent = _Sent(encoder, ask)
     try:
         # Wait for the first part, because an error can still become a status until then.
@@ -205,11 +259,16 @@ async def _stream(
             part = await _next(parts)
         # The end: what was held back, tool calls and counts, or the error.
         turn = _result(task)
-        last = encoder.failed(turn) if isinstance(turn, ApiError) else sent.rest(turn) + encoder.end(turn)
+        last = (
+            encoder.failed(turn)
+            if isinstance(turn, ApiError)
+            else sent.rest(turn) + encoder.end(turn)
+        )
         await response.write(last)
         await response.write_eof()
     except (ConnectionError, asyncio.CancelledError):
-        # The client has gone. A complete turn that it did not receive is no part of the conversation.
+        # The client has gone. A complete turn that it did not receive is no part of the
+        # conversation.
         if task.done() and not task.cancelled() and task.exception() is None:
             _undelivered(session, [task.result()])
         raise
@@ -220,8 +279,8 @@ async def _stream(
 
 
 async def _next(parts: asyncio.Queue[tuple[str, str] | None]) -> tuple[str, str] | tuple[()] | None:
-    """Return the next part of an answer, None after the last one, or an empty tuple after ``PING_SECONDS`` without
-    one."""
+    """Return the next part of an answer, None after the last one, or an empty tuple after
+    ``PING_SECONDS`` without one."""
     try:
         async with asyncio.timeout(PING_SECONDS):
             return await parts.get()
@@ -230,8 +289,8 @@ async def _next(parts: asyncio.Queue[tuple[str, str] | None]) -> tuple[str, str]
 
 
 class _Sent:
-    """The parts of an answer that were sent. Text that may be the beginning of a tool call is held back while the
-    answer streams, so a rest can remain at the end."""
+    """The parts of an answer that were sent. Text that may be the beginning of a tool call is held
+    back while the answer streams, so a rest can remain at the end."""
 
     def __init__(self, encoder: Chat | Responses | Messages, ask: Ask) -> None:
         self.encoder = encoder
@@ -251,7 +310,9 @@ class _Sent:
         content = turn.answer["content"]
         reasoning = _after(turn.answer.get("reasoning_content", ""), "".join(self.reasoning))
         text = _after(content, "".join(self.text))
-        return self.events(reasoning, text if text.strip() or not turn.answer.get("tool_calls") else "")
+        return self.events(
+            reasoning, text if text.strip() or not turn.answer.get("tool_calls") else ""
+        )
 
 
 def _after(whole: str, sent: str) -> str:
@@ -268,7 +329,9 @@ def _result(task: asyncio.Task[Turn]) -> Turn | ApiError:
 
 
 async def _caught(answer: Awaitable[Turn]) -> Turn | Exception:
-    """Return the answer, or its error as a value: a task group would cancel the other answers and wrap the error."""
+    """Return the answer, or its error as a value: a task group would cancel the other answers and
+    wrap the error.
+    """
     try:
         return await answer
     except Exception as error:
@@ -305,8 +368,12 @@ async def _body(request: web.Request) -> JsonObject:
     return body
 
 
-def _json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=to_json(content), status=status, headers=headers, content_type="application/json")
+def _json(
+    content: object, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=to_json(content), status=status, headers=headers, content_type="application/json"
+    )
 
 
 def _refusal(dialect: Dialect, error: ApiError) -> web.Response:

@@ -1,4 +1,6 @@
-"""The session of one agent program. Each request becomes a turn, which an engine generates and a tree stores."""
+"""The session of one agent program. Each request becomes a turn, which an engine generates and a
+tree stores.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ from slime.plugins.agents.tool_parsers import (
 from slime.plugins.agents.trajectory import Tree, Turn
 from slime.rollout.abort import retry_delay
 from slime.rollout.ends import UNFINISHED, cut_at_stop, end_text
-from slime.rollout.generate import CHARACTER_TOKENS, ask_engine, build_generate_body, remaining, with_retries
+from slime.rollout.generate import (
+    CHARACTER_TOKENS,
+    ask_engine,
+    build_generate_body,
+    remaining,
+    with_retries,
+)
 from slime.rollout.rm_hub.outcome import says_too_long
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
 from slime.rollout.state import EVALUATION, GenerateState
@@ -49,7 +57,9 @@ OnText = Callable[[str], None]
 OnPart = Callable[[str, str], None]
 """Called with new text of the reasoning and new text of the answer, one of which may be empty."""
 Place = tuple[Turn | None, list[Message], list[int]]
-"""The turn that a request continues (None for a new conversation), its new messages, and the token ids to append."""
+"""The turn that a request continues (None for a new conversation), its new messages, and the token
+ids to append.
+"""
 
 
 class Session:
@@ -59,27 +69,38 @@ class Session:
         sample: The sample of the program; it is not changed.
         params: Sampling parameters of the run. Programs do not choose the temperature and similar
             parameters, because the trainer scores the tokens with those of the run.
-        evaluation: Whether the session belongs to an evaluation, which continues if a training rollout is aborted.
+        evaluation: Whether the session belongs to an evaluation, which continues if a training
+            rollout is aborted.
 
     Attributes:
-        counts: ``turns``; ``branches`` (turns whose parent already had a continuation); ``cancelled`` (the client
-            disconnected before the answer); ``overflows`` (no room for an answer); ``unreadable`` (the tool parser
-            raised, so the answer was kept as text); ``unread_calls`` (tools were given and no call was parsed, but the
-            text contains the marker of one); ``unmet`` (the answer did not satisfy tool_choice or response_format, and
-            the client got an error).
+        counts: ``turns``; ``branches`` (turns whose parent already had a continuation);
+            ``cancelled`` (the client disconnected before the answer); ``overflows`` (no room for an
+            answer); ``unreadable`` (the tool parser raised, so the answer was kept as text);
+            ``unread_calls`` (tools were given and no call was parsed, but the text contains the
+            marker of one); ``unmet`` (the answer did not satisfy tool_choice or response_format,
+            and the client got an error).
         fault: The first error of the engines. The code that waits for the session raises it.
-        error: The first other error while a request was served. The sample is left out, and the run continues.
+        error: The first other error while a request was served. The sample is left out, and the run
+            continues.
     """
 
     def __init__(
-        self, session_id: str, args: Args, sample: Sample, params: SamplingParams, evaluation: bool = False
+        self,
+        session_id: str,
+        args: Args,
+        sample: Sample,
+        params: SamplingParams,
+        evaluation: bool = False,
     ) -> None:
         self.id, self.sample, self.params, self.evaluation = session_id, sample, params, evaluation
         self.settings = AgentSettings.from_args(args)
         self.state = GenerateState(args)
         self.template = ChatTemplate(self.state.tokenizer, sample.apply_chat_template_kwargs)
-        self.parser_name = parser_name(self.settings.tool_parser, self.state.tokenizer, args.hf_checkpoint)
-        tool_parser(self.parser_name)  # raise an error for an unknown name here, and not in the first request
+        self.parser_name = parser_name(
+            self.settings.tool_parser, self.state.tokenizer, args.hf_checkpoint
+        )
+        # raise an error for an unknown name here, and not in the first request
+        tool_parser(self.parser_name)
         self.tags = reasoning_tags(self.settings.reasoning_parser, self.state.tokenizer)
         self.context = self.state.served
         self.tree = Tree()
@@ -87,7 +108,8 @@ class Session:
         self.fault: Exception | None = None
         self.error: Exception | None = None
         self.tasks: set[asyncio.Task[Any]] = set()  # the handlers of running requests
-        self.asked: Counter[int] = Counter()  # number of requests by the digest of their prompt, for seeds
+        # number of requests by the digest of their prompt, for seeds
+        self.asked: Counter[int] = Counter()
         self._open = True
 
     @property
@@ -109,21 +131,32 @@ class Session:
     def check_open(self) -> None:
         """Raise an error for a request that arrives after the session has ended."""
         if self.aborted:
-            raise ApiError(503, "the rollout was aborted, and this session will not be trained on", "session_aborted")
+            raise ApiError(
+                503,
+                "the rollout was aborted, and this session will not be trained on",
+                "session_aborted",
+            )
         if not self._open:
-            raise ApiError(403, "this session is closed: its program has ended or timed out", "session_closed")
+            raise ApiError(
+                403, "this session is closed: its program has ended or timed out", "session_closed"
+            )
 
     def prepare(self, ask: Ask) -> Place:
         """Find the turn that a request continues, its new messages, and the token ids to append.
 
         Raises:
-            ApiError: The session is closed, the messages cannot be rendered, or there is no room for an answer.
+            ApiError: The session is closed, the messages cannot be rendered, or there is no room
+                for an answer.
         """
         self.check_open()
         parent, messages, added = self._place(ask)
         most_turns = self.settings.max_turns
         if parent is not None and most_turns and parent.depth >= most_turns:
-            self._overflow(parent, f"the conversation has {most_turns} turns (--max-turns)", "max_turns_exceeded")
+            self._overflow(
+                parent,
+                f"the conversation has {most_turns} turns (--max-turns)",
+                "max_turns_exceeded",
+            )
         self._room(parent, added, ask)
         return parent, messages, added
 
@@ -132,31 +165,48 @@ class Session:
         if ask.after is not None:
             before = self.tree.turns.get(ask.after)
             if before is None:
-                raise ApiError(404, f"this session has no response {ask.after!r}", "previous_response_not_found")
+                raise ApiError(
+                    404,
+                    f"this session has no response {ask.after!r}",
+                    "previous_response_not_found",
+                )
             new = ask.messages
-            # In the Responses API, instructions are not inherited: those of this request replace the earlier ones.
+            # In the Responses API, instructions are not inherited: those of this request replace
+            # the earlier ones.
             system = [message for message in new if message["role"] == "system"]
             earlier = before.conversation()
             if system and earlier[0]["role"] == "system":
                 earlier = earlier[1:]
-            ask.messages = [*system, *earlier, *(message for message in new if message["role"] != "system")]
+            ask.messages = [
+                *system,
+                *earlier,
+                *(message for message in new if message["role"] != "system"),
+            ]
         parent = self.tree.find(ask)
         if parent is not None and before is not None and before.all_keys() == parent.all_keys():
-            parent = before  # the conversations are equal, but not the reasoning, which the keys leave out
+            # the conversations are equal, but not the reasoning, which the keys leave out
+            parent = before
         if parent is not None:
-            # Only the new messages are tokenized. Rendering the whole conversation again could give other ids for the
-            # model's earlier answers than those that it sampled, and training needs the sampled ones.
+            # Only the new messages are tokenized. Rendering the whole conversation again could give
+            # other ids for the model's earlier answers than those that it sampled, and training
+            # needs the sampled ones.
             known = sum(len(turn.keys) for turn in parent.path())
-            added = self.template.continuation(ask.messages, ask.tools, known, parent.output_ids[-1])
+            added = self.template.continuation(
+                ask.messages, ask.tools, known, parent.output_ids[-1]
+            )
             if added is not None:
                 return parent, ask.messages[known:], added
         return None, ask.messages, self.template.prompt(ask.messages, ask.tools)
 
     def _room(self, parent: Turn | None, added: list[int], ask: Ask) -> int:
-        """Return the maximum number of tokens of an answer; raise an :class:`ApiError` if there is no room for one."""
+        """Return the maximum number of tokens of an answer; raise an :class:`ApiError` if there is
+        no room for one.
+        """
         EVALUATION.set(self.evaluation)  # a request of the program is a task of the server's
         probe = self._probe(parent, added)
-        left = (remaining(self.state, probe, self.params) or {"max_new_tokens": 0})["max_new_tokens"]
+        left = (remaining(self.state, probe, self.params) or {"max_new_tokens": 0})[
+            "max_new_tokens"
+        ]
         if self.context:
             left = min(left, self.context - ENGINES_OWN - len(probe.tokens))
         if left < 1:
@@ -171,7 +221,9 @@ class Session:
         raise ApiError(400, message, code)
 
     def _probe(self, parent: Turn | None, added: list[int]) -> Sample:
-        """Return the conversation so far as a temporary sample, which the functions for requests to engines take."""
+        """Return the conversation so far as a temporary sample, which the functions for requests to
+        engines take.
+        """
         known = parent.ids() if parent is not None else []
         first = parent.path()[0].prompt_tokens if parent is not None else len(added)
         return Sample(
@@ -187,24 +239,27 @@ class Session:
 
         Args:
             prepared: The result of :meth:`prepare`.
-            on_part: Called with new text of the reasoning and of the answer as soon as it can be shown.
+            on_part: Called with new text of the reasoning and of the answer as soon as it can be
+                shown.
 
         Raises:
-            ApiError: The rollout was aborted, the engine rejected the request, or the answer does not satisfy the
-                client's demand. In the last case the turn is recorded nevertheless, because the model sampled it.
+            ApiError: The rollout was aborted, the engine rejected the request, or the answer does
+                not satisfy the client's demand. In the last case the turn is recorded nevertheless,
+                because the model sampled it.
         """
         parent, messages, added = prepared
         stops = [*_strings(self.params.get("stop")), *ask.stop]
         params: SamplingParams = {**self.params, "stop": stops or None, "no_stop_trim": False}
         parser: ToolParser = tool_parser(self.parser_name, ask.tools) if ask.tools else NoCalls()
         if ask.tools:
-            params["skip_special_tokens"] = False  # in many formats, tool calls begin with special tokens
+            # in many formats, tool calls begin with special tokens
+            params["skip_special_tokens"] = False
         probe = self._probe(parent, added)
         begun = probe.tokens  # generation replaces them by longer lists
         seed = params.get("sampling_seed")
         if isinstance(seed, int):
-            # Parallel requests arrive in any order. For reproducible runs, the seed depends on the conversation (and on
-            # how often it was sent), not on the order of arrival.
+            # Parallel requests arrive in any order. For reproducible runs, the seed depends on the
+            # conversation (and on how often it was sent), not on the order of arrival.
             prompt = _digest(probe.tokens)
             params["sampling_seed"] = derive_seed(seed, "agent", prompt, self.asked[prompt])
             self.asked[prompt] += 1
@@ -213,10 +268,13 @@ class Session:
         constraint = self._constraint(ask, opened)
         if constraint is not None:
             params["structural_tag"] = json.dumps(constraint)
-            # A constrained answer starts again from its beginning after an interruption, but text that was streamed to
-            # the client cannot be taken back. So it is sent only when it is complete.
+            # A constrained answer starts again from its beginning after an interruption, but text
+            # that was streamed to the client cannot be taken back. So it is sent only when it is
+            # complete.
             on_part = None
-        on_text = None if on_part is None else _parting(on_part, StreamSplit(self.tags, opened, shown))
+        on_text = (
+            None if on_part is None else _parting(on_part, StreamSplit(self.tags, opened, shown))
+        )
         try:
             outputs = await self._generate(probe, params, most, on_text)
         except asyncio.CancelledError:
@@ -232,7 +290,9 @@ class Session:
             parent, messages, ask.tools, answer, added, outputs, ask.id if ask.choices == 1 else uuid.uuid4().hex,
             constrained=constraint is not None,
         )  # fmt: skip
-        siblings = parent.children if parent else [t for t in self.tree.turns.values() if t.parent is None]
+        siblings = (
+            parent.children if parent else [t for t in self.tree.turns.values() if t.parent is None]
+        )
         self.counts["branches"] += bool(siblings)
         self.counts["turns"] += 1
         self.tree.add(turn)
@@ -240,8 +300,8 @@ class Session:
         return turn
 
     def _constraint(self, ask: Ask, opened: bool) -> Reply | None:
-        """Return the structural tag for the engine; None without ``--agent-constrained-decoding`` or without a
-        demand."""
+        """Return the structural tag for the engine; None without ``--agent-constrained-decoding``
+        or without a demand."""
         if ask.demand is None or not self.settings.constrains:
             return None
         tag = structural_tag(ask.demand, self.parser_name, ask.tools, self.tags, opened)
@@ -251,7 +311,9 @@ class Session:
         return tag
 
     def _check_demand(self, ask: Ask, turn: Turn) -> None:
-        """Raise an error for an answer that does not meet the client's demand, unless it was truncated."""
+        """Raise an error for an answer that does not meet the client's demand, unless it was
+        truncated.
+        """
         if ask.demand is None or turn.cut:
             return
         called = [str(entry["function"]["name"]) for entry in turn.answer.get("tool_calls", [])]
@@ -261,11 +323,21 @@ class Session:
             raise ApiError(422, why, UNMET)
 
     def _opened(self, added: list[int]) -> bool:
-        """Whether the prompt ends with the start tag of the reasoning, which some chat templates add."""
-        return self.tags is not None and opened_by_ids(self.state.tokenizer, added, (self.tags,)) is not None
+        """Whether the prompt ends with the start tag of the reasoning, which some chat templates
+        add.
+        """
+        return (
+            self.tags is not None
+            and opened_by_ids(self.state.tokenizer, added, (self.tags,)) is not None
+        )
 
     def _message(
-        self, parser: ToolParser, begun: list[int], opened: bool, outputs: list[GenerateOutput], params: SamplingParams
+        self,
+        parser: ToolParser,
+        begun: list[int],
+        opened: bool,
+        outputs: list[GenerateOutput],
+        params: SamplingParams,
     ) -> Message:
         reasoning, text = split_reasoning(self._text(outputs, params), self.tags, opened)
         try:
@@ -277,30 +349,49 @@ class Session:
         mark = next((mark for mark in KNOWN_MARKS if mark in text), None)
         if mark is not None and not calls and not isinstance(parser, NoCalls):
             self.counts["unread_calls"] += 1
-            note(f"--agent-tool-parser {self.parser_name}", f"found no tool call in an answer that contains {mark!r}")
-        ids = [int(item[1]) for output in outputs for item in output["meta_info"]["output_token_logprobs"]]
-        # Some chat templates render the ids of calls. They follow from the tokens of the whole conversation, so that a
-        # run with the same seed gives the same prompts, and a model that repeats itself gives other ids.
+            note(
+                f"--agent-tool-parser {self.parser_name}",
+                f"found no tool call in an answer that contains {mark!r}",
+            )
+        ids = [
+            int(item[1])
+            for output in outputs
+            for item in output["meta_info"]["output_token_logprobs"]
+        ]
+        # Some chat templates render the ids of calls. They follow from the tokens of the whole
+        # conversation, so that a run with the same seed gives the same prompts, and a model that
+        # repeats itself gives other ids.
         for number, entry in enumerate(calls):
             entry["id"] = entry["id"] or f"{_digest([*begun, *ids], number):016x}"[:9]
         message: Message = {"role": "assistant", "content": content}
         return (
-            message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+            message
+            | ({"reasoning_content": reasoning} if reasoning else {})
+            | ({"tool_calls": calls} if calls else {})
         )
 
     def _text(self, outputs: list[GenerateOutput], params: SamplingParams) -> str:
         """Return the text of an answer without the stop string or stop token that ended it.
 
-        All ids are decoded together if the engine was interrupted, because a character can be split between two
-        outputs, or if it stopped at a string, because the beginning of this string may have been streamed.
+        All ids are decoded together if the engine was interrupted, because a character can be split
+        between two outputs, or if it stopped at a string, because the beginning of this string may
+        have been streamed.
         """
         matched = outputs[-1]["meta_info"]["finish_reason"].get("matched")
-        ids = [int(item[1]) for output in outputs for item in output["meta_info"]["output_token_logprobs"]]
+        ids = [
+            int(item[1])
+            for output in outputs
+            for item in output["meta_info"]["output_token_logprobs"]
+        ]
         if len(outputs) == 1 and not isinstance(matched, str):
             text = str(outputs[0]["text"])
         else:
             shown = ids[:-1] if isinstance(matched, int) else ids
-            text = str(self.state.tokenizer.decode(shown, skip_special_tokens=bool(params.get("skip_special_tokens"))))
+            text = str(
+                self.state.tokenizer.decode(
+                    shown, skip_special_tokens=bool(params.get("skip_special_tokens"))
+                )
+            )
         if matched is None and ids:  # an end token may be the last one for which there is room
             text = text.removesuffix(end_text(self.state, ids[-1], stopped=False))
         return text.partition(matched)[0] if isinstance(matched, str) and matched else text
@@ -308,21 +399,33 @@ class Session:
     async def _generate(
         self, probe: Sample, params: SamplingParams, most: int, on_text: OnText | None
     ) -> list[GenerateOutput]:
-        """Return the engine's outputs for one answer. A weight update or the loss of an engine can interrupt an answer;
-        then the request is sent again with the tokens so far, until the answer is complete."""
+        """Return the engine's outputs for one answer. A weight update or the loss of an engine can
+        interrupt an answer; then the request is sent again with the tokens so far, until the answer
+        is complete."""
         outputs: list[GenerateOutput] = []
         begin = len(probe.tokens)
         tries = 0
         while True:
-            body = build_generate_body(self.state, probe, {**_part(params, len(outputs)), "max_new_tokens": most})
+            body = build_generate_body(
+                self.state, probe, {**_part(params, len(outputs)), "max_new_tokens": most}
+            )
             output = await self.generate(probe, body, on_text)
-            self.check_open()  # raises if the rollout was aborted: its truncated answer is discarded
+            # raises if the rollout was aborted: its truncated answer is discarded
+            self.check_open()
             if output is not None:
                 output = cut_at_stop(self.state.tokenizer, probe.tokens[begin:], output, params)
-            new = [int(item[1]) for item in output["meta_info"]["output_token_logprobs"]] if output else []
-            if "structural_tag" in params and output and output["meta_info"]["finish_reason"]["type"] == "abort":
-                # The engine would apply the constraint to the rest as if it were the whole answer, so the partial
-                # answer is discarded.
+            new = (
+                [int(item[1]) for item in output["meta_info"]["output_token_logprobs"]]
+                if output
+                else []
+            )
+            if (
+                "structural_tag" in params
+                and output
+                and output["meta_info"]["finish_reason"]["type"] == "abort"
+            ):
+                # The engine would apply the constraint to the rest as if it were the whole answer,
+                # so the partial answer is discarded.
                 new = []
             if output and new:
                 outputs.append(output)
@@ -331,14 +434,19 @@ class Session:
             probe.tokens = probe.tokens + new
             most = most - len(new)
             tries = 0 if new else tries + 1
-            if str(self.state.tokenizer.decode(probe.tokens[-CHARACTER_TOKENS:])).endswith(UNFINISHED):
-                on_text = None  # the next part begins within a character, so the client gets the rest at the end
+            if str(self.state.tokenizer.decode(probe.tokens[-CHARACTER_TOKENS:])).endswith(
+                UNFINISHED
+            ):
+                # the next part begins within a character, so the client gets the rest at the end
+                on_text = None
             if most < 1:
                 outputs[-1]["meta_info"]["finish_reason"] = {"type": "length", "length": len(new)}
                 return outputs
             await asyncio.sleep(retry_delay(f"a request of sample {probe.index}", tries))
 
-    async def generate(self, probe: Sample, body: GenerateBody, on_text: OnText | None) -> GenerateOutput | None:
+    async def generate(
+        self, probe: Sample, body: GenerateBody, on_text: OnText | None
+    ) -> GenerateOutput | None:
         try:
             if on_text is None:
                 return await ask_engine(self.state, probe, body)
@@ -354,8 +462,9 @@ class Session:
 
 
 def _part(params: SamplingParams, number: int) -> SamplingParams:
-    """Return the parameters of a part of an interrupted answer. An engine draws the tokens of each request by its seed
-    from the beginning, so the parts after the first one, which is number 0, have seeds of their own."""
+    """Return the parameters of a part of an interrupted answer. An engine draws the tokens of each
+    request by its seed from the beginning, so the parts after the first one, which is number 0,
+    have seeds of their own."""
     seed = params.get("sampling_seed")
     if number == 0 or not isinstance(seed, int):
         return params
@@ -363,9 +472,11 @@ def _part(params: SamplingParams, number: int) -> SamplingParams:
 
 
 def _parting(on_part: OnPart, split: StreamSplit) -> OnText:
-    """Return a function that splits new text of the engine into reasoning and answer and passes both to ``on_part``.
+    """Return a function that splits new text of the engine into reasoning and answer and passes
+    both to ``on_part``.
 
-    U+FFFD at the end of the text is held back, because an interrupted answer can end within a character."""
+    U+FFFD at the end of the text is held back, because an interrupted answer can end within a
+    character."""
     held = ""
 
     def show(text: str) -> None:
@@ -391,8 +502,9 @@ def _too_long(given: int | None, context: int | None, tokens: int) -> str:
     limit = min(filter(None, (given, context)), default=None)
     if limit is not None and tokens + ENGINES_OWN >= limit:
         return (
-            f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} "
-            f"tokens (prompt is too long: {tokens} tokens > {limit} maximum). Please reduce the length of the messages."
+            f"This model's maximum context length is {limit} tokens. However, your messages "
+            f"resulted in {tokens} tokens (prompt is too long: {tokens} tokens > {limit} "
+            "maximum). Please reduce the length of the messages."
         )
     return (
         "prompt is too long: the conversation has reached --rollout-max-response-len, "

@@ -1,7 +1,8 @@
-"""Parsers of the forms in which model families write tool calls, under the names that SGLang gives its parsers.
+"""Parsers of the forms in which model families write tool calls, under the names that SGLang gives
+its parsers.
 
-A call that cannot be parsed stays in the text, so that the program sees it. The time is linear in the length of the
-text, because the text of a model can be long and malformed.
+A call that cannot be parsed stays in the text, so that the program sees it. The time is linear in
+the length of the text, because the text of a model can be long and malformed.
 """
 
 from __future__ import annotations
@@ -18,22 +19,25 @@ from slime.types import JsonObject, JsonValue
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[\w.\-/:]+")
-_MOST_UNREADABLE = 256  # unreadable calls after which the rest stays text; a model may repeat one without end
+# unreadable calls after which the rest stays text; a model may repeat one without end
+_MOST_UNREADABLE = 256
 _LONGEST_LIST = 100_000  # maximum number of characters of a pythonic list
 
 
 class Format:
     """A form in which every call, or every list of calls, begins with a marker.
 
-    ``marks`` begin a call anywhere in the text, ``opening`` only at its beginning. While an answer streams, the text
-    from a marker on is held back.
+    ``marks`` begin a call anywhere in the text, ``opening`` only at its beginning. While an answer
+    streams, the text from a marker on is held back.
     """
 
     marks: ClassVar[tuple[str, ...]] = ()
     opening: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
-        self.tools = {entry["function"]["name"]: entry["function"].get("parameters") or {} for entry in tools}
+        self.tools = {
+            entry["function"]["name"]: entry["function"].get("parameters") or {} for entry in tools
+        }
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         """Return the text without its calls, and the calls as entries of ``tool_calls``."""
@@ -53,7 +57,9 @@ class Format:
         return "".join([*kept, text[done:]]), calls
 
     def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
-        """Parse the block that begins at ``start``; return its end and its calls, or None if it cannot be parsed."""
+        """Parse the block that begins at ``start``; return its end and its calls, or None if it
+        cannot be parsed.
+        """
         raise NotImplementedError
 
     def _find(self, text: str, start: int) -> int:
@@ -66,7 +72,9 @@ class NoCalls(Format):
 
 
 class Hermes(Format):
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5 and 3, and many others."""
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5 and 3, and many
+    others.
+    """
 
     marks = ("<tool_call>",)
 
@@ -77,11 +85,17 @@ class Hermes(Format):
         value, end = decoded
         end = _after_space(text, end)
         calls = read_calls(value)
-        return (end + len("</tool_call>"), calls) if calls and text.startswith("</tool_call>", end) else None
+        return (
+            (end + len("</tool_call>"), calls)
+            if calls and text.startswith("</tool_call>", end)
+            else None
+        )
 
 
 class Glm(Format):
-    """``<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>…</tool_call>``: GLM-4.5, 4.6 and 4.7."""
+    """``<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>…</tool_call>``: GLM-4.5, 4.6
+    and 4.7.
+    """
 
     marks = ("<tool_call>",)
 
@@ -102,12 +116,16 @@ class Glm(Format):
             value, ended, _ = value.partition("</arg_value>")
             if not (closed and opened and ended):
                 return None
-            arguments[word.strip()] = _by_schema(self.tools.get(name, {}), word.strip(), value, guess=True)
+            arguments[word.strip()] = _by_schema(
+                self.tools.get(name, {}), word.strip(), value, guess=True
+            )
         return end + len("</tool_call>"), [call(name, clean(arguments))]
 
 
 class Qwen3Coder(Format):
-    """``<tool_call><function=NAME><parameter=K>V</parameter>…</function></tool_call>``: Qwen3-Coder, Qwen 3.5."""
+    """``<tool_call><function=NAME><parameter=K>V</parameter>…</function></tool_call>``:
+    Qwen3-Coder, Qwen 3.5.
+    """
 
     marks = ("<tool_call>",)
 
@@ -130,12 +148,16 @@ class Qwen3Coder(Format):
         arguments = JsonObject()
         for part in text.split("<parameter=")[1:]:
             key, _, value = part.partition("</parameter>")[0].partition(">")
-            arguments[key.strip()] = _by_schema(schema, key.strip(), value.removeprefix("\n").removesuffix("\n"))
+            arguments[key.strip()] = _by_schema(
+                schema, key.strip(), value.removeprefix("\n").removesuffix("\n")
+            )
         return arguments
 
 
 class _Sections(Format):
-    """Forms in which each call is enclosed in two special tokens, and all calls in a section of two more."""
+    """Forms in which each call is enclosed in two special tokens, and all calls in a section of two
+    more.
+    """
 
     section: ClassVar[tuple[str, str]]
     one: ClassVar[tuple[str, str]]
@@ -162,7 +184,9 @@ class _Sections(Format):
 
 
 class DeepSeek(_Sections):
-    """DeepSeek V3 and R1 (``function<｜tool▁sep｜>NAME`` and a block of JSON), V3.1 (``NAME<｜tool▁sep｜>{…}``)."""
+    """DeepSeek V3 and R1 (``function<｜tool▁sep｜>NAME`` and a block of JSON), V3.1
+    (``NAME<｜tool▁sep｜>{…}``).
+    """
 
     marks = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -177,8 +201,9 @@ class DeepSeek(_Sections):
 
 
 class Kimi(_Sections):
-    """Kimi K2: ``<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>``. Its template
-    renders the ids of calls, so the model's own ids are kept."""
+    """Kimi K2:
+    ``<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>``. Its
+    template renders the ids of calls, so the model's own ids are kept."""
 
     marks = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -193,7 +218,9 @@ class Kimi(_Sections):
 
 
 class Llama3(Format):
-    """Llama 3: ``{"name": …, "parameters": {…}}``, after ``<|python_tag|>`` or as the whole answer, joined by ``;``."""
+    """Llama 3: ``{"name": …, "parameters": {…}}``, after ``<|python_tag|>`` or as the whole answer,
+    joined by ``;``.
+    """
 
     marks = ("<|python_tag|>",)
     opening = ("{",)
@@ -206,7 +233,11 @@ class Llama3(Format):
         end = position
         while (decoded := _json_at(text, position)) is not None:
             value, end_of_value = decoded
-            read = read_calls(value) if isinstance(value, dict) and {"parameters", "arguments"} & value.keys() else None
+            read = (
+                read_calls(value)
+                if isinstance(value, dict) and {"parameters", "arguments"} & value.keys()
+                else None
+            )
             if read is None:
                 break
             calls = calls + read
@@ -223,10 +254,15 @@ class Pythonic(Format):
     opening = ("[",)
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        # Long or deeply nested text is refused before ast.parse, because it can crash the interpreter (see the warning
-        # in the documentation of the ast module).
+        # Long or deeply nested text is refused before ast.parse, because it can crash the
+        # interpreter (see the warning in the documentation of the ast module).
         body = text.replace("<|python_start|>", "").replace("<|python_end|>", "").strip()
-        if not body.startswith("[") or not body.endswith("]") or len(body) > _LONGEST_LIST or _deep_brackets(body):
+        if (
+            not body.startswith("[")
+            or not body.endswith("]")
+            or len(body) > _LONGEST_LIST
+            or _deep_brackets(body)
+        ):
             return text, []
         try:
             tree = ast.parse(body, mode="eval").body
@@ -237,7 +273,9 @@ class Pythonic(Format):
 
 
 class Mistral(Format):
-    """``[TOOL_CALLS] [{"name": …, "arguments": {…}}]``, or ``[TOOL_CALLS]NAME[ARGS]{…}`` of later models."""
+    """``[TOOL_CALLS] [{"name": …, "arguments": {…}}]``, or ``[TOOL_CALLS]NAME[ARGS]{…}`` of later
+    models.
+    """
 
     marks = ("[TOOL_CALLS]",)
     _compact = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\](\w+))?\[ARGS\]")
@@ -272,7 +310,8 @@ KNOWN_MARKS = tuple(dict.fromkeys(mark for form in FORMATS.values() for mark in 
 
 
 def read_calls(value: JsonValue) -> list[ToolCall] | None:
-    """Parse the calls in a JSON value, which is an object or a list of objects; None if it does not describe calls.
+    """Parse the calls in a JSON value, which is an object or a list of objects; None if it does not
+    describe calls.
 
     The arguments are under ``arguments`` or ``parameters``, and may be JSON text.
     """
@@ -298,11 +337,17 @@ def _entry(name: str, arguments: str) -> ToolCall | None:
         value = parse_json(arguments.strip() or "{}")
     except ValueError:
         return None
-    return call(name.strip(), value) if isinstance(value, dict) and _NAME.fullmatch(name.strip()) else None
+    return (
+        call(name.strip(), value)
+        if isinstance(value, dict) and _NAME.fullmatch(name.strip())
+        else None
+    )
 
 
 def _json_at(text: str, start: int) -> tuple[JsonValue, int] | None:
-    """Decode the JSON object or list at ``start``, after optional whitespace; return it with its end, or None."""
+    """Decode the JSON object or list at ``start``, after optional whitespace; return it with its
+    end, or None.
+    """
     start = _after_space(text, start)
     if not text.startswith(("{", "["), start):
         return None
@@ -321,7 +366,8 @@ def _by_schema(schema: JsonObject, key: str, text: str, guess: bool = False) -> 
     """Convert an argument in plain text to the type in the tool's schema.
 
     Args:
-        guess: If the schema gives no type, parse the text as JSON where possible. Otherwise it stays text.
+        guess: If the schema gives no type, parse the text as JSON where possible. Otherwise it
+            stays text.
     """
     kind = _type_of(schema, key)
     if kind == "string" or (kind is None and not guess):
@@ -336,15 +382,23 @@ def _by_schema(schema: JsonObject, key: str, text: str, guess: bool = False) -> 
 
 
 def _python_value(text: str, kind: str | None) -> JsonValue:
-    """Convert Python's ``True``, ``False`` and ``None``, which some models write, and return other text unchanged."""
-    return {"true": True, "false": False, "none": None}.get(text.lower(), text) if kind is not None else text
+    """Convert Python's ``True``, ``False`` and ``None``, which some models write, and return other
+    text unchanged.
+    """
+    return (
+        {"true": True, "false": False, "none": None}.get(text.lower(), text)
+        if kind is not None
+        else text
+    )
 
 
 def _type_of(schema: JsonObject, key: str) -> str | None:
     properties = schema.get("properties")
     field = properties.get(key) if isinstance(properties, dict) else None
     others = (field.get("anyOf") or field.get("oneOf")) if isinstance(field, dict) else None
-    for option in (_referred(schema, part) for part in [field, *(others if isinstance(others, list) else [])]):
+    for option in (
+        _referred(schema, part) for part in [field, *(others if isinstance(others, list) else [])]
+    ):
         kinds = option.get("type") if isinstance(option, dict) else None
         for kind in kinds if isinstance(kinds, list) else [kinds]:
             if isinstance(kind, str) and kind != "null":
@@ -353,8 +407,8 @@ def _type_of(schema: JsonObject, key: str) -> str | None:
 
 
 def _referred(schema: JsonObject, part: JsonValue) -> JsonValue:
-    """Return the definition that ``$ref`` of a part of ``schema`` names, as Pydantic writes the types of nested models;
-    the part itself if it has no such reference."""
+    """Return the definition that ``$ref`` of a part of ``schema`` names, as Pydantic writes the
+    types of nested models; the part itself if it has no such reference."""
     path = part.get("$ref") if isinstance(part, dict) else None
     if not isinstance(path, str) or not path.startswith("#/"):
         return part
@@ -384,4 +438,8 @@ def _python_call(node: ast.expr) -> ToolCall:
 
 def _python_literal(node: ast.expr) -> JsonValue:
     words = {"true": True, "false": False, "null": None}
-    return words[node.id] if isinstance(node, ast.Name) and node.id in words else ast.literal_eval(node)
+    return (
+        words[node.id]
+        if isinstance(node, ast.Name) and node.id in words
+        else ast.literal_eval(node)
+    )

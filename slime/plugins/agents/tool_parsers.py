@@ -29,24 +29,30 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""The description of tools that Hermes and Qwen models use, for chat templates that do not support tools."""
+"""The description of tools that Hermes and Qwen models use, for chat templates that do not support
+tools.
+"""
 
 
 class ToolParser(Protocol):
-    """Interface of a tool parser. ``marks`` begin a call; while an answer streams, text from a mark on is held back."""
+    """Interface of a tool parser. ``marks`` begin a call; while an answer streams, text from a mark
+    on is held back.
+    """
 
     marks: ClassVar[tuple[str, ...]]
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Return the text without its calls, and the calls as entries of ``tool_calls``, with the ids in the text if it
-        has any."""
+        """Return the text without its calls, and the calls as entries of ``tool_calls``, with the
+        ids in the text if it has any."""
 
 
 def tool_parser(name: str, tools: Sequence[Tool] = ()) -> ToolParser:
-    """Return the parser of slime with this name, or else that of the installed SGLang, or else the class at this path.
+    """Return the parser of slime with this name, or else that of the installed SGLang, or else the
+    class at this path.
 
     Args:
-        tools: The tools of the request. Some forms write arguments as plain text, whose types are in the schemas.
+        tools: The tools of the request. Some forms write arguments as plain text, whose types are
+            in the schemas.
 
     Raises:
         HookError: There is no such parser.
@@ -69,8 +75,8 @@ def parser_name(setting: str, tokenizer: Tokenizer, checkpoint: str | None) -> s
 
 
 class SGLangParser:
-    """A parser of the installed SGLang, for forms without a parser in this package. As in SGLang, calls of unknown
-    tools and the text after the first call are dropped."""
+    """A parser of the installed SGLang, for forms without a parser in this package. As in SGLang,
+    calls of unknown tools and the text after the first call are dropped."""
 
     marks: ClassVar[tuple[str, ...]] = ()
 
@@ -97,7 +103,8 @@ class SGLangParser:
 
 
 class Shown:
-    """Filters streamed text: it passes the text up to a mark, and holds back text that may become a mark.
+    """Filters streamed text: it passes the text up to a mark, and holds back text that may become a
+    mark.
 
     Args:
         marks: Marks that end the text anywhere.
@@ -132,15 +139,20 @@ class Shown:
 
 def overlap(text: str, mark: str) -> int:
     """Return the length of the longest proper prefix of ``mark`` with which ``text`` ends."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+    return next(
+        (n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0
+    )
 
 
 def tools_in_words(tools: Sequence[Tool]) -> str:
-    """Describe the tools for the system message of a model whose chat template does not support tools."""
+    """Describe the tools for the system message of a model whose chat template does not support
+    tools.
+    """
     return HERMES_PREAMBLE.format(tools="\n".join(map(json.dumps, tools)))
 
 
-# --- reasoning: `<think>…</think>` at the beginning of a text, also while it streams --------------------
+# --- reasoning: `<think>…</think>` at the beginning of a text, also while it streams
+# --------------------
 
 
 def split_reasoning(text: str, tags: Tags | None, opened: bool) -> tuple[str, str]:
@@ -159,7 +171,8 @@ def split_reasoning(text: str, tags: Tags | None, opened: bool) -> tuple[str, st
 
 
 def parse_answer(parser: ToolParser, text: str, tags: Tags | None) -> tuple[str, list[ToolCall]]:
-    """Parse the tool calls of an answer, but ignore calls inside reasoning tags: the model only considers them there.
+    """Parse the tool calls of an answer, but ignore calls inside reasoning tags: the model only
+    considers them there.
 
     A start tag that occurs inside a call, for example in an argument, does not begin reasoning."""
     if tags is None:
@@ -185,7 +198,8 @@ def _open_call(parser: ToolParser, content: str) -> bool:
 
 
 class StreamSplit:
-    """Splits streamed text into reasoning and answer, with the same result as :func:`split_reasoning`.
+    """Splits streamed text into reasoning and answer, with the same result as
+    :func:`split_reasoning`.
 
     Args:
         shown: Filter for the text of the answer.
@@ -195,11 +209,12 @@ class StreamSplit:
         self._tags = tags
         self._shown = shown
         self._opened = opened
-        # "begin": until it is known whether the text starts with reasoning. "reasoning": up to the end tag. "after":
-        # whitespace after the end tag, which is dropped. "plain": the answer.
+        # "begin": until it is known whether the text starts with reasoning. "reasoning": up to the
+        # end tag. "after": whitespace after the end tag, which is dropped. "plain": the answer.
         self._state = "begin"
         self._held = ""
-        self._said = False  # whether any reasoning was returned yet; whitespace before it is dropped
+        # whether any reasoning was returned yet; whitespace before it is dropped
+        self._said = False
 
     def add(self, text: str) -> tuple[str, str]:
         """Add new text; return the reasoning and the answer text that can be passed on now."""
@@ -228,8 +243,8 @@ class StreamSplit:
         return reasoning, self._shown.add(text)
 
     def _think(self, text: str) -> str:
-        """Return new reasoning that can be passed on. Trailing whitespace, and text that may be the beginning of the
-        end tag, are held back until more text arrives."""
+        """Return new reasoning that can be passed on. Trailing whitespace, and text that may be the
+        beginning of the end tag, are held back until more text arrives."""
         assert self._tags is not None
         text = self._trimmed(text)
         keep = overlap(text, self._tags.end)

@@ -1,7 +1,9 @@
-"""The conversations of an agent with the model as a tree of turns, and the conversion of its leaves to samples.
+"""The conversations of an agent with the model as a tree of turns, and the conversion of its leaves
+to samples.
 
-A turn is one answer of the model. Its parent is the turn that the request continues: the deepest one whose whole
-conversation is a prefix of the request. Sending the same request twice, or changing earlier messages, creates a branch.
+A turn is one answer of the model. Its parent is the turn that the request continues: the deepest
+one whose whole conversation is a prefix of the request. Sending the same request twice, or changing
+earlier messages, creates a branch.
 """
 
 from __future__ import annotations
@@ -35,10 +37,13 @@ class Turn:
     Attributes:
         messages: The client's messages since the parent's answer.
         answer: The model's answer, as the client received it.
-        added_ids: Token ids between the parent's output and this output; for a first turn, its whole prompt.
+        added_ids: Token ids between the parent's output and this output; for a first turn, its
+            whole prompt.
         outputs: The engine's outputs in order; several if generation was interrupted and continued.
-        overflowed: Whether the program tried to continue after this turn, but there was no room for another answer.
-        constrained: Whether a constraint limited the vocabulary, so that the log-probs are not the model's.
+        overflowed: Whether the program tried to continue after this turn, but there was no room for
+            another answer.
+        constrained: Whether a constraint limited the vocabulary, so that the log-probs are not the
+            model's.
     """
 
     parent: Turn | None
@@ -57,13 +62,20 @@ class Turn:
         self.keys: list[Key] = [key_of(message) for message in [*self.messages, self.answer]]
         self.tools_key = json.dumps(self.tools, sort_keys=True)
         self.depth: int = 1 if self.parent is None else self.parent.depth + 1
-        self.prompt_tokens: int = (0 if self.parent is None else self.parent.length) + len(self.added_ids)
-        self.length: int = self.prompt_tokens + len(self.output_ids)  # number of ids up to the end of this turn
+        self.prompt_tokens: int = (0 if self.parent is None else self.parent.length) + len(
+            self.added_ids
+        )
+        # number of ids up to the end of this turn
+        self.length: int = self.prompt_tokens + len(self.output_ids)
 
     @property
     def output_ids(self) -> list[int]:
         """The sampled token ids."""
-        return [int(item[1]) for output in self.outputs for item in output["meta_info"]["output_token_logprobs"]]
+        return [
+            int(item[1])
+            for output in self.outputs
+            for item in output["meta_info"]["output_token_logprobs"]
+        ]
 
     @property
     def cached_tokens(self) -> int:
@@ -84,14 +96,18 @@ class Turn:
         return turns[::-1]
 
     def ids(self) -> list[int]:
-        """Return all token ids up to the end of this turn, exactly as the engine received and sampled them."""
+        """Return all token ids up to the end of this turn, exactly as the engine received and
+        sampled them.
+        """
         return [token for turn in self.path() for token in (*turn.added_ids, *turn.output_ids)]
 
     def conversation(self) -> list[Message]:
         return [message for turn in self.path() for message in (*turn.messages, turn.answer)]
 
     def all_keys(self) -> tuple[str, list[Key]]:
-        """Return what is compared of the whole conversation: its tools and the key of each message."""
+        """Return what is compared of the whole conversation: its tools and the key of each
+        message.
+        """
         return self.tools_key, [key for turn in self.path() for key in turn.keys]
 
 
@@ -102,9 +118,15 @@ class Tree:
         self.turns: dict[str, Turn] = {}  # by id, in the order of their completion
 
     def find(self, ask: Ask) -> Turn | None:
-        """Return the turn that a request continues, the newest if there are several; None for a new conversation."""
+        """Return the turn that a request continues, the newest if there are several; None for a new
+        conversation.
+        """
         tools_key = json.dumps(ask.tools, sort_keys=True)
-        roots = [turn for turn in self.turns.values() if turn.parent is None and turn.tools_key == tools_key]
+        roots = [
+            turn
+            for turn in self.turns.values()
+            if turn.parent is None and turn.tools_key == tools_key
+        ]
         return _deepest(roots, [key_of(message) for message in ask.messages])
 
     def add(self, turn: Turn) -> None:
@@ -122,7 +144,9 @@ class Tree:
         return [turn for turn in self.turns.values() if not turn.children]
 
     def samples(self, args: Args, base: Sample, tokenizer: Tokenizer) -> list[Sample]:
-        """Return one sample per leaf. A turn that several samples share is trained only in the first of them."""
+        """Return one sample per leaf. A turn that several samples share is trained only in the
+        first of them.
+        """
         trained: set[Turn] = set()
         ends = end_ids(tokenizer, args.hf_checkpoint, args.rollout_stop_token_ids)
         samples = []
@@ -138,18 +162,22 @@ class Tree:
 def _deepest(roots: Sequence[Turn], keys: list[Key]) -> Turn | None:
     """Return the turn with the longest conversation that is a proper prefix of ``keys``."""
     best: Turn | None = None
-    open_turns = [(turn, 0) for turn in reversed(roots)]  # a turn, and the number of keys of its ancestors
+    # a turn, and the number of keys of its ancestors
+    open_turns = [(turn, 0) for turn in reversed(roots)]
     while open_turns:
         turn, start = open_turns.pop()
         end = start + len(turn.keys)
-        if len(keys) > end and keys[start:end] == turn.keys:  # the request has messages after this turn
+        # the request has messages after this turn
+        if len(keys) > end and keys[start:end] == turn.keys:
             best = turn if best is None or turn.depth >= best.depth else best
             open_turns += [(child, end) for child in reversed(turn.children)]
     return best
 
 
 def without_response(state: GenerateState, sample: Sample) -> None:
-    """Make a valid sample of one that got no answer of the model: its prompt, and one token that is not trained."""
+    """Make a valid sample of one that got no answer of the model: its prompt, and one token that is
+    not trained.
+    """
     end = state.tokenizer.eos_token_id
     assert end is not None, "a model that answers in turns ends them with a token"
     # Conversations are text only, and the model may have no processor for the media of a prompt.
@@ -166,18 +194,27 @@ def _sample(args: Args, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
         if turn.parent is None:
             sample.tokens = list(turn.added_ids)
         else:
-            sample.append_response_tokens(args, tokens=turn.added_ids, log_probs=None, trainable=False)
+            sample.append_response_tokens(
+                args, tokens=turn.added_ids, log_probs=None, trainable=False
+            )
         if turn in trained:  # an earlier sample trains this turn; here it is only context
-            sample.append_response_tokens(args, tokens=turn.output_ids, log_probs=None, trainable=False)
+            sample.append_response_tokens(
+                args, tokens=turn.output_ids, log_probs=None, trainable=False
+            )
             continue
-        for output in turn.outputs:  # without text: Tree.samples decodes all ids of the response together
-            # The engine sampled from a part of the vocabulary, but the trainer scores all of it, so these tokens are
-            # not trained.
+        # without text: Tree.samples decodes all ids of the response together
+        for output in turn.outputs:
+            # The engine sampled from a part of the vocabulary, but the trainer scores all of it, so
+            # these tokens are not trained.
             if turn.constrained and not args.allow_truncated_sampling:
                 meta = output["meta_info"]
                 ids = [int(item[1]) for item in meta["output_token_logprobs"]]
-                sample.append_response_tokens(args, tokens=ids, log_probs=None, trainable=False, meta_info=meta)
+                sample.append_response_tokens(
+                    args, tokens=ids, log_probs=None, trainable=False, meta_info=meta
+                )
             else:
                 append_output(args, sample, {**output, "text": ""})
-    sample.status = Sample.Status.TRUNCATED if leaf.cut or leaf.overflowed else Sample.Status.COMPLETED
+    sample.status = (
+        Sample.Status.TRUNCATED if leaf.cut or leaf.overflowed else Sample.Status.COMPLETED
+    )
     return sample

@@ -1,8 +1,9 @@
 """Helpers for users' loss functions, with the names and arguments of older releases.
 
-A loss function gets logits of another form than in older releases: ``[R, vocab]``, one row for each response token of
-the micro-batch, already divided by the rollout temperature. The helpers below hide this difference. They take the
-keyword arguments of older releases and return what these returned; see docs/en/coming_from.md.
+A loss function gets logits of another form than in older releases: ``[R, vocab]``, one row for each
+response token of the micro-batch, already divided by the rollout temperature. The helpers below
+hide this difference. They take the keyword arguments of older releases and return what these
+returned; see docs/en/coming_from.md.
 """
 
 from __future__ import annotations
@@ -31,23 +32,32 @@ def get_responses(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each sample the rows of its response, ``[response_length, vocab]``, and its response tokens.
+    """Yield for each sample the rows of its response, ``[response_length, vocab]``, and its
+    response tokens.
 
     Args:
         logits: ``[R, vocab]``, as the loss function got them.
         unconcat_tokens: The tokens of each sample, ``batch["unconcat_tokens"]``.
 
     Raises:
-        ValueError: ``logits`` do not have one row per response token, or context parallelism splits the responses.
+        ValueError: ``logits`` do not have one row per response token, or context parallelism splits
+            the responses.
     """
     if ParallelLayout.from_args(args).cp > 1:
-        raise ValueError('with --context-parallel-size above 1, use batch["targets"] and batch["current_log_probs"]')
+        raise ValueError(
+            'with --context-parallel-size above 1, use batch["targets"] and '
+            'batch["current_log_probs"]'
+        )
     if logits.shape[0] != sum(response_lengths):
-        raise ValueError(f"logits have {logits.shape[0]} rows for {sum(response_lengths)} response tokens")
+        raise ValueError(
+            f"logits have {logits.shape[0]} rows for {sum(response_lengths)} response tokens"
+        )
     start = 0
     for tokens, total, length in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
         if len(tokens) != total or length > total:
-            raise ValueError(f"{len(tokens)} tokens for a sample of {total}, {length} of them in the response")
+            raise ValueError(
+                f"{len(tokens)} tokens for a sample of {total}, {length} of them in the response"
+            )
         targets = torch.as_tensor(tokens, device=logits.device)[total - length :]
         yield logits[start : start + length], targets
         start += length
@@ -63,9 +73,11 @@ def get_log_probs_and_entropy(
     with_entropy: bool = False,
     non_loss_data: bool = True,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Return an empty tensor, and ``log_probs`` (with ``with_entropy`` also ``entropy``): one tensor per sample.
+    """Return an empty tensor, and ``log_probs`` (with ``with_entropy`` also ``entropy``): one
+    tensor per sample.
 
-    Both have gradients and are those of the tempered distribution, since ``logits`` are divided by the temperature.
+    Both have gradients and are those of the tempered distribution, since ``logits`` are divided by
+    the temperature.
     """
     found: dict[str, list[Tensor]] = {"log_probs": []}
     if with_entropy:
@@ -86,7 +98,10 @@ def get_log_probs_and_entropy(
 
 
 def policy_loss_function(
-    args: Args, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+    args: Args,
+    batch: Mapping[str, Any],
+    logits: Tensor,
+    sum_of_sample_mean: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the policy loss of the flags, for loss functions that add a term to it.
 
@@ -106,13 +121,17 @@ def policy_loss_function(
         with_entropy=args.entropy_coef != 0,
     )[1]
 
-    entries = RankBatch({field.name: batch[field.public_name] for field in FIELDS if field.public_name in batch})
+    entries = RankBatch(
+        {field.name: batch[field.public_name] for field in FIELDS if field.public_name in batch}
+    )
     tokens = TokenBatch.from_rank_batch(
         entries,
         range(len(batch["loss_masks"])),
         log_probs=torch.cat(scored["log_probs"]),
         entropy=torch.cat(scored["entropy"]) if "entropy" in scored else None,
     )
-    settings = LossSettings.from_args(args.with_values(loss_type="policy_loss", custom_loss_function_path=None))
+    settings = LossSettings.from_args(
+        args.with_values(loss_type="policy_loss", custom_loss_function_path=None)
+    )
     loss, metrics = LOSSES["policy_loss"](settings, tokens.cleaned(), IDENTITY)
     return loss, metrics

@@ -1,10 +1,11 @@
-"""Read the weights of a checkpoint that Megatron-LM wrote (``--ckpt-format torch_dist``). Megatron is not needed.
+"""Read the weights of a checkpoint that Megatron-LM wrote (``--ckpt-format torch_dist``). Megatron
+is not needed.
 
-Its tensors have the names of Megatron's layers with Transformer Engine, which differ from those of the weight maps
-(:mod:`slime.weights.maps`) in these ways:
+Its tensors have the names of Megatron's layers with Transformer Engine, which differ from those of
+the weight maps (:mod:`slime.weights.maps`) in these ways:
 
-- The layers of a dense model are stacked: ``decoder.layers.self_attention.linear_qkv.weight`` has one more dimension,
-  the layer. Other models have the number of the layer in the name.
+- The layers of a dense model are stacked: ``decoder.layers.self_attention.linear_qkv.weight`` has
+  one more dimension, the layer. Other models have the number of the layer in the name.
 - A norm can be part of the linear layer after it: ``linear_qkv.layer_norm_weight``.
 - Experts are stacked in the same way as layers, or have their number in the name.
 - Embeddings are padded by rows that the model does not use.
@@ -24,7 +25,11 @@ from types import EllipsisType
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -43,7 +48,9 @@ _OTHER_NAMES = {
     "self_attn_bda.norm.weight": "post_self_attn_layernorm.weight",
     "mlp_bda.norm.weight": "post_mlp_layernorm.weight",
 }
-"""The name of a parameter in the weight maps, after the layer -> its name in checkpoints of Megatron-LM."""
+"""The name of a parameter in the weight maps, after the layer -> its name in checkpoints of
+Megatron-LM.
+"""
 _EXPERTS = {"mlp.experts.gate_up": "linear_fc1", "mlp.experts.down": "linear_fc2"}
 
 
@@ -57,15 +64,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of one layer, or that of one expert in it: its map, and the stored tensors that it consists of."""
+    """A parameter of one layer, or that of one expert in it: its map, and the stored tensors that
+    it consists of.
+    """
 
     entry: Entry
     places: tuple[Place, ...]
 
 
 class MegatronLmWeights(NamedWeights):
-    """The weights of a checkpoint of Megatron-LM under their Hugging Face names. The last parameter that was read, of
-    one layer and one expert, stays in memory."""
+    """The weights of a checkpoint of Megatron-LM under their Hugging Face names. The last parameter
+    that was read, of one layer and one expert, stays in memory."""
 
     def __init__(self, folder: Path, family: Family, settings: Settings) -> None:
         """Read only the index.
@@ -74,7 +83,8 @@ class MegatronLmWeights(NamedWeights):
             folder: A folder with ``.metadata`` and ``*.distcp``
                 (:func:`slime.config.checkpoint.megatron_lm_folder`).
             family: The weight map of the model.
-            settings: The shape of the model; ``vocab_size`` is the number of rows of the embeddings without padding.
+            settings: The shape of the model; ``vocab_size`` is the number of rows of the embeddings
+                without padding.
 
         Raises:
             ModelError: Tensors are missing, or do not fit the shape. The message names them.
@@ -86,10 +96,14 @@ class MegatronLmWeights(NamedWeights):
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         every = metadata.state_dict_metadata.items()
-        self.stored = {name: tensor for name, tensor in every if isinstance(tensor, TensorStorageMetadata)}
+        self.stored = {
+            name: tensor for name, tensor in every if isinstance(tensor, TensorStorageMetadata)
+        }
         self._check_layers(settings["num_layers"])
         self._of: dict[str, tuple[Parameter, int]] = {}
-        """The parameter in which a Hugging Face tensor is stored, and its number among the tensors there."""
+        """The parameter in which a Hugging Face tensor is stored, and its number among the tensors
+        there.
+        """
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._split_shapes: dict[tuple[Layout, tuple[int, ...]], list[tuple[int, ...]]] = {}
         self._add(family, settings)
@@ -106,22 +120,34 @@ class MegatronLmWeights(NamedWeights):
         counts = stacked | ({max(indexed) + 1} if indexed else set())
         if counts - {layers}:
             numbers = " and ".join(map(str, sorted(counts)))
-            raise ModelError(f"{self.folder} has {numbers} layers, but the model of --hf-checkpoint has {layers}")
+            raise ModelError(
+                f"{self.folder} has {numbers} layers, but the model of --hf-checkpoint has {layers}"
+            )
 
     def _add(self, family: Family, settings: Settings) -> None:
         missing: list[str] = []
         wrong: list[str] = []
         if any(entry.is_stacked for entry in family.entries(settings)):
             raise ModelError(
-                f"{self.folder} was written by Megatron-LM, whose names for {family.name} slime does not know: load "
-                "the Hugging Face checkpoint, or convert that with tools/convert_hf_to_torch_dist.py"
+                f"{self.folder} was written by Megatron-LM, whose names for {family.name} slime "
+                "does not know: load the Hugging Face checkpoint, or convert that with "
+                "tools/convert_hf_to_torch_dist.py"
             )
         # All problems are collected, so that one message names them.
         for entry in family.entries(settings):
             for expert in range(entry.experts) if entry.experts else (None,):
-                names = [name if expert is None else name.format(expert=expert) for name in entry.hf]
+                names = [
+                    name if expert is None else name.format(expert=expert) for name in entry.hf
+                ]
                 tried = list(_spellings(entry, expert))
-                places = next((places for places in tried if all(place.name in self.stored for place in places)), None)
+                places = next(
+                    (
+                        places
+                        for places in tried
+                        if all(place.name in self.stored for place in places)
+                    ),
+                    None,
+                )
                 if places is None:
                     spelled = sorted({place.name for places in tried for place in places}, key=len)
                     missing.append(f"{' + '.join(names)} (stored as {' or '.join(spelled[:4])})")
@@ -129,27 +155,38 @@ class MegatronLmWeights(NamedWeights):
                 try:
                     shapes = self._shapes_of(entry, places)
                 except (RuntimeError, ValueError, IndexError) as error:
-                    wrong.append(f"{places[0].name} {tuple(self.stored[places[0].name].size)}: {error}")
+                    wrong.append(
+                        f"{places[0].name} {tuple(self.stored[places[0].name].size)}: {error}"
+                    )
                     continue
                 parameter = Parameter(entry, places)
                 for number, (name, shape) in enumerate(zip(names, shapes, strict=True)):
                     self._of[name], self._shapes[name] = (parameter, number), shape
         if missing:
             raise ModelError(
-                f"checkpoint {self.folder} does not fit the model of --hf-checkpoint: it lacks {len(missing)} "
-                f"parameters: {shorten(missing, 3)}"
+                f"checkpoint {self.folder} does not fit the model of --hf-checkpoint: it lacks "
+                f"{len(missing)} parameters: {shorten(missing, 3)}"
             )
         if wrong:
-            raise ModelError(f"checkpoint {self.folder} does not fit the model of --hf-checkpoint: {shorten(wrong, 3)}")
+            raise ModelError(
+                f"checkpoint {self.folder} does not fit the model of --hf-checkpoint: "
+                f"{shorten(wrong, 3)}"
+            )
 
     def _shapes_of(self, entry: Entry, places: Sequence[Place]) -> list[tuple[int, ...]]:
         sizes = [tuple(self.stored[place.name].size) for place in places]
-        if any(index >= size for place, full in zip(places, sizes, strict=True) for index, size in _pairs(place, full)):
+        if any(
+            index >= size
+            for place, full in zip(places, sizes, strict=True)
+            for index, size in _pairs(place, full)
+        ):
             raise ValueError(f"it has no part {places[0].index}")
         whole = [size[len(place.index) :] for place, size in zip(places, sizes, strict=True)]
         shape = (sum(size[0] for size in whole), *whole[0][1:])
         if isinstance(entry.layout, Vocabulary) and shape[0] < entry.layout.rows:
-            raise ValueError(f"it has {shape[0]} rows, but the vocabulary has {entry.layout.rows} tokens")
+            raise ValueError(
+                f"it has {shape[0]} rows, but the vocabulary has {entry.layout.rows} tokens"
+            )
         key = entry.layout, shape
         if key not in self._split_shapes:
             parts = _split(entry, torch.empty(shape, device="meta"))
@@ -203,7 +240,9 @@ class MegatronLmWeights(NamedWeights):
             yield name, self.get(name)
 
     def _read(self, place: Place) -> Tensor:
-        """Read the chunks of the files that a part of a stored tensor consists of, one at a time."""
+        """Read the chunks of the files that a part of a stored tensor consists of, one at a
+        time.
+        """
         stored = self.stored[place.name]
         lead = len(place.index)
         size = torch.Size([*(1,) * lead, *stored.size[lead:]])
@@ -211,13 +250,17 @@ class MegatronLmWeights(NamedWeights):
         wanted = ChunkStorageMetadata(torch.Size([*place.index, *(0,) * (len(size) - lead)]), size)
         items = create_read_items_for_chunk_list(place.name, stored, [wanted])
         if sum(item.lengths.numel() for item in items) != target.numel():
-            raise ModelError(f"{place.name} in {self.folder} is not complete: the checkpoint is damaged")
+            raise ModelError(
+                f"{place.name} in {self.folder} is not complete: the checkpoint is damaged"
+            )
         planner = _IntoTensor(target)
         for item in items:
             try:
                 self._reader.read_data(LoadPlan([item]), planner)
             except (OSError, RuntimeError, ValueError, EOFError) as error:
-                raise ModelError(f"{place.name} in {self.folder} cannot be read: {error}") from error
+                raise ModelError(
+                    f"{place.name} in {self.folder} cannot be read: {error}"
+                ) from error
         return target.reshape(size[lead:])
 
 
@@ -241,7 +284,9 @@ def _split(entry: Entry, full: Tensor) -> list[Tensor]:
 
 
 def _spellings(entry: Entry, expert: int | None) -> Iterator[tuple[Place, ...]]:
-    """Yield the places at which checkpoints have a parameter, the indexed layer before the stacked one."""
+    """Yield the places at which checkpoints have a parameter, the indexed layer before the stacked
+    one.
+    """
     found = _LAYER.fullmatch(entry.megatron)
     if found is None:
         yield (Place(entry.megatron),)
@@ -255,11 +300,15 @@ def _spellings(entry: Entry, expert: int | None) -> Iterator[tuple[Place, ...]]:
     for places in in_layer:
         yield tuple(Place(f"decoder.layers.{layer}.{place.name}", place.index) for place in places)
     for places in in_layer:
-        yield tuple(Place(f"decoder.layers.{place.name}", (layer, *place.index)) for place in places)
+        yield tuple(
+            Place(f"decoder.layers.{place.name}", (layer, *place.index)) for place in places
+        )
 
 
 def _spellings_of_expert(rest: str, expert: int) -> Iterator[tuple[Place, ...]]:
-    """Yield the names of an expert's matrix: those of grouped experts, of single ones, and with gate and up apart."""
+    """Yield the names of an expert's matrix: those of grouped experts, of single ones, and with
+    gate and up apart.
+    """
     linear = _EXPERTS[rest]
     yield (Place(f"mlp.experts.experts.{linear}.weight", (expert,)),)
     yield (Place(f"mlp.experts.experts.{linear}.weight{expert}"),)

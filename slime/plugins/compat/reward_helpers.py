@@ -1,10 +1,10 @@
 r"""Helpers that compare mathematical answers, for users' reward functions.
 
-The names of the first part are those of the MATH data set's helpers (Hendrycks et al. 2021). The comparison is that of
-the reward ``math``; what only a symbolic comparison can decide runs in a verifier process, so that it cannot hang the
-caller. The second part is the rule of the reward ``dapo`` (Yu et al. 2025, arXiv:2503.14476), of which
-``strict_box_verify`` is the variant that reads ``\boxed{}`` in the last 100 characters instead of ``Answer:`` in the
-last 300.
+The names of the first part are those of the MATH data set's helpers (Hendrycks et al. 2021). The
+comparison is that of the reward ``math``; what only a symbolic comparison can decide runs in a
+verifier process, so that it cannot hang the caller. The second part is the rule of the reward
+``dapo`` (Yu et al. 2025, arXiv:2503.14476), of which ``strict_box_verify`` is the variant that
+reads ``\boxed{}`` in the last 100 characters instead of ``Answer:`` in the last 300.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def extract_answer(passage: str | None) -> str | None:
 
 
 def mathd_normalize_answer(answer: str | None) -> str | None:
-    """Return the normal form of an answer, see :func:`slime.rollout.rm_hub.answers.normalize_math`."""
+    """Return the normal form of an answer, see
+    :func:`slime.rollout.rm_hub.answers.normalize_math`.
+    """
     return None if answer is None else normalize_math(answer)
 
 
@@ -81,12 +83,16 @@ def get_deepscaler_rule_based_reward(response: str | None, label: str | float | 
 
 
 def grade_answer_verl(solution_str: str | None, ground_truth: str) -> bool:
-    """Whether the last box of a response equals the label, whose own box is removed if it has one."""
+    """Whether the last box of a response equals the label, whose own box is removed if it has
+    one.
+    """
     if not ground_truth:
         return False
     answer = extract_boxed_answer(solution_str)
     gold = last_boxed(str(ground_truth))
-    return answer is not None and grade_answer_sympy(answer, str(ground_truth) if gold is None else gold)
+    return answer is not None and grade_answer_sympy(
+        answer, str(ground_truth) if gold is None else gold
+    )
 
 
 # --- dapo ----------------------------------------------------------------------------------------
@@ -97,7 +103,9 @@ _PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Return the form in which answers and labels are compared: numbers by value, without units and LaTeX styles."""
+    """Return the form in which answers and labels are compared: numbers by value, without units and
+    LaTeX styles.
+    """
     return normal_answer(final_answer)
 
 
@@ -121,12 +129,15 @@ def is_correct_minerva(
     return judged(found, str(gt) if gold is None else gold)
 
 
-def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
-    """Return 1 or -1, and the content of the last box in the last 100 characters of ``pred``, which must equal ``gt``.
+def is_correct_strict_box(
+    pred: str, gt: str, pause_tokens_index: list[int] | None = None
+) -> tuple[int, str | None]:
+    """Return 1 or -1, and the content of the last box in the last 100 characters of ``pred``, which
+    must equal ``gt``.
 
     Args:
-        pause_tokens_index: Positions of four pause tokens in the text; then the 100 characters before the last of them
-            are included as well.
+        pause_tokens_index: Positions of four pause tokens in the text; then the 100 characters
+            before the last of them are included as well.
     """
     start = pause_tokens_index[-1] - _BOX_TAIL if pause_tokens_index else len(pred) - _BOX_TAIL
     answer = last_boxed(pred[max(start, 0) :]) or None
@@ -134,7 +145,10 @@ def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | No
 
 
 def verify(
-    solution_str: str, answer: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+    solution_str: str,
+    answer: str,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
 ) -> tuple[bool, str | None]:
     """Return whether a response is correct, and its answer."""
     if strict_box_verify:
@@ -149,6 +163,10 @@ def compute_score(
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
-    """Return ``{"score": 1.0 or -1.0, "acc": bool, "pred": str or None}`` for the last 300 characters of a response."""
-    correct, pred = verify((solution_str or "")[-_TAIL:], str(ground_truth), strict_box_verify, pause_tokens_index)
+    """Return ``{"score": 1.0 or -1.0, "acc": bool, "pred": str or None}`` for the last 300
+    characters of a response.
+    """
+    correct, pred = verify(
+        (solution_str or "")[-_TAIL:], str(ground_truth), strict_box_verify, pause_tokens_index
+    )
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}

@@ -1,4 +1,6 @@
-"""Read the command of a launch script (bash) without running it: arrays, variables, and the files that it sources."""
+"""Read the command of a launch script (bash) without running it: arrays, variables, and the files
+that it sources.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def command_of(words: list[str]) -> tuple[str, list[str]]:
 
 
 def read_script(path: Path) -> list[str]:
-    """Return the words of the last command of a script that names a known program, with arrays and variables filled in.
+    """Return the words of the last command of a script that names a known program, with arrays and
+    variables filled in.
 
     Nothing is run, so a value that only a command can give (``$(...)``) stays as it is.
 
@@ -57,7 +60,9 @@ def read_script(path: Path) -> list[str]:
     for line in re.sub(r"\\\n", " ", text).splitlines():
         words = _words(line.strip(), names)
         for place, word in enumerate(words):
-            if any(pattern.search(word) for pattern in PROGRAMS.values()) and place + 1 < len(words):
+            if any(pattern.search(word) for pattern in PROGRAMS.values()) and place + 1 < len(
+                words
+            ):
                 found = words
     if found is None:
         raise CommandError(f"{path}: no command of slime, verl, OpenRLHF or TRL was found")
@@ -65,7 +70,9 @@ def read_script(path: Path) -> list[str]:
 
 
 def _gather(path: Path, names: dict[str, list[str]], depth: int) -> str:
-    """Add the arrays and variables of a script, and of those that it sources, to ``names``; return its text."""
+    """Add the arrays and variables of a script, and of those that it sources, to ``names``; return
+    its text.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -85,8 +92,13 @@ def _gather(path: Path, names: dict[str, list[str]], depth: int) -> str:
             names[name] = _words(value, names)
     for name, more, short, long in _ARRAY.findall(text):
         content = short or long
-        lines = "\n".join(line for line in content.splitlines() if not line.lstrip().startswith("#"))
-        names[name] = [*(names.get(name, []) if more else []), *_words(lines.replace("\\\n", " "), names)]
+        lines = "\n".join(
+            line for line in content.splitlines() if not line.lstrip().startswith("#")
+        )
+        names[name] = [
+            *(names.get(name, []) if more else []),
+            *_words(lines.replace("\\\n", " "), names),
+        ]
     return outside
 
 

@@ -1,5 +1,5 @@
-"""``slime translate <script or command>``: the command of slime for a launch script of slime 0.3, verl, OpenRLHF or
-TRL, and what changes."""
+"""``slime translate <script or command>``: the command of slime for a launch script of slime 0.3,
+verl, OpenRLHF or TRL, and what changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from slime.config.parser import read_command_line
 from slime.plugins.compat.script_words import command_of, read_script
 
 TARGET = re.compile(r"(--[\w-]+)(?: (\S+?))?(?::(\w+))?")
-"""A flag of slime with a fixed first value and the form of its value; any other text is a sentence."""
+"""A flag of slime with a fixed first value and the form of its value; any other text is a
+sentence.
+"""
 _END = re.compile(r"[|;&]|\d*>")
 """The beginning of the word after a command: a pipe, another command, or where its output goes."""
 _TABLE = Path(flag_support.__file__).parent / "tables" / "translations.json"
@@ -30,10 +32,11 @@ _TABLE = Path(flag_support.__file__).parent / "tables" / "translations.json"
 class Framework(TypedDict):
     """The table of one framework.
 
-    ``flags``: for each of its flags, the flag of slime, or a sentence where there is none. After a colon comes what
-    becomes of the value: ``on`` and ``off`` (a switch, if the value is true or false), ``given`` (a switch for any
-    value), ``per_group``, ``per_engine``, ``groups`` (multiplied or divided by the group size or engine size), ``kl``
-    and ``loss`` (the KL in the loss).
+    ``flags``: for each of its flags, the flag of slime, or a sentence where there is none. After a
+    colon comes what becomes of the value: ``on`` and ``off`` (a switch, if the value is true or
+    false), ``given`` (a switch for any value), ``per_group``, ``per_engine``, ``groups``
+    (multiplied or divided by the group size or engine size), ``kl`` and ``loss`` (the KL in the
+    loss).
     ``values``: other values, by flag of slime.
     """
 
@@ -50,7 +53,9 @@ def tables() -> dict[str, Framework]:
 
 @dataclass
 class Translation:
-    """A command of slime: its program, its flags as groups of words, and what changes, one line each."""
+    """A command of slime: its program, its flags as groups of words, and what changes, one line
+    each.
+    """
 
     program: str
     flags: list[list[str]] = field(default_factory=list)
@@ -58,7 +63,10 @@ class Translation:
 
     def command(self) -> str:
         """Return the command as bash reads it, one flag a line."""
-        lines = [f"python3 {self.program}", *(" ".join(map(_quoted, words)) for words in self.flags)]
+        lines = [
+            f"python3 {self.program}",
+            *(" ".join(map(_quoted, words)) for words in self.flags),
+        ]
         return " \\\n    ".join(lines)
 
 
@@ -87,7 +95,9 @@ def translate(words: Sequence[str], say: Callable[[str], None] = print) -> int:
 
 
 def _of_slime(command: Sequence[str]) -> Translation:
-    """Keep all flags that exist, and name those that do not, that have no effect, and the defaults that differ."""
+    """Keep all flags that exist, and name those that do not, that have no effect, and the defaults
+    that differ.
+    """
     made = Translation(Path(command[0]).name)
     given = set()
     for option, values in _pairs(command[1:]):
@@ -95,7 +105,10 @@ def _of_slime(command: Sequence[str]) -> Translation:
         given.add(name)
         # A flag may be gone, refused, or without effect.
         reason = why_missing(option)
-        if reason or any(f"{option}: no such flag" in problem for problem in read_command_line([option, *values])[1]):
+        if reason or any(
+            f"{option}: no such flag" in problem
+            for problem in read_command_line([option, *values])[1]
+        ):
             made.changes.append(f"{option} {reason or 'does not exist'}; it is left out")
             continue
         flag = FLAGS.get(name)
@@ -113,7 +126,9 @@ def _of_slime(command: Sequence[str]) -> Translation:
             shown = FLAGS[name].default
             before = "not limited" if value is None else value
             if shown is not None and shown != value:
-                made.changes.append(f"{FLAGS[name].option} is not given: its default is {shown}, and was {before}")
+                made.changes.append(
+                    f"{FLAGS[name].option} is not given: its default is {shown}, and was {before}"
+                )
     return made
 
 
@@ -123,7 +138,9 @@ def _of_other(table: Framework, command: Sequence[str]) -> Translation:
     value_of = {option: values[0] for option, values in pairs if values}
     given = {option for option, _ in pairs}
     # Sizes that other flags of the command are counted in.
-    group = _number(value_of, "actor_rollout_ref.rollout.n", "--num_generations", "--n_samples_per_prompt")
+    group = _number(
+        value_of, "actor_rollout_ref.rollout.n", "--num_generations", "--n_samples_per_prompt"
+    )
     engine = _number(value_of, "--vllm_tensor_parallel_size")
     for option, values in pairs:
         target = table["flags"].get(option)
@@ -133,7 +150,9 @@ def _of_other(table: Framework, command: Sequence[str]) -> Translation:
         elif target:
             made.changes.append(f"{option}: {target}")
         else:
-            made.changes.append(f"{' '.join([option, *values])}: slime has no flag that is known to mean the same")
+            made.changes.append(
+                f"{' '.join([option, *values])}: slime has no flag that is known to mean the same"
+            )
     if "--async_train" in given:
         made.program = "train_async.py"
     return made
@@ -162,7 +181,11 @@ def _add(
         return
     # A number in another unit.
     if form in ("per_group", "per_engine", "groups") and value.isdigit():
-        count = int(value) // group if form == "groups" else int(value) * (group if form == "per_group" else engine)
+        count = (
+            int(value) // group
+            if form == "groups"
+            else int(value) * (group if form == "per_group" else engine)
+        )
         made.flags.append([flag, str(count)])
         if count != int(value):
             made.changes.append(f"{option} {value}: {flag} is {count}, {_COUNTS[form]}")
@@ -189,7 +212,9 @@ _COUNTS = {
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Split the words of a command into flags with their values; ``key=value`` is a flag with one value."""
+    """Split the words of a command into flags with their values; ``key=value`` is a flag with one
+    value.
+    """
     option: str | None = None
     values: list[str] = []
     ends = False
@@ -200,7 +225,9 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         word = written.removesuffix(";")
         ends = written.endswith(";")
         key, equals, value = word.partition("=")
-        starts = word.startswith("--") or bool(equals and "." in key and not key.startswith(("/", "{")))
+        starts = word.startswith("--") or bool(
+            equals and "." in key and not key.startswith(("/", "{"))
+        )
         if not starts:
             values.append(word)
             continue

@@ -1,4 +1,6 @@
-"""The delta transport: a weight sync sends only the bytes that changed (``--update-weight-mode delta``)."""
+"""The delta transport: a weight sync sends only the bytes that changed (``--update-weight-mode
+delta``).
+"""
 
 from slime.registry import register
 

@@ -1,13 +1,14 @@
-"""Copies of the weights in host memory, the changes between two versions, and the encoding of changes.
+"""Copies of the weights in host memory, the changes between two versions, and the encoding of
+changes.
 
-Trainer and engines each keep a :class:`HostCopy`. On the trainer, :meth:`HostCopy.advance` stores the next version and
-returns the changes. On the engines, :meth:`HostCopy.patch` applies the changes. A digest per tensor shows whether both
-have the same bytes.
+Trainer and engines each keep a :class:`HostCopy`. On the trainer, :meth:`HostCopy.advance` stores
+the next version and returns the changes. On the engines, :meth:`HostCopy.patch` applies the
+changes. A digest per tensor shows whether both have the same bytes.
 
-Changes are encoded as a stream of gaps, followed by the changed bytes. A gap is the number of unchanged bytes before a
-changed byte. It is stored in one byte; the value 255 means 255 unchanged bytes and that the gap continues. If a quarter
-of the bytes or more changed, gaps would cost more than they save, so all bytes are sent. The result is compressed with
-zstd.
+Changes are encoded as a stream of gaps, followed by the changed bytes. A gap is the number of
+unchanged bytes before a changed byte. It is stored in one byte; the value 255 means 255 unchanged
+bytes and that the gap continues. If a quarter of the bytes or more changed, gaps would cost more
+than they save, so all bytes are sent. The result is compressed with zstd.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 _DENSE = 0.25  # all bytes are sent if at least this part of them changed
 CHUNK = 1 << 26  # bytes that are compared at a time, which bounds the memory for positions
 _SKIP = 255
-_LEVEL = 1  # the level of zstd; a higher one gains little, because gaps and changed bytes are almost random
+# the level of zstd; a higher one gains little, because gaps and changed bytes are almost random
+_LEVEL = 1
 
 
 @dataclass
@@ -57,17 +59,24 @@ def unpack(packed: bytes, changed: int, dense: bool, size: int) -> Changes:
 
     Raises:
         zstandard.ZstdError: The bytes are damaged.
-        ValueError: The decoded size is larger than it can be for such a bucket. In this case nothing is allocated.
+        ValueError: The decoded size is larger than it can be for such a bucket. In this case
+            nothing is allocated.
     """
     import torch
     import zstandard
 
-    # zstandard allocates the size that the frame states; ``max_output_size`` only applies to frames without a size.
+    # zstandard allocates the size that the frame states; ``max_output_size`` only applies to frames
+    # without a size.
     stated = zstandard.frame_content_size(packed)
     limit = size if dense else 2 * changed + size // _SKIP + 1
     if not 0 <= stated <= limit:
-        raise ValueError(f"the packed changes have {stated} bytes, but a bucket of {size} bytes has at most {limit}")
-    raw = torch.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(packed)), dtype=torch.uint8)
+        raise ValueError(
+            f"the packed changes have {stated} bytes, but a bucket of {size} bytes has at most "
+            f"{limit}"
+        )
+    raw = torch.frombuffer(
+        bytearray(zstandard.ZstdDecompressor().decompress(packed)), dtype=torch.uint8
+    )
     if dense:
         return Changes(None, raw, changed)
     split = raw.numel() - changed
@@ -76,15 +85,22 @@ def unpack(packed: bytes, changed: int, dense: bool, size: int) -> Changes:
 
 @dataclass
 class HostBucket:
-    """The tensors of one bucket in one buffer. With a GPU the buffer is pinned, so that copies run at full speed."""
+    """The tensors of one bucket in one buffer. With a GPU the buffer is pinned, so that copies run
+    at full speed.
+    """
 
     entries: list[Entry]
     flat: torch.Tensor  # uint8, on the host
-    digests: dict[str, str] = field(default_factory=dict)  # the digests of the current bytes, by tensor
+    # the digests of the current bytes, by tensor
+    digests: dict[str, str] = field(default_factory=dict)
 
     def tensors(self, flat: torch.Tensor | None = None) -> list[NamedTensor]:
-        """Return views into the buffer, or into ``flat``, a copy of the buffer on another device."""
-        return [(entry.name, entry.view(self.flat if flat is None else flat)) for entry in self.entries]
+        """Return views into the buffer, or into ``flat``, a copy of the buffer on another
+        device.
+        """
+        return [
+            (entry.name, entry.view(self.flat if flat is None else flat)) for entry in self.entries
+        ]
 
 
 @dataclass
@@ -126,7 +142,9 @@ class HostCopy:
         work = flat.to(device, non_blocking=True)
         flat.copy_(apply(work, changes, encoding))
 
-    def allocate(self, index: int, entries: Sequence[Entry], size: int, device: torch.device) -> HostBucket:
+    def allocate(
+        self, index: int, entries: Sequence[Entry], size: int, device: torch.device
+    ) -> HostBucket:
         """Allocate the buffer of one bucket. Later buckets are dropped."""
         self.buckets[index:] = [HostBucket(list(entries), _host_buffer(size, device))]
         return self.buckets[index]
@@ -145,9 +163,12 @@ def compare(old: torch.Tensor, new: torch.Tensor, encoding: Encoding) -> Changes
     """Return the changes between two flat uint8 buffers of the same size and on the same device."""
     import torch
 
-    # Changed bytes are counted first. Positions are int64, eight times as large as the changed bytes themselves, so
-    # they are only computed if they are needed.
-    changed = sum(int(torch.count_nonzero(a ^ b)) for a, b in zip(old.split(CHUNK), new.split(CHUNK), strict=True))
+    # Changed bytes are counted first. Positions are int64, eight times as large as the changed
+    # bytes themselves, so they are only computed if they are needed.
+    changed = sum(
+        int(torch.count_nonzero(a ^ b))
+        for a, b in zip(old.split(CHUNK), new.split(CHUNK), strict=True)
+    )
     if changed >= _DENSE * new.numel() and changed:
         return Changes(None, old ^ new if encoding == "xor" else new, changed)
     gaps: list[torch.Tensor] = []
@@ -167,15 +188,20 @@ def compare(old: torch.Tensor, new: torch.Tensor, encoding: Encoding) -> Changes
 
 
 def _gap_stream(positions: torch.Tensor, last: int) -> torch.Tensor:
-    """Encode the gaps before sorted ``positions``. ``last`` is the changed position before the first of them."""
+    """Encode the gaps before sorted ``positions``. ``last`` is the changed position before the
+    first of them.
+    """
     import torch
 
-    # A gap g is encoded as g // 255 bytes of 255 and one byte g % 255. ``ends`` counts the bytes of 255 up to the end
-    # of each gap, so gap i ends at index ends[i] + i of the stream. All other bytes keep the initial value 255.
+    # A gap g is encoded as g // 255 bytes of 255 and one byte g % 255. ``ends`` counts the bytes of
+    # 255 up to the end of each gap, so gap i ends at index ends[i] + i of the stream. All other
+    # bytes keep the initial value 255.
     gaps = torch.diff(positions, prepend=positions.new_tensor([last])) - 1
     skips = gaps // _SKIP
     ends = skips.cumsum(0)
-    stream = torch.full((gaps.numel() + int(ends[-1]),), _SKIP, dtype=torch.uint8, device=gaps.device)
+    stream = torch.full(
+        (gaps.numel() + int(ends[-1]),), _SKIP, dtype=torch.uint8, device=gaps.device
+    )
     stream[ends + torch.arange(gaps.numel(), device=gaps.device)] = (gaps % _SKIP).to(torch.uint8)
     return stream
 
@@ -183,8 +209,9 @@ def _gap_stream(positions: torch.Tensor, last: int) -> torch.Tensor:
 def _positions(gaps: torch.Tensor) -> torch.Tensor:
     import torch
 
-    # Each byte advances the position by its value. A byte that ends a gap advances it by one more, for the changed byte
-    # itself. So the cumulative sum at the end of a gap is the position plus one.
+    # Each byte advances the position by its value. A byte that ends a gap advances it by one more,
+    # for the changed byte itself. So the cumulative sum at the end of a gap is the position plus
+    # one.
     stops = gaps != _SKIP
     return (gaps.to(torch.int64) + stops).cumsum(0)[stops] - 1
 
@@ -201,8 +228,13 @@ def apply(flat: torch.Tensor, changes: Changes, encoding: Encoding) -> torch.Ten
             raise ValueError(f"{values.numel()} bytes do not fit a buffer of {flat.numel()} bytes")
         return flat ^ values if encoding == "xor" else values
     positions = _positions(changes.gaps.to(flat.device, non_blocking=True))
-    if positions.numel() != values.numel() or (positions.numel() and int(positions[-1]) >= flat.numel()):
-        raise ValueError(f"{positions.numel()} positions, {values.numel()} values do not fit {flat.numel()} bytes")
+    if positions.numel() != values.numel() or (
+        positions.numel() and int(positions[-1]) >= flat.numel()
+    ):
+        raise ValueError(
+            f"{positions.numel()} positions, {values.numel()} values do not fit {flat.numel()} "
+            "bytes"
+        )
     flat[positions] = flat[positions] ^ values if encoding == "xor" else values
     return flat
 
@@ -214,7 +246,10 @@ def digests(bucket: HostBucket, checksum: str) -> dict[str, str]:
     """Return the digest of the bytes of each tensor, by name."""
     digest = digest_function(checksum)
     raw = bucket.flat.numpy().data
-    return {entry.name: digest(raw[entry.offset : entry.offset + entry.nbytes]) for entry in bucket.entries}
+    return {
+        entry.name: digest(raw[entry.offset : entry.offset + entry.nbytes])
+        for entry in bucket.entries
+    }
 
 
 def digest_function(checksum: str) -> Callable[[Any], str]:

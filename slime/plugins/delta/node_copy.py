@@ -1,8 +1,8 @@
 """Share one host copy of the weights among all tensor-parallel ranks of an engine on a node.
 
-The ranks of an engine get every request at the same time. The first rank that arrives does the work for all: it reads
-and verifies the files and updates the shared copy. The other ranks wait for its announcement and open the same shared
-memory. Then every rank loads the changed tensors.
+The ranks of an engine get every request at the same time. The first rank that arrives does the work
+for all: it reads and verifies the files and updates the shared copy. The other ranks wait for its
+announcement and open the same shared memory. Then every rank loads the changed tensors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from typing import NamedTuple
 
 from slime.plugins.delta.delta import HostBucket
 from slime.plugins.delta.published import PublishedBucket
-from slime.weights.transports.shared_memory import SHARED_MEMORY, FileList, allocate, is_buffer_of_ours
+from slime.weights.transports.shared_memory import (
+    SHARED_MEMORY,
+    FileList,
+    allocate,
+    is_buffer_of_ours,
+)
 
 POLL_SECONDS = 0.005
 _files: list[FileList] = []
 
 
 class Handle(NamedTuple):
-    """A handle to shared memory of another process: the socket of torch's manager, the file, and its size in bytes."""
+    """A handle to shared memory of another process: the socket of torch's manager, the file, and
+    its size in bytes.
+    """
 
     manager: str
     name: str
@@ -38,8 +45,8 @@ class Announcement:
     """The result of the first rank of a node, for the other ranks.
 
     Attributes:
-        outcome: ``ready`` or ``failed``. Or ``alone``, if shared memory is too small for a copy, so that each rank must
-            keep its own copy.
+        outcome: ``ready`` or ``failed``. Or ``alone``, if shared memory is too small for a copy, so
+            that each rank must keep its own copy.
         touched: The names of the changed tensors, by index of the bucket.
         buffers: The handles of the shared memory of the buckets, if it is new.
     """
@@ -88,10 +95,13 @@ class Node:
         """
         until = time.monotonic() + self.seconds
         while not self.file.exists():
-            if self._first_is_gone() and not self.file.exists():  # it may have announced just before it ended
+            # it may have announced just before it ended
+            if self._first_is_gone() and not self.file.exists():
                 raise RuntimeError("the rank that reads the weights for this node died")
             if time.monotonic() > until:
-                raise RuntimeError(f"no rank of this node finished reading the weights within {self.seconds:.0f} s")
+                raise RuntimeError(
+                    f"no rank of this node finished reading the weights within {self.seconds:.0f} s"
+                )
             time.sleep(POLL_SECONDS)
         said = json.loads(self.file.read_text())
         said["touched"] = {int(index): names for index, names in said["touched"].items()}
@@ -132,7 +142,8 @@ def open_buckets(buckets: Sequence[PublishedBucket], handles: Sequence[Handle]) 
     """Open the buckets that another rank of this node allocated.
 
     Raises:
-        ValueError: A handle does not belong to shared memory of this user that is large enough for its bucket.
+        ValueError: A handle does not belong to shared memory of this user that is large enough for
+            its bucket.
     """
     import torch
 
@@ -141,8 +152,12 @@ def open_buckets(buckets: Sequence[PublishedBucket], handles: Sequence[Handle]) 
         service = os.lstat(manager)
         ours = stat.S_ISSOCK(service.st_mode) and service.st_uid == os.geteuid()
         if not ours or not is_buffer_of_ours(str(name).removeprefix("/")) or size < bucket.size:
-            raise ValueError(f"{SHARED_MEMORY}{name} is not a buffer of this user with {bucket.size} bytes")
-        storage = torch.UntypedStorage._new_shared_filename_cpu(manager.encode(), name.encode(), size)
+            raise ValueError(
+                f"{SHARED_MEMORY}{name} is not a buffer of this user with {bucket.size} bytes"
+            )
+        storage = torch.UntypedStorage._new_shared_filename_cpu(
+            manager.encode(), name.encode(), size
+        )
         flat = torch.empty(0, dtype=torch.uint8).set_(storage)[: bucket.size]
         opened.append(HostBucket(list(bucket.entries), flat, dict(bucket.digests)))
     return opened

@@ -1,7 +1,9 @@
-"""Published versions of the weights: the manifest of a version, requests to load it, and the reports of engines.
+"""Published versions of the weights: the manifest of a version, requests to load it, and the
+reports of engines.
 
-A full version is a Hugging Face folder with one safetensors file per bucket. A delta has one compressed file per
-bucket. Both have a manifest with the place of each tensor in its bucket and with its digest.
+A full version is a Hugging Face folder with one safetensors file per bucket. A delta has one
+compressed file per bucket. Both have a manifest with the place of each tensor in its bucket and
+with its digest.
 """
 
 from __future__ import annotations
@@ -34,16 +36,27 @@ class PublishedBucket:
     dense: bool = False  # whether all bytes are sent
 
     def check(self) -> None:
-        """Raise :class:`ValueError` if the file is in another folder or the tensors do not fit into ``size`` bytes."""
-        if self.file is not None and (Path(self.file).name != self.file or self.file in (".", "..")):
+        """Raise :class:`ValueError` if the file is in another folder or the tensors do not fit into
+        ``size`` bytes.
+        """
+        if self.file is not None and (
+            Path(self.file).name != self.file or self.file in (".", "..")
+        ):
             raise ValueError(f"{MANIFEST} names {self.file!r}, which is not a file in its folder")
         end = 0
         for entry in self.entries:
             if entry.offset < end or entry.nbytes != entry.size_of_values():
-                raise ValueError(f"{MANIFEST} is wrong: {entry.name} has {entry.nbytes} bytes at {entry.offset}")
+                raise ValueError(
+                    f"{MANIFEST} is wrong: {entry.name} has {entry.nbytes} bytes at {entry.offset}"
+                )
             end = entry.offset + entry.nbytes
-        if not end <= self.size <= end + ALIGNMENT * len(self.entries) or not 0 <= self.changed <= self.size:
-            raise ValueError(f"{MANIFEST} is wrong: {self.size} bytes do not fit tensors that end at byte {end}")
+        if (
+            not end <= self.size <= end + ALIGNMENT * len(self.entries)
+            or not 0 <= self.changed <= self.size
+        ):
+            raise ValueError(
+                f"{MANIFEST} is wrong: {self.size} bytes do not fit tensors that end at byte {end}"
+            )
 
 
 @dataclass
@@ -61,10 +74,17 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read and check a manifest. Raises :class:`OSError` if there is none, :class:`ValueError` if it is wrong."""
+        """Read and check a manifest. Raises :class:`OSError` if there is none, :class:`ValueError`
+        if it is wrong.
+        """
         said = json.loads((folder / MANIFEST).read_text())
         buckets = [
-            PublishedBucket(**{**b, "entries": [Entry(**{**e, "shape": tuple(e["shape"])}) for e in b["entries"]]})
+            PublishedBucket(
+                **{
+                    **b,
+                    "entries": [Entry(**{**e, "shape": tuple(e["shape"])}) for e in b["entries"]],
+                }
+            )
             for b in said["buckets"]
         ]
         for bucket in buckets:
@@ -77,9 +97,10 @@ class Status:
     """The outcome of loading a version on one rank of an engine.
 
     Attributes:
-        outcome: ``loaded``; or ``wrong_base``, if the rank has another version than the one that the delta is relative
-            to, and changed nothing; or ``failed``, if the files were damaged or did not fit. In the last case the model
-            is unchanged too, unless the engine itself failed while it loaded tensors.
+        outcome: ``loaded``; or ``wrong_base``, if the rank has another version than the one that
+            the delta is relative to, and changed nothing; or ``failed``, if the files were damaged
+            or did not fit. In the last case the model is unchanged too, unless the engine itself
+            failed while it loaded tensors.
         tensors: The number of loaded tensors.
     """
 
@@ -89,7 +110,9 @@ class Status:
     seconds: float = 0.0
 
     def write(self, prefix: str) -> None:
-        """Write the report to a new file. Its name is random, because ranks on several nodes may have the same pid."""
+        """Write the report to a new file. Its name is random, because ranks on several nodes may
+        have the same pid.
+        """
         path = Path(f"{prefix}.{secrets.token_hex(8)}.json")
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self)))
@@ -99,11 +122,16 @@ class Status:
     def read(cls, prefix: str) -> list[Status]:
         """Return the reports of all ranks under ``prefix``."""
         place = Path(prefix)
-        return [cls(**json.loads(path.read_text())) for path in sorted(place.parent.glob(f"{place.name}.*.json"))]
+        return [
+            cls(**json.loads(path.read_text()))
+            for path in sorted(place.parent.glob(f"{place.name}.*.json"))
+        ]
 
 
 def reports_folder() -> str:
-    """Return a new name for a folder of reports, which is created next to the published versions."""
+    """Return a new name for a folder of reports, which is created next to the published
+    versions.
+    """
     return f".reports-{secrets.token_hex(4)}"
 
 
@@ -114,7 +142,8 @@ class Request:
     Attributes:
         folder: The folder of the published version.
         prefix: The prefix of the paths of report files.
-        ranks: The number of ranks of the engine. If there are several, those on the same node share a host copy.
+        ranks: The number of ranks of the engine. If there are several, those on the same node share
+            a host copy.
         seconds: How long a rank waits for another one.
     """
 
@@ -129,7 +158,8 @@ def request(folder: Path, reports: str, number: int, ranks: int = 1, seconds: fl
 
     Args:
         folder: The folder of the version to load.
-        reports: A name from :func:`reports_folder`. The sender creates this folder in ``folder.parent``.
+        reports: A name from :func:`reports_folder`. The sender creates this folder in
+            ``folder.parent``.
         number: The number of the engine, which is part of the names of its reports.
         ranks: The number of tensor-parallel ranks of the engine.
         seconds: How long a rank waits for another one.
@@ -142,7 +172,8 @@ def read_request(text: str) -> Request:
     """Decode a request made by :func:`request`.
 
     Raises:
-        ValueError: The report would not be written to a folder of reports next to the published version.
+        ValueError: The report would not be written to a folder of reports next to the published
+            version.
     """
     said = json.loads(text)
     folder = Path(said["folder"])
@@ -152,4 +183,9 @@ def read_request(text: str) -> Request:
     reports = folder.parent / status.partition("/")[0]
     if reports.is_symlink():
         raise ValueError(f"{reports} is a symbolic link")
-    return Request(folder, str(folder.parent / status), int(said.get("ranks", 1)), float(said.get("seconds", 600.0)))
+    return Request(
+        folder,
+        str(folder.parent / status),
+        int(said.get("ranks", 1)),
+        float(said.get("seconds", 600.0)),
+    )

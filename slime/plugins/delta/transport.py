@@ -1,9 +1,9 @@
 """Send only the changed bytes, through a folder that trainer and engines share.
 
-The trainer keeps the last version in host memory and compares the new version with it. Each engine keeps the last
-version too, and patches it (:mod:`slime.plugins.delta.loader`). An engine that does not have the previous version
-(because it is new, missed a sync, or got damaged files) refuses the delta, and gets the full version within the same
-pause.
+The trainer keeps the last version in host memory and compares the new version with it. Each engine
+keeps the last version too, and patches it (:mod:`slime.plugins.delta.loader`). An engine that does
+not have the previous version (because it is new, missed a sync, or got damaged files) refuses the
+delta, and gets the full version within the same pause.
 """
 
 from __future__ import annotations
@@ -23,18 +23,27 @@ from slime.plugins.delta.delta import Changes, Encoding, HostCopy, digests
 from slime.plugins.delta.published import Manifest, PublishedBucket, Status, reports_folder, request
 from slime.weights.settings import WeightSyncSettings, Written
 from slime.weights.transports.base import OpenWindow, SendResult, TransportKind, stream
-from slime.weights.transports.disk import claimed_folder, copy_model_files, publishing, write_index, write_shard
+from slime.weights.transports.disk import (
+    claimed_folder,
+    copy_model_files,
+    publishing,
+    write_index,
+    write_shard,
+)
 from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 _PACKERS = min(8, os.cpu_count() or 1)
 
 
 class DeltaTransport:
-    """Publishes ``delta_v<version>`` for engines that have the previous version, ``weight_v<version>`` for others.
+    """Publishes ``delta_v<version>`` for engines that have the previous version,
+    ``weight_v<version>`` for others.
 
     Args:
-        folder, model, deadline, keep_files, written: See :class:`~slime.weights.transports.disk.DiskTransport`.
-        encoding, checksum: ``--update-weight-delta-encoding`` and ``--update-weight-delta-checksum``.
+        folder, model, deadline, keep_files, written: See
+            :class:`~slime.weights.transports.disk.DiskTransport`.
+        encoding, checksum: ``--update-weight-delta-encoding`` and
+            ``--update-weight-delta-checksum``.
     """
 
     name = "delta"
@@ -63,23 +72,35 @@ class DeltaTransport:
         self._published: list[Path] = []
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
-        infos, failed = await on_each(engines, lambda engine: engine.info(), "report its version", self.deadline)
+        infos, failed = await on_each(
+            engines, lambda engine: engine.info(), "report its version", self.deadline
+        )
         for url, info in infos.items():
-            if info.kind == "sglang" and DELTA_LOADER not in (info.extra.get("custom_weight_loader") or []):
-                reason = f"{url} runs without --custom-weight-loader {DELTA_LOADER}, which deltas need"
+            if info.kind == "sglang" and DELTA_LOADER not in (
+                info.extra.get("custom_weight_loader") or []
+            ):
+                reason = (
+                    f"{url} runs without --custom-weight-loader {DELTA_LOADER}, which deltas need"
+                )
                 failed[url] = EngineError(reason)
         self._infos = infos
         return failed
 
     async def send(
-        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+        self,
+        update: WeightUpdate,
+        engines: Sequence[EngineHandle],
+        open_window: OpenWindow | None = None,
     ) -> SendResult:
         result = SendResult()
-        # All files are written while the engines still generate; the window opens after that. Engines that have the
-        # base version load the delta, the others load the full version. An engine that refuses the delta (because its
-        # copy has another version, or files are damaged) gets the full version within the same window.
+        # All files are written while the engines still generate; the window opens after that.
+        # Engines that have the base version load the delta, the others load the full version. An
+        # engine that refuses the delta (because its copy has another version, or files are damaged)
+        # gets the full version within the same window.
         base = self.copy.version if update.allow_delta else None
-        current = {e.url for e in engines if base is not None and self._infos[e.url].weight_version == base}
+        current = {
+            e.url for e in engines if base is not None and self._infos[e.url].weight_version == base
+        }
         old = self._published
         self._published = []
         delta = await self._take_in(update, base if current else None, result)
@@ -118,23 +139,33 @@ class DeltaTransport:
 
     # --- on the trainer's side -----------------------------------------------------------------
 
-    async def _take_in(self, update: WeightUpdate, base: str | None, result: SendResult) -> Path | None:
-        """Advance the copy to this version, and publish the delta. Return its folder, or None if there is no delta."""
+    async def _take_in(
+        self, update: WeightUpdate, base: str | None, result: SendResult
+    ) -> Path | None:
+        """Advance the copy to this version, and publish the delta. Return its folder, or None if
+        there is no delta.
+        """
         manifest = Manifest(update.version, base, self.encoding, self.checksum)
         path = self.folder / f"delta_v{update.version}"
         comparable = base is not None
-        self.copy.version = None  # until all buckets are stored, because the copy is a mix if gathering fails
-        # Buckets are compared one after the other, because each replaces its part of the copy. They are compressed in
-        # threads meanwhile.
+        # until all buckets are stored, because the copy is a mix if gathering fails
+        self.copy.version = None
+        # Buckets are compared one after the other, because each replaces its part of the copy. They
+        # are compressed in threads meanwhile.
         with ThreadPoolExecutor(_PACKERS, thread_name_prefix="weights-pack") as pool:
             async with publishing(self.folder, path.name) as aside:
                 packing: list[Future[tuple[PublishedBucket, int]]] = []
                 async for bucket in stream(update.buckets):
-                    if len(packing) >= _PACKERS:  # buckets that wait for a packer occupy the trainer's memory
+                    # buckets that wait for a packer occupy the trainer's memory
+                    if len(packing) >= _PACKERS:
                         await asyncio.wrap_future(packing[-_PACKERS])
                     changes = await asyncio.to_thread(self.copy.advance, bucket, self.encoding)
                     comparable = comparable and changes is not None
-                    packing.append(pool.submit(self._pack, aside, bucket.index, changes if comparable else None))
+                    packing.append(
+                        pool.submit(
+                            self._pack, aside, bucket.index, changes if comparable else None
+                        )
+                    )
                     result.tensors += len(bucket.tensors)
                 del self.copy.buckets[len(packing) :]
                 packed = [await asyncio.wrap_future(future) for future in packing]
@@ -153,10 +184,14 @@ class DeltaTransport:
         result.nbytes += sum(nbytes for _, nbytes in packed)
         return path
 
-    def _pack(self, aside: Path, index: int, changes: Changes | None) -> tuple[PublishedBucket, int]:
+    def _pack(
+        self, aside: Path, index: int, changes: Changes | None
+    ) -> tuple[PublishedBucket, int]:
         """Write the changes of one bucket, and return its description and the size of the file."""
         ours = self.copy.buckets[index]
-        described = PublishedBucket(None, ours.flat.numel(), ours.entries, digests(ours, self.checksum))
+        described = PublishedBucket(
+            None, ours.flat.numel(), ours.entries, digests(ours, self.checksum)
+        )
         if changes is None or not changes.changed:
             return described, 0
         described.changed = changes.changed
@@ -177,7 +212,9 @@ class DeltaTransport:
                 shard = await asyncio.to_thread(write_shard, aside, Bucket(index, held.tensors()))
                 files.update(shard)
                 file = next(iter(shard.values()))
-                manifest.buckets.append(PublishedBucket(file, held.flat.numel(), held.entries, held.digests))
+                manifest.buckets.append(
+                    PublishedBucket(file, held.flat.numel(), held.entries, held.digests)
+                )
             write_index(aside, files, nbytes)
             manifest.write(aside)
         self._published.append(self.folder / f"weight_v{version}")
@@ -186,7 +223,9 @@ class DeltaTransport:
     # --- on the engines' side ------------------------------------------------------------------
 
     async def _load(self, folder: Path, engines: Sequence[EngineHandle]) -> Failures:
-        """Let engines load a published version, and return those that failed, with their own error messages."""
+        """Let engines load a published version, and return those that failed, with their own error
+        messages.
+        """
         name = reports_folder()
         reports = folder.parent / name
         await asyncio.to_thread(reports.mkdir)
@@ -197,8 +236,11 @@ class DeltaTransport:
             refusal = None
             ranks = self._infos[engine.url].tensor_parallel_size
             try:
-                await engine.call_loader(DELTA_LOADER, request(folder, name, number, ranks, self.deadline))
-            except EngineError as error:  # from the embedded engine; SGLang's response reports success in every case
+                await engine.call_loader(
+                    DELTA_LOADER, request(folder, name, number, ranks, self.deadline)
+                )
+            # from the embedded engine; SGLang's response reports success in every case
+            except EngineError as error:
                 refusal = error
             reported = await asyncio.to_thread(Status.read, str(reports / str(number)))
             if refusal is not None and not reported:
@@ -233,7 +275,8 @@ def _judge(url: str, reports: Sequence[Status], ranks: int) -> None:
         raise DeltaRefused(f"{url} refused the weights ({wrong[0].outcome}): {wrong[0].message}")
     if len(reports) < ranks:
         raise EngineError(
-            f"{url}: only {len(reports)} of {ranks} ranks reported; --update-weight-disk-dir must be visible to all"
+            f"{url}: only {len(reports)} of {ranks} ranks reported; --update-weight-disk-dir must "
+            "be visible to all"
         )
 
 

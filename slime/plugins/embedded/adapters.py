@@ -1,4 +1,5 @@
-"""Give layers of the model an adapter (LoRA), whose factors updates then write by their names in PEFT's files.
+"""Give layers of the model an adapter (LoRA), whose factors updates then write by their names in
+PEFT's files.
 
 Other adapters are loaded by name, and requests choose one of them by ``lora_path``."""
 
@@ -38,25 +39,33 @@ _MAX_LAYERS = 65536
 
 
 def read_settings(config: Mapping[str, object]) -> tuple[LoraSettings, list[str]]:
-    """Read PEFT's ``adapter_config.json``, and return the shape of the adapter and the names of its layers.
+    """Read PEFT's ``adapter_config.json``, and return the shape of the adapter and the names of its
+    layers.
 
     Raises:
-        BadRequest: A field is missing or has a wrong type, or the adapter has a form that slime does not support.
+        BadRequest: A field is missing or has a wrong type, or the adapter has a form that slime
+            does not support.
     """
     rank = need(config, "r", whole(1, 2**16), "config_dict.")
-    alpha = need(config, "lora_alpha", number(lambda value: value > 0, "must be above 0"), "config_dict.")
+    alpha = need(
+        config, "lora_alpha", number(lambda value: value > 0, "must be above 0"), "config_dict."
+    )
     names = need(config, "target_modules", list_of(text(4096), _MAX_LAYERS), "config_dict.")
     if other := other_forms(config):
         raise BadRequest(f"config_dict has {', '.join(other)}, which slime does not support"[:2000])
     if not names:
-        raise BadRequest("config_dict.target_modules must have the names of the layers with an adapter")
+        raise BadRequest(
+            "config_dict.target_modules must have the names of the layers with an adapter"
+        )
     return LoraSettings(rank, alpha, rslora=take(config, "use_rslora", truth, False)), names
 
 
 def set_layers(loaded: Loaded, settings: LoraSettings, names: Sequence[str]) -> None:
-    """Give exactly these layers an adapter, which is zero until an update writes it. It runs on the model thread.
+    """Give exactly these layers an adapter, which is zero until an update writes it. It runs on the
+    model thread.
 
-    If the layers have such an adapter already, nothing changes. Otherwise running requests are computed again.
+    If the layers have such an adapter already, nothing changes. Otherwise running requests are
+    computed again.
 
     Raises:
         WeightError: The model has no linear layer of a name.
@@ -66,9 +75,15 @@ def set_layers(loaded: Loaded, settings: LoraSettings, names: Sequence[str]) -> 
     present = lora_layers(runner.model)
     if list(present) == list(names) and all(_same(layer, settings) for layer in present.values()):
         return
-    linears = {name: module for name, module in runner.model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {
+        name: module
+        for name, module in runner.model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
     if missing := [name for name in names if name not in linears]:
-        raise WeightError(f"the model has no linear layer {missing[0]!r}, which shall have an adapter")
+        raise WeightError(
+            f"the model has no linear layer {missing[0]!r}, which shall have an adapter"
+        )
     engine.forget_computed()
     for layer in present.values():
         _detach(layer)
@@ -87,13 +102,17 @@ def set_layers(loaded: Loaded, settings: LoraSettings, names: Sequence[str]) -> 
         layer.lora_B.data.zero_()
 
 
-def load_named(loaded: Loaded, name: str, settings: LoraSettings, factors: Mapping[str, Factors]) -> None:
+def load_named(
+    loaded: Loaded, name: str, settings: LoraSettings, factors: Mapping[str, Factors]
+) -> None:
     """Load an adapter that requests choose by name. It runs on the model thread.
 
-    A deterministic engine measures again which row counts give the same bits, so running requests are computed again.
+    A deterministic engine measures again which row counts give the same bits, so running requests
+    are computed again.
 
     Raises:
-        WeightError: The name is taken, there are too many adapters, or the factors do not fit the model.
+        WeightError: The name is taken, there are too many adapters, or the factors do not fit the
+            model.
     """
     engine = loaded.engine
     runner = loaded.engine.runner
@@ -158,7 +177,9 @@ async def _load(
 ) -> web.Response:
     loaded = request.app[LOADED]
     await loaded.engine.call(load_named, loaded, name, settings, factors)
-    return outcome(True, f"{len(factors)} layers have the adapter {name!r}", loaded_adapters=_names(loaded))
+    return outcome(
+        True, f"{len(factors)} layers have the adapter {name!r}", loaded_adapters=_names(loaded)
+    )
 
 
 @routes.post("/unload_lora_adapter")
@@ -169,9 +190,13 @@ async def unload_lora_adapter(request: web.Request) -> web.Response:
 
     def unload() -> None:
         scheduler = loaded.engine.scheduler
-        count = sum(seq.request.lora_path == name for seq in (*scheduler.running, *scheduler.waiting))
+        count = sum(
+            seq.request.lora_path == name for seq in (*scheduler.running, *scheduler.waiting)
+        )
         if count:
-            raise WeightError(f"{count} requests with the adapter {name!r} have not ended: abort them, or wait")
+            raise WeightError(
+                f"{count} requests with the adapter {name!r} have not ended: abort them, or wait"
+            )
         loaded.engine.runner.adapters.unload(name)
 
     await loaded.engine.call(unload)

@@ -1,4 +1,6 @@
-"""The HTTP application of one engine, and its routes for pauses, memory, and the description of the server."""
+"""The HTTP application of one engine, and its routes for pauses, memory, and the description of the
+server.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from aiohttp import web
 from slime.engines.keys import NO_KEYS, ServerKeys
 from slime.engines.request_guard import request_guard
 from slime.plugins.embedded import adapters, routes_generate, routes_openai, routes_weights
-from slime.plugins.embedded.fields import LOADED, body_of, errors_as_json, json_answer, list_of, one_of, take
+from slime.plugins.embedded.fields import (
+    LOADED,
+    body_of,
+    errors_as_json,
+    json_answer,
+    list_of,
+    one_of,
+    take,
+)
 from slime.plugins.embedded.loading import Loaded
 from slime.plugins.embedded.protocol import API_VERSION
 from slime.plugins.embedded.weights import TAGS
@@ -27,7 +37,9 @@ PAUSE_MODES = ("abort", "retract", "in_place")
 
 @routes.post("/pause_generation")
 async def pause_generation(request: web.Request) -> web.Response:
-    """Pause generation, and answer when no step is running. The field ``mode`` is one of :data:`PAUSE_MODES`."""
+    """Pause generation, and answer when no step is running. The field ``mode`` is one of
+    :data:`PAUSE_MODES`.
+    """
     mode = take(await body_of(request), "mode", one_of(*PAUSE_MODES), "abort")
     engine = request.app[LOADED].engine
     await engine.call(engine.pause, mode)
@@ -93,7 +105,8 @@ async def model_info(request: web.Request) -> web.Response:
 async def server_info(request: web.Request) -> web.Response:
     """Answer with options and state.
 
-    ``engine`` distinguishes this engine from SGLang, and ``version`` is the SGLang release whose interface it serves.
+    ``engine`` distinguishes this engine from SGLang, and ``version`` is the SGLang release whose
+    interface it serves.
     """
     loaded = request.app[LOADED]
     engine = loaded.engine
@@ -121,7 +134,9 @@ async def server_info(request: web.Request) -> web.Response:
             "max_running_requests": options.max_running_requests,
             "max_total_num_tokens": engine.scheduler.max_total_tokens,
             "enable_deterministic_inference": options.deterministic,
-            "deterministic_row_counts": list(engine.runner.row_counts) if options.deterministic else [],
+            "deterministic_row_counts": list(engine.runner.row_counts)
+            if options.deterministic
+            else [],
             "torch_threads": torch.get_num_threads(),
             "internal_states": [state],
         }
@@ -134,7 +149,8 @@ async def loads(request: web.Request) -> web.Response:
     scheduler = request.app[LOADED].engine.scheduler
     running = len(scheduler.running)
     waiting = len(scheduler.waiting)
-    used = sum(sequence.computed for sequence in list(scheduler.running))  # a copy: the model thread changes the list
+    # a copy: the model thread changes the list
+    used = sum(sequence.computed for sequence in list(scheduler.running))
     core = {
         "dp_rank": 0,
         "timestamp": time.time(),
@@ -147,10 +163,13 @@ async def loads(request: web.Request) -> web.Response:
         "max_running_requests": scheduler.max_running,
         "token_usage": used / scheduler.max_total_tokens,
     }
-    return json_answer({"timestamp": datetime.now(UTC).isoformat(), "version": API_VERSION, "loads": [core]})
+    return json_answer(
+        {"timestamp": datetime.now(UTC).isoformat(), "version": API_VERSION, "loads": [core]}
+    )
 
 
-# --- the application, without the process around it ------------------------------------------------
+# --- the application, without the process around it
+# ------------------------------------------------
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_BODY_BYTES_WITH_IMAGES = 256 * 2**20
@@ -164,20 +183,28 @@ SERVING: dict[str, Any] = {
 """How aiohttp serves the application, in a process of its own and on a thread."""
 
 
-def make_app(loaded: Loaded, host: str = "127.0.0.1", keys: ServerKeys = NO_KEYS) -> web.Application:
+def make_app(
+    loaded: Loaded, host: str = "127.0.0.1", keys: ServerKeys = NO_KEYS
+) -> web.Application:
     """Return an application with all routes of an engine.
 
     The model thread runs from the startup of the application to its cleanup.
 
     Args:
-        host: The host name or address that clients use, which the check of the ``Host`` header accepts.
+        host: The host name or address that clients use, which the check of the ``Host`` header
+            accepts.
         keys: The keys that requests must have.
     """
     size = MAX_BODY_BYTES if loaded.images is None else MAX_BODY_BYTES_WITH_IMAGES
-    app = web.Application(middlewares=[request_guard(host, keys=keys), errors_as_json], client_max_size=size)
+    app = web.Application(
+        middlewares=[request_guard(host, keys=keys), errors_as_json], client_max_size=size
+    )
     app[LOADED] = loaded
     app[routes_weights.GROUPS] = {}
-    for table in (routes, *(module.routes for module in (adapters, routes_generate, routes_openai, routes_weights))):
+    for table in (
+        routes,
+        *(module.routes for module in (adapters, routes_generate, routes_openai, routes_weights)),
+    ):
         app.add_routes(table)
 
     async def model_thread(app: web.Application) -> AsyncIterator[None]:

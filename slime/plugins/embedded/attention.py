@@ -1,12 +1,14 @@
 """Attention over the KV slots, registered with the AttentionInterface of transformers.
 
-The input of the model is one packed sequence ``[1, rows]`` whose rows belong to different requests. The attention
-modules of the model compute projections and rotary embeddings. The function here stores keys and values in the slots
-and computes the attention. A step uses one of two methods:
+The input of the model is one packed sequence ``[1, rows]`` whose rows belong to different requests.
+The attention modules of the model compute projections and rotary embeddings. The function here
+stores keys and values in the slots and computes the attention. A step uses one of two methods:
 
-- *rows*: Each row is one query token, which attends to the first positions of its slot. Decode steps use it, and in
-  deterministic mode all steps do, because then the shapes for a row depend on its own length only.
-- *segments*: Several consecutive tokens of one slot attend together with a causal mask. Prefill steps use it.
+- *rows*: Each row is one query token, which attends to the first positions of its slot. Decode
+  steps use it, and in deterministic mode all steps do, because then the shapes for a row depend on
+  its own length only.
+- *segments*: Several consecutive tokens of one slot attend together with a causal mask. Prefill
+  steps use it.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ if TYPE_CHECKING:
 
 NAME = "slime_slots"
 QUERIES_AT_ONCE = 512
-"""The most queries of a prompt whose scores are held at a time, if the model has attention sinks or soft caps."""
+"""The most queries of a prompt whose scores are held at a time, if the model has attention sinks or
+soft caps.
+"""
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows ``start`` to ``end - 1``, computed in one call over the first ``length`` positions of their slots.
+    """Rows ``start`` to ``end - 1``, computed in one call over the first ``length`` positions of
+    their slots.
 
     The slots of the rows are ``slot, slot + 1, …``; with ``same_slot`` all rows are in ``slot``.
     """
@@ -48,7 +53,9 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows ``start`` to ``end - 1``, which are the last of the first ``length`` tokens in ``slot``."""
+    """Rows ``start`` to ``end - 1``, which are the last of the first ``length`` tokens in
+    ``slot``.
+    """
 
     start: int
     end: int
@@ -60,8 +67,8 @@ class Segment:
 class StateRun:
     """Rows ``start`` to ``end - 1``, computed in one call by layers that have a state.
 
-    With ``one_slot`` they are consecutive tokens of ``slot``, otherwise one token of each of the slots from ``slot``
-    on. ``first``: the rows begin at position 0, so there is no state yet.
+    With ``one_slot`` they are consecutive tokens of ``slot``, otherwise one token of each of the
+    slots from ``slot`` on. ``first``: the rows begin at position 0, so there is no state yet.
     """
 
     start: int
@@ -81,7 +88,8 @@ class Bounds:
 
     Attributes:
         window: How many tokens a query sees, including itself; None for all.
-        sees: Functions of the positions of queries ``[..., 1]`` and keys that return whether the key may be seen.
+        sees: Functions of the positions of queries ``[..., 1]`` and keys that return whether the
+            key may be seen.
     """
 
     window: int | None = None
@@ -98,25 +106,28 @@ class Bounds:
 
 UNBOUNDED = Bounds()
 Selected = Mapping[RowGroup | Segment, torch.Tensor | None]
-"""The keys that an indexer has selected: for each group their positions, ``[rows, k]`` int64 ascending, and for each
-segment whether a key is selected, ``[queries, length]`` bool; None where all are."""
+"""The keys that an indexer has selected: for each group their positions, ``[rows, k]`` int64
+ascending, and for each segment whether a key is selected, ``[queries, length]`` bool; None where
+all are."""
 
 
 @dataclass
 class StepContext:
-    """The slots and positions of the rows of one forward. It has groups or segments, depending on the method.
+    """The slots and positions of the rows of one forward. It has groups or segments, depending on
+    the method.
 
     Attributes:
         runs: The rows of layers with a state.
         keep_states: Whether these layers change the states of the slots.
-        image_blocks: For a step of one whole prompt with images whose tokens attend to their whole image: the number
-            of the image of each row, int64 ``[rows]``, and -1 for text.
+        image_blocks: For a step of one whole prompt with images whose tokens attend to their whole
+            image: the number of the image of each row, int64 ``[rows]``, and -1 for text.
         adapters: Those that requests choose by name, for modules that compute some rows at a time.
     """
 
     cache: KVCache
     write_index: torch.Tensor  # [rows] int64: slot * capacity + position
-    lengths: torch.Tensor | None = None  # [rows] int64: tokens to attend to, including the row itself; for groups only
+    # [rows] int64: tokens to attend to, including the row itself; for groups only
+    lengths: torch.Tensor | None = None
     groups: list[RowGroup] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     runs: list[StateRun] = field(default_factory=list)
@@ -131,12 +142,18 @@ class StepContext:
         """The position of each row in its slot, int64 ``[rows]``."""
         return self.write_index % self.cache.capacity
 
-    def part(self, module: torch.nn.Module, start: int, end: int, each: bool) -> AbstractContextManager[None]:
+    def part(
+        self, module: torch.nn.Module, start: int, end: int, each: bool
+    ) -> AbstractContextManager[None]:
         """Let a module compute some rows only: see :meth:`NamedAdapters.part`."""
-        return nullcontext() if self.adapters is None else self.adapters.part(module, start, end, each)
+        return (
+            nullcontext() if self.adapters is None else self.adapters.part(module, start, end, each)
+        )
 
     def row_mask(self, group: RowGroup, bounds: Bounds, dtype: torch.dtype) -> torch.Tensor:
-        """Return the mask of a group, ``[rows, 1, 1, length]``: 0 where the row may attend, -inf elsewhere."""
+        """Return the mask of a group, ``[rows, 1, 1, length]``: 0 where the row may attend, -inf
+        elsewhere.
+        """
         key = (group, bounds)
         if key not in self.masks:
             assert self.lengths is not None
@@ -150,7 +167,8 @@ class StepContext:
     def segment_mask(self, segment: Segment, bounds: Bounds, device: torch.device) -> torch.Tensor:
         """Return the mask of a segment, ``[queries, length]`` bool: True where a query may attend.
 
-        The mask is causal and aligned to the bottom right, because the queries are the last tokens of the slot.
+        The mask is causal and aligned to the bottom right, because the queries are the last tokens
+        of the slot.
         """
         key = (segment, bounds)
         if key not in self.masks:
@@ -171,8 +189,8 @@ _progressed_at = 0.0
 def set_step(step: StepContext | None) -> None:
     """Set the step of the next forward.
 
-    It is a global because transformers gives the attention function no argument for it; a process has only one model
-    thread.
+    It is a global because transformers gives the attention function no argument for it; a process
+    has only one model thread.
     """
     global _step
     _step = step
@@ -184,7 +202,8 @@ def current_step() -> StepContext | None:
 
 
 def progressed_at() -> float:
-    """Return the time at which a layer last started in this process (``time.monotonic()``; 0.0 for never).
+    """Return the time at which a layer last started in this process (``time.monotonic()``; 0.0 for
+    never).
 
     A long prefill produces no token for a while; this time shows that it still makes progress.
     """
@@ -192,7 +211,9 @@ def progressed_at() -> float:
 
 
 def register() -> None:
-    """Register :data:`NAME` with transformers. No mask function is registered, so models build no masks."""
+    """Register :data:`NAME` with transformers. No mask function is registered, so models build no
+    masks.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, slots_attention)
@@ -215,7 +236,8 @@ def slots_attention(
     """Store keys and values in the slots and compute the attention, as AttentionInterface calls it.
 
     Args:
-        query: ``[1, heads, rows, head_dim]``. ``key`` and ``value`` are ``[1, kv_heads, rows, head_dim]``.
+        query: ``[1, heads, rows, head_dim]``. ``key`` and ``value`` are ``[1, kv_heads, rows,
+            head_dim]``.
         indices: What the layer's indexer has selected. transformers passes it under this name.
         bounds: What :mod:`slime.plugins.embedded.states` passes through the attention module.
 
@@ -235,9 +257,12 @@ def slots_attention(
     unsupported = [name for name in ("sinks", "position_bias") if kwargs.get(name) is not None]
     if unsupported or not getattr(module, "is_causal", True):
         what = ", ".join(unsupported) or "attention that is not causal"
-        raise NotImplementedError(f"{type(module).__name__} uses {what}, which the embedded engine does not support")
+        raise NotImplementedError(
+            f"{type(module).__name__} uses {what}, which the embedded engine does not support"
+        )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    # Keys and values are written first: each row also attends to itself and to the other new rows of its slot.
+    # Keys and values are written first: each row also attends to itself and to the other new rows
+    # of its slot.
     step.cache.write(layer, step.write_index, key[0].transpose(0, 1), value[0].transpose(0, 1))
     keys = step.cache.keys[layer]
     values = step.cache.values[layer]
@@ -268,8 +293,8 @@ def _attend_rows(
     group: RowGroup,
     out: torch.Tensor,
 ) -> None:
-    """Attend one query token per row. The query heads of a kv head become the query positions of one small attention,
-    so that keys and values are not repeated for each query head.
+    """Attend one query token per row. The query heads of a kv head become the query positions of
+    one small attention, so that keys and values are not repeated for each query head.
 
     Args:
         chosen: The positions of the keys of each row, ``[rows, k]``; None for all.
@@ -281,16 +306,21 @@ def _attend_rows(
     if chosen is None:
         k, v = (rows_of_group(store, group).transpose(1, 2) for store in (keys, values))
     else:  # only the selected keys are read
-        slots = torch.arange(group.slot, group.slot + (1 if group.same_slot else count), device=keys.device)[:, None]
+        slots = torch.arange(
+            group.slot, group.slot + (1 if group.same_slot else count), device=keys.device
+        )[:, None]
         k, v = (store[slots, chosen].transpose(1, 2) for store in (keys, values))
         mask = mask.gather(3, chosen[:, None, None])
-    # A head is a key-value head here, so the sinks [heads] are those of its queries, [kv_heads, heads / kv_heads].
+    # A head is a key-value head here, so the sinks [heads] are those of its queries, [kv_heads,
+    # heads / kv_heads].
     result = masked_attention(q, k, v, mask, scaling, changes)
     out[group.start : group.end] = result.reshape(count, -1, result.shape[-1])
 
 
 def rows_of_group(store: torch.Tensor, group: RowGroup) -> torch.Tensor:
-    """Return the first positions of the slot of each row, ``[rows, length, heads, dim]``, as a view of the store."""
+    """Return the first positions of the slot of each row, ``[rows, length, heads, dim]``, as a view
+    of the store.
+    """
     count = group.end - group.start
     if group.same_slot:
         return store[group.slot, : group.length].expand(count, -1, -1, -1)
@@ -316,7 +346,8 @@ def _attend_segment(
     v = values[segment.slot, : segment.length].transpose(0, 1)[None]
     k = k.repeat_interleave(repeat, dim=1)
     v = v.repeat_interleave(repeat, dim=1)
-    # is_causal aligns to the top left, which is right only if the queries start at position 0. It needs no mask tensor.
+    # is_causal aligns to the top left, which is right only if the queries start at position 0. It
+    # needs no mask tensor.
     whole = segment.end - segment.start == segment.length and step.image_blocks is None
     bounded = bool(bounds.sees) or (bounds.window is not None and segment.length > bounds.window)
     if whole and changes.none and not bounded and chosen is None:
@@ -326,5 +357,7 @@ def _attend_segment(
         mask = mask if chosen is None else mask & chosen
         part = q.shape[2] if changes.none else QUERIES_AT_ONCE
         queries = zip(q.split(part, 2), mask.split(part), strict=True)
-        result = torch.cat([masked_attention(some, k, v, seen, scaling, changes) for some, seen in queries], 2)
+        result = torch.cat(
+            [masked_attention(some, k, v, seen, scaling, changes) for some, seen in queries], 2
+        )
     out[segment.start : segment.end] = result[0].transpose(0, 1)

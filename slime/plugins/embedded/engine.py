@@ -1,4 +1,6 @@
-"""The thread that runs the model: it executes commands between steps, computes steps, and reports the results."""
+"""The thread that runs the model: it executes commands between steps, computes steps, and reports
+the results.
+"""
 
 from __future__ import annotations
 
@@ -25,38 +27,45 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 Listener = Callable[[Sequence, int, FinishReason | None, str], None]
-"""Called on the event loop with a sequence, the number of its output tokens so far, its finish reason (None while it
-runs), and the weight version of the last token."""
+"""Called on the event loop with a sequence, the number of its output tokens so far, its finish
+reason (None while it runs), and the weight version of the last token."""
 
 IDLE_SECONDS = 0.5
 HALF_WRITTEN = "half-written"
 """The weight version after an update that failed before it had written all tensors."""
 MAX_WAITING = 65536  # requests
-MAX_UNEXPLAINED = 3  # after so many failed steps that no single sequence causes again, the engine stops
+# after so many failed steps that no single sequence causes again, the engine stops
+MAX_UNEXPLAINED = 3
 
 
 class Engine:
-    """Everything between the HTTP routes and the model. See the section comments for the thread of each method.
+    """Everything between the HTTP routes and the model. See the section comments for the thread of
+    each method.
 
     Attributes:
-        halted: The reasons for which no step is computed although generation is not paused: an open weight update, a
-            weight update that failed, or released memory.
+        halted: The reasons for which no step is computed although generation is not paused: an open
+            weight update, a weight update that failed, or released memory.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, weights: Weights, default_seed: int | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, weights: Weights, default_seed: int | None
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.weights = weights
         self.memory = Memory(runner)
-        self.default_seed = default_seed  # for requests without a seed; with None each of them gets a different seed
+        # for requests without a seed; with None each of them gets a different seed
+        self.default_seed = default_seed
         self.halted: set[str] = set()
         self.steps = 0
         self.generated_tokens = 0
         self.last_step = time.monotonic()
         self.failure: BaseException | None = None
         self._unexplained = 0  # consecutive failed steps without a sequence that failed again alone
-        self._suspects: list[Sequence] = []  # sequences of a failed step, to compute alone and before all others
-        self._probe: Sequence | None = None  # the first suspect: a short sequence that is known to be good
+        # sequences of a failed step, to compute alone and before all others
+        self._suspects: list[Sequence] = []
+        # the first suspect: a short sequence that is known to be good
+        self._probe: Sequence | None = None
         self._blamed = False  # whether one of the suspects failed again alone
         self._seeds = threading.Lock()
         self._next_seed = time.time_ns() & (2**62 - 1)
@@ -95,23 +104,27 @@ class Engine:
                 if self.failure is not None:
                     raise RuntimeError(f"the engine thread has ended: {self.failure!r}")
                 result = function(*arguments)
-            except BaseException as error:  # an exception in a command must not end the model thread
+            # an exception in a command must not end the model thread
+            except BaseException as error:
                 self._post(_fail, future, error)
             else:
                 self._post(_succeed, future, result)
 
         self.inbox.put(run)
-        # The thread sets ``failure`` before it empties the inbox for the last time. If it is set here, the put may have
-        # come too late for that. So the command also runs here, where it fails; the future keeps the first result.
+        # The thread sets ``failure`` before it empties the inbox for the last time. If it is set
+        # here, the put may have come too late for that. So the command also runs here, where it
+        # fails; the future keeps the first result.
         if self.failure is not None:
             run()
         return await future
 
     async def submit(self, request: GenerateRequest, listener: Listener) -> Sequence:
-        """Queue a request. ``listener`` is called on the event loop when the request makes progress.
+        """Queue a request. ``listener`` is called on the event loop when the request makes
+        progress.
 
         Raises:
-            BadRequest: The prompt is too long for this engine, or the adapter that it names is not loaded.
+            BadRequest: The prompt is too long for this engine, or the adapter that it names is not
+                loaded.
             TooManyRequests: The queue is full.
         """
         if len(self.scheduler.waiting) >= MAX_WAITING:
@@ -146,11 +159,13 @@ class Engine:
     def change_weights(self, write: Callable[[], T], version: str | None) -> T:
         """Run ``write``, which changes weights, and update the weight version and the caches.
 
-        If ``write`` fails after it has written some tensors, the weights belong to no version, and nothing is computed
-        until updates have written all tensors. In every case, KV of the old weights is no longer shared.
+        If ``write`` fails after it has written some tensors, the weights belong to no version, and
+        nothing is computed until updates have written all tensors. In every case, KV of the old
+        weights is no longer shared.
         """
         named = None
-        # The version changes only after all tensors are written, so tokens sampled before keep the old version.
+        # The version changes only after all tensors are written, so tokens sampled before keep the
+        # old version.
         try:
             result = write()
             named = version if version != self.scheduler.weight_version else None
@@ -168,12 +183,16 @@ class Engine:
             WeightError: The last update failed, so the weights belong to no version.
         """
         if self.weights.stale:
-            raise WeightError(f"the last update did not write {len(self.weights.stale)} tensors: repeat it first")
+            raise WeightError(
+                f"the last update did not write {len(self.weights.stale)} tensors: repeat it first"
+            )
         if version != self.scheduler.weight_version:
             self.scheduler.name_version(version)
 
     def release(self, tags: list[str]) -> None:
-        """Release memory. If the KV cache is released, running requests are queued and computed again after resume."""
+        """Release memory. If the KV cache is released, running requests are queued and computed
+        again after resume.
+        """
         if "kv_cache" in tags:
             self._retract_all()
         self.memory.release(tags)
@@ -187,7 +206,9 @@ class Engine:
         self.scheduler.drop_slots()
 
     def forget_computed(self) -> None:
-        """Drop the KV cache, because the model computes differently from now on. Running requests are queued again."""
+        """Drop the KV cache, because the model computes differently from now on. Running requests
+        are queued again.
+        """
         self._retract_all()
         self.runner.cache.clear()
 
@@ -199,7 +220,9 @@ class Engine:
         (self.halted.add if on else self.halted.discard)(reason)
 
     def begin_update(self) -> bool:
-        """Open a weight update. Nothing is computed until it ends. Return False if an update is open already."""
+        """Open a weight update. Nothing is computed until it ends. Return False if an update is
+        open already.
+        """
         if "update" in self.halted:
             return False
         self.halted.add("update")
@@ -219,14 +242,17 @@ class Engine:
         except BaseException as error:
             logger.exception("the engine thread failed")
             self.failure = error
-            self._take_commands(block=False)  # each of them fails now; otherwise its caller would wait forever
+            # each of them fails now; otherwise its caller would wait forever
+            self._take_commands(block=False)
             for sequence in list(self._listeners):
                 sequence.finish_reason = aborted(repr(error), 500)
                 self._finish([sequence])
             raise
 
     def _take_commands(self, block: bool) -> bool:
-        """Run the commands in the inbox; with ``block``, wait for the first. Return False if the thread must end."""
+        """Run the commands in the inbox; with ``block``, wait for the first. Return False if the
+        thread must end.
+        """
         while True:
             try:
                 command = self.inbox.get(block, IDLE_SECONDS if block else None)
@@ -262,15 +288,17 @@ class Engine:
     # --- when a step fails ---------------------------------------------------------------------
 
     def _isolate(self, plan: Plan, error: Exception) -> None:
-        """Handle a failed step: find the sequence that caused the failure, and abort only this sequence.
+        """Handle a failed step: find the sequence that caused the failure, and abort only this
+        sequence.
 
-        The KV cache is emptied and all sequences are computed again: first a probe that is known to be good, then each
-        sequence of the plan alone. The same tokens are sampled again, because sampling depends only on seed and
-        position.
+        The KV cache is emptied and all sequences are computed again: first a probe that is known to
+        be good, then each sequence of the plan alone. The same tokens are sampled again, because
+        sampling depends only on seed and position.
 
         Raises:
-            Exception: The engine itself has failed: the probe failed as well, or :data:`MAX_UNEXPLAINED` consecutive
-                failures could not be repeated with any single sequence.
+            Exception: The engine itself has failed: the probe failed as well, or
+                :data:`MAX_UNEXPLAINED` consecutive failures could not be repeated with any single
+                sequence.
         """
         involved = [seq for work in plan.works for seq in (work.sequence, *work.followers)]
         alone = self.scheduler.alone
@@ -282,22 +310,29 @@ class Engine:
             self._suspects = involved
         elif alone.finish_reason is None:
             self._blamed = True
-            alone.finish_reason = aborted(f"computing this request failed: {type(error).__name__}: {error}", 500)
-        # If the commit failed halfway, some sequences have a finish reason but still hold their slots.
+            alone.finish_reason = aborted(
+                f"computing this request failed: {type(error).__name__}: {error}", 500
+            )
+        # If the commit failed halfway, some sequences have a finish reason but still hold their
+        # slots.
         done = [seq for seq in involved if seq.finish_reason is not None]
         for sequence in done:
             self.scheduler.leave(sequence)
         self._finish(done)
         self._retract_all()
         self.runner.cache.clear()
-        request = GenerateRequest("probe", [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
+        request = GenerateRequest(
+            "probe", [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        )
         self._probe = Sequence(request, -1, 0)
         self.scheduler.waiting.appendleft(self._probe)
         self._suspects.insert(0, self._probe)
         self.scheduler.alone = None
 
     def _next_suspect(self) -> None:
-        """Choose the sequence that the next steps compute alone, or none after all suspects got a token."""
+        """Choose the sequence that the next steps compute alone, or none after all suspects got a
+        token.
+        """
         scheduler = self.scheduler
         while True:
             alone = scheduler.alone
@@ -317,17 +352,29 @@ class Engine:
                 self._unexplained += 1
 
     def compute(self, plan: Plan) -> list[SampledToken]:
-        """Return the sampled tokens of a plan, in the order of its works, each with its followers right after it."""
+        """Return the sampled tokens of a plan, in the order of its works, each with its followers
+        right after it.
+        """
         rows: dict[int, torch.Tensor] = {}  # the logits to sample from, by index of the work
         for logits in self.runner.run(plan):
             self._score(plan, logits)
-            for row, (owner, position) in enumerate(zip(logits.owners, logits.positions, strict=True)):
+            for row, (owner, position) in enumerate(
+                zip(logits.owners, logits.positions, strict=True)
+            ):
                 if plan.works[owner].sample and position == plan.works[owner].end - 1:
                     rows[owner] = logits.values[row]
-            if len(logits.owners) == len(plan.works) == len(plan.sampled) and len(rows) == len(plan.works):
-                # All rows are wanted and in order, as in every plain decode step: sample without a copy of the logits.
+            if len(logits.owners) == len(plan.works) == len(plan.sampled) and len(rows) == len(
+                plan.works
+            ):
+                # All rows are wanted and in order, as in every plain decode step: sample without a
+                # copy of the logits.
                 return sample_tokens(logits.values, plan.sampled, self.scheduler.eos_token_ids)
-        picked = [rows[i] for i, work in enumerate(plan.works) if work.sample for _ in (0, *work.followers)]
+        picked = [
+            rows[i]
+            for i, work in enumerate(plan.works)
+            if work.sample
+            for _ in (0, *work.followers)
+        ]
         if not picked:
             return []
         return sample_tokens(self.runner.stack(picked), plan.sampled, self.scheduler.eos_token_ids)
@@ -340,11 +387,17 @@ class Engine:
                 continue
             mine = [
                 (row, position)
-                for row, (o, position) in enumerate(zip(logits.owners, logits.positions, strict=True))
+                for row, (o, position) in enumerate(
+                    zip(logits.owners, logits.positions, strict=True)
+                )
                 if o == owner and sequence.score_from <= position < sequence.prompt_len - 1
             ]
             if mine:
-                score_prompt(logits.values[[row for row, _ in mine]], sequence, [position for _, position in mine])
+                score_prompt(
+                    logits.values[[row for row, _ in mine]],
+                    sequence,
+                    [position for _, position in mine],
+                )
 
     # --- results -------------------------------------------------------------------------------
 
@@ -376,7 +429,8 @@ def _fail(future: asyncio.Future[T], error: BaseException) -> None:
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
         return
-    # A future does not accept StopIteration, and SystemExit or KeyboardInterrupt would end the event loop.
+    # A future does not accept StopIteration, and SystemExit or KeyboardInterrupt would end the
+    # event loop.
     failed = RuntimeError(f"{type(error).__name__}: {error}")
     failed.__cause__ = error
     future.set_exception(failed)

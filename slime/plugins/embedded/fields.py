@@ -1,4 +1,6 @@
-"""Bodies and answers of the HTTP routes: the errors that are answers, checks of fields, and JSON."""
+"""Bodies and answers of the HTTP routes: the errors that are answers, checks of fields, and
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 D = TypeVar("D")
 Check: TypeAlias = Callable[[object, str], T]
-"""Takes the value of a field and the name of the field, and returns the value with its type or raises
-:class:`BadRequest`."""
+"""Takes the value of a field and the name of the field, and returns the value with its type or
+raises :class:`BadRequest`."""
 _SHOWN = 80  # the most characters of a wrong value in an error message
 
 
@@ -57,7 +59,9 @@ class StepFailed(Refused, RuntimeError):
 def refuse(name: str, rule: str, value: object) -> BadRequest:
     """Return the error for a wrong value, with the value shortened if it is long."""
     shown = repr(value)
-    return BadRequest(f"{name} {rule}, got {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '…'}")
+    return BadRequest(
+        f"{name} {rule}, got {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '…'}"
+    )
 
 
 def whole(low: int, high: int, rule: str = "") -> Check[int]:
@@ -78,7 +82,8 @@ def number(inside: Callable[[float], bool], rule: str) -> Check[float]:
     def check(value: object, name: str) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise refuse(name, rule, value)
-        # The first comparison is for integers: JSON has no limit for them, and isfinite() fails beyond a float's range.
+        # The first comparison is for integers: JSON has no limit for them, and isfinite() fails
+        # beyond a float's range.
         if abs(value) > 1e300 or not math.isfinite(value) or not inside(value):
             raise refuse(name, rule, value)
         return float(value)
@@ -94,7 +99,9 @@ def truth(value: object, name: str) -> bool:
 
 
 def text(longest: int) -> Check[str]:
-    """Return a check for a string of at most ``longest`` characters that can be encoded as UTF-8."""
+    """Return a check for a string of at most ``longest`` characters that can be encoded as
+    UTF-8.
+    """
 
     def check(value: object, name: str) -> str:
         if not isinstance(value, str) or len(value) > longest or not _encodable(value):
@@ -201,16 +208,22 @@ async def body_of(request: web.Request) -> dict[str, object]:
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert exceptions to JSON responses: 400 for mistakes of the client, 503 for a full queue, 500 for the rest."""
+    """Convert exceptions to JSON responses: 400 for mistakes of the client, 503 for a full queue,
+    500 for the rest.
+    """
     try:
         return await handler(request)
     except Refused as error:
         status = error.status
         message = str(error)
     except web.HTTPException as error:
-        return json_answer({"error": {"message": f"{request.method} {request.path}: {error.reason}"}}, error.status)
+        return json_answer(
+            {"error": {"message": f"{request.method} {request.path}: {error.reason}"}}, error.status
+        )
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         status = 500
         message = f"{type(error).__name__}: {error}"
-    return json_answer({"error": {"message": message}, "success": False, "message": message}, status)
+    return json_answer(
+        {"error": {"message": message}, "success": False, "message": message}, status
+    )

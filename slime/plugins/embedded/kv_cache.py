@@ -1,8 +1,9 @@
 """The KV slots: which contents they have, and their tensors.
 
-A slot is a row of the KV cache with space for ``capacity`` tokens. Running sequences always use the slots
-``0 .. active-1``, so that a decode step reads one contiguous block. The slots after them keep the KV of finished
-sequences, as prefixes to share, until they are needed. The table of the slots has no tensors.
+A slot is a row of the KV cache with space for ``capacity`` tokens. Running sequences always use the
+slots ``0 .. active-1``, so that a decode step reads one contiguous block. The slots after them keep
+the KV of finished sequences, as prefixes to share, until they are needed. The table of the slots
+has no tensors.
 """
 
 from __future__ import annotations
@@ -51,10 +52,12 @@ class Slot:
 
 @dataclass
 class SlotTable:
-    """All slots. The slots ``0 .. active-1`` are used by running sequences; the others may hold a prefix.
+    """All slots. The slots ``0 .. active-1`` are used by running sequences; the others may hold a
+    prefix.
 
-    With ``whole_prefixes``, a slot is shared only with all of its tokens, because the model has a state that belongs to
-    them. The state of a running sequence moves on with each token, so only free slots are shared then.
+    With ``whole_prefixes``, a slot is shared only with all of its tokens, because the model has a
+    state that belongs to them. The state of a running sequence moves on with each token, so only
+    free slots are shared then.
     """
 
     max_slots: int
@@ -82,12 +85,13 @@ class SlotTable:
         need = self._capacity_for(reserve)
         wanted = max(need, self.capacity)
         if need > self.capacity:
-            # Growing copies the whole cache, so the capacity is doubled to make this rare, unless there would then be
-            # too few slots for the running sequences.
+            # Growing copies the whole cache, so the capacity is doubled to make this rare, unless
+            # there would then be too few slots for the running sequences.
             doubled = max(need, 2 * self.capacity)
             wanted = doubled if self.active < self._count_for(doubled) else need
         if self.active == 0 and self._count_for(wanted) < self.max_slots:
-            wanted = need  # no sequence needs long slots any more, so shorter ones allow more sequences again
+            # no sequence needs long slots any more, so shorter ones allow more sequences again
+            wanted = need
         if wanted != self.capacity or not self.slots:
             if wanted < self.capacity:
                 self.slots = []  # their contents may be longer than the new capacity
@@ -96,12 +100,14 @@ class SlotTable:
             self.slots = self.slots[:count] + [Slot() for _ in range(count - len(self.slots))]
 
     def best_prefix(self, tokens: np.ndarray, limit: int) -> tuple[int, int]:
-        """Return slot and length of the longest prefix of ``tokens[:limit]`` with KV in a slot, or (-1, 0)."""
+        """Return slot and length of the longest prefix of ``tokens[:limit]`` with KV in a slot, or
+        (-1, 0).
+        """
         best = -1
         best_length = 0
         for index, slot in enumerate(self.slots):
-            # A longer match must include the token at the best length so far. Comparing this token first skips most
-            # slots without comparing whole arrays.
+            # A longer match must include the token at the best length so far. Comparing this token
+            # first skips most slots without comparing whole arrays.
             room = min(slot.valid, limit)
             if slot.stale or room <= best_length or slot.tokens[best_length] != tokens[best_length]:
                 continue
@@ -118,8 +124,8 @@ class SlotTable:
         """Allocate the slot after those of the running sequences.
 
         Returns:
-            The slot, the number of its tokens that already have KV from a shared prefix, and the copies to make before
-            the next forward.
+            The slot, the number of its tokens that already have KV from a shared prefix, and the
+            copies to make before the next forward.
         """
         target = self.active
         source, length = self.best_prefix(tokens, share_limit)
@@ -127,8 +133,8 @@ class SlotTable:
         self.clock += 1
         if source >= 0:
             self.slots[source].used = self.clock
-        # Moves are executed in order, so the contents of the target are saved before the copy overwrites them. If the
-        # target itself is the source, the prefix is there already.
+        # Moves are executed in order, so the contents of the target are saved before the copy
+        # overwrites them. If the target itself is the source, the prefix is there already.
         if source != target and self.slots[target].valid:
             self._keep_elsewhere(target, source, moves)
         if source >= 0 and source != target:
@@ -138,11 +144,13 @@ class SlotTable:
         return target, length, moves
 
     def _keep_elsewhere(self, target: int, source: int, moves: list[Move]) -> None:
-        """Move the contents of the target slot to the least recently used free slot, if that was used earlier."""
+        """Move the contents of the target slot to the least recently used free slot, if that was
+        used earlier.
+        """
         free = range(target + 1, len(self.slots))
         victim = min(free, key=lambda i: self.slots[i].used, default=-1)
-        # The source must not be overwritten before it is copied. And of two prefixes, the one used later is more likely
-        # to be shared again.
+        # The source must not be overwritten before it is copied. And of two prefixes, the one used
+        # later is more likely to be shared again.
         if victim < 0 or victim == source or self.slots[victim].used > self.slots[target].used:
             return
         moves.append(Copy(target, victim, self.slots[target].valid))
@@ -175,29 +183,34 @@ class SlotTable:
         """Drop all prefixes that could be shared."""
         for slot in self.slots[self.active :]:
             slot.valid = 0
-        # Running sequences may continue with their own KV (pause mode in_place), but no other sequence may share it.
+        # Running sequences may continue with their own KV (pause mode in_place), but no other
+        # sequence may share it.
         for slot in self.slots[: self.active]:
             slot.stale = True
 
     def note_computed(self, slot: int, computed: int) -> None:
-        """Record that more tokens of a running slot have KV. Only tokens known at allocation can be shared."""
+        """Record that more tokens of a running slot have KV. Only tokens known at allocation can be
+        shared.
+        """
         entry = self.slots[slot]
         entry.valid = min(computed, len(entry.tokens))
 
 
 class KVCache:
-    """Tensors ``[slots + 1, capacity, kv_heads, head_dim]``: keys and values of each attention layer.
+    """Tensors ``[slots + 1, capacity, kv_heads, head_dim]``: keys and values of each attention
+    layer.
 
-    ``index_keys`` has the same of each layer with an indexer, for its own keys: one head of its own size. All of these
-    belong to a position, so the first tokens of a slot can be copied alone.
+    ``index_keys`` has the same of each layer with an indexer, for its own keys: one head of its own
+    size. All of these belong to a position, so the first tokens of a slot can be copied alone.
 
-    The tensors of a layer are allocated when the model first uses the layer, so their shapes need not be derived from
-    the config. The last slot receives the keys and values of padding rows. New memory is zeroed, because masked
-    positions are multiplied by zero, which would not remove a NaN. On the CPU, memory pages are allocated only when
-    they are written.
+    The tensors of a layer are allocated when the model first uses the layer, so their shapes need
+    not be derived from the config. The last slot receives the keys and values of padding rows. New
+    memory is zeroed, because masked positions are multiplied by zero, which would not remove a NaN.
+    On the CPU, memory pages are allocated only when they are written.
 
-    ``states`` has the tensors ``[slots + 1, ...]`` of each layer with a state, by the kind of state. A state belongs to
-    all tokens of a slot that are computed, so a copy of a slot is a copy of its state.
+    ``states`` has the tensors ``[slots + 1, ...]`` of each layer with a state, by the kind of
+    state. A state belongs to all tokens of a slot that are computed, so a copy of a slot is a copy
+    of its state.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -222,25 +235,33 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """The size of what belongs to positions."""
-        return sum(tensor.numel() * tensor.element_size() for store in self.stores for tensor in store.values())
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for store in self.stores
+            for tensor in store.values()
+        )
 
     @property
     def slot_state_bytes(self) -> int:
         """The size of the states of one slot."""
         return sum(
-            state[0].numel() * state.element_size() for kinds in self.states.values() for state in kinds.values()
+            state[0].numel() * state.element_size()
+            for kinds in self.states.values()
+            for state in kinds.values()
         )
 
     def state(self, layer: int, kind: str, like: torch.Tensor) -> torch.Tensor:
-        """Return the states ``[slots + 1, ...]`` of a layer, which are allocated for states like ``like``, ``[n,
-        ...]``."""
+        """Return the states ``[slots + 1, ...]`` of a layer, which are allocated for states like
+        ``like``, ``[n, ...]``."""
         kinds = self.states.setdefault(layer, {})
         if kind not in kinds:
             kinds[kind] = like.new_zeros((self.num_slots + 1, *like.shape[1:]))
         return kinds[kind]
 
     def resize(self, num_slots: int, capacity: int) -> None:
-        """Change the number of slots and their capacity, and keep the contents that fit into the new shape."""
+        """Change the number of slots and their capacity, and keep the contents that fit into the
+        new shape.
+        """
         if (num_slots, capacity) == (self.num_slots, self.capacity):
             return
         slots = min(num_slots, self.num_slots)
@@ -260,7 +281,9 @@ class KVCache:
         shape = (self.num_slots + 1, self.capacity, heads, dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def write(self, layer: int, index: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(
+        self, layer: int, index: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
         """Store ``key`` and ``value``, ``[rows, kv_heads, head_dim]``.
 
         Args:
@@ -273,7 +296,9 @@ class KVCache:
         """Store the keys of an indexer, ``[rows, 1, index_head_dim]``, as :meth:`write`."""
         self._store(self.index_keys, layer, index, key)
 
-    def _store(self, store: dict[int, torch.Tensor], layer: int, index: torch.Tensor, rows: torch.Tensor) -> None:
+    def _store(
+        self, store: dict[int, torch.Tensor], layer: int, index: torch.Tensor, rows: torch.Tensor
+    ) -> None:
         if layer not in store:
             store[layer] = self._zeros(rows.shape[1], rows.shape[2])
         # One scatter per layer stores all rows of the step, which may belong to many slots.

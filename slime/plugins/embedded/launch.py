@@ -18,7 +18,13 @@ from slime.config.process import ONE_AT_A_TIME, module_command
 from slime.engines import local
 from slime.engines.keys import send_key
 from slime.engines.launch import EngineSettings, EngineSpec
-from slime.engines.process import EngineProcess, ServerFailed, free_port, release_port, without_proxy
+from slime.engines.process import (
+    EngineProcess,
+    ServerFailed,
+    free_port,
+    release_port,
+    without_proxy,
+)
 from slime.models.cpu_memory import large_imports
 
 
@@ -43,7 +49,8 @@ def start_embedded_engine(
     port: int | None = None,
     log_path: str | Path | None = None,
 ) -> EngineProcess:
-    """Start embedded engine number ``index`` and return immediately; see :meth:`ServerProcess.wait_ready`.
+    """Start embedded engine number ``index`` and return immediately; see
+    :meth:`ServerProcess.wait_ready`.
 
     The engine ends when the calling process ends, even if the caller is killed.
     """
@@ -85,8 +92,8 @@ class EngineThread:
     """What :class:`~slime.engines.process.EngineProcess` is for a process.
 
     Args:
-        listens: Whether the engine listens on a port as well, for functions of the user that have HTTP clients of their
-            own.
+        listens: Whether the engine listens on a port as well, for functions of the user that have
+            HTTP clients of their own.
 
     Attributes:
         pid: The id of this process.
@@ -96,7 +103,9 @@ class EngineThread:
     bootstrap_port: int | None = None
     fate = ""
 
-    def __init__(self, settings: EngineSettings, index: int, log_path: str | Path | None, listens: bool) -> None:
+    def __init__(
+        self, settings: EngineSettings, index: int, log_path: str | Path | None, listens: bool
+    ) -> None:
         self.what = f"embedded engine {index}"
         self.settings = settings
         self.listens = listens
@@ -133,7 +142,8 @@ class EngineThread:
             from slime.plugins.embedded.loading import EngineOptions, load_engine
 
             if settings.threads:
-                torch.set_num_threads(settings.threads)  # of the model thread, which has computed nothing so far
+                # of the model thread, which has computed nothing so far
+                torch.set_num_threads(settings.threads)
             options = EngineOptions.of(
                 model_path=settings.model,
                 dtype=settings.dtype,
@@ -158,7 +168,8 @@ class EngineThread:
         finally:
             # End the model's thread, and leave nothing of the model in memory.
             await runner.cleanup()
-            vars(loaded).clear()  # aiohttp caches applications, and with them the model would stay in memory
+            # aiohttp caches applications, and with them the model would stay in memory
+            vars(loaded).clear()
             if self.listens:
                 release_port(HOST, self.port)
 
@@ -174,7 +185,9 @@ class EngineThread:
         until = time.monotonic() + deadline
         while not self._ready.wait(START_POLL_SECONDS):
             if not self.alive():
-                raise ServerFailed(f"{self.what} could not be started:\n{self.log_tail()}") from self.failure
+                raise ServerFailed(
+                    f"{self.what} could not be started:\n{self.log_tail()}"
+                ) from self.failure
             if time.monotonic() > until:
                 raise ServerFailed(f"{self.what} was not ready after {deadline:.0f} s")
 

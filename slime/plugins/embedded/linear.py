@@ -1,9 +1,10 @@
 """Linear layers: packed for the CPU, and with adapters that requests choose by name.
 
-On the CPU, oneDNN computes them with weights in its blocked layout, and sibling layers as one product: torch uses MKL
-for fp32 matrix products, and MKL is slow on CPUs that are not made by Intel (measured on an AMD EPYC with 64 rows: 130
-against 310 GFLOP/s). The packed copies need as much memory as the weights. The parameters remain the source of truth;
-:meth:`PackedLinears.refresh` packs them again after an update.
+On the CPU, oneDNN computes them with weights in its blocked layout, and sibling layers as one
+product: torch uses MKL for fp32 matrix products, and MKL is slow on CPUs that are not made by Intel
+(measured on an AMD EPYC with 64 rows: 130 against 310 GFLOP/s). The packed copies need as much
+memory as the weights. The parameters remain the source of truth; :meth:`PackedLinears.refresh`
+packs them again after an update.
 """
 
 from __future__ import annotations
@@ -32,12 +33,17 @@ class PackedLinears:
     """Replaces the forward of all ``nn.Linear`` modules of a model by oneDNN.
 
     Args:
-        fuse: Compute sibling layers (for example query, key and value) as one product. The result of each layer is
-            then a view, so this does not work for models that need contiguous activations.
+        fuse: Compute sibling layers (for example query, key and value) as one product. The result
+            of each layer is then a view, so this does not work for models that need contiguous
+            activations.
     """
 
     def __init__(self, model: nn.Module, fuse: bool = True) -> None:
-        linears = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, CpuLinear)}
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if type(module) in (nn.Linear, CpuLinear)
+        }
         self.groups = _siblings(linears) if fuse else []
         grouped = {id(module) for group in self.groups for module in group}
         self.groups += [[module] for module in linears.values() if id(module) not in grouped]
@@ -58,7 +64,8 @@ class PackedLinears:
             return
         for group in self.groups:
             for module in group:
-                module.__dict__.pop("forward", None)  # frees the old copy before the new one is allocated
+                # frees the old copy before the new one is allocated
+                module.__dict__.pop("forward", None)
             for module, forward in zip(group, _packed_forwards(group), strict=True):
                 module.forward = _with_adapter(module, forward)  # type: ignore[assignment, method-assign]
         self.stale = False
@@ -74,7 +81,8 @@ class PackedLinears:
 def _siblings(linears: dict[str, nn.Linear]) -> list[list[nn.Linear]]:
     """Return the groups of :data:`_SIBLINGS` that can be computed as one product.
 
-    The layers of a group must have the same input size, and either all of them or none must have a bias.
+    The layers of a group must have the same input size, and either all of them or none must have a
+    bias.
     """
     groups = []
     for name in linears:
@@ -100,9 +108,15 @@ def _with_adapter(module: nn.Linear, base: Forward) -> Forward:
 
 
 def _packed_forwards(group: list[nn.Linear]) -> list[Forward]:
-    """Return one forward per layer of a group. The first layer called with an input computes the result of all."""
+    """Return one forward per layer of a group. The first layer called with an input computes the
+    result of all.
+    """
     # One product for all layers of the group, packed for oneDNN.
-    weight = torch.cat([module.weight.detach() for module in group]) if len(group) > 1 else group[0].weight.detach()
+    weight = (
+        torch.cat([module.weight.detach() for module in group])
+        if len(group) > 1
+        else group[0].weight.detach()
+    )
     biases = [module.bias.detach() for module in group if module.bias is not None]
     bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
@@ -113,7 +127,8 @@ def _packed_forwards(group: list[nn.Linear]) -> list[Forward]:
 
     if len(group) == 1:
         return [alone]
-    # The layers of a group are called with the same input. The first call computes the result of all.
+    # The layers of a group are called with the same input. The first call computes the result of
+    # all.
     shared: list[torch.Tensor] = []  # the last input, and the results of all layers for it
 
     def part(start: int, end: int, last: bool) -> Forward:
@@ -121,7 +136,8 @@ def _packed_forwards(group: list[nn.Linear]) -> list[Forward]:
             if not shared or shared[0] is not x:
                 shared[:] = [x, alone(x)]
             result = shared[1][..., start:end]
-            if last:  # the module calls the layers in order, so nobody needs the result after the last one
+            # the module calls the layers in order, so nobody needs the result after the last one
+            if last:
                 shared.clear()
             return result
 
@@ -139,11 +155,11 @@ def _packed_forwards(group: list[nn.Linear]) -> list[Forward]:
 
 # Adapters that requests choose by name (`lora_path`), beside the one that weight updates write.
 #
-# A request without a name gets what the last update made: the weights and, if there is one, the run's own adapter. A
-# request with a name gets the base and the adapter that was loaded under this name: of an earlier version, of another
-# run, or one that PEFT has trained. Rows of different adapters are computed in one forward. Each linear layer computes
-# its base for all rows at once, and each adapter that the step needs for all rows, of which only its own keep the
-# result.
+# A request without a name gets what the last update made: the weights and, if there is one, the
+# run's own adapter. A request with a name gets the base and the adapter that was loaded under this
+# name: of an earlier version, of another run, or one that PEFT has trained. Rows of different
+# adapters are computed in one forward. Each linear layer computes its base for all rows at once,
+# and each adapter that the step needs for all rows, of which only its own keep the result.
 
 
 OWN = 0  # the key of rows without a named adapter
@@ -155,8 +171,10 @@ class NamedAdapter:
     """One loaded adapter.
 
     Attributes:
-        key: A number that no other adapter of this engine has had. KV is shared only among rows with the same key.
-        factors: The factors by the names of their layers, in the dtype and on the device of the layers.
+        key: A number that no other adapter of this engine has had. KV is shared only among rows
+            with the same key.
+        factors: The factors by the names of their layers, in the dtype and on the device of the
+            layers.
         scale: The factor ``s`` of ``s B A x``.
     """
 
@@ -178,36 +196,48 @@ class NamedAdapters:
         self.loaded: dict[str, NamedAdapter] = {}
         self.hooks: dict[str, RemovableHandle] = {}
         self._last_key = OWN
-        self._active: list[tuple[NamedAdapter, Tensor]] = []  # with the rows ``[n, 1]`` of the next forward
+        # with the rows ``[n, 1]`` of the next forward
+        self._active: list[tuple[NamedAdapter, Tensor]] = []
         self._masked = False  # whether the run's own adapter is off for some rows
 
     def load(self, name: str, settings: LoraSettings, factors: Mapping[str, Factors]) -> None:
         """Load an adapter under a new name.
 
         Raises:
-            WeightError: The name is taken, there are too many adapters, or the factors do not fit the model.
+            WeightError: The name is taken, there are too many adapters, or the factors do not fit
+                the model.
         """
         if name in self.loaded:
             raise WeightError(f"an adapter {name!r} is loaded already: unload it first")
         if len(self.loaded) >= MAX_ADAPTERS:
             raise WeightError(f"{len(self.loaded)} adapters are loaded already: unload one first")
-        linears = {path: module for path, module in self.model.named_modules() if isinstance(module, nn.Linear)}
+        linears = {
+            path: module
+            for path, module in self.model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
         fitted = {}
         for path, (a, b) in factors.items():
             module = linears.get(path)
             if module is None:
-                raise WeightError(f"the model has no linear layer {path!r}, of which the adapter {name!r} has factors")
+                raise WeightError(
+                    f"the model has no linear layer {path!r}, of which the adapter {name!r} has "
+                    "factors"
+                )
             shapes = (settings.rank, module.in_features), (module.out_features, settings.rank)
             if (tuple(a.shape), tuple(b.shape)) != shapes:
                 raise WeightError(
-                    f"the factors of {path} in the adapter {name!r} have the shapes {tuple(a.shape)} and "
-                    f"{tuple(b.shape)}, but the layer needs {shapes[0]} and {shapes[1]}"
+                    f"the factors of {path} in the adapter {name!r} have the shapes "
+                    f"{tuple(a.shape)} and {tuple(b.shape)}, but the layer needs {shapes[0]} and "
+                    f"{shapes[1]}"
                 )
             fitted[path] = Factors(a.to(module.weight, copy=True), b.to(module.weight, copy=True))
         self._last_key += 1
         self.loaded[name] = NamedAdapter(self._last_key, fitted, settings.scale)
         for path in fitted.keys() - self.hooks.keys():
-            self.hooks[path] = linears[path].register_forward_hook(functools.partial(self._add, path))
+            self.hooks[path] = linears[path].register_forward_hook(
+                functools.partial(self._add, path)
+            )
 
     def unload(self, name: str) -> None:
         """Remove an adapter.
@@ -216,7 +246,9 @@ class NamedAdapters:
             WeightError: There is no adapter of this name.
         """
         if name not in self.loaded:
-            raise WeightError(f"an adapter {name!r} does not exist; there are {', '.join(self.loaded) or 'none'}")
+            raise WeightError(
+                f"an adapter {name!r} does not exist; there are {', '.join(self.loaded) or 'none'}"
+            )
         del self.loaded[name]
         used = {path for adapter in self.loaded.values() for path in adapter.factors}
         for path in self.hooks.keys() - used:
@@ -231,7 +263,9 @@ class NamedAdapters:
         if name is None:
             return OWN
         if name not in self.loaded:
-            raise BadRequest(f"lora_path {name!r} is not loaded; there are {', '.join(self.loaded) or 'none'}")
+            raise BadRequest(
+                f"lora_path {name!r} is not loaded; there are {', '.join(self.loaded) or 'none'}"
+            )
         return self.loaded[name].key
 
     @property
@@ -240,14 +274,18 @@ class NamedAdapters:
         return [OWN, *(adapter.key for adapter in self.loaded.values())]
 
     def select(self, keys: Sequence[int], device: torch.device) -> None:
-        """Choose the adapter of each row of the next forward, by its key. Without keys, no row has a named one."""
+        """Choose the adapter of each row of the next forward, by its key. Without keys, no row has
+        a named one.
+        """
         self._active = []
         own: Tensor | None = None
         if any(keys):
             of_row = torch.tensor(keys, device=device)[:, None]
             present = set(keys)
             self._active = [
-                (adapter, of_row == adapter.key) for adapter in self.loaded.values() if adapter.key in present
+                (adapter, of_row == adapter.key)
+                for adapter in self.loaded.values()
+                if adapter.key in present
             ]
             own = of_row == OWN
         if own is not None or self._masked:
@@ -257,10 +295,12 @@ class NamedAdapters:
 
     @contextmanager
     def part(self, module: nn.Module, start: int, end: int, each: bool) -> Iterator[None]:
-        """Let the layers inside a module compute the rows ``start`` to ``end - 1`` of the forward only.
+        """Let the layers inside a module compute the rows ``start`` to ``end - 1`` of the forward
+        only.
 
         Args:
-            each: Whether their inputs are a batch of one row each, ``[n, 1, in]``, and not ``[1, n, in]``.
+            each: Whether their inputs are a batch of one row each, ``[n, 1, in]``, and not ``[1, n,
+                in]``.
         """
         if not self._masked:
             yield
@@ -281,8 +321,12 @@ class NamedAdapters:
             for layer, rows in own:
                 layer.lora_rows = rows
 
-    def _add(self, path: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Add the factors of this layer to the output of its own weights; the hook of each layer with factors."""
+    def _add(
+        self, path: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor:
+        """Add the factors of this layer to the output of its own weights; the hook of each layer
+        with factors.
+        """
         for adapter, rows in self._active:
             if path in adapter.factors:
                 output = torch.where(rows, output + adapter(path, inputs[0]), output)

@@ -1,10 +1,11 @@
-"""Build an engine from the command-line options. In deterministic mode, find row counts that give the same bits.
+"""Build an engine from the command-line options. In deterministic mode, find row counts that give
+the same bits.
 
-Batching can change the bits of a row in three ways: a larger matrix product may round differently, an elementwise
-function uses another code path for the tail of an array, and a batched attention may be divided differently. So
-deterministic mode computes forwards of a few fixed row counts only. At startup, the engine measures which of these
-counts give the same bits at every position in the block. A forward of one row always agrees with itself, so there is
-always a result.
+Batching can change the bits of a row in three ways: a larger matrix product may round differently,
+an elementwise function uses another code path for the tail of an array, and a batched attention may
+be divided differently. So deterministic mode computes forwards of a few fixed row counts only. At
+startup, the engine measures which of these counts give the same bits at every position in the
+block. A forward of one row always agrees with itself, so there is always a result.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ logger = logging.getLogger(__name__)
 
 _CAPACITY = 192  # three attention lengths
 _SLOTS = 16
-_VECTOR = 32  # elements per iteration of torch's widest elementwise loop (AVX-512, two fp32 registers)
-_EACH_ROW = ("Llama4TextExperts",)  # experts that compute all rows, and so the same number whatever the router says
+# elements per iteration of torch's widest elementwise loop (AVX-512, two fp32 registers)
+_VECTOR = 32
+# experts that compute all rows, and so the same number whatever the router says
+_EACH_ROW = ("Llama4TextExperts",)
 _PARALLEL_GRAIN = 32768  # torch divides elementwise loops with more elements over threads
 
 
@@ -61,9 +64,11 @@ class _Trial:
 
 
 def separate_rows_of_experts(model: PreTrainedModel) -> None:
-    """Let experts compute one matrix product for each row and expert, with a copy of the expert's weights.
+    """Let experts compute one matrix product for each row and expert, with a copy of the expert's
+    weights.
 
-    Otherwise an expert computes all rows that are routed to it together, and their number changes the bits.
+    Otherwise an expert computes all rows that are routed to it together, and their number changes
+    the bits.
     """
     if any(type(module).__name__.endswith(_EACH_ROW) for module in model.modules()):
         return
@@ -71,18 +76,21 @@ def separate_rows_of_experts(model: PreTrainedModel) -> None:
         model.set_experts_implementation("batched_mm")
     elif hasattr(model.config.get_text_config(), "num_experts_per_tok"):
         logger.warning(
-            "transformers has no row-wise experts for this model: results may depend on the rest of the batch"
+            "transformers has no row-wise experts for this model: results may depend on the rest "
+            "of the batch"
         )
 
 
 @torch.inference_mode()
 def make_reproducible(runner: Runner, vocab_size: int, seed: int = 0) -> None:
-    """Set ``runner.row_counts`` and ``runner.attend_alone`` so that results are reproducible, and empty the KV cache.
+    """Set ``runner.row_counts`` and ``runner.attend_alone`` so that results are reproducible, and
+    empty the KV cache.
 
-    A row count must pass two tests. First, elementwise loops over its rows have no tail, because the scalar code for a
-    tail may round differently. Second, random rows through the whole model give the same bits as with the largest
-    count, at any position in the block. If no count passes because of attention (the results of MKL depend on the
-    alignment of buffers unless ``MKL_CBWR`` is set), the attention of each row is computed in its own call.
+    A row count must pass two tests. First, elementwise loops over its rows have no tail, because
+    the scalar code for a tail may round differently. Second, random rows through the whole model
+    give the same bits as with the largest count, at any position in the block. If no count passes
+    because of attention (the results of MKL depend on the alignment of buffers unless ``MKL_CBWR``
+    is set), the attention of each row is computed in its own call.
     """
     if runner.packed is not None:
         runner.packed.refresh()
@@ -90,24 +98,35 @@ def make_reproducible(runner: Runner, vocab_size: int, seed: int = 0) -> None:
         for runner.attend_alone in (False, True):
             aligned = [count for count in FIXED_ROWS if _no_tails(runner, count)]
             while aligned and aligned[-1] > 1:
-                accepted = agreeing_counts(runner, aligned, vocab_size, torch.Generator().manual_seed(seed))
+                accepted = agreeing_counts(
+                    runner, aligned, vocab_size, torch.Generator().manual_seed(seed)
+                )
                 if accepted:
                     runner.row_counts = accepted
                     return
-                aligned.pop()  # the largest count depends on the position in the block; try again without it
+                # the largest count depends on the position in the block; try again without it
+                aligned.pop()
     finally:
         runner.cache.clear()
-    logger.warning("no row count above 1 is bitwise reproducible here, so deterministic mode computes row by row")
+    logger.warning(
+        "no row count above 1 is bitwise reproducible here, so deterministic mode computes row "
+        "by row"
+    )
     runner.row_counts = (1,)
     runner.attend_alone = False
 
 
 def _no_tails(runner: Runner, count: int) -> bool:
-    # The sizes of the weight matrices are the widths of the activations. Each thread's share must have no tail either.
+    # The sizes of the weight matrices are the widths of the activations. Each thread's share must
+    # have no tail either.
     threads = torch.get_num_threads()
     # No function is applied to the activations between the factors of an adapter.
-    weights = [p for name, p in runner.model.named_parameters() if p.dim() == 2 and ".lora_" not in name]
-    weights += [p for name, p in runner.model.named_parameters() if p.dim() == 3 and ".experts." in name]
+    weights = [
+        p for name, p in runner.model.named_parameters() if p.dim() == 2 and ".lora_" not in name
+    ]
+    weights += [
+        p for name, p in runner.model.named_parameters() if p.dim() == 3 and ".experts." in name
+    ]
     for width in {size for p in weights for size in p.shape[-2:]}:
         elements = count * width
         if elements % _VECTOR or (elements > _PARALLEL_GRAIN and elements % (_VECTOR * threads)):
@@ -115,10 +134,13 @@ def _no_tails(runner: Runner, count: int) -> bool:
     return True
 
 
-def agreeing_counts(runner: Runner, counts: list[int], vocab: int, generator: torch.Generator) -> tuple[int, ...]:
+def agreeing_counts(
+    runner: Runner, counts: list[int], vocab: int, generator: torch.Generator
+) -> tuple[int, ...]:
     """Return the counts that give the same bits as the largest one.
 
-    The result is empty if with the largest count the bits depend on the position of a row in the block.
+    The result is empty if with the largest count the bits depend on the position of a row in the
+    block.
     """
     largest = counts[-1]
     accepted = set(counts[:-1])
@@ -130,17 +152,23 @@ def agreeing_counts(runner: Runner, counts: list[int], vocab: int, generator: to
             return ()
         for count in counts[:-1]:
             blocks = (turned[:count], turned[-count:])
-            if not all(torch.equal(_probs(runner, trial, rows), reference[rows]) for rows in blocks):
+            if not all(
+                torch.equal(_probs(runner, trial, rows), reference[rows]) for rows in blocks
+            ):
                 accepted.discard(count)
     return (*sorted(accepted), largest)
 
 
 def _trials(rows: int, vocab: int, generator: torch.Generator) -> list[_Trial]:
-    """Return a trial with rows of many sequences, as in decode, and one with several rows of each, as in prefill."""
+    """Return a trial with rows of many sequences, as in decode, and one with several rows of each,
+    as in prefill.
+    """
     tokens = torch.randint(0, vocab, (rows,), generator=generator).tolist()
     chance = torch.randint(0, FIXED_LENGTH_STEP, (rows,), generator=generator).tolist()
     blocks = [row // _SLOTS % (_CAPACITY // FIXED_LENGTH_STEP) for row in range(rows)]
-    decode = [block * FIXED_LENGTH_STEP + offset for block, offset in zip(blocks, chance, strict=True)]
+    decode = [
+        block * FIXED_LENGTH_STEP + offset for block, offset in zip(blocks, chance, strict=True)
+    ]
     prompt = [FIXED_LENGTH_STEP - 5 + row % _SLOTS for row in range(rows)]
     return [
         _Trial(tokens, [row % _SLOTS for row in range(rows)], decode),
@@ -179,12 +207,15 @@ def _probs(runner: Runner, trial: _Trial, rows: Iterable[int]) -> torch.Tensor:
 
 
 DETERMINISTIC_SEED = 42  # for requests without a seed, as in SGLang
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}  # the part of the memory free after loading that the KV cache may use
+# the part of the memory free after loading that the KV cache may use
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}
 
 
 @dataclass
 class EngineOptions:
-    """The command-line options about the model. Without ``max_total_tokens`` it is derived from the free memory."""
+    """The command-line options about the model. Without ``max_total_tokens`` it is derived from the
+    free memory.
+    """
 
     model_path: str
     dtype: str = "float32"
@@ -198,8 +229,8 @@ class EngineOptions:
 
     @classmethod
     def of(cls, **values: Any) -> EngineOptions:
-        """Return options in which None stands for the default: of ``device`` a GPU if there is one, and of ``dtype``
-        float32 on the CPU, else bfloat16."""
+        """Return options in which None stands for the default: of ``device`` a GPU if there is one,
+        and of ``dtype`` float32 on the CPU, else bfloat16."""
         device = values.pop("device") or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = values.pop("dtype") or ("float32" if device == "cpu" else "bfloat16")
         named = {name: value for name, value in values.items() if value is not None}
@@ -242,12 +273,15 @@ def load_engine(options: EngineOptions) -> Loaded:
     if options.deterministic:
         separate_rows_of_experts(model)
     config = model.config
-    tokenizer = AutoTokenizer.from_pretrained(options.model_path, trust_remote_code=options.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        options.model_path, trust_remote_code=options.trust_remote_code
+    )
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     runner = Runner(model, dtype, device, options.deterministic)
     # Exchange the attention, and compare the logits with those before.
-    reference = plain_logits(model, vocab_size)  # before _set_attention(), with the attention of transformers
+    # before _set_attention(), with the attention of transformers
+    reference = plain_logits(model, vocab_size)
     _set_attention(model)
     stateful = use_slots(model)
     try:
@@ -255,7 +289,8 @@ def load_engine(options: EngineOptions) -> Loaded:
     except RuntimeError as error:
         if runner.packed is None or isinstance(error, UnsupportedModel | NotImplementedError):
             raise
-        # Another RuntimeError may come from a model that needs contiguous activations, which fused layers do not give.
+        # Another RuntimeError may come from a model that needs contiguous activations, which fused
+        # layers do not give.
         logger.info("fused linear layers are not used for this model (%s)", error)
         runner.packed.drop()
         runner.packed = PackedLinears(model, fuse=False)
@@ -263,7 +298,11 @@ def load_engine(options: EngineOptions) -> Loaded:
     if options.deterministic:
         make_reproducible(runner, vocab_size, options.random_seed)
         alone = ", rows attend one by one" if runner.attend_alone else ""
-        logger.info("deterministic mode: forward passes of %s rows%s", ", ".join(map(str, runner.row_counts)), alone)
+        logger.info(
+            "deterministic mode: forward passes of %s rows%s",
+            ", ".join(map(str, runner.row_counts)),
+            alone,
+        )
     # Build the parts around the model.
     detokenizer = Detokenizer(tokenizer)
     context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)
@@ -287,9 +326,18 @@ def load_engine(options: EngineOptions) -> Loaded:
 
 
 def _set_attention(model: PreTrainedModel) -> None:
-    """Set the attention of this engine for the language model. Image encoders keep their own attention."""
+    """Set the attention of this engine for the language model. Image encoders keep their own
+    attention.
+    """
     text = model.config.get_text_config()
-    key = next((name for name in getattr(model.config, "sub_configs", {}) if getattr(model.config, name) is text), "")
+    key = next(
+        (
+            name
+            for name in getattr(model.config, "sub_configs", {})
+            if getattr(model.config, name) is text
+        ),
+        "",
+    )
     model.set_attn_implementation({key: attention.NAME} if key else attention.NAME)
     text._attn_implementation_internal = attention.NAME
 
@@ -300,32 +348,45 @@ _PROBE_LENGTH = 12
 @torch.inference_mode()
 def plain_logits(model: PreTrainedModel, vocab_size: int) -> torch.Tensor:
     """Return the logits that transformers computes for a short sequence, ``[length, vocab]``."""
-    return model(input_ids=_probe_tokens(vocab_size)[None].to(model.device), use_cache=False).logits[0].float()
+    return (
+        model(input_ids=_probe_tokens(vocab_size)[None].to(model.device), use_cache=False)
+        .logits[0]
+        .float()
+    )
 
 
 def _probe_tokens(vocab_size: int) -> torch.Tensor:
-    return torch.randint(0, vocab_size, (_PROBE_LENGTH,), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0, vocab_size, (_PROBE_LENGTH,), generator=torch.Generator().manual_seed(1)
+    )
 
 
 @torch.inference_mode()
 def _check_against(reference: torch.Tensor, runner: Runner, dtype: torch.dtype) -> None:
-    """Compute all but the last two tokens as a prompt and these two by decode, and compare the logits.
+    """Compute all but the last two tokens as a prompt and these two by decode, and compare the
+    logits.
 
     Raises:
-        UnsupportedModel: The logits differ, so the architecture needs something that the engine does not implement.
+        UnsupportedModel: The logits differ, so the architecture needs something that the engine
+            does not implement.
     """
     request = GenerateRequest("probe", _probe_tokens(reference.shape[1]).tolist(), SamplingParams())
     request.return_logprob = True
     request.logprob_start_len = 0
     got = [_probe_step(runner, request, 0, _PROBE_LENGTH - 2)]
-    got += [_probe_step(runner, request, start, start + 1) for start in (_PROBE_LENGTH - 2, _PROBE_LENGTH - 1)]
+    got += [
+        _probe_step(runner, request, start, start + 1)
+        for start in (_PROBE_LENGTH - 2, _PROBE_LENGTH - 1)
+    ]
     runner.cache.clear()
     difference = float((torch.cat(got) - reference).abs().max())
     spread = float(reference.std())
-    if not difference <= (1e-3 if dtype == torch.float32 else 0.2) * max(spread, 1.0):  # also true for NaN
+    # also true for NaN
+    if not difference <= (1e-3 if dtype == torch.float32 else 0.2) * max(spread, 1.0):
         raise UnsupportedModel(
-            f"{type(runner.model).__name__}: the engine's logits differ from transformers' by {difference:.2g} "
-            f"(their spread is {spread:.2g}); this architecture is not supported by the embedded engine"
+            f"{type(runner.model).__name__}: the engine's logits differ from transformers' by "
+            f"{difference:.2g} (their spread is {spread:.2g}); this architecture is not supported "
+            "by the embedded engine"
         )
 
 
@@ -338,17 +399,22 @@ def _probe_step(runner: Runner, request: GenerateRequest, start: int, end: int) 
         runner.packed.refresh()
     rows = rows_of([work])
     decode = end - start == 1
-    step = row_context(runner.cache, rows, fixed=False) if decode else segment_context(runner.cache, [work], rows)
+    step = (
+        row_context(runner.cache, rows, fixed=False)
+        if decode
+        else segment_context(runner.cache, [work], rows)
+    )
     logits = runner.forward(rows, step, list(range(end - start)))
     assert logits is not None
     return logits.float()
 
 
 def _tokens_that_fit(runner: Runner, context_len: int, options: EngineOptions) -> int:
-    """Return how many tokens of KV cache fit into a share of the free memory, but at least one full context.
+    """Return how many tokens of KV cache fit into a share of the free memory, but at least one full
+    context.
 
-    The memory per token is measured with a forward over a small cache. The states of recurrent layers need the memory
-    of as many slots as requests may run.
+    The memory per token is measured with a forward over a small cache. The states of recurrent
+    layers need the memory of as many slots as requests may run.
     """
     runner.cache.resize(1, 64)
     _probe_step(runner, GenerateRequest("size", [0, 0], SamplingParams()), 0, 2)
@@ -364,8 +430,9 @@ def _tokens_that_fit(runner: Runner, context_len: int, options: EngineOptions) -
     room = free * MEMORY_SHARE[runner.device.type] - states
     if room < per_token * context_len:
         logger.warning(
-            "the KV cache of %d tokens and the states of %d slots need more than the free memory: use a smaller "
-            "--embedded-max-running-requests or a model with a shorter context",
+            "the KV cache of %d tokens and the states of %d slots need more than the free "
+            "memory: use a smaller --embedded-max-running-requests or a model with a shorter "
+            "context",
             context_len,
             options.max_running_requests + 1,
         )

@@ -20,7 +20,15 @@ MAX_SCORES = 2**22  # per body: alternatives at all positions
 MAX_REQUESTS = 8192  # per body: the number of prompts times n
 MAX_TEXT = 64 * 2**20  # characters; the context length of the model is a further limit
 _GREEDY_BELOW = 1e-6
-CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "watermark")
+CONSTRAINTS = (
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "stop_regex",
+    "beam_width",
+    "watermark",
+)
 """Sampling parameters of SGLang that this engine refuses."""
 _NOT_READ = ("input_embeds", "audio_data", "video_data", "custom_logit_processor", "session_params")
 _INT32 = 2**31 - 1
@@ -30,7 +38,9 @@ SAMPLING_CHECKS: dict[str, Check[object]] = {
     "min_new_tokens": fields.whole(0, _INT32),
     "stop": fields.one_or_list(fields.text(MAX_STOP_CHARACTERS), MAX_STOP_STRINGS),
     "stop_token_ids": fields.list_of(fields.whole(0, _INT32), 4096),
-    "temperature": fields.number(lambda value: 0 <= value <= 1e6, "must be finite and >= 0, at most 1e6"),
+    "temperature": fields.number(
+        lambda value: 0 <= value <= 1e6, "must be finite and >= 0, at most 1e6"
+    ),
     "top_p": fields.number(lambda value: 0 < value <= 1, "must be in (0, 1]"),
     "top_k": fields.whole(-1, _INT32, "must be -1 (off) or at least 1"),
     "min_p": fields.number(lambda value: 0 <= value <= 1, "must be in [0, 1]"),
@@ -42,7 +52,9 @@ SAMPLING_CHECKS: dict[str, Check[object]] = {
     "spaces_between_special_tokens": fields.truth,
     "no_stop_trim": fields.truth,
     "logit_bias": fields.json_object,
-    "sampling_seed": fields.whole(-(2**63), 2**63 - 1, "must be a whole number that fits in 64 bits"),
+    "sampling_seed": fields.whole(
+        -(2**63), 2**63 - 1, "must be a whole number that fits in 64 bits"
+    ),
     "n": fields.whole(1, MAX_SAMPLES, f"must be at least 1 and at most {MAX_SAMPLES}"),
 }
 """The check for type and range of each sampling parameter."""
@@ -50,7 +62,9 @@ SAMPLING_CHECKS: dict[str, Check[object]] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters for sampling the tokens of one sequence and for its end, with SGLang's names and defaults."""
+    """Parameters for sampling the tokens of one sequence and for its end, with SGLang's names and
+    defaults.
+    """
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -83,7 +97,11 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether a penalty changes the logits depending on the tokens so far."""
-        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+        return (
+            self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
 
 
 @dataclass
@@ -98,17 +116,23 @@ class GenerateRequest:
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] = field(default_factory=list)
     return_text_in_logprobs: bool = False
-    return_top_p_token_ids: bool = False  # ids each token was sampled from; its log-prob is then over these ids only
+    # ids each token was sampled from; its log-prob is then over these ids only
+    return_top_p_token_ids: bool = False
     stream: bool = False
-    image_data: list[object] = field(default_factory=list)  # encoded, as in the body; empty after they have been read
-    image_inputs: Mapping[str, object] | None = None  # the tensors that the processor made from the images
+    # encoded, as in the body; empty after they have been read
+    image_data: list[object] = field(default_factory=list)
+    # the tensors that the processor made from the images
+    image_inputs: Mapping[str, object] | None = None
     lora_path: str | None = None  # the name of the adapter; None for the engine's own
-    weight_version_plan: tuple[tuple[int, str], ...] = ()  # (output token, weight version from this token on)
+    # (output token, weight version from this token on)
+    weight_version_plan: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass
 class GenerateBody:
-    """A ``/generate`` body, divided into single requests. ``texts`` has None for prompts given as token ids."""
+    """A ``/generate`` body, divided into single requests. ``texts`` has None for prompts given as
+    token ids.
+    """
 
     requests: list[GenerateRequest]
     texts: list[str | None]
@@ -116,14 +140,17 @@ class GenerateBody:
     stream: bool
 
 
-def parse_sampling_params(raw: object, vocab_size: int, where: str = "sampling_params.") -> SamplingParams:
+def parse_sampling_params(
+    raw: object, vocab_size: int, where: str = "sampling_params."
+) -> SamplingParams:
     """Check one ``sampling_params`` object.
 
     Args:
         where: A prefix of the field names in error messages.
 
     Raises:
-        BadRequest: A name is unknown, a value has the wrong type or is out of range, or a constraint is not supported.
+        BadRequest: A name is unknown, a value has the wrong type or is out of range, or a
+            constraint is not supported.
     """
     raw = {} if raw is None else fields.json_object(raw, where.rstrip("."))
     present = {key: value for key, value in raw.items() if value is not None}
@@ -135,7 +162,9 @@ def parse_sampling_params(raw: object, vocab_size: int, where: str = "sampling_p
     unknown = sorted(set(present) - set(SAMPLING_CHECKS))
     if unknown:
         raise BadRequest(f"unknown {where.rstrip('.')}: {', '.join(unknown)[:200]}")
-    values: dict[str, Any] = {name: SAMPLING_CHECKS[name](value, where + name) for name, value in present.items()}
+    values: dict[str, Any] = {
+        name: SAMPLING_CHECKS[name](value, where + name) for name, value in present.items()
+    }
     values["stop"] = tuple(text for text in values.get("stop", ()) if text)
     values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
     values["logit_bias"] = _logit_bias(values.get("logit_bias", {}), vocab_size, where)
@@ -143,11 +172,15 @@ def parse_sampling_params(raw: object, vocab_size: int, where: str = "sampling_p
     if params.top_k == 0:
         raise refuse(f"{where}top_k", "must be -1 (off) or at least 1", 0)
     if params.min_new_tokens > params.max_new_tokens:
-        raise refuse(f"{where}min_new_tokens", "must be in [0, max_new_tokens]", params.min_new_tokens)
+        raise refuse(
+            f"{where}min_new_tokens", "must be in [0, max_new_tokens]", params.min_new_tokens
+        )
     return params
 
 
-def _logit_bias(given: Mapping[str, object], vocab_size: int, where: str) -> tuple[tuple[int, float], ...]:
+def _logit_bias(
+    given: Mapping[str, object], vocab_size: int, where: str
+) -> tuple[tuple[int, float], ...]:
     finite = fields.number(lambda value: abs(value) <= 1e9, "must be a number in [-1e9, 1e9]")
     bias = []
     for key, value in given.items():
@@ -161,9 +194,10 @@ def _logit_bias(given: Mapping[str, object], vocab_size: int, where: str) -> tup
 def parse_generate(body: object, vocab_size: int) -> GenerateBody:
     """Divide a ``/generate`` body into single requests.
 
-    ``text`` or ``input_ids`` is one prompt or a list of prompts. Every other field is one value for all prompts or a
-    list with one value per prompt. With ``n > 1`` each prompt is repeated, and all samples of a prompt follow one
-    another in the response. If the request has a seed, sample ``i`` uses ``sampling_seed + i``.
+    ``text`` or ``input_ids`` is one prompt or a list of prompts. Every other field is one value for
+    all prompts or a list with one value per prompt. With ``n > 1`` each prompt is repeated, and all
+    samples of a prompt follow one another in the response. If the request has a seed, sample ``i``
+    uses ``sampling_seed + i``.
 
     Raises:
         BadRequest: A field is missing, unknown, or has a wrong value.
@@ -197,9 +231,14 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
         rid = fields.take(one, "rid", fields.text(1024), "")
         if rid and not is_single and isinstance(body["rid"], str):
             rid = f"{rid}_{index}"
-        values = {name: check(one[name], name) for name, check in checks.items() if one[name] is not None}
+        values = {
+            name: check(one[name], name) for name, check in checks.items() if one[name] is not None
+        }
         if len(requests) + params.n > MAX_REQUESTS:
-            raise BadRequest(f"one request can have at most {MAX_REQUESTS} sequences (prompts times sampling_params.n)")
+            raise BadRequest(
+                f"one request can have at most {MAX_REQUESTS} sequences (prompts times "
+                "sampling_params.n)"
+            )
         ids = _checked_ids(prompt, vocab_size) if text is None else []
         prompt_text = None if text is None else _checked_text(prompt)
         for sample in range(params.n):
@@ -210,7 +249,8 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
 
 
 def check_scores(requests: Sequence[GenerateRequest], context_len: int) -> None:
-    """Refuse a body that asks for so many log-probs that computing and sending them would hold up all other requests.
+    """Refuse a body that asks for so many log-probs that computing and sending them would hold up
+    all other requests.
 
     Raises:
         BadRequest: It asks for more than :data:`MAX_SCORES`.
@@ -222,13 +262,16 @@ def check_scores(requests: Sequence[GenerateRequest], context_len: int) -> None:
         scores += positions * (one.top_logprobs_num + len(one.token_ids_logprob))
     if scores > MAX_SCORES:
         raise BadRequest(
-            f"the request asks for up to {scores} log-probs (positions times top_logprobs_num and token_ids_logprob), "
-            f"but at most {MAX_SCORES} are computed: lower max_new_tokens or their number, or send fewer prompts"
+            f"the request asks for up to {scores} log-probs (positions times top_logprobs_num and "
+            f"token_ids_logprob), but at most {MAX_SCORES} are computed: lower max_new_tokens or "
+            "their number, or send fewer prompts"
         )
 
 
 def _checks(vocab_size: int) -> dict[str, Check[object]]:
-    """Return the checks of the fields of a body that a :class:`GenerateRequest` has under the same names."""
+    """Return the checks of the fields of a body that a :class:`GenerateRequest` has under the same
+    names.
+    """
     return {
         "return_logprob": fields.truth,
         "logprob_start_len": fields.whole(-1, _INT32),
@@ -246,7 +289,9 @@ def _checks(vocab_size: int) -> dict[str, Check[object]]:
 def _one_request(
     values: Mapping[str, Any], rid: str, ids: list[int], params: SamplingParams, sample: int
 ) -> GenerateRequest:
-    """Return the request of one sample of a prompt, with the checked ``values`` of :func:`_checks`."""
+    """Return the request of one sample of a prompt, with the checked ``values`` of
+    :func:`_checks`.
+    """
     rid = rid or uuid.uuid4().hex
     if params.n > 1:
         rid = f"{rid}_{sample}"
@@ -263,7 +308,9 @@ def _wrapped(seed: int) -> int:
 
 
 def _ids(vocab_size: int) -> Check[list[int]]:
-    return fields.list_of(fields.whole(0, vocab_size - 1, f"must be a token id in [0, {vocab_size})"), 65536)
+    return fields.list_of(
+        fields.whole(0, vocab_size - 1, f"must be a token id in [0, {vocab_size})"), 65536
+    )
 
 
 def _version_plan(value: object, name: str) -> tuple[tuple[int, str], ...]:
@@ -284,7 +331,9 @@ def _checked_text(prompt: object) -> str:
 
 
 def _pick(body: Mapping[str, object], key: str, index: int, count: int, is_single: bool) -> object:
-    """Return the value for prompt ``index`` of a field that has one value for all prompts or one per prompt."""
+    """Return the value for prompt ``index`` of a field that has one value for all prompts or one
+    per prompt.
+    """
     value = body.get(key)
     if is_single or not isinstance(value, list):
         return value
@@ -298,7 +347,9 @@ def _pick(body: Mapping[str, object], key: str, index: int, count: int, is_singl
 
 def _is_flat(input_ids: object) -> bool:
     if not isinstance(input_ids, list) or not input_ids:
-        raise BadRequest("input_ids must not be empty; pass a list of token ids, or a list of such lists")
+        raise BadRequest(
+            "input_ids must not be empty; pass a list of token ids, or a list of such lists"
+        )
     return not isinstance(input_ids[0], list)
 
 
@@ -308,5 +359,8 @@ def _checked_ids(ids: object, vocab_size: int) -> list[int]:
     # With type() and not isinstance(), because True and False are instances of int.
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise BadRequest(f"input_ids[{position}] is {token!r}, but token ids are integers in [0, {vocab_size})")
+            raise BadRequest(
+                f"input_ids[{position}] is {token!r}, but token ids are integers in [0, "
+                f"{vocab_size})"
+            )
     return ids

@@ -1,4 +1,6 @@
-"""Routes for generation, abort and health, and functions for them that the OpenAI routes use too."""
+"""Routes for generation, abort and health, and functions for them that the OpenAI routes use
+too.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,29 @@ from aiohttp import web
 
 from slime.plugins.embedded import attention, fields
 from slime.plugins.embedded.engine import Engine, Listener
-from slime.plugins.embedded.fields import LOADED, BadRequest, Refused, StepFailed, body_of, json_answer
+from slime.plugins.embedded.fields import (
+    LOADED,
+    BadRequest,
+    Refused,
+    StepFailed,
+    body_of,
+    json_answer,
+)
 from slime.plugins.embedded.loading import Loaded
-from slime.plugins.embedded.protocol import GenerateBody, GenerateRequest, SamplingParams, check_scores, parse_generate
-from slime.plugins.embedded.sequence import Answer, FinishReason, Sequence, StreamedText, build_answer
+from slime.plugins.embedded.protocol import (
+    GenerateBody,
+    GenerateRequest,
+    SamplingParams,
+    check_scores,
+    parse_generate,
+)
+from slime.plugins.embedded.sequence import (
+    Answer,
+    FinishReason,
+    Sequence,
+    StreamedText,
+    build_answer,
+)
 
 routes = web.RouteTableDef()
 HEALTH_SECONDS = 20.0
@@ -38,13 +59,17 @@ async def generate(request: web.Request) -> web.StreamResponse:
     await prepare(loaded, parsed)
     if parsed.stream:
         # Each event contains only the new tokens, as in SGLang with --incremental-streaming-output.
-        return await send_events(request, answers_as_they_come(loaded, parsed.requests), index=not parsed.is_single)
+        return await send_events(
+            request, answers_as_they_come(loaded, parsed.requests), index=not parsed.is_single
+        )
     answers = await run_all(loaded, parsed.requests)
     return json_answer(answers[0] if parsed.is_single else answers)
 
 
 async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
-    """Tokenize text and read images. Work that takes long is done in a thread, so that it does not block the loop."""
+    """Tokenize text and read images. Work that takes long is done in a thread, so that it does not
+    block the loop.
+    """
     for single, text in zip(parsed.requests, parsed.texts, strict=True):
         if text is not None:
             check_length(loaded, text)
@@ -52,7 +77,9 @@ async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
             if loaded.images is None:
                 raise BadRequest("image_data: this model does not support images")
             read = loaded.images.prepare
-            single.input_ids, single.image_inputs = await in_thread(read, single.input_ids, text, single.image_data)
+            single.input_ids, single.image_inputs = await in_thread(
+                read, single.input_ids, text, single.image_data
+            )
             single.image_data = []
         elif text is not None:
             single.input_ids = await encode(loaded, text)
@@ -62,7 +89,9 @@ async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
 
 
 def check_length(loaded: Loaded, text: str) -> None:
-    """Refuse a text that is far too long before it is tokenized, which takes half a microsecond per character."""
+    """Refuse a text that is far too long before it is tokenized, which takes half a microsecond per
+    character.
+    """
     most = CHARACTERS_PER_TOKEN * loaded.context_len
     if len(text) > most:
         raise BadRequest(
@@ -81,7 +110,9 @@ async def encode(loaded: Loaded, text: str, add_special_tokens: bool = True) -> 
 
 
 async def in_thread(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-    """Run a function in one of the threads that only read requests, so that it delays nothing else."""
+    """Run a function in one of the threads that only read requests, so that it delays nothing
+    else.
+    """
     return await asyncio.get_running_loop().run_in_executor(_readers, function, *arguments)
 
 
@@ -138,7 +169,8 @@ class _Pieces:
         return build_answer(sequence, self.detokenizer, version, count, finish, start, text)
 
 
-# The event loop has only weak references to tasks, so a task that nobody awaits must be referenced until it is done.
+# The event loop has only weak references to tasks, so a task that nobody awaits must be referenced
+# until it is done.
 _background: set[asyncio.Task[None]] = set()
 
 
@@ -156,8 +188,12 @@ def _abandon(engine: Engine, requests: list[GenerateRequest]) -> None:
     task.add_done_callback(_background.discard)
 
 
-async def answers_as_they_come(loaded: Loaded, requests: list[GenerateRequest]) -> AsyncIterator[tuple[int, Answer]]:
-    """Yield the index of a request and a response with its new tokens, after each step that adds tokens."""
+async def answers_as_they_come(
+    loaded: Loaded, requests: list[GenerateRequest]
+) -> AsyncIterator[tuple[int, Answer]]:
+    """Yield the index of a request and a response with its new tokens, after each step that adds
+    tokens.
+    """
     merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     def listener(index: int) -> Listener:
@@ -188,7 +224,9 @@ async def send_events(
     Args:
         index: Whether to add the index of the request to each response.
     """
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
     await response.prepare(request)
     try:
         async for number, answer in answers:
@@ -221,7 +259,9 @@ async def health(request: web.Request) -> web.Response:
     """Answer with status 200 unless the model thread has failed."""
     engine = request.app[LOADED].engine
     if engine.failure is not None:
-        return json_answer({"error": {"message": f"the model's thread failed: {engine.failure!r}"}}, 503)
+        return json_answer(
+            {"error": {"message": f"the model's thread failed: {engine.failure!r}"}}, 503
+        )
     return web.Response(status=200)
 
 
@@ -229,15 +269,17 @@ async def health(request: web.Request) -> web.Response:
 async def health_generate(request: web.Request) -> web.StreamResponse:
     """Answer with status 200 if the engine completes a step, or if a long forward makes progress.
 
-    An idle engine gets a request for one token; a busy engine completes steps anyway. While generation is paused or
-    memory is released, it is enough that the model thread answers.
+    An idle engine gets a request for one token; a busy engine completes steps anyway. While
+    generation is paused or memory is released, it is enough that the model thread answers.
     """
     loaded = request.app[LOADED]
     engine = loaded.engine
     since = time.monotonic()
     if engine.failure is not None:
         return await health(request)
-    probe = GenerateRequest(f"HEALTH_CHECK_{uuid.uuid4().hex}", [0], SamplingParams(max_new_tokens=1, temperature=0.0))
+    probe = GenerateRequest(
+        f"HEALTH_CHECK_{uuid.uuid4().hex}", [0], SamplingParams(max_new_tokens=1, temperature=0.0)
+    )
     try:
         async with asyncio.timeout(HEALTH_SECONDS):
             paused, idle = await engine.call(lambda: (engine.resting, engine.scheduler.idle))
@@ -248,5 +290,7 @@ async def health_generate(request: web.Request) -> web.StreamResponse:
                 paused = engine.resting
     except TimeoutError:
         if attention.progressed_at() < since:
-            return json_answer({"error": {"message": f"no token within {HEALTH_SECONDS:.0f} s"}}, 503)
+            return json_answer(
+                {"error": {"message": f"no token within {HEALTH_SECONDS:.0f} s"}}, 503
+            )
     return web.Response(status=200)

@@ -1,4 +1,6 @@
-"""The OpenAI routes ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``, as far as clients need them."""
+"""The OpenAI routes ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``, as far as
+clients need them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ if TYPE_CHECKING:
 
 Kind = Literal["chat.completion", "text_completion"]
 routes = web.RouteTableDef()
-_NOT_IN_OPENAI = {"max_new_tokens", "min_new_tokens", "sampling_seed", "spaces_between_special_tokens"}
+_NOT_IN_OPENAI = {
+    "max_new_tokens",
+    "min_new_tokens",
+    "sampling_seed",
+    "spaces_between_special_tokens",
+}
 _SAMPLING = SAMPLING_CHECKS.keys() - _NOT_IN_OPENAI
 _NOT_SUPPORTED = (*CONSTRAINTS, "echo", "suffix")
 _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -58,8 +65,21 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await _complete(request, loaded, body, {**native, "input_ids": ids}, "chat.completion")
 
 
-_NOT_FOR_TEMPLATES = {"messages", "tools", "conversation", "chat_template", "tokenize", "padding", "truncation"}
-_NOT_FOR_TEMPLATES |= {"max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+_NOT_FOR_TEMPLATES = {
+    "messages",
+    "tools",
+    "conversation",
+    "chat_template",
+    "tokenize",
+    "padding",
+    "truncation",
+}
+_NOT_FOR_TEMPLATES |= {
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+}
 _NOT_FOR_TEMPLATES |= {"tokenizer_kwargs"}
 
 
@@ -73,19 +93,25 @@ def _messages(value: object, name: str) -> list[dict[str, object]]:
         fields.text(64)(message["role"], f"messages[{index}].role")
         content = message.get("content")
         if content is not None and not isinstance(content, str | list):
-            raise fields.refuse(f"messages[{index}].content", "must be a string or a list of parts", content)
+            raise fields.refuse(
+                f"messages[{index}].content", "must be a string or a list of parts", content
+            )
     return messages
 
 
 def _template_variables(value: object, name: str) -> dict[str, object]:
     """Check the variables for the model's chat template, such as ``enable_thinking``.
 
-    A request must not contain a template, because a template is a program, nor options for tokenization.
+    A request must not contain a template, because a template is a program, nor options for
+    tokenization.
     """
     variables = fields.json_object(value, name)
     for key in variables:
         if key in _NOT_FOR_TEMPLATES:
-            raise BadRequest(f"{name}.{key} is not allowed in a request, only variables of the model's chat template")
+            raise BadRequest(
+                f"{name}.{key} is not allowed in a request, only variables of the model's chat "
+                "template"
+            )
     return variables
 
 
@@ -101,7 +127,8 @@ def _render(
         BadRequest: The template cannot render these messages.
     """
     options = {"add_generation_prompt": True, **variables}
-    render: Callable[..., object] = tokenizer.apply_chat_template  # messages and variables of a client have any type
+    # messages and variables of a client have any type
+    render: Callable[..., object] = tokenizer.apply_chat_template
     try:
         return str(render(messages, tools=tools, tokenize=False, **options))
     except Exception as error:  # a template may raise any exception for the input of a client
@@ -143,8 +170,11 @@ def native_body(body: Mapping[str, object], vocab_size: int, most_tokens: int) -
         raise BadRequest(f"{left_out[0]} is not supported by the embedded engine")
     # Sampling parameters have the same names, but for the limits and the seed.
     sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    parse_sampling_params(sampling, vocab_size, where="")  # for errors with the names that the client used
-    limits = [fields.take(body, name, _COUNT, 0) for name in ("max_completion_tokens", "max_tokens")]
+    # for errors with the names that the client used
+    parse_sampling_params(sampling, vocab_size, where="")
+    limits = [
+        fields.take(body, name, _COUNT, 0) for name in ("max_completion_tokens", "max_tokens")
+    ]
     sampling["max_new_tokens"] = next((limit for limit in limits if limit), most_tokens)
     sampling["min_new_tokens"] = fields.take(body, "min_tokens", _COUNT, 0)
     sampling["sampling_seed"] = fields.take(body, "seed", fields.whole(-(2**63), 2**63 - 1), None)
@@ -165,7 +195,11 @@ def native_body(body: Mapping[str, object], vocab_size: int, most_tokens: int) -
 
 
 async def _complete(
-    request: web.Request, loaded: Loaded, body: Mapping[str, object], native: Mapping[str, object], kind: Kind
+    request: web.Request,
+    loaded: Loaded,
+    body: Mapping[str, object],
+    native: Mapping[str, object],
+    kind: Kind,
 ) -> web.StreamResponse:
     model = fields.take(body, "model", fields.text(4096), "") or loaded.options.model_path
     parsed = parse_generate(native, loaded.vocab_size)
@@ -174,7 +208,9 @@ async def _complete(
     if parsed.stream:
         options = fields.take(body, "stream_options", fields.json_object, {})
         with_usage = fields.take(options, "include_usage", fields.truth, False)
-        return await send_events(request, _deltas(loaded, parsed, head, kind, with_usage), index=False)
+        return await send_events(
+            request, _deltas(loaded, parsed, head, kind, with_usage), index=False
+        )
     answers = await run_all(loaded, parsed.requests)
     choices = [_choice(index, answer, kind) for index, answer in enumerate(answers)]
     usage = _usage(answers, parsed.requests[0].params.n)
@@ -203,7 +239,11 @@ def _logprobs(answer: Answer, kind: Kind) -> dict[str, object] | None:
     tops = meta.get("output_top_logprobs") or [[] for _ in entries]
     if kind == "chat.completion":
         content = [
-            {"token": text, "logprob": value, "top_logprobs": [{"token": t, "logprob": v} for v, _, t in top]}
+            {
+                "token": text,
+                "logprob": value,
+                "top_logprobs": [{"token": t, "logprob": v} for v, _, t in top],
+            }
             for (value, _, text), top in zip(entries, tops, strict=True)
         ]
         return {"content": content}
@@ -215,7 +255,9 @@ def _logprobs(answer: Answer, kind: Kind) -> dict[str, object] | None:
 
 
 def _usage(answers: list[Answer], samples: int) -> dict[str, int]:
-    """Return the numbers of tokens. The samples of a prompt follow one another, and the prompt is counted once."""
+    """Return the numbers of tokens. The samples of a prompt follow one another, and the prompt is
+    counted once.
+    """
     prompt = sum(answer["meta_info"]["prompt_tokens"] for answer in answers[::samples])
     output = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
@@ -224,22 +266,36 @@ def _usage(answers: list[Answer], samples: int) -> dict[str, int]:
 async def _deltas(
     loaded: Loaded, parsed: GenerateBody, head: Mapping[str, object], kind: Kind, with_usage: bool
 ) -> AsyncIterator[tuple[int, dict[str, object]]]:
-    """Yield the index of a request and a chunk with its new text, in OpenAI's format, and at the end the token counts
-    if ``with_usage`` is set."""
+    """Yield the index of a request and a chunk with its new text, in OpenAI's format, and at the
+    end the token counts if ``with_usage`` is set."""
     chat = kind == "chat.completion"
     head = {**head, "object": f"{kind}.chunk" if chat else kind}
     ends: dict[int, Answer] = {}
     async for index, answer in answers_as_they_come(loaded, parsed.requests):
         new = answer["text"]
         finish = answer["meta_info"]["finish_reason"]
-        piece: dict[str, object] = {"delta": {"role": "assistant", "content": new}} if chat else {"text": new}
+        piece: dict[str, object] = (
+            {"delta": {"role": "assistant", "content": new}} if chat else {"text": new}
+        )
         reason = None if finish is None else _REASONS[finish["type"]]
         if finish is not None:
             ends[index] = answer
-        choice = {"index": index, "finish_reason": reason, "logprobs": _logprobs(answer, kind), **piece}
+        choice = {
+            "index": index,
+            "finish_reason": reason,
+            "logprobs": _logprobs(answer, kind),
+            **piece,
+        }
         yield index, {**head, "choices": [choice]}
     if with_usage:
-        yield 0, {**head, "choices": [], "usage": _usage([ends[i] for i in sorted(ends)], parsed.requests[0].params.n)}
+        yield (
+            0,
+            {
+                **head,
+                "choices": [],
+                "usage": _usage([ends[i] for i in sorted(ends)], parsed.requests[0].params.n),
+            },
+        )
 
 
 @routes.get("/v1/models")

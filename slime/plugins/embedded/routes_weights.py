@@ -1,4 +1,6 @@
-"""Routes for weights: begin and end an update, load tensors (by handle, broadcast or from disk), and check them."""
+"""Routes for weights: begin and end an update, load tensors (by handle, broadcast or from disk),
+and check them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ MAX_GROUPS = 4
 FLAT = "flattened_bucket"
 _NAME = text(4096)  # the name of a tensor, group or version
 _joiners = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="weight-group")
-"""Threads that join groups. Joining waits for all members of the group, so it must delay nothing else."""
+"""Threads that join groups. Joining waits for all members of the group, so it must delay nothing
+else.
+"""
 
 GROUPS: web.AppKey[dict[str, ProcessGroup | None]] = web.AppKey("groups", dict)
 """The process groups by name. The value is None while the group is being joined."""
@@ -56,19 +60,26 @@ GROUPS: web.AppKey[dict[str, ProcessGroup | None]] = web.AppKey("groups", dict)
 async def begin_weight_update(request: web.Request) -> web.Response:
     engine = request.app[LOADED].engine
     opened = await engine.call(engine.begin_update)
-    return outcome(opened, "Success" if opened else "a weight update is open already; call /end_weight_update first")
+    return outcome(
+        opened,
+        "Success" if opened else "a weight update is open already; call /end_weight_update first",
+    )
 
 
 @routes.post("/end_weight_update")
 async def end_weight_update(request: web.Request) -> web.Response:
     engine = request.app[LOADED].engine
     closed = await engine.call(engine.end_update)
-    return outcome(closed, "Success" if closed else "no weight update is open; call /begin_weight_update first")
+    return outcome(
+        closed, "Success" if closed else "no weight update is open; call /begin_weight_update first"
+    )
 
 
 def _require_open(request: web.Request) -> None:
     if "update" not in request.app[LOADED].engine.halted:
-        raise WeightError(f"{request.path} must be called between /begin_weight_update and /end_weight_update")
+        raise WeightError(
+            f"{request.path} must be called between /begin_weight_update and /end_weight_update"
+        )
 
 
 async def _abort_if_asked(request: web.Request, body: Mapping[str, object]) -> None:
@@ -81,7 +92,11 @@ async def _abort_if_asked(request: web.Request, body: Mapping[str, object]) -> N
 async def update_weights_from_tensor(request: web.Request) -> web.Response:
     """Load tensors from handles (see :mod:`slime.engines.payload`), or load a published delta."""
     body = await body_of(request)
-    delta = need(body, "loader_request", text(65536)) if body.get("load_format") == DELTA_LOADER else None
+    delta = (
+        need(body, "loader_request", text(65536))
+        if body.get("load_format") == DELTA_LOADER
+        else None
+    )
     version = take(body, "weight_version", _NAME, None)
     _require_open(request)
     await _abort_if_asked(request, body)
@@ -90,9 +105,13 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
 
     def write() -> None:
         if delta is not None:
-            status = load_function(DELTA_LOADER)(weights, [(delta, torch.empty(0, device=engine.runner.device))])
+            status = load_function(DELTA_LOADER)(
+                weights, [(delta, torch.empty(0, device=engine.runner.device))]
+            )
             if status.outcome != "loaded":
-                raise WeightError(f"the published weights were not loaded ({status.outcome}): {status.message}")
+                raise WeightError(
+                    f"the published weights were not loaded ({status.outcome}): {status.message}"
+                )
         else:
             weights.load(read_tensors(body))
 
@@ -102,9 +121,11 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
 
 @routes.post("/set_lora_layers")
 async def set_lora_layers(request: web.Request) -> web.Response:
-    """Give the layers of ``config_dict``, which has the form of PEFT's ``adapter_config.json``, an adapter.
+    """Give the layers of ``config_dict``, which has the form of PEFT's ``adapter_config.json``, an
+    adapter.
 
-    The adapter is zero until an update writes its factors, as tensors with their names in PEFT's files.
+    The adapter is zero until an update writes its factors, as tensors with their names in PEFT's
+    files.
     """
     body = await body_of(request)
     settings, names = adapters.read_settings(need(body, "config_dict", json_object))
@@ -137,7 +158,9 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
     )
     groups[name] = None  # reserves the name and one of MAX_GROUPS while the join waits
     try:
-        groups[name] = await asyncio.get_running_loop().run_in_executor(_joiners, lambda: join_group(*arguments))
+        groups[name] = await asyncio.get_running_loop().run_in_executor(
+            _joiners, lambda: join_group(*arguments)
+        )
     except RuntimeError as error:
         return outcome(False, f"could not join the group {name!r}: {error}")
     finally:
@@ -149,10 +172,11 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
 def join_group(
     address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
 ) -> ProcessGroup:
-    """Join a process group with a rendezvous at ``tcp://address:port``. All members must call this at the same time.
+    """Join a process group with a rendezvous at ``tcp://address:port``. All members must call this
+    at the same time.
 
-    The keys in the store have the prefix ``name``, as in SGLang's ``init_custom_process_group``, so that both kinds of
-    members can join the same group.
+    The keys in the store have the prefix ``name``, as in SGLang's ``init_custom_process_group``, so
+    that both kinds of members can join the same group.
     """
     url = f"tcp://{address}:{port}"
     store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=timeout))
@@ -179,8 +203,8 @@ def _group_name(body: Mapping[str, object]) -> str:
 async def update_weights_from_distributed(request: web.Request) -> web.Response:
     """Receive and load tensors that rank 0 broadcasts.
 
-    There is one broadcast per tensor, in the order of ``names``. With the ``load_format`` "flattened_bucket" there is
-    one broadcast with the bytes of all tensors, without gaps.
+    There is one broadcast per tensor, in the order of ``names``. With the ``load_format``
+    "flattened_bucket" there is one broadcast with the bytes of all tensors, without gaps.
     """
     body = await body_of(request)
     # What is about to come, tensor by tensor.
@@ -188,7 +212,10 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     dtypes = need(body, "dtypes", list_of(one_of(*DTYPES), MAX_TENSORS))
     shapes = need(body, "shapes", list_of(list_of(whole(0, 2**40), 16), MAX_TENSORS))
     if not len(names) == len(dtypes) == len(shapes):
-        raise BadRequest(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes must have the same number")
+        raise BadRequest(
+            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes must have the "
+            "same number"
+        )
     tensors = [
         _Announced(name, DTYPES[dtype], torch.Size(shape))
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
@@ -202,7 +229,10 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     version = take(body, "weight_version", _NAME, None)
     group = request.app[GROUPS].get(_group_name(body))
     if group is None:
-        raise BadRequest(f"there is no process group {_group_name(body)!r}; call /init_weights_update_group first")
+        raise BadRequest(
+            f"there is no process group {_group_name(body)!r}; call /init_weights_update_group "
+            "first"
+        )
     _require_open(request)
     await _abort_if_asked(request, body)
     engine = request.app[LOADED].engine
@@ -230,21 +260,32 @@ class _Announced(NamedTuple):
         return self.dtype.itemsize * self.shape.numel()
 
 
-def _receive(announced: list[_Announced], group: ProcessGroup, device: torch.device) -> list[tuple[str, torch.Tensor]]:
-    tensors = [(one.name, torch.empty(one.shape, dtype=one.dtype, device=device)) for one in announced]
-    waits = [torch.distributed.broadcast(tensor, src=0, group=group, async_op=True) for _, tensor in tensors]
+def _receive(
+    announced: list[_Announced], group: ProcessGroup, device: torch.device
+) -> list[tuple[str, torch.Tensor]]:
+    tensors = [
+        (one.name, torch.empty(one.shape, dtype=one.dtype, device=device)) for one in announced
+    ]
+    waits = [
+        torch.distributed.broadcast(tensor, src=0, group=group, async_op=True)
+        for _, tensor in tensors
+    ]
     for wait in waits:
         wait.wait()
     return tensors
 
 
 def _require_aligned(announced: list[_Announced]) -> None:
-    """Check that each tensor of a buffer without gaps starts at a multiple of its element size, which a view needs."""
+    """Check that each tensor of a buffer without gaps starts at a multiple of its element size,
+    which a view needs.
+    """
     offset = 0
     for name, dtype, shape in announced:
         size = dtype.itemsize
         if offset % size:
-            raise BadRequest(f"tensor {name!r} would start at byte {offset}, which is not a multiple of {size}")
+            raise BadRequest(
+                f"tensor {name!r} would start at byte {offset}, which is not a multiple of {size}"
+            )
         offset += size * shape.numel()
 
 
@@ -265,7 +306,9 @@ async def destroy_weights_update_group(request: web.Request) -> web.Response:
     if groups.get(name) is None:
         return outcome(False, f"no group {name!r}")
     group = groups.pop(name)
-    await asyncio.get_running_loop().run_in_executor(_joiners, torch.distributed.destroy_process_group, group)
+    await asyncio.get_running_loop().run_in_executor(
+        _joiners, torch.distributed.destroy_process_group, group
+    )
     return outcome(True, f"destroyed the group {name!r}")
 
 
@@ -323,8 +366,8 @@ async def get_weights_by_name(request: web.Request) -> web.Response:
 async def weights_checker(request: web.Request) -> web.Response:
     """Return checksums, or test whether an update writes every tensor.
 
-    The test has three actions: ``snapshot`` keeps a copy of all tensors, ``reset_tensors`` overwrites the tensors, and
-    after the update ``compare`` compares them with the copy.
+    The test has three actions: ``snapshot`` keeps a copy of all tensors, ``reset_tensors``
+    overwrites the tensors, and after the update ``compare`` compares them with the copy.
     """
     body = await body_of(request)
     action = take(body, "action", one_of(*ACTIONS), "checksum")
@@ -333,7 +376,11 @@ async def weights_checker(request: web.Request) -> web.Response:
     weights = engine.weights
     if action == "checksum":
         checksums = await engine.call(weights.checksums, skip)
-        rank = {"checksums": checksums, "per_gpu_checksum": overall_checksum(checksums), "parallelism_info": [_ALONE]}
+        rank = {
+            "checksums": checksums,
+            "per_gpu_checksum": overall_checksum(checksums),
+            "parallelism_info": [_ALONE],
+        }
         return outcome(True, "Success", ranks=[rank], per_engine_checksum=rank["per_gpu_checksum"])
     if action == "snapshot":
         await engine.call(weights.take_snapshot)

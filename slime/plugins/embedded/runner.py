@@ -19,21 +19,26 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-CALL_COST = {"cpu": 700, "cuda": 500_000}  # of one attention call, as the number of positions that cost as much
-GROUP_AREA = {"cpu": 8192, "cuda": 2**31}  # the most rows times length of one call; more does not fit a CPU's caches
+# of one attention call, as the number of positions that cost as much
+CALL_COST = {"cpu": 700, "cuda": 500_000}
+# the most rows times length of one call; more does not fit a CPU's caches
+GROUP_AREA = {"cpu": 8192, "cuda": 2**31}
 LENGTH_STEP = 16  # attention lengths are rounded up to a multiple of this
-FIXED_LENGTH_STEP = 64  # the same for deterministic mode, where shapes may depend on a row's own length only
+# the same for deterministic mode, where shapes may depend on a row's own length only
+FIXED_LENGTH_STEP = 64
 
 
 @dataclass
 class Rows:
-    """The rows of one forward; each list except ``wanted``, ``owners`` and ``adapters`` has one entry per row.
+    """The rows of one forward; each list except ``wanted``, ``owners`` and ``adapters`` has one
+    entry per row.
 
     Attributes:
         positions: The position of each row in its sequence.
-        shifts: What to add to the position for the rotary embedding of models with multimodal positions.
-        adapters: The key of the adapter of each row (:mod:`slime.plugins.embedded.linear`); empty if no row
-            has a named one.
+        shifts: What to add to the position for the rotary embedding of models with multimodal
+            positions.
+        adapters: The key of the adapter of each row (:mod:`slime.plugins.embedded.linear`); empty
+            if no row has a named one.
         wanted: The rows whose logits are needed, in order.
         owners: For each of these rows, the index of the work that it belongs to.
     """
@@ -50,7 +55,9 @@ class Rows:
         return len(self.tokens)
 
     def pad(self, count: int, bin_slot: int) -> None:
-        """Add rows up to ``count``. They write to the bin slot, so they change no KV of a sequence."""
+        """Add rows up to ``count``. They write to the bin slot, so they change no KV of a
+        sequence.
+        """
         missing = count - len(self)
         self.tokens += [0] * missing
         self.positions += [0] * missing
@@ -60,7 +67,9 @@ class Rows:
 
 
 def rows_of(works: Sequence[Work]) -> Rows:
-    """Return the rows of all tokens of a plan, in order. Wanted are rows for prompt log-probs and for sampling."""
+    """Return the rows of all tokens of a plan, in order. Wanted are rows for prompt log-probs and
+    for sampling.
+    """
     rows = Rows()
     named = any(work.sequence.adapter_key for work in works)
     for owner, work in enumerate(works):
@@ -81,7 +90,9 @@ def rows_of(works: Sequence[Work]) -> Rows:
 
 
 def blocks_of(rows: Rows, size: int) -> list[Rows]:
-    """Divide rows into forwards of at most ``size`` rows. Later forwards attend to the KV of earlier ones."""
+    """Divide rows into forwards of at most ``size`` rows. Later forwards attend to the KV of
+    earlier ones.
+    """
     blocks = []
     for start in range(0, len(rows), size):
         end = min(start + size, len(rows))
@@ -101,7 +112,8 @@ def blocks_of(rows: Rows, size: int) -> list[Rows]:
 
 
 def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) -> StepContext:
-    """Return a context in which every row attends separately, in groups of rows that share an attention call.
+    """Return a context in which every row attends separately, in groups of rows that share an
+    attention call.
 
     Args:
         fixed: Whether the attention length of a row must depend on its own position only.
@@ -116,7 +128,11 @@ def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) ->
         if alone:
             end = start + 1
         else:
-            end = _fixed_group_end(rows, start) if fixed else _near_group_end(rows, start, cache.device.type)
+            end = (
+                _fixed_group_end(rows, start)
+                if fixed
+                else _near_group_end(rows, start, cache.device.type)
+            )
         longest = max(rows.positions[start:end]) + 1
         length = min(-(-longest // step) * step, cache.capacity)
         same = end - start > 1 and rows.slots[start] == rows.slots[start + 1]
@@ -132,7 +148,9 @@ def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) ->
 
 
 def _state_runs(rows: Rows, alone: bool) -> list[StateRun]:
-    """Return the runs of rows that are one token of a slot each. With ``alone``, each row is a run."""
+    """Return the runs of rows that are one token of a slot each. With ``alone``, each row is a
+    run.
+    """
     runs = []
     start = 0
     while start < len(rows):
@@ -151,7 +169,9 @@ def _state_runs(rows: Rows, alone: bool) -> list[StateRun]:
 
 
 def _neighbours(rows: Rows, start: int) -> int:
-    """Return the end of the longest range of rows from ``start`` that are in one slot, or in consecutive slots."""
+    """Return the end of the longest range of rows from ``start`` that are in one slot, or in
+    consecutive slots.
+    """
     end = start + 1
     stride = None
     while end < len(rows):
@@ -174,11 +194,14 @@ def _fixed_group_end(rows: Rows, start: int) -> int:
 
 
 def _near_group_end(rows: Rows, start: int, device: str) -> int:
-    """Return the end of the neighbors from ``start`` for which padding to the longest costs less than another call."""
+    """Return the end of the neighbors from ``start`` for which padding to the longest costs less
+    than another call.
+    """
     end = start + 1
     last = _neighbours(rows, start)
     longest = rows.positions[start] + 1
-    # One call for n rows reads n times the longest length. A separate call for the next row adds CALL_COST.
+    # One call for n rows reads n times the longest length. A separate call for the next row adds
+    # CALL_COST.
     while end < last:
         length = rows.positions[end] + 1
         count = end - start
@@ -205,12 +228,16 @@ def segment_context(cache: KVCache, works: Sequence[Work], rows: Rows) -> StepCo
 
 
 FIXED_ROWS = (1, 8, 16, 32, 64)
-"""The row counts that deterministic mode may use. At startup, those that give the same bits are selected."""
+"""The row counts that deterministic mode may use. At startup, those that give the same bits are
+selected.
+"""
 
 
 @dataclass
 class Logits:
-    """The logits of some wanted rows. ``values`` is ``[≥ len(owners), vocab]``, with padding rows at the end."""
+    """The logits of some wanted rows. ``values`` is ``[≥ len(owners), vocab]``, with padding rows
+    at the end.
+    """
 
     values: torch.Tensor
     owners: list[int]
@@ -221,7 +248,11 @@ class Runner:
     """Owns the model, the KV cache and the packed weights, and computes plans."""
 
     def __init__(
-        self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device, deterministic: bool = False
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool = False,
     ) -> None:
         self.model = model
         self.device = device
@@ -243,8 +274,8 @@ class Runner:
 
         The KV of shared prompts is copied to the followers before the last logits are yielded.
         """
-        # Sequences that ended may have left slots that no longer exist when the others become longer. So the slots move
-        # while all of them are there.
+        # Sequences that ended may have left slots that no longer exist when the others become
+        # longer. So the slots move while all of them are there.
         if plan.num_slots < self.cache.num_slots:
             self.cache.move(plan.moves)
             self.cache.resize(plan.num_slots, plan.capacity)
@@ -267,7 +298,11 @@ class Runner:
     def _text_step(self, plan: Plan, works: list[Work]) -> Iterator[Logits]:
         rows = rows_of(works)
         index = [plan.works.index(work) for work in works]
-        copies = [Copy(work.sequence.slot, follower.slot, work.end) for work in works for follower in work.followers]
+        copies = [
+            Copy(work.sequence.slot, follower.slot, work.end)
+            for work in works
+            for follower in work.followers
+        ]
         if self.deterministic:
             blocks = blocks_of(rows, max(self.row_counts))
             outputs = [self._fixed_block(block) for block in blocks]
@@ -277,7 +312,8 @@ class Runner:
         else:
             blocks = [rows]
             outputs = [self.forward(rows, segment_context(self.cache, works, rows), rows.wanted)]
-        # The followers get their copy now, because the moves of the next plan may overwrite the leader's slot.
+        # The followers get their copy now, because the moves of the next plan may overwrite the
+        # leader's slot.
         self.cache.move(copies)
         for block, values in zip(blocks, outputs, strict=True):
             if values is not None:
@@ -285,23 +321,33 @@ class Runner:
                 yield Logits(values, owners, [block.positions[row] for row in block.wanted])
 
     def _fixed_block(self, block: Rows) -> torch.Tensor | None:
-        """Compute a block padded to one of ``row_counts``. The rows for the logits are padded too."""
+        """Compute a block padded to one of ``row_counts``. The rows for the logits are padded
+        too.
+        """
         wanted = list(block.wanted)
         block.pad(self.fixed_count(len(block)), self.cache.bin_slot)
         wanted += [len(block) - 1] * (self.fixed_count(len(wanted)) - len(wanted))
         return self.forward(block, row_context(self.cache, block, True, self.attend_alone), wanted)
 
     def fixed_count(self, rows: int) -> int:
-        return min((count for count in self.row_counts if count >= rows), default=max(self.row_counts))
+        return min(
+            (count for count in self.row_counts if count >= rows), default=max(self.row_counts)
+        )
 
     def stack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Stack the logits of several sequences. In deterministic mode they are padded to a fixed row count."""
+        """Stack the logits of several sequences. In deterministic mode they are padded to a fixed
+        row count.
+        """
         if self.deterministic:
             rows = [*rows, *[rows[-1]] * (self.fixed_count(len(rows)) - len(rows))]
         return torch.stack(list(rows))
 
-    def forward(self, rows: Rows, step: attention.StepContext, wanted: Sequence[int]) -> torch.Tensor | None:
-        """Return the logits ``[len(wanted), vocab]`` in the dtype of the model, or None if no rows are wanted."""
+    def forward(
+        self, rows: Rows, step: attention.StepContext, wanted: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Return the logits ``[len(wanted), vocab]`` in the dtype of the model, or None if no rows
+        are wanted.
+        """
         self._start(step, rows)
         try:
             output = self.model(
@@ -322,11 +368,15 @@ class Runner:
     def _position_ids(self, rows: Rows) -> torch.Tensor:
         if not self.position_axes:
             return torch.tensor([rows.positions], device=self.device)
-        shifted = [position + shift for position, shift in zip(rows.positions, rows.shifts, strict=True)]
+        shifted = [
+            position + shift for position, shift in zip(rows.positions, rows.shifts, strict=True)
+        ]
         return torch.tensor([[shifted]], device=self.device).expand(self.position_axes, 1, -1)
 
     def _image_prefill(self, work: Work) -> Logits:
-        """Compute one whole prompt with images. The model merges the image features into the embeddings itself."""
+        """Compute one whole prompt with images. The model merges the image features into the
+        embeddings itself.
+        """
         seq = work.sequence
         # The whole prompt is one segment from position 0.
         part = Work(seq, 0, work.end, work.sample)
@@ -339,7 +389,8 @@ class Runner:
             types = inputs["token_type_ids"]
             assert isinstance(types, torch.Tensor)
             step.image_blocks = image_blocks_of(types[0] == 1)
-        if hasattr(inner, "rope_deltas"):  # otherwise the model would use the deltas of the last prompt
+        # otherwise the model would use the deltas of the last prompt
+        if hasattr(inner, "rope_deltas"):
             inner.rope_deltas = None
         self._start(step, rows)
         try:
@@ -359,22 +410,30 @@ class Runner:
 
 
 def _extended(inputs: Mapping[str, object], length: int) -> dict[str, object]:
-    """Return the inputs of the processor, with per-token inputs (``[1, prompt]``) padded to ``length``.
+    """Return the inputs of the processor, with per-token inputs (``[1, prompt]``) padded to
+    ``length``.
 
-    A sequence that was retracted has output tokens that are computed together with its prompt. They have type 0.
+    A sequence that was retracted has output tokens that are computed together with its prompt. They
+    have type 0.
     """
     out = {}
     for key, value in inputs.items():
         if key in ("input_ids", "attention_mask"):
             continue
-        if isinstance(value, torch.Tensor) and key.endswith("token_type_ids") and value.shape[-1] < length:
+        if (
+            isinstance(value, torch.Tensor)
+            and key.endswith("token_type_ids")
+            and value.shape[-1] < length
+        ):
             value = torch.nn.functional.pad(value, (0, length - value.shape[-1]))
         out[key] = value
     return out
 
 
 def _position_axes(config: PretrainedConfig) -> int:
-    """Return the number of rotary position axes: 3 (time, height, width) in some vision-language models, else 0."""
+    """Return the number of rotary position axes: 3 (time, height, width) in some vision-language
+    models, else 0.
+    """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or {}
     return 3 if isinstance(rope, dict) and "mrope_section" in rope else 0

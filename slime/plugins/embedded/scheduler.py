@@ -1,8 +1,9 @@
 """Continuous batching: the scheduler selects the tokens that the next forward computes.
 
-This file is pure logic without torch, clock or HTTP. A step either extends, which means that it computes prompts of
-newly admitted sequences, or it decodes one token for every running sequence. Sequences are admitted in the order of
-arrival. A sequence is admitted when its longest possible length fits, so no sequence has to be evicted later.
+This file is pure logic without torch, clock or HTTP. A step either extends, which means that it
+computes prompts of newly admitted sequences, or it decodes one token for every running sequence.
+Sequences are admitted in the order of arrival. A sequence is admitted when its longest possible
+length fits, so no sequence has to be evicted later.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Work:
 
     Attributes:
         sample: Whether a token is sampled, because ``end`` is the end of the sequence.
-        followers: Sequences with the same tokens. They get a copy of the KV and sample from the same logits.
+        followers: Sequences with the same tokens. They get a copy of the KV and sample from the
+            same logits.
     """
 
     sequence: Sequence
@@ -48,7 +50,9 @@ class Plan:
     @property
     def sampled(self) -> list[Sequence]:
         """The sequences for which a token is sampled, in the order of the sampler's rows."""
-        return [seq for work in self.works if work.sample for seq in (work.sequence, *work.followers)]
+        return [
+            seq for work in self.works if work.sample for seq in (work.sequence, *work.followers)
+        ]
 
 
 @dataclass
@@ -72,9 +76,11 @@ class Scheduler:
         context_len: The longest sequence that the model supports.
         eos_token_ids: Tokens that end a sequence unless it has ``ignore_eos``.
         prefill_tokens: The most prompt tokens of one step.
-        score_tokens: The same for one sequence with prompt log-probs, which need logits at each position.
+        score_tokens: The same for one sequence with prompt log-probs, which need logits at each
+            position.
         share_prefixes: Whether sequences may share the KV of common prefixes.
-        whole_prefixes: Whether a prefix is shared only up to the end of what its slot has; see :class:`SlotTable`.
+        whole_prefixes: Whether a prefix is shared only up to the end of what its slot has; see
+            :class:`SlotTable`.
     """
 
     max_running: int
@@ -119,27 +125,39 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to compute: there is no sequence, or all sequences wait for other weights."""
+        """Whether there is nothing to compute: there is no sequence, or all sequences wait for
+        other weights.
+        """
         return all(self._held(sequence) for sequence in [*self.running, *self.waiting])
 
     def _held(self, sequence: Sequence) -> bool:
         return self.waits(sequence) or (self.alone is not None and sequence is not self.alone)
 
     def waits(self, sequence: Sequence) -> bool:
-        """Return whether the next token of a sequence must come from weights that are not loaded yet."""
+        """Return whether the next token of a sequence must come from weights that are not loaded
+        yet.
+        """
         planned = sequence.planned_version if sequence.request.weight_version_plan else None
         return planned is not None and planned != self.weight_version
 
     @property
     def held(self) -> int:
-        """The number of sequences that have output tokens and wait for other weights to continue."""
-        return sum(sequence.num_output > 0 and self.waits(sequence) for sequence in [*self.running, *self.waiting])
+        """The number of sequences that have output tokens and wait for other weights to
+        continue.
+        """
+        return sum(
+            sequence.num_output > 0 and self.waits(sequence)
+            for sequence in [*self.running, *self.waiting]
+        )
 
-    def abort(self, rid: str | None, exact: bool = False, message: str = "Aborted") -> list[Sequence]:
+    def abort(
+        self, rid: str | None, exact: bool = False, message: str = "Aborted"
+    ) -> list[Sequence]:
         """Abort requests and return their sequences.
 
         Args:
-            rid: Abort the requests whose id starts with this string, as in SGLang. None aborts all requests.
+            rid: Abort the requests whose id starts with this string, as in SGLang. None aborts all
+                requests.
             exact: Abort only the request whose id is ``rid``.
         """
 
@@ -158,7 +176,8 @@ class Scheduler:
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
             return
-        # The same placeholder tokens may stand for different images, so KV of prompts with images is never shared.
+        # The same placeholder tokens may stand for different images, so KV of prompts with images
+        # is never shared.
         shared = sequence.computed if self.share_prefixes and not sequence.has_images else 0
         last = self.running[-1]
         self.moves += self.table.free(sequence.slot, sequence.contents, shared, last.computed)
@@ -171,8 +190,8 @@ class Scheduler:
     def pause(self, mode: str) -> list[Sequence]:
         """Pause generation, and return the sequences that this ends.
 
-        ``abort`` ends all sequences, ``retract`` puts running sequences back into the queue, and ``in_place`` keeps
-        them in their slots.
+        ``abort`` ends all sequences, ``retract`` puts running sequences back into the queue, and
+        ``in_place`` keeps them in their slots.
         """
         self.paused = True
         if mode == "abort":
@@ -184,7 +203,8 @@ class Scheduler:
                 sequence.retractions += 1
                 sequence.computed = 0
                 self.waiting.append(sequence)
-            # Retracted sequences arrived before those that were still waiting, so they are admitted first again.
+            # Retracted sequences arrived before those that were still waiting, so they are admitted
+            # first again.
             self.waiting = deque(sorted(self.waiting, key=lambda seq: seq.order))
         return []
 
@@ -194,21 +214,28 @@ class Scheduler:
     # --- weights -----------------------------------------------------------------------------
 
     def weights_changed(self, version: str | None) -> None:
-        """Mark all KV as computed with old weights, so that it is no longer shared, and set ``version`` if given."""
+        """Mark all KV as computed with old weights, so that it is no longer shared, and set
+        ``version`` if given.
+        """
         self.table.forget_free()
         if version is not None:
             self.name_version(version)
 
     def name_version(self, version: str) -> None:
         """Set the weight version of all later tokens."""
-        # A version event marks a change between two tokens of a response, so a sequence without output needs none.
+        # A version event marks a change between two tokens of a response, so a sequence without
+        # output needs none.
         for sequence in [*self.running, *self.waiting]:
             if sequence.num_output:
-                sequence.version_events.append(VersionEvent(self.weight_version, sequence.num_output))
+                sequence.version_events.append(
+                    VersionEvent(self.weight_version, sequence.num_output)
+                )
         self.weight_version = version
 
     def flush(self) -> bool:
-        """Drop all cached prefixes. Return False and drop nothing while requests run or, unless paused, wait."""
+        """Drop all cached prefixes. Return False and drop nothing while requests run or, unless
+        paused, wait.
+        """
         if self.running or (self.waiting and not self.paused):
             return False
         self.table.forget_free()
@@ -227,21 +254,29 @@ class Scheduler:
             return None
         self._admit()
         running = [seq for seq in self.running if not self._held(seq)]
-        # A sequence can be decoded if all its tokens except the last have KV. After a retraction the KV of output
-        # tokens is missing, so the sequence is extended again.
-        decodable = [seq for seq in running if seq.computed == len(seq.tokens) - 1 >= seq.prompt_len]
-        extending = [seq for seq in running if seq not in decodable] if len(decodable) < len(running) else []
+        # A sequence can be decoded if all its tokens except the last have KV. After a retraction
+        # the KV of output tokens is missing, so the sequence is extended again.
+        decodable = [
+            seq for seq in running if seq.computed == len(seq.tokens) - 1 >= seq.prompt_len
+        ]
+        extending = (
+            [seq for seq in running if seq not in decodable]
+            if len(decodable) < len(running)
+            else []
+        )
         if not running:
             return None
-        # New prompts come first, so that they join the batch of the next decode step. Prompts that need several steps
-        # alternate with decode steps; otherwise a stream of long prompts would block all running responses.
+        # New prompts come first, so that they join the batch of the next decode step. Prompts that
+        # need several steps alternate with decode steps; otherwise a stream of long prompts would
+        # block all running responses.
         decode = not extending or (self.extended_last and bool(decodable) and self._long(extending))
         self.extended_last = not decode
         if decode:
             works = [Work(seq, seq.computed, len(seq.tokens), True) for seq in decodable]
         else:
             works = self._extend(extending)
-        # Moves are collected between steps. The runner executes them before the forward, and nothing else does.
+        # Moves are collected between steps. The runner executes them before the forward, and
+        # nothing else does.
         moves = self.moves
         self.moves = []
         return Plan(moves, works, decode, self.table.capacity, len(self.table.slots))
@@ -251,43 +286,59 @@ class Scheduler:
         return sum(len(seq.tokens) - seq.computed for seq in extending) > self.prefill_tokens
 
     def _admit(self) -> None:
-        while (sequence := next((seq for seq in self.waiting if not self._held(seq)), None)) is not None:
-            # Reserve memory for the longest response that the request allows. The alternative, to admit more sequences
-            # and to retract some when memory runs out, would compute prompts and responses twice.
+        while (
+            sequence := next((seq for seq in self.waiting if not self._held(seq)), None)
+        ) is not None:
+            # Reserve memory for the longest response that the request allows. The alternative, to
+            # admit more sequences and to retract some when memory runs out, would compute prompts
+            # and responses twice.
             reserve = min(sequence.reserve(self.context_len), self.max_total_tokens)
             if not self.table.fits(reserve):
-                return  # later requests must not overtake it; otherwise a long request might wait forever
+                # later requests must not overtake it; otherwise a long request might wait forever
+                return
             self.waiting.remove(sequence)
             self.table.make_room(reserve)
             tokens = sequence.contents
-            # A shared prefix must end before the first position whose logits are needed, because logits are not
-            # cached. These are the logits of the last token and those for prompt log-probs.
+            # A shared prefix must end before the first position whose logits are needed, because
+            # logits are not cached. These are the logits of the last token and those for prompt
+            # log-probs.
             limit = min(len(tokens) - 1, sequence.score_from) if self.share_prefixes else 0
             if sequence.has_images:
                 tokens = tokens[:0]
                 limit = 0
             sequence.slot, sequence.computed, moves = self.table.allocate(tokens, limit)
             self.moves += moves
-            sequence.cached_tokens = max(sequence.cached_tokens, min(sequence.computed, sequence.prompt_len))
+            sequence.cached_tokens = max(
+                sequence.cached_tokens, min(sequence.computed, sequence.prompt_len)
+            )
             self.running.append(sequence)
 
     def _extend(self, extending: list[Sequence]) -> list[Work]:
-        """Return works for prompts up to the budget. Sequences with the same tokens become followers of the first."""
+        """Return works for prompts up to the budget. Sequences with the same tokens become
+        followers of the first.
+        """
         works: list[Work] = []
         budget = self.prefill_tokens
         leaders: dict[tuple[int, ...], int] = {}
         for sequence in extending:
             key = (sequence.adapter_key, *sequence.tokens)
-            plain = self.share_prefixes and not sequence.wants_input_logprobs and not sequence.has_images
-            # The samples of a group have the same prompt. It is computed once. The followers copy its KV and sample
-            # from the same logits, each with its own seed.
+            plain = (
+                self.share_prefixes
+                and not sequence.wants_input_logprobs
+                and not sequence.has_images
+            )
+            # The samples of a group have the same prompt. It is computed once. The followers copy
+            # its KV and sample from the same logits, each with its own seed.
             if plain and key in leaders:
                 index = leaders[key]
                 work = works[index]
-                works[index] = Work(work.sequence, work.start, work.end, True, (*work.followers, sequence))
+                works[index] = Work(
+                    work.sequence, work.start, work.end, True, (*work.followers, sequence)
+                )
                 continue
             if budget <= 0:
-                continue  # not break: a later sequence may still become a follower, which costs nothing
+                # not break: a later sequence may still become a follower, which costs nothing
+                continue
             chunk = min(budget, self.score_tokens if sequence.wants_input_logprobs else budget)
             if sequence.has_images:
                 chunk = len(sequence.tokens)  # the placeholders of an image cannot be divided
@@ -295,18 +346,23 @@ class Scheduler:
             budget -= end - sequence.computed
             done = end == len(sequence.tokens)
             works.append(Work(sequence, sequence.computed, end, done))
-            # What a pause in place has kept of the prompt is KV of old weights, which no other sequence may get.
+            # What a pause in place has kept of the prompt is KV of old weights, which no other
+            # sequence may get.
             if plain and done and not (sequence.computed and self.table.slots[sequence.slot].stale):
                 leaders[key] = len(works) - 1
         return works
 
     def commit(self, plan: Plan, tokens: list[SampledToken]) -> list[Sequence]:
-        """Append the sampled tokens, and return the sequences that finished, which have left their slots."""
+        """Append the sampled tokens, and return the sequences that finished, which have left their
+        slots.
+        """
         for work in plan.works:
             work.sequence.computed = work.end
             for follower in work.followers:
                 follower.computed = work.end
-                follower.cached_tokens = max(follower.cached_tokens, min(work.end, follower.prompt_len))
+                follower.cached_tokens = max(
+                    follower.cached_tokens, min(work.end, follower.prompt_len)
+                )
             for sequence in (work.sequence, *work.followers):
                 if not plan.decode:
                     self.table.note_computed(sequence.slot, sequence.computed)
@@ -339,8 +395,14 @@ class Scheduler:
         stops: FinishReason | None = None
         if count and params.stop and (matched := self.match_stop(sequence)) is not None:
             stops = {"type": "stop", "matched": matched}
-        elif count and not params.ignore_eos and (token in self.eos_token_ids or token in params.stop_token_ids):
+        elif (
+            count
+            and not params.ignore_eos
+            and (token in self.eos_token_ids or token in params.stop_token_ids)
+        ):
             stops = {"type": "stop", "matched": token}
-        elif count >= params.max_new_tokens or len(sequence.tokens) >= min(self.context_len, self.max_total_tokens):
+        elif count >= params.max_new_tokens or len(sequence.tokens) >= min(
+            self.context_len, self.max_total_tokens
+        ):
             stops = {"type": "length", "length": count}
         sequence.finish_reason = stops

@@ -1,4 +1,6 @@
-"""The state of one request in the engine, the version spans of its tokens, its text, and its JSON response."""
+"""The state of one request in the engine, the version spans of its tokens, its text, and its JSON
+response.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def aborted(message: str, status_code: int | None = None) -> FinishReason:
 
 @dataclass
 class VersionEvent:
-    """A change of the weights after the first ``num_output_tokens`` output tokens, the last with ``old_version``."""
+    """A change of the weights after the first ``num_output_tokens`` output tokens, the last with
+    ``old_version``.
+    """
 
     old_version: str
     num_output_tokens: int
@@ -56,13 +60,14 @@ class Sequence:
         order: The number of the request in the order of arrival.
         tokens: The tokens of prompt and output.
         slot: The slot of the KV cache; -1 while the sequence is queued.
-        computed: The number of tokens with KV in the slot. The next forwards compute ``tokens[computed:]``, and the
-            next token is sampled from the logits of the last one.
+        computed: The number of tokens with KV in the slot. The next forwards compute
+            ``tokens[computed:]``, and the next token is sampled from the logits of the last one.
         cached_tokens: The most prompt tokens whose KV was copied instead of computed.
         retractions: How often a pause has put the sequence back into the queue.
         adapter_key: The key of the adapter that the request has chosen; see
             :mod:`slime.plugins.embedded.linear`.
-        position_shift: The difference between rotary position and token position after a prompt with images.
+        position_shift: The difference between rotary position and token position after a prompt
+            with images.
     """
 
     request: GenerateRequest
@@ -75,9 +80,11 @@ class Sequence:
     cached_tokens: int = 0
     output_logprobs: list[float] = field(default_factory=list)
     output_top: list[list[tuple[float, int]]] = field(default_factory=list)
-    output_chosen: list[list[tuple[float, int]]] = field(default_factory=list)  # for token_ids_logprob
+    # for token_ids_logprob
+    output_chosen: list[list[tuple[float, int]]] = field(default_factory=list)
     output_nuclei: list[list[int]] = field(default_factory=list)
-    input_logprobs: list[float] = field(default_factory=list)  # of the tokens from logprob_start_len + 1 on
+    # of the tokens from logprob_start_len + 1 on
+    input_logprobs: list[float] = field(default_factory=list)
     input_top: list[list[tuple[float, int]]] = field(default_factory=list)
     version_events: list[VersionEvent] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -95,8 +102,8 @@ class Sequence:
 
     @property
     def contents(self) -> np.ndarray:
-        """The tokens, int64, in a form that is equal only for sequences with the same adapter, so that they share KV
-        with no other."""
+        """The tokens, int64, in a form that is equal only for sequences with the same adapter, so
+        that they share KV with no other."""
         return np.asarray(self.tokens, dtype=np.int64) + (self.adapter_key << 32)
 
     @property
@@ -113,8 +120,17 @@ class Sequence:
 
     @property
     def planned_version(self) -> str | None:
-        """In a replay, the weight version that must generate the next token; None if any version may."""
-        return next((v for start, v in reversed(self.request.weight_version_plan) if start <= self.num_output), None)
+        """In a replay, the weight version that must generate the next token; None if any version
+        may.
+        """
+        return next(
+            (
+                v
+                for start, v in reversed(self.request.weight_version_plan)
+                if start <= self.num_output
+            ),
+            None,
+        )
 
     @property
     def wants_input_logprobs(self) -> bool:
@@ -122,7 +138,9 @@ class Sequence:
 
     @property
     def score_from(self) -> int:
-        """The first position whose logits are still needed for prompt log-probs; ``prompt_len`` if there is none."""
+        """The first position whose logits are still needed for prompt log-probs; ``prompt_len`` if
+        there is none.
+        """
         if not self.wants_input_logprobs:
             return self.prompt_len
         return self.request.logprob_start_len + len(self.input_logprobs)
@@ -133,14 +151,18 @@ class Sequence:
 
 
 def version_spans(events: list[VersionEvent], current: str, num_output: int) -> list[VersionSpan]:
-    """Return the weight versions of the output tokens as spans without gaps, in the format of SGLang 0.5.23.
+    """Return the weight versions of the output tokens as spans without gaps, in the format of
+    SGLang 0.5.23.
 
     Args:
         current: The version after the last event.
         num_output: The number of output tokens to describe.
     """
     spans: list[VersionSpan] = []
-    for version, count in [*((e.old_version, e.num_output_tokens) for e in events), (current, num_output)]:
+    for version, count in [
+        *((e.old_version, e.num_output_tokens) for e in events),
+        (current, num_output),
+    ]:
         end = min(count, num_output)
         if spans and end <= spans[-1]["end"]:
             continue
@@ -151,7 +173,8 @@ def version_spans(events: list[VersionEvent], current: str, num_output: int) -> 
     return spans
 
 
-# --- text, for responses, stop strings and streaming ------------------------------------------------
+# --- text, for responses, stop strings and streaming
+# ------------------------------------------------
 
 _REPLACEMENT = "�"
 _MOST_BYTES = 4  # the most bytes of one character in UTF-8
@@ -176,10 +199,11 @@ class Detokenizer:
         )
 
     def before(self, sequence: Sequence) -> tuple[list[int], str]:
-        """Return the last tokens of the prompt, and their text. The output is decoded together with them, because the
-        decoder of many tokenizers removes the space at the beginning of a text.
+        """Return the last tokens of the prompt, and their text. The output is decoded together with
+        them, because the decoder of many tokenizers removes the space at the beginning of a text.
 
-        Both are empty if the prompt may end within a character, whose text would depend on the output.
+        Both are empty if the prompt may end within a character, whose text would depend on the
+        output.
         """
         ids = sequence.request.input_ids[-_BEFORE:]
         text = self.decode(ids, sequence.request.params)
@@ -190,7 +214,9 @@ class Detokenizer:
         params = sequence.request.params
         # A token is at least one byte, so the window contains the longest stop string.
         window = max(len(stop.encode()) for stop in params.stop) + 4
-        tail = self.decode(sequence.tokens[max(sequence.prompt_len, len(sequence.tokens) - window) :], params)
+        tail = self.decode(
+            sequence.tokens[max(sequence.prompt_len, len(sequence.tokens) - window) :], params
+        )
         return next((stop for stop in params.stop if stop in tail), None)
 
     def output_text(self, sequence: Sequence, count: int, finish: FinishReason | None) -> str:
@@ -216,9 +242,10 @@ class Detokenizer:
 class StreamedText:
     """Decodes the text of one sequence piece by piece, in time linear in its length.
 
-    Each piece is decoded together with the tokens of the piece before it, because a tokenizer may decode a token
-    differently at the beginning of a text. An incomplete character and a possible beginning of a stop string are held
-    back, so that all pieces together are the text of :meth:`Detokenizer.output_text`.
+    Each piece is decoded together with the tokens of the piece before it, because a tokenizer may
+    decode a token differently at the beginning of a text. An incomplete character and a possible
+    beginning of a stop string are held back, so that all pieces together are the text of
+    :meth:`Detokenizer.output_text`.
     """
 
     def __init__(self, detokenizer: Detokenizer, sequence: Sequence) -> None:
@@ -226,8 +253,8 @@ class StreamedText:
         self.sequence = sequence
         params = sequence.request.params
         self._stops = () if params.no_stop_trim else tuple(params.stop)
-        # Output tokens: the window that is decoded starts at _start, and its tokens before _read are returned already.
-        # Negative numbers are the last tokens of the prompt.
+        # Output tokens: the window that is decoded starts at _start, and its tokens before _read
+        # are returned already. Negative numbers are the last tokens of the prompt.
         before, known = detokenizer.before(sequence)
         self._start = -len(before)
         self._read = 0
@@ -236,7 +263,9 @@ class StreamedText:
         self._parts: list[str] = []
 
     def piece(self, count: int, finish: FinishReason | None) -> str:
-        """Return the new text of the tokens up to ``count``; with ``finish``, all text that is left."""
+        """Return the new text of the tokens up to ``count``; with ``finish``, all text that is
+        left.
+        """
         if finish is not None:
             whole = self.detokenizer.output_text(self.sequence, count, finish)
             sent = "".join(self._parts)
@@ -270,10 +299,13 @@ class StreamedText:
 
 def _overlap(text: str, stop: str) -> int:
     """Return how many characters at the end of ``text`` are a beginning of ``stop``."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    return next(
+        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
+    )
 
 
-# --- the JSON responses of /generate, with SGLang's field names -------------------------------------
+# --- the JSON responses of /generate, with SGLang's field names
+# -------------------------------------
 
 Scored = tuple[float | None, int, str | None]
 """The log-prob of a token, its id, and its text if the request asked for it."""
@@ -300,7 +332,8 @@ def build_answer(
 
     Args:
         finish: The finish reason; None while the sequence still runs.
-        start: The first token to include. In a stream, each response begins where the last one ended.
+        start: The first token to include. In a stream, each response begins where the last one
+            ended.
         text: The text of these tokens, if it is known.
     """
     # Fields that every response has.
@@ -317,7 +350,9 @@ def build_answer(
     if request.return_logprob:
         meta.update(_logprobs(sequence, detokenizer, start, count))
     if request.return_top_p_token_ids:
-        meta["top_p_token_ids"], meta["top_p_token_offsets"] = _nuclei(sequence.output_nuclei[start:count])
+        meta["top_p_token_ids"], meta["top_p_token_offsets"] = _nuclei(
+            sequence.output_nuclei[start:count]
+        )
     # Counts and versions, in the order of SGLang.
     meta["reasoning_tokens"] = 0
     meta["completion_tokens"] = count
@@ -333,13 +368,17 @@ def build_answer(
 
 
 def _nuclei(nuclei: list[list[int]]) -> tuple[str, str]:
-    """Return ids and offsets, as int32 in base64. Token ``t`` was sampled from ``ids[offsets[t]:offsets[t + 1]]``."""
+    """Return ids and offsets, as int32 in base64. Token ``t`` was sampled from
+    ``ids[offsets[t]:offsets[t + 1]]``.
+    """
     ids = np.array([token for nucleus in nuclei for token in nucleus], np.int32)
     offsets = np.cumsum([0, *map(len, nuclei)]).astype(np.int32)
     return base64.b64encode(ids.tobytes()).decode(), base64.b64encode(offsets.tobytes()).decode()
 
 
-def _logprobs(sequence: Sequence, detokenizer: Detokenizer, start: int, count: int) -> dict[str, Any]:
+def _logprobs(
+    sequence: Sequence, detokenizer: Detokenizer, start: int, count: int
+) -> dict[str, Any]:
     """Return the log-prob fields, each a list ``[[log-prob, id, text or null], ...]``.
 
     The log-prob of the first input token is null, as in SGLang.
@@ -356,16 +395,25 @@ def _logprobs(sequence: Sequence, detokenizer: Detokenizer, start: int, count: i
         ids = request.input_ids[request.logprob_start_len :]
         fields["input_token_logprobs"] = _triples([None, *sequence.input_logprobs], ids, texts)
     if request.top_logprobs_num:
-        fields["output_top_logprobs"] = [_pairs(entry, texts) for entry in sequence.output_top[start:count]]
+        fields["output_top_logprobs"] = [
+            _pairs(entry, texts) for entry in sequence.output_top[start:count]
+        ]
         fields["input_top_logprobs"] = []
         if sequence.wants_input_logprobs:
-            fields["input_top_logprobs"] = [None, *(_pairs(entry, texts) for entry in sequence.input_top)]
+            fields["input_top_logprobs"] = [
+                None,
+                *(_pairs(entry, texts) for entry in sequence.input_top),
+            ]
     if request.token_ids_logprob:
-        fields["output_token_ids_logprobs"] = [_pairs(entry, texts) for entry in sequence.output_chosen[start:count]]
+        fields["output_token_ids_logprobs"] = [
+            _pairs(entry, texts) for entry in sequence.output_chosen[start:count]
+        ]
     return fields
 
 
-def _triples(values: Iterable[float | None], ids: list[int], texts: Detokenizer | None) -> list[Scored]:
+def _triples(
+    values: Iterable[float | None], ids: list[int], texts: Detokenizer | None
+) -> list[Scored]:
     token_texts: Iterable[str | None] = texts.token_texts(ids) if texts else [None] * len(ids)
     return list(zip(values, ids, token_texts, strict=False))
 

@@ -1,8 +1,8 @@
 """Open the buffers of ``/update_weights_from_tensor``; see :mod:`slime.engines.payload`.
 
-Such a request contains data only: JSON with the name of a shared memory file (CPU) or a CUDA IPC handle, and the dtype,
-shape and place of each tensor. Nothing in it is unpickled or imported. With pickles, which SGLang accepts, everyone who
-can reach the port could execute code.
+Such a request contains data only: JSON with the name of a shared memory file (CPU) or a CUDA IPC
+handle, and the dtype, shape and place of each tensor. Nothing in it is unpickled or imported. With
+pickles, which SGLang accepts, everyone who can reach the port could execute code.
 """
 
 from __future__ import annotations
@@ -41,21 +41,25 @@ _SIZE = whole(0, 2**48)  # bytes; larger than any buffer
 _NAME = text(4096)
 _SHAPE = list_of(whole(0, 2**48), 16)
 DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
 }
 _DTYPE = one_of(*DTYPES)
 
 
 def read_tensors(body: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of a body made by :func:`slime.engines.payload.handles`, as views of its buffer.
+    """Return the tensors of a body made by :func:`slime.engines.payload.handles`, as views of its
+    buffer.
 
     Raises:
         BadRequest: The body has another format, or a handle does not fit the memory that it names.
     """
     if body.get("load_format") != HANDLES:
         raise BadRequest(
-            f"load_format must be {HANDLES!r} with the fields buffer and tensors; the embedded engine accepts no "
-            "pickles (serialized_named_tensors), because unpickling a request can execute code"
+            f"load_format must be {HANDLES!r} with the fields buffer and tensors; the embedded "
+            "engine accepts no pickles (serialized_named_tensors), because unpickling a request "
+            "can execute code"
         )
     buffer = need(body, "buffer", json_object)
     entries = need(body, "tensors", list_of(json_object, MAX_TENSORS))
@@ -75,7 +79,9 @@ def _view(place: Entry, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _entry(described: Mapping[str, object], where: str, nbytes: int) -> Entry:
-    """Return the place of one tensor after checking that it lies in a buffer of ``nbytes`` bytes."""
+    """Return the place of one tensor after checking that it lies in a buffer of ``nbytes``
+    bytes.
+    """
     name = need(described, "name", _NAME, f"{where}.")
     dtype = need(described, "dtype", _DTYPE, f"{where}.")
     shape = need(described, "shape", _SHAPE, f"{where}.")
@@ -83,14 +89,19 @@ def _entry(described: Mapping[str, object], where: str, nbytes: int) -> Entry:
     size = need(described, "nbytes", _SIZE, f"{where}.")
     entry = Entry(name, dtype, tuple(shape), offset, size)
     if size != entry.size_of_values():
-        raise BadRequest(f"{where}: {dtype} of shape {shape} has {entry.size_of_values()} bytes, but nbytes is {size}")
+        raise BadRequest(
+            f"{where}: {dtype} of shape {shape} has {entry.size_of_values()} bytes, but nbytes is "
+            f"{size}"
+        )
     if offset + size > nbytes:
         raise BadRequest(f"{where} ends at byte {offset + size}, but the buffer has {nbytes}")
     return entry
 
 
 def _take(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
-    """Take a buffer that the trainer, in this process, has offered under a name that only it knows."""
+    """Take a buffer that the trainer, in this process, has offered under a name that only it
+    knows.
+    """
     tensor = local.take(need(buffer, "name", _ascii, "buffer."))
     if tensor is None or tensor.numel() != nbytes:
         raise BadRequest("buffer.name is not that of a buffer in this process")
@@ -109,14 +120,21 @@ def _open_shared_memory(buffer: Mapping[str, object], nbytes: int) -> torch.Tens
     if not _FILE_NAME.match(name):
         raise BadRequest(f"buffer.name {name!r} is not the name of a shared memory file of torch")
     if offset + nbytes > size:
-        raise BadRequest(f"buffer: {nbytes} bytes at {offset} do not fit into storage_nbytes {size}")
-    # Only a regular file and a socket of this user are opened. With lstat(), a link is not a regular file.
+        raise BadRequest(
+            f"buffer: {nbytes} bytes at {offset} do not fit into storage_nbytes {size}"
+        )
+    # Only a regular file and a socket of this user are opened. With lstat(), a link is not a
+    # regular file.
     try:
         file = os.lstat(_SHARED_MEMORY / name[1:])
         service = os.stat(manager)
     except (OSError, ValueError) as error:
         raise BadRequest(f"buffer {name!r} cannot be opened: {error}") from error
-    if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid() or file.st_size < size + _HEADER_BYTES:
+    if (
+        not stat.S_ISREG(file.st_mode)
+        or file.st_uid != os.geteuid()
+        or file.st_size < size + _HEADER_BYTES
+    ):
         raise BadRequest(f"buffer.name {name!r} is not a file of this user with {size} bytes")
     if not stat.S_ISSOCK(service.st_mode) or service.st_uid != os.geteuid():
         raise BadRequest("buffer.manager is not a socket of this user")
@@ -129,13 +147,20 @@ def _open_cuda(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     # Every field is checked here, because torch takes the handle apart in C++.
-    handle: dict[str, Any] = {name: need(buffer, name, check, "buffer.") for name, check in _CUDA_HANDLE.items()}
+    handle: dict[str, Any] = {
+        name: need(buffer, name, check, "buffer.") for name, check in _CUDA_HANDLE.items()
+    }
     # The index of a GPU may differ between the two processes, so it is named by its UUID.
     seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if handle["device"] not in seen:
-        raise BadRequest(f"the tensors are on GPU {handle['device']}, but this engine sees {', '.join(seen) or 'none'}")
+        raise BadRequest(
+            f"the tensors are on GPU {handle['device']}, but this engine sees "
+            f"{', '.join(seen) or 'none'}"
+        )
     if not _FILE_NAME.match(handle["ref_counter_handle"].rstrip(b"\0").decode("ascii", "replace")):
-        raise BadRequest("buffer.ref_counter_handle is not the name of a shared memory file of torch")
+        raise BadRequest(
+            "buffer.ref_counter_handle is not the name of a shared memory file of torch"
+        )
     tensor: torch.Tensor = rebuild_cuda_tensor(
         torch.Tensor,
         (nbytes,),

@@ -1,7 +1,8 @@
 """DPPO: a trust region of probabilities instead of ratios; and with the regulariser of Kimi K2.5.
 
-A ratio of 2 hardly moves a token of probability 0.001, but much one of 0.4. So a token is left out if its probability
-has already moved too far in the direction of its advantage, and no ratio is clipped.
+A ratio of 2 hardly moves a token of probability 0.001, but much one of 0.4. So a token is left out
+if its probability has already moved too far in the direction of its advantage, and no ratio is
+clipped.
 
 Sources: arXiv 2602.04879; for the regulariser arXiv 2602.02276 (Kimi K2.5).
 """
@@ -39,11 +40,12 @@ class DppoFlags:
 def binary_divergence(log_probs: Tensor, old_log_probs: Tensor, kind: str) -> Tensor:
     """Return the divergence of the distributions (π, 1 − π) and (μ, 1 − μ): the token or any other.
 
-    ``tv`` is |π − μ|, ``kl`` is KL(μ ‖ π) = μ log(μ/π) + (1 − μ) log((1 − μ)/(1 − π)). Both are lower bounds of the
-    divergence over the whole vocabulary.
+    ``tv`` is |π − μ|, ``kl`` is KL(μ ‖ π) = μ log(μ/π) + (1 − μ) log((1 − μ)/(1 − π)). Both are
+    lower bounds of the divergence over the whole vocabulary.
 
     Args:
-        log_probs, old_log_probs: log π and log μ, of one shape and floating dtype, without gradient.
+        log_probs, old_log_probs: log π and log μ, of one shape and floating dtype, without
+            gradient.
 
     Source: arXiv 2602.04879, the binary approximations.
     """
@@ -54,17 +56,22 @@ def binary_divergence(log_probs: Tensor, old_log_probs: Tensor, kind: str) -> Te
         return (log_probs.exp() - old).abs()
     # A probability of 1 leaves nothing to all other tokens, whose logarithm would be infinite.
     tiny = torch.finfo(log_probs.dtype).tiny
-    others, old_others = (-torch.expm1(x).clamp(max=-tiny) for x in (log_probs, old_log_probs))  # 1 − π, 1 − μ
+    # 1 − π, 1 − μ
+    others, old_others = (-torch.expm1(x).clamp(max=-tiny) for x in (log_probs, old_log_probs))
     return old * (old_log_probs - log_probs) + old_others * (old_others.log() - others.log())
 
 
-def dppo_keep(ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, delta: float, kind: str) -> Tensor:
-    """Return 0 for tokens that have moved by more than ``delta`` in the direction of their advantage, else 1.
+def dppo_keep(
+    ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, delta: float, kind: str
+) -> Tensor:
+    """Return 0 for tokens that have moved by more than ``delta`` in the direction of their
+    advantage, else 1.
 
     With ``tv`` a token stays if π − μ ≤ δ where A > 0, and π − μ ≥ −δ where A < 0.
 
     Args:
-        ppo_kl: Log μ − log π per token, of any shape and floating dtype. The result has no gradient.
+        ppo_kl: Log μ − log π per token, of any shape and floating dtype. The result has no
+            gradient.
         log_probs, advantages: Log π and A, with the same shape.
 
     Source: arXiv 2602.04879, the mask of the objective.
@@ -79,7 +86,8 @@ def dppo_keep(ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, delta: floa
 def compute_dppo_loss(
     ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, delta: float, kind: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute L = −keep · ρ · A per token, with ρ = exp(−ppo_kl) and :func:`dppo_keep`; and 1 − keep.
+    """Compute L = −keep · ρ · A per token, with ρ = exp(−ppo_kl) and :func:`dppo_keep`; and 1 −
+    keep.
 
     All tensors have the same shape and floating dtype.
 
@@ -98,13 +106,15 @@ class Dppo(Grpo):
     }
     row = Row(
         "as `grpo`",
-        "−ρ·A, 0 where the token has moved by more than δ in the direction of A: abs(π − μ), or the KL of (μ, 1 − μ) "
-        "and (π, 1 − π); μ of the engine",
+        "−ρ·A, 0 where the token has moved by more than δ in the direction of A: abs(π − μ), or "
+        "the KL of (μ, 1 − μ) and (π, 1 − π); μ of the engine",
         "needs `--use-rollout-logprobs`; `--dppo-delta`, `--dppo-divergence`",
         "arXiv 2602.04879",
     )
 
-    def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def policy_loss(
+        self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         own = flags_or_defaults(self.settings, DppoFlags)
         return compute_dppo_loss(ppo_kl, log_probs, advantages, own.dppo_delta, own.dppo_divergence)
 
@@ -113,7 +123,9 @@ class Dppo(Grpo):
 
 
 class DppoK25(Dppo):
-    """DPPO with the regulariser of Kimi K2.5, which pulls every token back, also one that is left out or has A = 0."""
+    """DPPO with the regulariser of Kimi K2.5, which pulls every token back, also one that is left
+    out or has A = 0.
+    """
 
     zero_advantage_has_no_gradient = False
     row = Row(
@@ -123,7 +135,9 @@ class DppoK25(Dppo):
         "arXiv 2602.04879 and 2602.02276; the default loss of prime-rl",
     )
 
-    def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def policy_loss(
+        self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         loss, dropped = super().policy_loss(ppo_kl, log_probs, advantages)
         own = flags_or_defaults(self.settings, DppoFlags)
         return loss + log_ratio_penalty(ppo_kl, own.dppo_tau), dropped

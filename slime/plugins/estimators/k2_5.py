@@ -1,4 +1,5 @@
-"""The loss of Kimi K2.5: a ratio that is clipped on both sides whatever the advantage, and a squared log-ratio.
+"""The loss of Kimi K2.5: a ratio that is clipped on both sides whatever the advantage, and a
+squared log-ratio.
 
 Source: arXiv 2602.02276 (Kimi K2.5).
 """
@@ -30,7 +31,8 @@ class K25Flags:
 
 
 def log_ratio_penalty(ppo_kl: Tensor, tau: float) -> Tensor:
-    """Return τ (log ρ)² per token, where log ρ = −ppo_kl; of any shape and floating dtype, with gradient.
+    """Return τ (log ρ)² per token, where log ρ = −ppo_kl; of any shape and floating dtype, with
+    gradient.
 
     Its gradient is 2 τ log ρ ∇log π: towards the old policy, in proportion to the distance.
 
@@ -42,7 +44,8 @@ def log_ratio_penalty(ppo_kl: Tensor, tau: float) -> Tensor:
 def compute_k2_5_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, tau: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute L = −clip(ρ, 1 − eps_clip, 1 + eps_clip_high) A + τ (log ρ)² per token, with ρ = exp(−ppo_kl).
+    """Compute L = −clip(ρ, 1 − eps_clip, 1 + eps_clip_high) A + τ (log ρ)² per token, with ρ =
+    exp(−ppo_kl).
 
     Outside of the range the first term has no gradient, also where PPO's has one.
 
@@ -53,7 +56,9 @@ def compute_k2_5_loss(
     """
     ratio = exp_ratio(-ppo_kl)
     clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
-    return -clipped * advantages + log_ratio_penalty(ppo_kl, tau), (clipped != ratio).to(ratio.dtype)
+    return -clipped * advantages + log_ratio_penalty(ppo_kl, tau), (clipped != ratio).to(
+        ratio.dtype
+    )
 
 
 class K25(Grpo):
@@ -70,7 +75,11 @@ class K25(Grpo):
     def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
         return centred(rewards)
 
-    def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def policy_loss(
+        self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         clip = self.settings
         own = flags_or_defaults(self.settings, K25Flags)
-        return compute_k2_5_loss(ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, own.k2_5_tau)
+        return compute_k2_5_loss(
+            ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, own.k2_5_tau
+        )

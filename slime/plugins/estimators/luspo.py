@@ -1,4 +1,5 @@
-"""LUSPO: GSPO whose sequences weigh as much as they have tokens, so that long ones do not learn less per token.
+"""LUSPO: GSPO whose sequences weigh as much as they have tokens, so that long ones do not learn
+less per token.
 
 Source: arXiv 2602.05261.
 """
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 class Luspo(Gspo):
     """GSPO with the sum over the tokens of a response in place of their mean.
 
-    The loss of a sequence is the same at each of its tokens, so that the sum is length × loss of the sequence.
+    The loss of a sequence is the same at each of its tokens, so that the sum is length × loss of
+    the sequence.
 
     Source: arXiv 2602.05261, the objective.
     """

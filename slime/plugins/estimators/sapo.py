@@ -1,4 +1,5 @@
-"""SAPO: a soft gate in place of the clip, so that a token's gradient fades instead of ending at an edge.
+"""SAPO: a soft gate in place of the clip, so that a token's gradient fades instead of ending at an
+edge.
 
 Source: arXiv 2511.20347.
 """
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class SapoFlags:
-    """The temperature for negative advantages is the higher one: they raise all other tokens, which is less stable."""
+    """The temperature for negative advantages is the higher one: they raise all other tokens, which
+    is less stable.
+    """
 
     _title = "estimator sapo"
 
@@ -31,7 +34,9 @@ class SapoFlags:
     """Temperature of SAPO's gate for tokens with negative advantage"""
 
 
-def compute_sapo_loss(ppo_kl: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
+def compute_sapo_loss(
+    ppo_kl: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float
+) -> Tensor:
     """Compute L = −(4/τ) σ(τ (ρ − 1)) A per token, with ρ = exp(−ppo_kl), and τ by the sign of A.
 
     The gradient is −4 σ (1 − σ) ρ A ∇log π: the whole one at ρ = 1, and less on both sides.
@@ -60,7 +65,9 @@ class Sapo(Grpo):
         "arXiv 2511.20347",
     )
 
-    def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def policy_loss(
+        self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         own = flags_or_defaults(self.settings, SapoFlags)
         loss = compute_sapo_loss(ppo_kl, advantages, own.sapo_tau_positive, own.sapo_tau_negative)
         return loss, loss.new_zeros(loss.shape)  # nothing is clipped

@@ -1,4 +1,6 @@
-"""What the estimators of this plug-in share: how they get their flags, and choices by the sign of the advantage."""
+"""What the estimators of this plug-in share: how they get their flags, and choices by the sign of
+the advantage.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ T = TypeVar("T")
 
 
 def flags_or_defaults(settings: EstimatorSettings, kind: type[T]) -> T:
-    """Return the estimator's own flags, or their defaults where a user's class derives from it, which has none."""
+    """Return the estimator's own flags, or their defaults where a user's class derives from it,
+    which has none.
+    """
     return settings.own if isinstance(settings.own, kind) else kind()
 
 
@@ -27,5 +31,7 @@ def notice_of_unused_clip(name: str, settings: EstimatorSettings) -> list[str]:
 
 
 def by_sign(advantages: Tensor, positive: float, negative: float) -> Tensor:
-    """Return ``positive`` where the advantage is above 0 and ``negative`` elsewhere, of its shape and dtype."""
+    """Return ``positive`` where the advantage is above 0 and ``negative`` elsewhere, of its shape
+    and dtype.
+    """
     return advantages.new_full(advantages.shape, negative).masked_fill(advantages > 0, positive)

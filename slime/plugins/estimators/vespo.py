@@ -1,4 +1,5 @@
-"""VESPO: one smooth weight for each sequence, which vanishes for ratios near 0 and for very large ones.
+"""VESPO: one smooth weight for each sequence, which vanishes for ratios near 0 and for very large
+ones.
 
 Source: arXiv 2602.10693.
 """
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING
 
 from slime.algorithms.algorithm import Row
 from slime.algorithms.grpo import Grpo
-from slime.algorithms.sequences import IDENTITY, MAX_LOG_RATIO, Reduce, keep_where, sequence_sums, spread
+from slime.algorithms.sequences import (
+    IDENTITY,
+    MAX_LOG_RATIO,
+    Reduce,
+    keep_where,
+    sequence_sums,
+    spread,
+)
 from slime.config.flag import flag
 
 from .shared import by_sign, flags_or_defaults, notice_of_unused_clip
@@ -37,11 +45,17 @@ class VespoFlags:
 
 
 def sequence_sum_kl(
-    log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    reduce: Reduce = IDENTITY,
 ) -> Tensor:
-    """Return for each token ``[R]`` the sum of log π_old − log π_θ over the unmasked tokens of its whole sequence.
+    """Return for each token ``[R]`` the sum of log π_old − log π_θ over the unmasked tokens of its
+    whole sequence.
 
-    All tensors are flat ``[R]``, of one floating dtype but for the mask; ``lengths`` are those of the sequences.
+    All tensors are flat ``[R]``, of one floating dtype but for the mask; ``lengths`` are those of
+    the sequences.
     """
     # Masked tokens are part of the sequence, but not of its ratio.
     difference = keep_where(mask, old_log_probs - log_probs)
@@ -49,7 +63,8 @@ def sequence_sum_kl(
 
 
 def vespo_weight(ppo_kl: Tensor, k: Tensor, decay: Tensor) -> Tensor:
-    """Return φ(W) = W^k · exp(λ (1 − W)) without gradient, where W = exp(−ppo_kl) is the ratio of the sequence.
+    """Return φ(W) = W^k · exp(λ (1 − W)) without gradient, where W = exp(−ppo_kl) is the ratio of
+    the sequence.
 
     φ(1) = 1, and φ is largest at W = k/λ. All tensors have the same shape and floating dtype.
 
@@ -70,7 +85,8 @@ def compute_vespo_loss(
     """Compute L = −φ(W) A log π_θ per token. The gradient comes only from the log-prob.
 
     Args:
-        ppo_kl: −log W, the value of the sequence at each of its tokens, of any shape and floating dtype.
+        ppo_kl: −log W, the value of the sequence at each of its tokens, of any shape and floating
+            dtype.
         log_probs, advantages: Of each token, with the same shape.
         positive, negative: (k, λ) by the sign of the advantage.
 
@@ -86,18 +102,26 @@ class Vespo(Grpo):
     zero_advantage_has_no_gradient = True  # the loss is a product with the advantage
     row = Row(
         "as `grpo`",
-        "−φ(W)·A·log π, φ(W) = W^k·e^{λ(1 − W)} without gradient, W: ρ of the whole sequence (product); k, λ by the "
-        "sign of A",
-        "`--vespo-k-positive`, `--vespo-lambda-positive`, `--vespo-k-negative`, `--vespo-lambda-negative`",
+        "−φ(W)·A·log π, φ(W) = W^k·e^{λ(1 − W)} without gradient, W: ρ of the whole sequence "
+        "(product); k, λ by the sign of A",
+        "`--vespo-k-positive`, `--vespo-lambda-positive`, `--vespo-k-negative`, "
+        "`--vespo-lambda-negative`",
         "arXiv 2602.10693",
     )
 
     def ppo_kl(
-        self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        mask: Tensor,
+        lengths: Sequence[int],
+        reduce: Reduce,
     ) -> Tensor:
         return sequence_sum_kl(log_probs, old_log_probs, mask, lengths, reduce)
 
-    def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def policy_loss(
+        self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         own = flags_or_defaults(self.settings, VespoFlags)
         positive = own.vespo_k_positive, own.vespo_lambda_positive
         negative = own.vespo_k_negative, own.vespo_lambda_negative

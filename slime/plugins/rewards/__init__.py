@@ -1,4 +1,6 @@
-"""Rewards beyond those of the core: choices, sandboxed code, instructions (IFBench), encoders and servers."""
+"""Rewards beyond those of the core: choices, sandboxed code, instructions (IFBench), encoders and
+servers.
+"""
 
 from slime.registry import register
 

@@ -1,13 +1,15 @@
 """Reward type ``code``: 1.0 if the program in a response passes all tests of its label, else 0.0.
 
-The program is the last fenced block of the response, without reasoning; a response without a block is the program.
-Every test runs in a process of its own in the :class:`~slime.plugins.agents.sandbox.Sandbox`, at most
-``--reward-workers`` at once, and the first failed test ends the scoring. Expected outputs are compared outside of the
-sandbox, where the program cannot see them; asserts run in another sandbox and call the program over pipes, see
+The program is the last fenced block of the response, without reasoning; a response without a block
+is the program. Every test runs in a process of its own in the
+:class:`~slime.plugins.agents.sandbox.Sandbox`, at most ``--reward-workers`` at once, and the first
+failed test ends the scoring. Expected outputs are compared outside of the sandbox, where the
+program cannot see them; asserts run in another sandbox and call the program over pipes, see
 :mod:`.code_peer`.
 
-A program that takes too long or too much memory is wrong: its reward is 0. How each program ended is in
-``metadata["code_outcome"]``, and counted in ``rollout/code/<outcome>_count``. A sandbox that fails gives no reward.
+A program that takes too long or too much memory is wrong: its reward is 0. How each program ended
+is in ``metadata["code_outcome"]``, and counted in ``rollout/code/<outcome>_count``. A sandbox that
+fails gives no reward.
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ _BLOCK = re.compile(r"^([ \t]*)```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL
 _OPENED = re.compile(r"```(?:python3?|py)?[ \t]*(?=\r?\n)", re.IGNORECASE)
 _PYTHON = ("python", "python3", "py")
 _WALL_FACTOR = 4
-"""The wall-clock deadline divided by the limit of processor time: a busy machine gives a program less than one core."""
-_TRIES = 3  # attempts for a program whose process was killed from outside, for example because memory was short
+"""The wall-clock deadline divided by the limit of processor time: a busy machine gives a program
+less than one core.
+"""
+# attempts for a program whose process was killed from outside, for example because memory was short
+_TRIES = 3
 _KILLED = (-9, 137)
 _CPU_USED_UP = (-24, 152)
 
@@ -56,14 +61,22 @@ async def code_reward(args: Args, sample: Sample) -> float | None:
     try:
         isolation: Isolation = "full" if args.code_isolation == "full" else "process"
         box = await asyncio.to_thread(
-            sandbox, args.code_timeout, args.code_memory_mb, args.reward_workers or default_workers(), isolation
+            sandbox,
+            args.code_timeout,
+            args.code_memory_mb,
+            args.reward_workers or default_workers(),
+            isolation,
         )
-        outcome = await try_code(box, tests, program_of(sample.response), math.ceil(args.code_timeout))
+        outcome = await try_code(
+            box, tests, program_of(sample.response), math.ceil(args.code_timeout)
+        )
     except SandboxUnavailable as error:
         mark_unscored(sample, "error", str(error))
         return None
     if outcome is None:
-        mark_unscored(sample, "crashed", f"the program was killed from outside in each of {_TRIES} attempts")
+        mark_unscored(
+            sample, "crashed", f"the program was killed from outside in each of {_TRIES} attempts"
+        )
         return None
     sample.metadata[OUTCOME_KEY] = outcome
     return float(outcome == "passed")
@@ -71,29 +84,36 @@ async def code_reward(args: Args, sample: Sample) -> float | None:
 
 @functools.cache
 def sandbox(seconds: float, memory_mb: int, workers: int, isolation: Isolation) -> Sandbox:
-    """Return the sandbox of this process with these limits. The first call tries out whether it works.
+    """Return the sandbox of this process with these limits. The first call tries out whether it
+    works.
 
     Raises:
         SandboxUnavailable: It does not work on this machine.
     """
-    limits = Limits(seconds=seconds * _WALL_FACTOR, memory_bytes=memory_mb << 20, output_bytes=4 << 20)
+    limits = Limits(
+        seconds=seconds * _WALL_FACTOR, memory_bytes=memory_mb << 20, output_bytes=4 << 20
+    )
     return Sandbox(limits, workers, isolation)
 
 
 def program_of(response: str) -> str:
-    """Return the last fenced block of Python in a response, else the last block, else the whole response; always
-    without the reasoning."""
+    """Return the last fenced block of Python in a response, else the last block, else the whole
+    response; always without the reasoning."""
     # What the model thought is no answer.
     answer = after_thinking(response)
     # A block in a list is indented as a whole, by as much as its fence.
     blocks = [
-        (language, re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE) if indent else code)
+        (
+            language,
+            re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE) if indent else code,
+        )
         for indent, language, code in _BLOCK.findall(answer)
     ]
     python = [code for language, code in blocks if language.lower() in _PYTHON]
     if blocks:
         return str((python or [blocks[-1][1]])[-1])
-    return _OPENED.split(answer, maxsplit=1)[-1]  # a block that is not closed, because the response was cut
+    # a block that is not closed, because the response was cut
+    return _OPENED.split(answer, maxsplit=1)[-1]
 
 
 async def try_code(box: Sandbox, tests: CodeTests, code: str, cpu_seconds: int) -> Outcome | None:
@@ -116,7 +136,9 @@ async def try_code(box: Sandbox, tests: CodeTests, code: str, cpu_seconds: int) 
 async def _try(box: Sandbox, trial: Trial) -> Outcome | None:
     for _ in range(_TRIES):
         # A program that was killed from outside says nothing about the answer.
-        results = await (box.run_pair(trial.tests, trial.program) if trial.tests else _alone(box, trial.program))
+        results = await (
+            box.run_pair(trial.tests, trial.program) if trial.tests else _alone(box, trial.program)
+        )
         if not any(result.status == "killed" and result.exit_code in _KILLED for result in results):
             # The tests decide. Why a program ended before them is in its own result.
             return _outcome(results[0] if results[0].ok or results[-1].ok else results[-1], trial)

@@ -1,9 +1,11 @@
-"""The two ends of the pipes between a program and its tests. Each runs in a sandbox of its own, with the standard
-library alone, so the text of this file is put before both. See :func:`slime.plugins.rewards.code_tests.trials`.
+"""The two ends of the pipes between a program and its tests. Each runs in a sandbox of its own,
+with the standard library alone, so the text of this file is put before both. See
+:func:`slime.plugins.rewards.code_tests.trials`.
 
-Plain values are copied: a program that returns an object of a class of its own cannot decide how it compares with them.
-All other objects stay where they are, and the other end gets a :class:`Remote` for each. The tests may do everything
-with those of the program; the program may only call functions of the tests.
+Plain values are copied: a program that returns an object of a class of its own cannot decide how it
+compares with them. All other objects stay where they are, and the other end gets a :class:`Remote`
+for each. The tests may do everything with those of the program; the program may only call functions
+of the tests.
 """
 
 from __future__ import annotations
@@ -21,7 +23,19 @@ import struct
 import sys
 from typing import Any, NoReturn
 
-_BASES: tuple[Any, ...] = (int, float, complex, str, bytes, bytearray, tuple, list, set, frozenset, dict)
+_BASES: tuple[Any, ...] = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    tuple,
+    list,
+    set,
+    frozenset,
+    dict,
+)
 _OTHERS = (
     bool, range, slice, object, type(None), collections.deque, decimal.Decimal,
     datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone,
@@ -46,13 +60,16 @@ class Peer:
         self.judges = names is None
         self.kept: list[Any] = [names]
         self.handles: dict[int, int] = {}
-        self.remotes: dict[int, Remote] = {}  # one for each object, so that ``is`` means what it says
+        # one for each object, so that ``is`` means what it says
+        self.remotes: dict[int, Remote] = {}
         self.errors: dict[str, type[Exception]] = {}
 
     def ask(self, handle: int, operation: str, *values: object, **named: object) -> Any:
-        """Let the other end apply an operation to one of its objects; return the result or raise its exception.
+        """Let the other end apply an operation to one of its objects; return the result or raise
+        its exception.
 
-        A list, dict or set among the values changes as that of the other end, if the operation returns None."""
+        A list, dict or set among the values changes as that of the other end, if the operation
+        returns None."""
         # While it waits, the other end may ask in turn.
         self._send(("ask", handle, operation, values, named))
         while True:
@@ -73,7 +90,9 @@ class Peer:
         while True:
             self._reply(*self._receive()[1:])
 
-    def _reply(self, handle: int, operation: str, values: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _reply(
+        self, handle: int, operation: str, values: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         try:
             # The program must not look into the tests.
             if self.judges and operation != "call":
@@ -85,12 +104,16 @@ class Peer:
             self._send(("error", [kind.__name__ for kind in type(error).__mro__], error.args))
 
     def error(self, names: list[str]) -> type[Exception]:
-        """Return the exception of the first of these names that is built in; those before it become classes of it."""
+        """Return the exception of the first of these names that is built in; those before it become
+        classes of it.
+        """
         kind = getattr(builtins, str(names[0]), None)
         if isinstance(kind, type) and issubclass(kind, Exception):
             return kind
         if names[0] not in self.errors:
-            self.errors[names[0]] = type(str(names[0]), (self.error(names[1:]) if names[1:] else Exception,), {})
+            self.errors[names[0]] = type(
+                str(names[0]), (self.error(names[1:]) if names[1:] else Exception,), {}
+            )
         return self.errors[names[0]]
 
     def _send(self, message: object) -> None:
@@ -109,7 +132,9 @@ class Peer:
         return _Reader(io.BytesIO(self.reader.read(*_HEADER.unpack(header))), self).load()
 
     def _end(self) -> NoReturn:
-        """End this process: no test may take the end of the program for an exception that it expects."""
+        """End this process: no test may take the end of the program for an exception that it
+        expects.
+        """
         if self.judges:
             print("AssertionError: the program has ended", file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -119,8 +144,9 @@ class Peer:
 class Remote:
     """An object of the other end.
 
-    Two of them are compared as their class says. With a plain value, one is never equal, and its arithmetic gives no
-    plain value: an object of a program could otherwise say that it is 3, or that its difference from 3 is 0.
+    Two of them are compared as their class says. With a plain value, one is never equal, and its
+    arithmetic gives no plain value: an object of a program could otherwise say that it is 3, or
+    that its difference from 3 is 0.
     """
 
     def __init__(self, peer: Peer, handle: int) -> None:
@@ -150,7 +176,9 @@ def _forward(operation: str) -> Any:
 
 
 def _between_two(operation: str) -> Any:
-    return lambda self, other: self._ask(operation, other) if type(other) is Remote else NotImplemented
+    return lambda self, other: (
+        self._ask(operation, other) if type(other) is Remote else NotImplemented
+    )
 
 
 def _arithmetic(operation: str) -> Any:
@@ -161,7 +189,20 @@ def _arithmetic(operation: str) -> Any:
     return apply
 
 
-for _name in ("setattr", "len", "iter", "next", "getitem", "setitem", "delitem", "str", "repr", "bool", "hash", "neg"):
+for _name in (
+    "setattr",
+    "len",
+    "iter",
+    "next",
+    "getitem",
+    "setitem",
+    "delitem",
+    "str",
+    "repr",
+    "bool",
+    "hash",
+    "neg",
+):
     setattr(Remote, f"__{_name}__", _forward(_name))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_name}__", _between_two(_name))
@@ -171,14 +212,21 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
 
 def _become(value: object, new: object) -> None:
     """Give a list, deque, dict or set the content of another one."""
-    for kind, add in ((list, "extend"), (collections.deque, "extend"), (dict, "update"), (set, "update")):
+    for kind, add in (
+        (list, "extend"),
+        (collections.deque, "extend"),
+        (dict, "update"),
+        (set, "update"),
+    ):
         if type(value) is type(new) is kind:
             operator.methodcaller("clear")(value)
             operator.methodcaller(add, new)(value)
 
 
 class _Writer(pickle.Pickler):
-    """Writes plain values. Instances of their subclasses become plain, and all else a number of this end."""
+    """Writes plain values. Instances of their subclasses become plain, and all else a number of
+    this end.
+    """
 
     def __init__(self, file: io.BytesIO, peer: Peer) -> None:
         super().__init__(file, 5)
@@ -209,7 +257,8 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
-    """Reads plain values. What comes from a program is not trusted, so only classes that cannot be changed are found:
+    """Reads plain values. What comes from a program is not trusted, so only classes that cannot be
+    changed are found:
     the state of a pickled class could otherwise replace its ``__eq__``."""
 
     def __init__(self, file: io.BytesIO, peer: Peer) -> None:

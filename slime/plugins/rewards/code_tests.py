@@ -1,4 +1,6 @@
-"""The formats of labels of ``--rm-type code``, and the programs that test a response. See :mod:`.code`."""
+"""The formats of labels of ``--rm-type code``, and the programs that test a response. See
+:mod:`.code`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,17 @@ from pathlib import Path
 from typing import Any
 
 _SPACE = (
-    "from typing import *\nfrom collections import *\nfrom functools import *\nfrom itertools import *\n"
-    "from heapq import *\nfrom bisect import *\nimport collections, functools, heapq, itertools, math, re, string\n"
+    "from typing import *\n"
+    "from collections import *\n"
+    "from functools import *\n"
+    "from itertools import *\n"
+    "from heapq import *\n"
+    "from bisect import *\n"
+    "import collections, functools, heapq, itertools, math, re, string\n"
 )
-"""What a function of a response can use without importing it, as on the sites that the code sets come from."""
+"""What a function of a response can use without importing it, as on the sites that the code sets
+come from.
+"""
 _SPACE_NAMES: dict[str, Any] = {}
 exec(_SPACE, _SPACE_NAMES)
 _PEER = Path(__file__).with_name("code_peer.py").read_text(encoding="utf-8")
@@ -88,9 +97,10 @@ class CodeTests:
     Attributes:
         asserts: Code that raises if the answer is wrong.
         cases: Inputs and outputs.
-        function: Name of the function that ``cases`` call; empty for programs that read the standard input.
-        prefix: Code that is put before an answer that does not define ``entry``. Before another answer it is run for
-            the helpers that it defines, if it is complete.
+        function: Name of the function that ``cases`` call; empty for programs that read the
+            standard input.
+        prefix: Code that is put before an answer that does not define ``entry``. Before another
+            answer it is run for the helpers that it defines, if it is complete.
         entry: Name of the function that ``asserts`` check.
     """
 
@@ -103,11 +113,15 @@ class CodeTests:
 
 @dataclass(frozen=True)
 class Trial:
-    """A program for the sandbox, and the test of what it prints, or the program of the tests that judge it."""
+    """A program for the sandbox, and the test of what it prints, or the program of the tests that
+    judge it.
+    """
 
     program: str
     done: str = (
-        ""  # what the program prints when it has come to its end; empty: everything that it prints is the answer
+        # what the program prints when it has come to its end; empty: everything that it prints is
+        # the answer
+        ""
     )
     case: Case | None = None
     tests: str = ""  # runs beside the program, in a sandbox of its own, and prints ``done``
@@ -131,18 +145,34 @@ def trials(tests: CodeTests, code: str, cpu_seconds: int) -> Iterator[Trial]:
     # An answer may be a whole function or the rest of the one that the prompt began.
     prompt = [tests.prefix] if tests.entry and _is_complete(tests.prefix) else []
     before = [_SPACE]
-    if tests.entry and re.search(rf"^(?:(?:async )?def|class) {re.escape(tests.entry)}\b", code, re.MULTILINE):
+    if tests.entry and re.search(
+        rf"^(?:(?:async )?def|class) {re.escape(tests.entry)}\b", code, re.MULTILINE
+    ):
         before += prompt
     elif tests.entry:
         code = f"{tests.prefix}\n{code}"
-    # Marks where the result begins. A program may find it and print it, but what follows is compared all the same.
+    # Marks where the result begins. A program may find it and print it, but what follows is
+    # compared all the same.
     done = hashlib.blake2b(f"{code}\0{tests}".encode(), digest_size=16).hexdigest()
-    order: dict[str, Any] = {"cpu": cpu_seconds, "done": done, "module": "solution", "parts": [*before, code]}
+    order: dict[str, Any] = {
+        "cpu": cpu_seconds,
+        "done": done,
+        "module": "solution",
+        "parts": [*before, code],
+    }
     # Asserts run in another sandbox and call the program: it cannot change what they mean.
     if tests.asserts:
         names = _names_of_program(tests, code, prompt)
-        judge = {**order, "module": "tests", "parts": [_SPACE, *prompt], "names": names, "asserts": tests.asserts}
-        program = _program(_PROGRAM, {"cpu": cpu_seconds, "module": "solution", "parts": [*before, code]})
+        judge = {
+            **order,
+            "module": "tests",
+            "parts": [_SPACE, *prompt],
+            "names": names,
+            "asserts": tests.asserts,
+        }
+        program = _program(
+            _PROGRAM, {"cpu": cpu_seconds, "module": "solution", "parts": [*before, code]}
+        )
         yield Trial(_PEER + program, done, tests=_PEER + _program(_TESTS, judge))
     # Inputs go into the program, and its output comes out to be compared here.
     for case in tests.cases:
@@ -157,14 +187,16 @@ def trials(tests: CodeTests, code: str, cpu_seconds: int) -> Iterator[Trial]:
 def _names_of_program(tests: CodeTests, code: str, prompt: Sequence[str]) -> list[str]:
     """Return the names that the tests use and only the program defines.
 
-    All other names mean in the tests what they mean without the program, so that it cannot replace ``sorted`` or a
-    helper of the prompt. If every name of the tests has such a meaning (``assert count(5) == 3``), those count that the
-    program defines.
+    All other names mean in the tests what they mean without the program, so that it cannot replace
+    ``sorted`` or a helper of the prompt. If every name of the tests has such a meaning (``assert
+    count(5) == 3``), those count that the program defines.
     """
     # Names of the program are asked for over the pipe, all others are those of the tests.
     used = {node.id for node in ast.walk(ast.parse(tests.asserts)) if isinstance(node, ast.Name)}
     used -= _defined(tests.asserts, everywhere=True)
-    own = used - {*vars(builtins), *_SPACE_NAMES}.union(*map(_defined, prompt)) | ({tests.entry} & used)
+    own = used - {*vars(builtins), *_SPACE_NAMES}.union(*map(_defined, prompt)) | (
+        {tests.entry} & used
+    )
     return sorted(own or used & _defined(code))
 
 
@@ -184,7 +216,9 @@ def _defined(code: str, everywhere: bool = False) -> set[str]:
             names.add(node.arg)
         else:
             targets = ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign) else [node]
-            names.update(n.id for n in targets if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            names.update(
+                n.id for n in targets if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            )
     return names
 
 
@@ -206,11 +240,12 @@ def read_tests(label: object, metadata: Mapping[str, object]) -> CodeTests:
     These formats are known, each also as JSON text:
 
     * asserts as a text or a list of texts (MBPP);
-    * ``{"test": code, "entry_point": name}``, where the code defines ``check(candidate)`` (HumanEval), also with
-      ``prompt``, the beginning of the answer, and ``test_setup_code``;
-    * ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` if a function is called (APPS, TACO);
-    * a list of ``{"input": ..., "output": ..., "testtype": "stdin" or "functional"}`` (LiveCodeBench). The name of the
-      function is ``func_name`` or ``fn_name`` of the metadata.
+    * ``{"test": code, "entry_point": name}``, where the code defines ``check(candidate)``
+      (HumanEval), also with ``prompt``, the beginning of the answer, and ``test_setup_code``;
+    * ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` if a function is called (APPS,
+      TACO);
+    * a list of ``{"input": ..., "output": ..., "testtype": "stdin" or "functional"}``
+      (LiveCodeBench). The name of the function is ``func_name`` or ``fn_name`` of the metadata.
 
     Raises:
         BadTests: The label has another format.
@@ -229,8 +264,9 @@ def read_tests(label: object, metadata: Mapping[str, object]) -> CodeTests:
         return _in_and_out(value)
     shown = f"{str(value)[:80]!r}" if value is not None else "missing"
     raise BadTests(
-        f"the label is {shown}; it needs asserts (a text or a list), an object with test and entry_point, an object "
-        "with inputs and outputs, or a list of objects with input and output"
+        f"the label is {shown}; it needs asserts (a text or a list), an object with test and "
+        "entry_point, an object with inputs and outputs, or a list of objects with input and "
+        "output"
     )
 
 
@@ -260,34 +296,54 @@ def _human_eval(label: Mapping[str, Any]) -> CodeTests:
         if not entry:
             raise BadTests("the tests define check(candidate), but the label has no entry_point")
         code += f"\ncheck({entry})\n"
-    return CodeTests(asserts=_compiled(code), prefix=str(label.get("prompt") or ""), entry=str(entry))
+    return CodeTests(
+        asserts=_compiled(code), prefix=str(label.get("prompt") or ""), entry=str(entry)
+    )
 
 
 def _in_and_out(label: Mapping[str, Any]) -> CodeTests:
     inputs = label["inputs"]
     outputs = label["outputs"]
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
-        raise BadTests("inputs and outputs must be lists of the same length with at least one entry")
+    if (
+        not isinstance(inputs, list)
+        or not isinstance(outputs, list)
+        or len(inputs) != len(outputs)
+        or not inputs
+    ):
+        raise BadTests(
+            "inputs and outputs must be lists of the same length with at least one entry"
+        )
     name = str(label.get("fn_name") or "")
     if name:
         if not all(isinstance(given, list) for given in inputs):
-            raise BadTests(f"fn_name is {name}, so each entry of inputs must be a list of arguments")
+            raise BadTests(
+                f"fn_name is {name}, so each entry of inputs must be a list of arguments"
+            )
         return CodeTests(cases=tuple(map(Case, inputs, outputs)), function=name)
-    return CodeTests(cases=tuple(Case(_joined(i), _joined(o)) for i, o in zip(inputs, outputs, strict=True)))
+    return CodeTests(
+        cases=tuple(Case(_joined(i), _joined(o)) for i, o in zip(inputs, outputs, strict=True))
+    )
 
 
 def _listed_cases(label: Sequence[Mapping[str, Any]], metadata: Mapping[str, object]) -> CodeTests:
     if not all("input" in case and "output" in case for case in label):
         raise BadTests("each case needs input and output")
     if all(case.get("testtype") != "functional" for case in label):
-        return CodeTests(cases=tuple(Case(_joined(case["input"]), _joined(case["output"])) for case in label))
+        return CodeTests(
+            cases=tuple(Case(_joined(case["input"]), _joined(case["output"])) for case in label)
+        )
     # LiveCodeBench keeps the name in the metadata.
     name = str(metadata.get("func_name") or metadata.get("fn_name") or "")
     if not name:
-        raise BadTests("functional cases need the name of the function: func_name in the row's metadata")
+        raise BadTests(
+            "functional cases need the name of the function: func_name in the row's metadata"
+        )
     try:
         cases = tuple(
-            Case([json.loads(line) for line in case["input"].split("\n") if line.strip()], json.loads(case["output"]))
+            Case(
+                [json.loads(line) for line in case["input"].split("\n") if line.strip()],
+                json.loads(case["output"]),
+            )
             for case in label
         )
     except (ValueError, AttributeError, TypeError) as error:
@@ -302,10 +358,12 @@ def _joined(value: object) -> str:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs have the same words in the same lines. Empty lines at the end and spaces do not count, and
-    numbers with a decimal point may differ by a millionth."""
+    """Whether two outputs have the same words in the same lines. Empty lines at the end and spaces
+    do not count, and numbers with a decimal point may differ by a millionth."""
     # Words and lines count, the space between them does not.
-    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (found, expected))
+    ours, theirs = (
+        [line.split() for line in text.strip().splitlines()] for text in (found, expected)
+    )
     return len(ours) == len(theirs) and all(
         len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)
     )
@@ -323,7 +381,9 @@ def _same_word(found: str, expected: str) -> bool:
 
 
 def _same_result(found: Any, expected: Any) -> bool:
-    """Whether a function returned what was expected. APPS wraps some results in a list of one entry."""
+    """Whether a function returned what was expected. APPS wraps some results in a list of one
+    entry.
+    """
     if isinstance(expected, list) and len(expected) == 1 and _same_value(found, expected[0]):
         return True
     return _same_value(found, expected)
@@ -333,7 +393,9 @@ def _same_value(found: Any, expected: Any) -> bool:
     if isinstance(found, list) and isinstance(expected, list):
         return len(found) == len(expected) and all(map(_same_value, found, expected))
     if isinstance(found, dict) and isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(_same_value(found[key], expected[key]) for key in found)
+        return found.keys() == expected.keys() and all(
+            _same_value(found[key], expected[key]) for key in found
+        )
     if isinstance(found, float) or isinstance(expected, float):
         numbers = isinstance(found, int | float) and isinstance(expected, int | float)
         return numbers and math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9)

@@ -1,8 +1,9 @@
 """A reward model that compares the meaning of response and label with a sentence encoder.
 
-Use with ``--custom-rm-path slime.plugins.rewards.encoder.EmbeddingSimilarity --rm-model-path FOLDER``. ``slime
-fetch-model all-minilm-l6-v2`` creates such a folder. The score is the cosine similarity of the mean-pooled token
-embeddings; a negative one counts as 0. Source: Reimers and Gurevych 2019, "Sentence-BERT", arXiv:1908.10084, section 3.
+Use with ``--custom-rm-path slime.plugins.rewards.encoder.EmbeddingSimilarity --rm-model-path
+FOLDER``. ``slime fetch-model all-minilm-l6-v2`` creates such a folder. The score is the cosine
+similarity of the mean-pooled token embeddings; a negative one counts as 0. Source: Reimers and
+Gurevych 2019, "Sentence-BERT", arXiv:1908.10084, section 3.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ _LONGEST = 512  # maximum number of tokens; a smaller limit of the model or toke
 
 
 class EmbeddingSimilarity:
-    """A reward model class; see :mod:`slime.rollout.rm_hub.custom`. The model runs on CUDA if it is available.
+    """A reward model class; see :mod:`slime.rollout.rm_hub.custom`. The model runs on CUDA if it is
+    available.
 
     Args:
         model_path: Hugging Face folder of an encoder and its tokenizer.
@@ -32,12 +34,14 @@ class EmbeddingSimilarity:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
         model: Any
         model, info = AutoModel.from_pretrained(model_path, output_loading_info=True)
-        # transformers only warns about missing tensors and initializes them randomly. The pooler is not used here.
+        # transformers only warns about missing tensors and initializes them randomly. The pooler is
+        # not used here.
         lost = sorted(name for name in info["missing_keys"] if not name.startswith("pooler."))
         if lost:
             raise ValueError(
-                f"--rm-model-path {model_path} lacks {len(lost)} tensors of {type(model).__name__}, for example "
-                f"{lost[0]}. They would be random, and so would the scores: restore the files"
+                f"--rm-model-path {model_path} lacks {len(lost)} tensors of "
+                f"{type(model).__name__}, for example {lost[0]}. They would be random, and so "
+                "would the scores: restore the files"
             )
         self.model = model.eval().to(self.device)
         positions = getattr(self.model.config, "max_position_embeddings", None)
@@ -55,11 +59,19 @@ class EmbeddingSimilarity:
             ValueError: A sample has no label.
         """
         accepted = [label if isinstance(label, list) else [label] for label in labels]
-        if any(label in (None, "") for several in accepted for label in several) or not all(accepted):
-            raise ValueError("EmbeddingSimilarity compares with the label, but a sample has none (--label-key)")
+        if any(label in (None, "") for several in accepted for label in several) or not all(
+            accepted
+        ):
+            raise ValueError(
+                "EmbeddingSimilarity compares with the label, but a sample has none (--label-key)"
+            )
         # One pair for each accepted text.
-        left = [response for response, several in zip(responses, accepted, strict=True) for _ in several]
-        scores = iter(self.similarity(left, [str(label) for several in accepted for label in several]))
+        left = [
+            response for response, several in zip(responses, accepted, strict=True) for _ in several
+        ]
+        scores = iter(
+            self.similarity(left, [str(label) for several in accepted for label in several])
+        )
         return [max(next(scores) for _ in several) for several in accepted]
 
     def similarity(self, left: Sequence[str], right: Sequence[str]) -> list[float]:
@@ -68,24 +80,34 @@ class EmbeddingSimilarity:
         texts = list(dict.fromkeys([*left, *right]))
         place = {text: i for i, text in enumerate(texts)}
         vectors = self.embed(texts)
-        return [max(float(vectors[place[a]] @ vectors[place[b]]), 0.0) for a, b in zip(left, right, strict=True)]
+        return [
+            max(float(vectors[place[a]] @ vectors[place[b]]), 0.0)
+            for a, b in zip(left, right, strict=True)
+        ]
 
     def embed(self, texts: Sequence[str]) -> Any:
         """Return unit vectors of the texts: float32 [n, hidden] on the CPU."""
         import torch
 
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths share a batch: less padding
+        # similar lengths share a batch: less padding
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         vectors: list[Any] = [None] * len(texts)
         for start in range(0, len(order), _BATCH):
             rows = order[start : start + _BATCH]
             inputs = self.tokenizer(
-                [texts[i] for i in rows], padding=True, truncation=True, max_length=self.longest, return_tensors="pt"
+                [texts[i] for i in rows],
+                padding=True,
+                truncation=True,
+                max_length=self.longest,
+                return_tensors="pt",
             ).to(self.device)
             with torch.inference_mode():
                 hidden = self.model(**inputs).last_hidden_state.float()
             # Padding has no part in the mean.
             mask = inputs["attention_mask"].unsqueeze(-1).float()
-            pooled = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1).cpu()
+            pooled = torch.nn.functional.normalize(
+                (hidden * mask).sum(1) / mask.sum(1), dim=-1
+            ).cpu()
             for row, vector in zip(rows, pooled, strict=True):
                 vectors[row] = vector
         return torch.stack(vectors)

@@ -1,7 +1,9 @@
-"""Reward ``ifbench``: the fraction of a prompt's instructions (IFBench, IFEval) that the response follows.
+"""Reward ``ifbench``: the fraction of a prompt's instructions (IFBench, IFEval) that the response
+follows.
 
-The checkers are those of :mod:`slime.plugins.rewards.ifbench_checks`. If IFBench's own ``evaluation_lib`` can be
-imported (from a clone of allenai/IFBench on PYTHONPATH), it is used for all instructions instead.
+The checkers are those of :mod:`slime.plugins.rewards.ifbench_checks`. If IFBench's own
+``evaluation_lib`` can be imported (from a clone of allenai/IFBench on PYTHONPATH), it is used for
+all instructions instead.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 
 _MODULE = "evaluation_lib"
 _ALTERNATIVES = (
-    "remove the row, score it with --custom-rm-path, or put a clone of allenai/IFBench with its requirements on "
-    f"PYTHONPATH (its {_MODULE}.py then scores every id)"
+    "remove the row, score it with --custom-rm-path, or put a clone of allenai/IFBench with its "
+    f"requirements on PYTHONPATH (its {_MODULE}.py then scores every id)"
 )
 
 
@@ -33,7 +35,9 @@ def external() -> bool:
 
 
 def unreadable(metadata: Mapping[str, object]) -> str | None:
-    """Explain why the instructions of a row cannot be scored and what to do about it; None if they can be scored."""
+    """Explain why the instructions of a row cannot be scored and what to do about it; None if they
+    can be scored.
+    """
     instructions = metadata.get("instruction_id_list")
     if not instructions:
         return "metadata has no instruction_id_list"
@@ -44,18 +48,21 @@ def unreadable(metadata: Mapping[str, object]) -> str | None:
 
 
 async def ifbench_reward(args: Args, sample: Sample) -> float | None:
-    """Score one sample by ``instruction_id_list``, ``kwargs`` and (optional) ``prompt_text`` of its metadata.
+    """Score one sample by ``instruction_id_list``, ``kwargs`` and (optional) ``prompt_text`` of its
+    metadata.
 
     Text inside ``<think>...</think>`` is ignored.
 
     Returns:
-        The fraction of the instructions that are followed, in [0, 1]. None if the verifier gave no result; the sample
-        is then marked as unscored.
+        The fraction of the instructions that are followed, in [0, 1]. None if the verifier gave no
+        result; the sample is then marked as unscored.
 
     Raises:
-        ValueError: An instruction cannot be checked, because its id has no checker or its kwargs are wrong.
+        ValueError: An instruction cannot be checked, because its id has no checker or its kwargs
+            are wrong.
     """
-    # A row that cannot be scored is told before the start; this one came from a data source of the user's.
+    # A row that cannot be scored is told before the start; this one came from a data source of the
+    # user's.
     metadata = sample.metadata
     problem = unreadable(metadata)
     if problem:
@@ -71,17 +78,30 @@ async def ifbench_reward(args: Args, sample: Sample) -> float | None:
     )  # fmt: skip
 
 
-def share(prompt: str, response: str, instructions: list[str], kwargs: list[dict[str, object] | None]) -> float:
-    """Return the fraction of instructions that are followed (IFEval's strict accuracy). Runs in a verifier process."""
+def share(
+    prompt: str, response: str, instructions: list[str], kwargs: list[dict[str, object] | None]
+) -> float:
+    """Return the fraction of instructions that are followed (IFEval's strict accuracy). Runs in a
+    verifier process.
+    """
     if not external():
-        followed = [follows(response, name, given) for name, given in zip(instructions, kwargs, strict=True)]
+        followed = [
+            follows(response, name, given) for name, given in zip(instructions, kwargs, strict=True)
+        ]
         return sum(followed) / len(followed)
     # IFBench's own code takes all instructions of a row at once.
     library = importlib.import_module(_MODULE)
-    given = [{name: value for name, value in (entry or {}).items() if value is not None} for entry in kwargs]
-    example = library.InputExample(key=0, instruction_id_list=instructions, prompt=prompt, kwargs=given)
+    given = [
+        {name: value for name, value in (entry or {}).items() if value is not None}
+        for entry in kwargs
+    ]
+    example = library.InputExample(
+        key=0, instruction_id_list=instructions, prompt=prompt, kwargs=given
+    )
     outcome = library.test_instruction_following_strict(example, {prompt: response})
     return sum(outcome.follow_instruction_list) / max(len(instructions), 1)
 
 
-IFBENCH = Reward(ifbench_reward, label_problem=lambda _, metadata: unreadable(metadata), own_answer=None)
+IFBENCH = Reward(
+    ifbench_reward, label_problem=lambda _, metadata: unreadable(metadata), own_answer=None
+)

@@ -1,19 +1,21 @@
 """Rewards from a model that an SGLang server (or the embedded engine) serves.
 
-Use with ``--custom-rm-path slime.rollout.rm_hub.sglang_scorer.score --rm-url http://HOST:PORT/FORM``. The last part of
-the address selects how the model scores:
+Use with ``--custom-rm-path slime.rollout.rm_hub.sglang_scorer.score --rm-url
+http://HOST:PORT/FORM``. The last part of the address selects how the model scores:
 
-* ``/generate``: a judge. The reward is P(yes) / (P(yes) + P(no)) of the next token after :data:`JUDGE`
-  (``judge_template`` of ``--custom-config-path`` replaces that text). Every engine supports this.
+* ``/generate``: a judge. The reward is P(yes) / (P(yes) + P(no)) of the next token after
+  :data:`JUDGE` (``judge_template`` of ``--custom-config-path`` replaces that text). Every engine
+  supports this.
 * ``/v1/score``: the same judge, through SGLang's scoring endpoint.
-* ``/classify``: a reward model (sequence classification, ``--is-embedding``). The reward is its score of the
-  conversation.
-* ``/v1/embeddings``: an encoder. The reward is the cosine similarity of response and label, or 0 if it is negative.
+* ``/classify``: a reward model (sequence classification, ``--is-embedding``). The reward is its
+  score of the conversation.
+* ``/v1/embeddings``: an encoder. The reward is the cosine similarity of response and label, or 0 if
+  it is negative.
 
-``--rm-model-path`` is the folder of the served model, from which the tokenizer is loaded (for all forms except
-embeddings; default: ``--hf-checkpoint``). With ``--group-rm``, use ``score_group``, which sends one request for all
-samples of a group. Each call has the time limit ``--reward-timeout``. Within it, a failed request is retried up to five
-times.
+``--rm-model-path`` is the folder of the served model, from which the tokenizer is loaded (for all
+forms except embeddings; default: ``--hf-checkpoint``). With ``--group-rm``, use ``score_group``,
+which sends one request for all samples of a group. Each call has the time limit
+``--reward-timeout``. Within it, a failed request is retried up to five times.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ async def score_group(args: Args, samples: Sequence[Sample], **kwargs: object) -
     url = args.rm_url or ""
     form = next((form for form in _FORMS if urlsplit(url).path.rstrip("/").endswith(form)), None)
     if form is None:
-        raise ValueError(f"--rm-url {url or 'is missing'}: the address must end in one of {', '.join(_FORMS)}")
+        raise ValueError(
+            f"--rm-url {url or 'is missing'}: the address must end in one of {', '.join(_FORMS)}"
+        )
     template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
     judge = _Judge(url, args.rm_model_path or args.hf_checkpoint, template)
     heard = [spoken(sample, args.hf_checkpoint, args.trust_remote_code) for sample in samples]
@@ -85,7 +89,10 @@ async def _generate(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
     answers = await post(judge.url, body, max_retries=_RETRIES, form=list)
     rewards = []
     for answer in answers:
-        found = {int(item[1]): float(item[0]) for item in answer["meta_info"]["output_token_ids_logprobs"][0]}
+        found = {
+            int(item[1]): float(item[0])
+            for item in answer["meta_info"]["output_token_ids_logprobs"][0]
+        }
         rewards.append(_share(found[ids[0]], found[ids[1]]))
     return rewards
 
@@ -106,19 +113,31 @@ async def _v1_score(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
 
 async def _classify(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
     tokenizer = _tokenizer(judge)
-    body = {"input_ids": [encode(tokenizer, _conversation(tokenizer, sample)) for sample in samples]}
+    body = {
+        "input_ids": [encode(tokenizer, _conversation(tokenizer, sample)) for sample in samples]
+    }
     answers = await post(judge.url, body, max_retries=_RETRIES)
-    return [float(answer["embedding"][0]) for answer in (answers if isinstance(answers, list) else [answers])]
+    return [
+        float(answer["embedding"][0])
+        for answer in (answers if isinstance(answers, list) else [answers])
+    ]
 
 
 async def _embeddings(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
     texts = [text or " " for sample in samples for text in (sample.response, str(sample.label))]
-    answer = await post(judge.url, {"model": "default", "input": texts}, max_retries=_RETRIES, form=dict)
+    answer = await post(
+        judge.url, {"model": "default", "input": texts}, max_retries=_RETRIES, form=dict
+    )
     vectors = [item["embedding"] for item in sorted(answer["data"], key=lambda item: item["index"])]
     return [max(_cosine(a, b), 0.0) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
 
 
-_FORMS = {"/generate": _generate, "/v1/score": _v1_score, "/classify": _classify, "/v1/embeddings": _embeddings}
+_FORMS = {
+    "/generate": _generate,
+    "/v1/score": _v1_score,
+    "/classify": _classify,
+    "/v1/embeddings": _embeddings,
+}
 
 
 def _tokenizer(judge: _Judge) -> Tokenizer:
@@ -131,19 +150,30 @@ def _judge_tokens(judge: _Judge) -> tuple[Tokenizer, tuple[int, int]]:
     tokenizer = _tokenizer(judge)
     yes, no = (encode(tokenizer, word)[0] for word in (YES, NO))
     if yes == no:
-        raise ValueError(f"the judge's tokenizer encodes {YES!r} and {NO!r} with the same first token")
+        raise ValueError(
+            f"the judge's tokenizer encodes {YES!r} and {NO!r} with the same first token"
+        )
     return tokenizer, (yes, no)
 
 
 def judge_text(template: str, sample: Sample) -> str:
-    """Return the template with the prompt, the label and the response of the sample in place of their names."""
-    fields = {"prompt": _last_words(sample.prompt), "label": str(sample.label), "response": sample.response}
-    # Not str.format, since templates may contain braces, and in one pass, since prompts and responses may, too.
+    """Return the template with the prompt, the label and the response of the sample in place of
+    their names.
+    """
+    fields = {
+        "prompt": _last_words(sample.prompt),
+        "label": str(sample.label),
+        "response": sample.response,
+    }
+    # Not str.format, since templates may contain braces, and in one pass, since prompts and
+    # responses may, too.
     return re.sub("{(prompt|label|response)}", lambda found: fields[found[1]], template)
 
 
 def _conversation(tokenizer: Tokenizer, sample: Sample) -> str:
-    """Render the conversation as the reward model was trained on it: with its chat template, if it has one."""
+    """Render the conversation as the reward model was trained on it: with its chat template, if it
+    has one.
+    """
     if isinstance(sample.prompt, str) or not tokenizer.chat_template:
         return _last_words(sample.prompt) + sample.response
     messages = [*sample.prompt, {"role": "assistant", "content": sample.response}]
@@ -151,7 +181,11 @@ def _conversation(tokenizer: Tokenizer, sample: Sample) -> str:
 
 
 def _last_words(prompt: str | list[Message]) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else "\n".join(str(message.get("content", "")) for message in prompt)
+    )
 
 
 def _share(yes: float, no: float) -> float:

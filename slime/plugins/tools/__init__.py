@@ -1,4 +1,6 @@
-"""Tools around runs: the other subcommands of ``slime``, from ``slime init`` to ``slime verify``."""
+"""Tools around runs: the other subcommands of ``slime``, from ``slime init`` to ``slime
+verify``.
+"""
 
 from slime.registry import register
 
@@ -19,12 +21,19 @@ _COMMANDS = {
 
 
 def parts() -> None:
-    """Register the subcommands, ``--dry-run``, and what ``slime plan`` and the sizes say at the start of a run."""
+    """Register the subcommands, ``--dry-run``, and what ``slime plan`` and the sizes say at the
+    start of a run.
+    """
     for name, place in _COMMANDS.items():
         register("command", name, f"slime.plugins.tools.commands.{place}")
     register("warning", "the run may not fit on its GPUs", "slime.plugins.tools.plan.read:misfits")
     register("report", "dry run", "slime.plugins.tools.dry_run:dry_run")
-    register("check", "save folder", "slime.plugins.tools.plan.checkpoint_size:check_save_folder", when=("save",))
+    register(
+        "check",
+        "save folder",
+        "slime.plugins.tools.plan.checkpoint_size:check_save_folder",
+        when=("save",),
+    )
     register("summary", "finish", "slime.plugins.tools.summary.figures:finish")
     register("summary", "figures", "slime.plugins.tools.summary.figures:summarize")
     register("summary", "picture", "slime.plugins.tools.summary.charts:reward_curve")

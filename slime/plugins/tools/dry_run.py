@@ -1,4 +1,6 @@
-"""``--dry-run``: what a run would do, from its flags, its data and its checkpoint, without starting it."""
+"""``--dry-run``: what a run would do, from its flags, its data and its checkpoint, without starting
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,20 @@ _SHOWN_CHARACTERS = 4000
 
 
 def dry_run(args: Args, asynchronous: bool = False) -> Iterator[str]:
-    """The lines that tell the settings, the numbers of samples and steps, an estimate of the memory, the first prompt,
-    and the reward of the label's own answer.
+    """The lines that tell the settings, the numbers of samples and steps, an estimate of the
+    memory, the first prompt, and the reward of the label's own answer.
 
-    Starts no engine, no trainer and not Ray, and writes no file. A reward type may start verifier processes, which end
-    with this process.
+    Starts no engine, no trainer and not Ray, and writes no file. A reward type may start verifier
+    processes, which end with this process.
 
     Args:
-        args: Arguments in which the checks of :func:`slime.cluster.checks.parse_and_check` found no problem.
+        args: Arguments in which the checks of :func:`slime.cluster.checks.parse_and_check` found no
+            problem.
         asynchronous: Whether the run is that of ``train_async.py``.
 
     Raises:
-        ConfigError: A row that was not checked before, as in the middle of a file that is streamed, cannot be used.
+        ConfigError: A row that was not checked before, as in the middle of a file that is streamed,
+            cannot be used.
     """
     from slime.config.parser import ConfigError
     from slime.data.rows import DataError
@@ -56,7 +60,8 @@ def dry_run(args: Args, asynchronous: bool = False) -> Iterator[str]:
         yield from _first_prompt(args, firsts, ids)
 
 
-# --- settings --------------------------------------------------------------------------------------
+# --- settings
+# --------------------------------------------------------------------------------------
 
 
 def _settings(args: Args) -> Iterator[str]:
@@ -72,7 +77,9 @@ def _settings(args: Args) -> Iterator[str]:
         line = _setting(flag, redacted(name, value))
         (given if name in args.explicit else follow).append(line)
     passed = {**_named("sglang_", args.sglang), **_named("router_", args.router), **args.megatron}
-    given += [f"  --{name.replace('_', '-')} {redacted(name, value)}" for name, value in passed.items()]
+    given += [
+        f"  --{name.replace('_', '-')} {redacted(name, value)}" for name, value in passed.items()
+    ]
     yield "settings that you gave"
     yield from given or ["  none"]
     yield "\nsettings that follow from them, the data, the model and this machine"
@@ -84,7 +91,11 @@ def _setting(flag: Flag, value: object) -> str:
         shown = flag.option if value != (flag.kind == "negative") else f"{flag.option}: off"
         return f"  {shown}"
     shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    default = "" if flag.derived or flag.default in (None, [], {}, value) else f"  (default {flag.default})"
+    default = (
+        ""
+        if flag.derived or flag.default in (None, [], {}, value)
+        else f"  (default {flag.default})"
+    )
     return f"  {flag.option} {shown}{default}"
 
 
@@ -92,11 +103,13 @@ def _named(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
     return {prefix + name: value for name, value in values.items()}
 
 
-# --- numbers of samples and steps --------------------------------------------------------------------
+# --- numbers of samples and steps
+# --------------------------------------------------------------------
 
 
 def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -> Iterator[str]:
-    """The lines that tell how many samples a rollout has, how they are split into steps, and how long the run is.
+    """The lines that tell how many samples a rollout has, how they are split into steps, and how
+    long the run is.
 
     Args:
         prompts: Number of prompts in an epoch; 0 if it is not known.
@@ -111,10 +124,16 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -
         layout = ParallelLayout.from_args(args)
         each = args.global_batch_size / layout.dp
         yield f"  optimizer steps {steps} per rollout, of {args.global_batch_size} samples each"
-        yield f"  training ranks  {args.world_size}, of which {layout.dp} train on different samples: {each:g} each"
+        yield (
+            f"  training ranks  {args.world_size}, of which {layout.dp} train on different "
+            f"samples: {each:g} each"
+        )
         yield f"  micro-batches   {_micro_batches(args, each, prompt_tokens)}"
     if asynchronous:
-        yield f"  in advance      up to {args.async_buffer_size} rollouts are generated while one trains"
+        yield (
+            f"  in advance      up to {args.async_buffer_size} rollouts are generated while one "
+            "trains"
+        )
     count = args.num_rollout
     origin = "--num-rollout"
     if count is None and prompts:
@@ -125,20 +144,35 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -
     if count is None:
         yield "  length          the data source decides"
         return
-    epochs = f", {count * args.rollout_batch_size / prompts:.2f} epochs of {prompts} prompts" if prompts else ""
+    epochs = (
+        f", {count * args.rollout_batch_size / prompts:.2f} epochs of {prompts} prompts"
+        if prompts
+        else ""
+    )
     trained = f", {count * (steps or 1)} optimizer steps" if not args.debug_rollout_only else ""
-    yield f"  length          {count} rollouts ({origin}) = {count * samples} samples{trained}{epochs}"
+    yield (
+        f"  length          {count} rollouts ({origin}) = {count * samples} "
+        f"samples{trained}{epochs}"
+    )
     for what, interval in (("evaluations", args.eval_interval), ("snapshots", args.save_interval)):
         if interval:
             due = ceil(count / interval)
-            first = " and one before the first" if what == "evaluations" and not args.skip_eval_before_train else ""
-            yield f"  {what:<15} after every {interval} rollouts and after the last one: {due}{first}"
+            first = (
+                " and one before the first"
+                if what == "evaluations" and not args.skip_eval_before_train
+                else ""
+            )
+            yield (
+                f"  {what:<15} after every {interval} rollouts and after the last one: {due}{first}"
+            )
 
 
 def _micro_batches(args: Args, samples: float, prompt_tokens: int) -> str:
     """Describe the micro-batches of a rank with ``samples`` samples per optimizer step."""
     if not args.use_dynamic_batch_size:
-        return f"{samples / args.micro_batch_size:g} per step, of {args.micro_batch_size} samples each"
+        return (
+            f"{samples / args.micro_batch_size:g} per step, of {args.micro_batch_size} samples each"
+        )
     budget = args.max_tokens_per_gpu
     assert budget is not None, "it follows from other flags"
     measured = args.train_dtype != "float32" and "max_tokens_per_gpu" not in args.explicit
@@ -149,12 +183,14 @@ def _micro_batches(args: Args, samples: float, prompt_tokens: int) -> str:
     longest = ceil((prompt_tokens + args.rollout_max_response_len) / layout.cp)
     count = ceil(samples / max(budget // longest, 1))
     return (
-        f"of up to {budget} tokens each{origin}: {count} per step if the prompts are as long as the first one, and the "
-        f"responses as long as they may be ({prompt_tokens} + {args.rollout_max_response_len} tokens)"
+        f"of up to {budget} tokens each{origin}: {count} per step if the prompts are as long as "
+        f"the first one, and the responses as long as they may be ({prompt_tokens} + "
+        f"{args.rollout_max_response_len} tokens)"
     )
 
 
-# --- the first prompt --------------------------------------------------------------------------------
+# --- the first prompt
+# --------------------------------------------------------------------------------
 
 
 def _source(args: Args) -> DataSource | None:
@@ -163,14 +199,17 @@ def _source(args: Args) -> DataSource | None:
 
     if args.load_debug_rollout_data or (args.debug_train_only and not args.prompt_data):
         return None
-    # The order is the same with streaming, and only the first rows are rendered. No worker processes for these.
+    # The order is the same with streaming, and only the first rows are rendered. No worker
+    # processes for these.
     args = args.with_values(streaming_data=True, num_data_workers=0)
     source: DataSource = load_function(args.data_source_path)(args)
     return source
 
 
 def mean_prompt_tokens(args: Args, most: int, say: Callable[[str], None]) -> float | None:
-    """Return the mean tokens of the first prompts of the data, at most ``most``; None, after ``say``, without any."""
+    """Return the mean tokens of the first prompts of the data, at most ``most``; None, after
+    ``say``, without any.
+    """
     try:
         source = _source(args) if args.prompt_data else None
         firsts = _first_samples(source, most) if source is not None else []
@@ -194,7 +233,11 @@ def _prompt_ids(args: Args, firsts: list[Sample]) -> list[int]:
     from slime.rollout.prompts import prompt_ids
     from slime.rollout.state import GenerateState
 
-    return prompt_ids(GenerateState(args), firsts[0]) if firsts and args.loss_type != "sft_loss" else []
+    return (
+        prompt_ids(GenerateState(args), firsts[0])
+        if firsts and args.loss_type != "sft_loss"
+        else []
+    )
 
 
 def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[str]:
@@ -223,9 +266,14 @@ def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[
 def _prompt_notes(tokenizer: Tokenizer, rendered: bool, ids: list[int]) -> Iterator[str]:
     start = tokenizer.bos_token_id
     if start is not None and ids[:2] == [start, start]:
-        yield "it begins with two tokens for the beginning of a text: remove one from the prompt or the chat template"
+        yield (
+            "it begins with two tokens for the beginning of a text: remove one from the prompt "
+            "or the chat template"
+        )
     if tokenizer.chat_template and not rendered:
-        yield "the model has a chat template, which a text does not get without --apply-chat-template"
+        yield (
+            "the model has a chat template, which a text does not get without --apply-chat-template"
+        )
 
 
 def _indented(text: str) -> str:
@@ -239,11 +287,14 @@ def _shortened(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
-# --- the reward of the label -------------------------------------------------------------------------
+# --- the reward of the label
+# -------------------------------------------------------------------------
 
 
 def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
-    """Score the labels of the first prompts as answers. Wrong formats of labels and of rewards show here."""
+    """Score the labels of the first prompts as answers. Wrong formats of labels and of rewards show
+    here.
+    """
     from slime.data.sample import Sample
     from slime.engines.background import run
     from slime.rollout.multi_turn import TURNS, ModelTurn
@@ -253,17 +304,32 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
     for sample in samples:
         answer = own_answer(args, sample)
         if answer is None:
-            program = args.agent_function_path or args.agent_command or args.custom_generate_function_path
+            program = (
+                args.agent_function_path or args.agent_command or args.custom_generate_function_path
+            )
             elsewhere = program and not args.custom_rm_path and "rm_type" not in args.explicit
-            why = f"{program} may give it" if elsewhere else "the label is no answer for this reward"
+            why = (
+                f"{program} may give it" if elsewhere else "the label is no answer for this reward"
+            )
             yield f"  reward of its own answer: not known, because {why}"
             return
         # As if the model had written it in its only turn.
-        turn = ModelTurn(start=0, end=0, text=answer, finish=Sample.Status.COMPLETED.value, answered=False)
-        sample.response, sample.status, sample.metadata[TURNS] = answer, Sample.Status.COMPLETED, [turn]
+        turn = ModelTurn(
+            start=0, end=0, text=answer, finish=Sample.Status.COMPLETED.value, answered=False
+        )
+        sample.response, sample.status, sample.metadata[TURNS] = (
+            answer,
+            Sample.Status.COMPLETED,
+            [turn],
+        )
         try:
-            found += run(batched_async_rm(args, [sample])) if args.group_rm else [run(async_rm(args, sample))]
-        except Exception as error:  # The user's function can raise anything, and would raise it in the run, too.
+            found += (
+                run(batched_async_rm(args, [sample]))
+                if args.group_rm
+                else [run(async_rm(args, sample))]
+            )
+        # The user's function can raise anything, and would raise it in the run, too.
+        except Exception as error:
             yield f"  reward of its own answer {answer!r}: {type(error).__name__}: {error}"
             yield "  slime check-hooks with the same flags tests your functions further"
             return
@@ -273,8 +339,8 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
 
 
 def own_answer(args: Args, sample: Sample) -> str | None:
-    """Return the label as a response in the form that the reward expects; None if the label is not an answer, or if the
-    reward comes from elsewhere.
+    """Return the label as a response in the form that the reward expects; None if the label is not
+    an answer, or if the reward comes from elsewhere.
 
     For a custom reward function, whose form is not known, it is the label as it is.
     """
@@ -291,7 +357,8 @@ def own_answer(args: Args, sample: Sample) -> str | None:
     if args.custom_rm_path:
         return None if is_model_class(load_reward(args.custom_rm_path)) else str(label)
     asked = "rm_type" in args.explicit or sample.metadata.get("rm_type")
-    if args.custom_generate_function_path and not asked:  # a program of the user's or an environment may give rewards
+    # a program of the user's or an environment may give rewards
+    if args.custom_generate_function_path and not asked:
         return None
     name = str(sample.metadata.get("rm_type") or args.rm_type or "")
     reward = reward_of(name)

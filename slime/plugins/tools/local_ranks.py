@@ -1,4 +1,6 @@
-"""Run a function on each of several training ranks, which are processes of this machine, without Ray."""
+"""Run a function on each of several training ranks, which are processes of this machine, without
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ TASK = "task.pkl"
 
 
 class RankError(RuntimeError):
-    """A rank ended with an error, or took too long. The message is that of slime's own error, or the end of its log."""
+    """A rank ended with an error, or took too long. The message is that of slime's own error, or
+    the end of its log.
+    """
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,11 @@ def run_ranks(
     seconds: float = 3600.0,
     modules: Sequence[str] = (),
 ) -> list[Any]:
-    """Call ``function(place, argument)`` in ``world_size`` new processes and return the results by rank.
+    """Call ``function(place, argument)`` in ``world_size`` new processes and return the results by
+    rank.
 
-    They import nothing from the working directory, which may be a folder that somebody else has made.
+    They import nothing from the working directory, which may be a folder that somebody else has
+    made.
 
     Args:
         function: ``package.module:name``, which the processes import.
@@ -68,14 +74,25 @@ def run_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port("127.0.0.1")
     (folder / TASK).write_bytes(pickle.dumps((function, world_size, port, argument, list(modules))))
-    environment = {**os.environ, **thread_environment(threads), **import_environment(here=False), **SAFE_PATH}
+    environment = {
+        **os.environ,
+        **thread_environment(threads),
+        **import_environment(here=False),
+        **SAFE_PATH,
+    }
     environment |= variables or {}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):
             with open(folder / f"rank{rank}.log", "wb") as log:
-                command = [*module_command("slime.plugins.tools.local_ranks"), str(folder), str(rank)]
-                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+                command = [
+                    *module_command("slime.plugins.tools.local_ranks"),
+                    str(folder),
+                    str(rank),
+                ]
+                ranks.append(
+                    subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                )
         _wait(ranks, folder, seconds)
     finally:
         for process in ranks:
@@ -96,10 +113,15 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, seconds: float) ->
         if code and (refusal := folder / f"rank{rank}.refusal").is_file():
             raise RankError(refusal.read_text(encoding="utf-8"))
         if code:
-            raise RankError(f"rank {rank} of {len(ranks)} failed (exit code {code}):\n{_end(folder, rank)}")
+            raise RankError(
+                f"rank {rank} of {len(ranks)} failed (exit code {code}):\n{_end(folder, rank)}"
+            )
     if None in codes:
         slow = codes.index(None)
-        raise RankError(f"rank {slow} of {len(ranks)} did not finish within {seconds:g} s:\n{_end(folder, slow)}")
+        raise RankError(
+            f"rank {slow} of {len(ranks)} did not finish within {seconds:g} s:\n"
+            f"{_end(folder, slow)}"
+        )
 
 
 def _end(folder: Path, rank: int) -> str:
@@ -112,9 +134,12 @@ def _main(folder: Path, rank: int) -> None:
     sys.path.extend(modules)
     module, _, name = function.partition(":")
     try:
-        result = getattr(importlib.import_module(module), name)(Place(rank, world_size, port), argument)
+        result = getattr(importlib.import_module(module), name)(
+            Place(rank, world_size, port), argument
+        )
     except Exception as error:
-        if type(error).__module__.partition(".")[0] == "slime":  # written for the user, who needs no traceback
+        # written for the user, who needs no traceback
+        if type(error).__module__.partition(".")[0] == "slime":
             (folder / f"rank{rank}.refusal").write_text(str(error), encoding="utf-8")
         raise
     (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))

@@ -21,10 +21,11 @@ class DynamicFilterOutput:
 
     Attributes:
         keep: Whether to keep the group.
-        reason: Name of the reason for a drop, for the metric ``rollout/dynamic_filter/drop_<reason>``.
-        keep_when_insufficient: Keep a dropped group nevertheless if the rollout has no more groups in flight than it
-            still needs. The fully asynchronous rollout replaces each dropped group; it keeps such a group once the
-            rollout has dropped as many as its buffer holds.
+        reason: Name of the reason for a drop, for the metric
+            ``rollout/dynamic_filter/drop_<reason>``.
+        keep_when_insufficient: Keep a dropped group nevertheless if the rollout has no more groups
+            in flight than it still needs. The fully asynchronous rollout replaces each dropped
+            group; it keeps such a group once the rollout has dropped as many as its buffer holds.
     """
 
     keep: bool
@@ -43,12 +44,16 @@ def call_dynamic_filter(fn: Callable[..., object], args: Args, group: Group) -> 
         return answer
     if not isinstance(answer, bool | np.bool_):
         name = getattr(fn, "__qualname__", fn)
-        raise TypeError(f"dynamic sampling filter {name} returned {answer!r}, not a bool or DynamicFilterOutput")
+        raise TypeError(
+            f"dynamic sampling filter {name} returned {answer!r}, not a bool or DynamicFilterOutput"
+        )
     return DynamicFilterOutput(keep=bool(answer))
 
 
 class MetricGatherer:
-    """Counts the groups that filters dropped, for rollout functions that call filters themselves."""
+    """Counts the groups that filters dropped, for rollout functions that call filters
+    themselves.
+    """
 
     def __init__(self) -> None:
         self._dropped: Counter[str] = Counter()
@@ -60,4 +65,7 @@ class MetricGatherer:
 
     def collect(self) -> dict[str, int]:
         """Return ``rollout/dynamic_filter/drop_<reason>`` for each reason."""
-        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(self._dropped.items())}
+        return {
+            f"rollout/dynamic_filter/drop_{reason}": count
+            for reason, count in sorted(self._dropped.items())
+        }

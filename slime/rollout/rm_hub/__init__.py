@@ -1,9 +1,10 @@
 """Rewards: built-in types, custom functions and reward models.
 
-Verifiers that can hang run in killable processes (:mod:`slime.rollout.verifier`). A sample whose verifier gave no
-result is marked (``reward_timed_out``); it never gets the reward 0 for that.
+Verifiers that can hang run in killable processes (:mod:`slime.rollout.verifier`). A sample whose
+verifier gave no result is marked (``reward_timed_out``); it never gets the reward 0 for that.
 
-Users' functions import names from here. A name is imported when it is first asked for, because some are plug-ins'.
+Users' functions import names from here. A name is imported when it is first asked for, because some
+are plug-ins'.
 """
 
 import importlib

@@ -1,9 +1,12 @@
-r"""Find answers in text, convert them to a normal form, and compare two of them without a symbolic parser.
+r"""Find answers in text, convert them to a normal form, and compare two of them without a symbolic
+parser.
 
-What a symbolic parser would calculate although it is no arithmetic is decided here: dates, times, ranges, scores,
-telephone numbers and versions (``10-12`` is not -2), words (``evil`` is not ``live``), units, and the case of letters.
+What a symbolic parser would calculate although it is no arithmetic is decided here: dates, times,
+ranges, scores, telephone numbers and versions (``10-12`` is not -2), words (``evil`` is not
+``live``), units, and the case of letters.
 
-Everything here takes linear time in the length of the text (no nested quantifiers), so it may run in the event loop.
+Everything here takes linear time in the length of the text (no nested quantifiers), so it may run
+in the event loop.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ _SIMPLE_FRAC = re.compile(r"([-+]?)\\frac\{(\d+)\}\{(\d+)\}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last ``\boxed{...}`` or ``\fbox{...}``, or of ``\boxed x``; None if there is no box.
+    r"""Return the contents of the last ``\boxed{...}`` or ``\fbox{...}``, or of ``\boxed x``; None
+    if there is no box.
 
-    The contents of a box that is not closed are empty, because an answer before it has been taken back. An empty box,
-    as in "the answer in \boxed{}", is no box.
+    The contents of a box that is not closed are empty, because an answer before it has been taken
+    back. An empty box, as in "the answer in \boxed{}", is no box.
     """
     starts = list(_BOX.finditer(text))
     return _box_contents(text, starts[-1].end()) if starts else None
@@ -47,7 +51,8 @@ def _box_contents(text: str, start: int) -> str:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the value of the last number in ``text`` (thousands separators and ``$`` are allowed), or None.
+    """Return the value of the last number in ``text`` (thousands separators and ``$`` are allowed),
+    or None.
 
     >>> last_number("7 times 8 is 56.")
     Fraction(56, 1)
@@ -70,7 +75,9 @@ def as_number(text: str) -> Fraction | None:
     plain = plain.removesuffix(".").removesuffix("%").removesuffix("\\").rstrip()
     mixed = _MIXED.fullmatch(plain)
     if mixed and len(plain) <= 200 and int(bottom := mixed[4] or mixed[6]):
-        return (int(mixed[2]) + Fraction(int(mixed[3] or mixed[5]), int(bottom))) * (-1 if mixed[1] == "-" else 1)
+        return (int(mixed[2]) + Fraction(int(mixed[3] or mixed[5]), int(bottom))) * (
+            -1 if mixed[1] == "-" else 1
+        )
     frac = _SIMPLE_FRAC.fullmatch(plain)
     if frac:
         plain = f"{frac[1]}{frac[2]}/{frac[3]}"
@@ -88,38 +95,66 @@ def as_number(text: str) -> Fraction | None:
 
 
 def normalize_math(text: str) -> str:
-    r"""Convert a short LaTeX answer to a normal form without spaces, ``$``, ``%``, ``°`` or text commands.
+    r"""Convert a short LaTeX answer to a normal form without spaces, ``$``, ``%``, ``°`` or text
+    commands.
 
     Two answers with the same normal form are equal. Two with different forms may still be equal.
     """
     out = re.sub(r"\s+", " ", text).strip().strip("$").strip().removesuffix(".")
-    out = re.sub(r"(?<![\d/.])(\d+) (\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", out)  # 3 1/2 is not 31/2
+    # 3 1/2 is not 31/2
+    out = re.sub(r"(?<![\d/.])(\d+) (\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", out)
     out = re.sub(r"\\(?:left|right|big|Big|bigg|Bigg)(?![A-Za-z])", "", out)
-    out = re.sub(r"\\(?:text|mathrm|textbf|mathbf|textit|mbox|operatorname)\s*\{([^{}]*)\}", r"\1", out)
+    out = re.sub(
+        r"\\(?:text|mathrm|textbf|mathbf|textit|mbox|operatorname)\s*\{([^{}]*)\}", r"\1", out
+    )
     out = re.sub(r"\\(?:[dtc]frac)(?![A-Za-z])", r"\\frac", out)
     out = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", out)
     out = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", out)
     out = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°", "", out)
     out = re.sub(r"\\[!,;:> ]|\\q?quad(?![A-Za-z])|~", "", out)
-    out = out.replace("\\%", "").replace("%", "").replace("\\$", "").replace("$", "").replace("−", "-")
+    out = (
+        out.replace("\\%", "")
+        .replace("%", "")
+        .replace("\\$", "")
+        .replace("$", "")
+        .replace("−", "-")
+    )
     out = re.sub(r"\\varnothing|\\\{\s*\\\}", r"\\emptyset", out)
     # Drop the left side of "x = 5", "f(x) = 5", "x \in (0, 1)" and "\approx 5".
-    left = r"^(?:[A-Za-z]\w?|[A-Za-z]\([A-Za-z]\))?\s*(?:=|\\in(?![A-Za-z])|\\approx(?![A-Za-z]))\s*"
+    left = (
+        r"^(?:[A-Za-z]\w?|[A-Za-z]\([A-Za-z]\))?\s*(?:=|\\in(?![A-Za-z])|\\approx(?![A-Za-z]))\s*"
+    )
     out = re.sub(left, "", out.strip())
     # Drop thousands separators, but not the commas of a tuple, an interval or a set.
     out = (
-        re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", out) if "(" not in out and "[" not in out and "\\{" not in out else out
+        re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", out)
+        if "(" not in out and "[" not in out and "\\{" not in out
+        else out
     )
     out = re.sub(r"(?<![\d.])\.(?=\d)", "0.", out)
-    words = re.fullmatch(r"[A-Za-z\s]{3,}|(?i:no)", out)  # "East" is "east", but the variable A is not a
-    out = re.sub(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d)", lambda number: number[0].replace(" ", ""), out)  # 10 000
+    # "East" is "east", but the variable A is not a
+    words = re.fullmatch(r"[A-Za-z\s]{3,}|(?i:no)", out)
+    # 10 000
+    out = re.sub(
+        r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d)", lambda number: number[0].replace(" ", ""), out
+    )
     return re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", out.lower() if words else out)  # "2 3" is not 23
 
 
 def without_styles(text: str) -> str:
-    r"""Return a text without LaTeX's styles, spaces and escapes: ``\text{New York}`` becomes ``New York``."""
-    text = re.sub(r"\\(?:(?:text|math)(?:bf|rm|it|sf|tt|normal)?|mbox)(?![A-Za-z])\s*\{([^{}]*)\}?", r"\1", text)
-    text = re.sub(r"\\(?:(?:text|math)(?:bf|rm|it|sf|tt|normal)?|mbox)(?![A-Za-z])\s*\{([^{}]*)\}?", r"\1", text)
+    r"""Return a text without LaTeX's styles, spaces and escapes: ``\text{New York}`` becomes ``New
+    York``.
+    """
+    text = re.sub(
+        r"\\(?:(?:text|math)(?:bf|rm|it|sf|tt|normal)?|mbox)(?![A-Za-z])\s*\{([^{}]*)\}?",
+        r"\1",
+        text,
+    )
+    text = re.sub(
+        r"\\(?:(?:text|math)(?:bf|rm|it|sf|tt|normal)?|mbox)(?![A-Za-z])\s*\{([^{}]*)\}?",
+        r"\1",
+        text,
+    )
     return re.sub(r"\\[,;:! ]|~", " ", re.sub(r"\\([&%$#_])", r"\1", text))
 
 
@@ -135,7 +170,8 @@ _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\w+))")
 
 
 def as_latex(text: str) -> str:
-    r"""Convert Unicode mathematics to LaTeX: ``√2`` to ``\sqrt{2}``, ``x²`` to ``x^{2}``, ``½`` to ``1/2``.
+    r"""Convert Unicode mathematics to LaTeX: ``√2`` to ``\sqrt{2}``, ``x²`` to ``x^{2}``, ``½`` to
+    ``1/2``.
 
     Full-width digits become ASCII digits, and ``18 million`` becomes ``18000000``.
     """
@@ -161,7 +197,9 @@ _NUMBER_WORD = re.compile(
 
 
 def _without_number_words(text: str) -> str:
-    """Replace the word of a large number and the number before it by its value: ``18 million`` by ``18000000``."""
+    """Replace the word of a large number and the number before it by its value: ``18 million`` by
+    ``18000000``.
+    """
 
     def value(found: re.Match[str]) -> str:
         factor = _WORD_VALUES[found[3].lower()]
@@ -176,8 +214,10 @@ _LONGEST_ANSWER = 500  # characters; a longer "answer" is a derivation and count
 _BASE_TEN = re.compile(r"(?<=[0-9])_(?:\{(?:10|ten)\}|10\b)")
 _LAST_MARK = re.compile(r"(?:\\\\|(?<![.\\])[.,;])\s*$")
 _BASE = re.compile(r"[0-9A-Fa-f]_\{?(\d+|two|eight|sixteen)\}?\s*$")
-_LABEL_NAME = re.compile(r"\+?(?:\(\d+\))?\d+(?:[-:/.]\d+)+")  # 2024-01-05, 10-12, 3:2, 1.2.3, (555)123-4567
-_ANSWER_NAME = re.compile(r"\d+([-:/.])\d+(?:\1\d+)+")  # a single 10-12 is a calculation where the label is -2
+# 2024-01-05, 10-12, 3:2, 1.2.3, (555)123-4567
+_LABEL_NAME = re.compile(r"\+?(?:\(\d+\))?\d+(?:[-:/.]\d+)+")
+# a single 10-12 is a calculation where the label is -2
+_ANSWER_NAME = re.compile(r"\d+([-:/.])\d+(?:\1\d+)+")
 _NUMBER = re.compile(r"\d*\.\d+|\d+/\d+")
 _VARIABLE = re.compile(r"\s*([A-Za-z])\s*=")
 _SET = re.compile(r"\\\{[^|:]*\\\}")
@@ -191,8 +231,12 @@ _SPACE = r"(?:\s|\\[,;:! ]|~)*"
 _POWER = r"(?:\^(?:-?\d|\{-?\d\}))?"
 _CIRCLE = r"\^\s*\{?\s*\\circ\s*\}?"
 _DEGREE = rf"{_CIRCLE}{_SPACE}(?:{_STYLE}\{{[CF]\}}|[CF])?"
-_UNIT = re.compile(rf"(.*?[^\s\\,;:!~]){_SPACE}({_STYLE}\{{[^{{}}]*\}}{_POWER}|\\?%|{_DEGREE})", re.DOTALL)
-_BARE_UNIT = re.compile(rf"((?:[^A-Za-z\\]|\\[A-Za-z]++|\\[^A-Za-z])*[\d}})])({_SPACE})([A-Za-z][A-Za-z./ ]*{_POWER})")
+_UNIT = re.compile(
+    rf"(.*?[^\s\\,;:!~]){_SPACE}({_STYLE}\{{[^{{}}]*\}}{_POWER}|\\?%|{_DEGREE})", re.DOTALL
+)
+_BARE_UNIT = re.compile(
+    rf"((?:[^A-Za-z\\]|\\[A-Za-z]++|\\[^A-Za-z])*[\d}})])({_SPACE})([A-Za-z][A-Za-z./ ]*{_POWER})"
+)
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _CURRENCY = re.compile(r"([-+]?)\s*(\\?\$|[€£¥₹])(.+)", re.DOTALL)
 _SAME_UNITS = {
@@ -207,7 +251,9 @@ _PRODUCTS = {"ab", "bc", "c", "d", "o", "t"}  # which math-verify would drop as 
 
 
 class _Quantity(NamedTuple):
-    """An answer, divided: ``10`` and ``cm`` of ``10\\text{ cm}``. Letters after a number may also be a factor."""
+    """An answer, divided: ``10`` and ``cm`` of ``10\\text{ cm}``. Letters after a number may also
+    be a factor.
+    """
 
     value: str
     unit: str = ""
@@ -225,11 +271,15 @@ def decide(gold: str, answer: str) -> bool | None:
 
 
 def same_answer(gold: str, answer: str) -> bool | None:
-    """Compare two answers by normal form, unit and value. None if only a symbolic comparison can decide.
+    """Compare two answers by normal form, unit and value. None if only a symbolic comparison can
+    decide.
 
-    An answer without a unit equals a label with one, and the other way round; two different units are never equal.
+    An answer without a unit equals a label with one, and the other way round; two different units
+    are never equal.
     """
-    gold, answer = (_BASE_TEN.sub("", _LAST_MARK.sub("", text.strip("` "))) for text in (gold, answer))
+    gold, answer = (
+        _BASE_TEN.sub("", _LAST_MARK.sub("", text.strip("` "))) for text in (gold, answer)
+    )
     # Units decide first: no value is equal in two different units.
     wanted = _quantity(gold)
     found = _quantity(answer)
@@ -250,12 +300,19 @@ def same_answer(gold: str, answer: str) -> bool | None:
         return gold_value == value
     gold_name = _name(wanted.value)
     name = _name(found.value, ":" if ":" in gold_name else "-")
-    if not _NUMBER.fullmatch(gold_name) and (_LABEL_NAME.fullmatch(gold_name) or _ANSWER_NAME.fullmatch(name)):
+    if not _NUMBER.fullmatch(gold_name) and (
+        _LABEL_NAME.fullmatch(gold_name) or _ANSWER_NAME.fullmatch(name)
+    ):
         return gold_name == name
-    # What a symbolic parser would get wrong: words as products of letters, letters of another case, sets as tuples.
+    # What a symbolic parser would get wrong: words as products of letters, letters of another case,
+    # sets as tuples.
     words = normal.isalpha() and other.isalpha() and (len(normal) > 3 or "\\text" in gold)
     kinds = [(_SET, _TUPLE), (_TUPLE, _SET)]
-    if words or normal.lower() == other.lower() or any(a.fullmatch(normal) and b.fullmatch(other) for a, b in kinds):
+    if (
+        words
+        or normal.lower() == other.lower()
+        or any(a.fullmatch(normal) and b.fullmatch(other) for a, b in kinds)
+    ):
         return False
     return None
 
@@ -290,7 +347,9 @@ def _quantity(answer: str) -> _Quantity:
 
 
 def _unit(text: str) -> str:
-    """Return the name of a unit without styles and plural. Names of two letters keep their case: Mm is not mm."""
+    """Return the name of a unit without styles and plural. Names of two letters keep their case: Mm
+    is not mm.
+    """
     text = re.sub(r"\([^()]*\)|[{}\\]", "", re.sub(_CIRCLE, "°", _STYLED.sub(r"\1", text)))
     text = re.sub(r"[A-Za-z]{3,}", lambda word: word[0].lower(), text.replace(".", ""))
     text = re.sub(r"\b(?:square|sq) (\w+)", r"\1^2", re.sub(r"\b(?:cubic|cu) (\w+)", r"\1^3", text))
@@ -321,6 +380,8 @@ def _number(text: str) -> Fraction | None:
 
 
 def _name(text: str, joint: str = "-") -> str:
-    """Return the form in which dates, ranges and the like are compared; ``joint`` stands for the word "to"."""
+    """Return the form in which dates, ranges and the like are compared; ``joint`` stands for the
+    word "to".
+    """
     name = re.sub(r"(?<=\d)(?:\\text\{)?to\}?(?=\d)", joint, normalize_math(text))
     return re.sub("-+", "-", name.replace("\\colon", ":"))

@@ -1,16 +1,19 @@
-"""Run users' rewards: functions on an event loop of their own, and reward model classes in a process of their own.
+"""Run users' rewards: functions on an event loop of their own, and reward model classes in a
+process of their own.
 
 The event loop runs in its own thread, next to that of the rollout, and each call has the time limit
-``--reward-timeout``. A function that blocks the loop (symbolic algebra inside an ``async def``, a request without a
-time limit) therefore delays other rewards at most, and never generation. A loop that is blocked for longer than the
-limit is abandoned: the function that blocks it counts as timed out, and the other calls start again on a new loop.
-Objects that are bound to an event loop (clients, semaphores) must therefore be created inside the reward function and
-not be shared with the generate function.
+``--reward-timeout``. A function that blocks the loop (symbolic algebra inside an ``async def``, a
+request without a time limit) therefore delays other rewards at most, and never generation. A loop
+that is blocked for longer than the limit is abandoned: the function that blocks it counts as timed
+out, and the other calls start again on a new loop. Objects that are bound to an event loop
+(clients, semaphores) must therefore be created inside the reward function and not be shared with
+the generate function.
 
-A reward model class has ``__init__(self, model_path)`` and ``compute_reward(self, prompts, responses) -> list``.
-``--custom-rm-path`` may name such a class. Its constructor gets ``--rm-model-path``, or nothing if it is not set.
-``compute_reward`` may have the parameters ``labels`` and ``metadata`` as well (lists as long as ``prompts``). The model
-is created once per run, and scores a batch (the samples of a group) at a time. It does not share an interpreter with
+A reward model class has ``__init__(self, model_path)`` and ``compute_reward(self, prompts,
+responses) -> list``. ``--custom-rm-path`` may name such a class. Its constructor gets
+``--rm-model-path``, or nothing if it is not set. ``compute_reward`` may have the parameters
+``labels`` and ``metadata`` as well (lists as long as ``prompts``). The model is created once per
+run, and scores a batch (the samples of a group) at a time. It does not share an interpreter with
 the rollout, so it cannot block it, and if it hangs, its process is killed and replaced.
 """
 
@@ -61,7 +64,9 @@ class _Call:
 
 
 class _Host:
-    """An event loop on a daemon thread, with a limit on the synchronous functions that run at once."""
+    """An event loop on a daemon thread, with a limit on the synchronous functions that run at
+    once.
+    """
 
     def __init__(self, threads: int) -> None:
         self.loop = asyncio.new_event_loop()
@@ -69,7 +74,8 @@ class _Host:
         self.last_beat = time.monotonic()
         self.stuck = False
         self._slots = threads
-        self._found: tuple[asyncio.Task[Any] | None, float] = (None, 0.0)  # task that runs, since when
+        # task that runs, since when
+        self._found: tuple[asyncio.Task[Any] | None, float] = (None, 0.0)
         self._thread = threading.Thread(target=self._serve, name="custom-rewards", daemon=True)
         self._thread.start()
 
@@ -79,7 +85,9 @@ class _Host:
         self.loop.run_forever()
 
     async def timed(self, call: _Call) -> Any:
-        """Run one call. Its time counts from here, or for a synchronous function from the moment it gets a thread."""
+        """Run one call. Its time counts from here, or for a synchronous function from the moment it
+        gets a thread.
+        """
         task = asyncio.current_task()
         assert task is not None
         if not self.open:
@@ -102,7 +110,8 @@ class _Host:
     async def _in_thread(self, call: _Call) -> Any:
         """Run a synchronous function in its own daemon thread.
 
-        A pool of threads would lose a thread to each call that hangs, and would wait for it when the process exits.
+        A pool of threads would lose a thread to each call that hangs, and would wait for it when
+        the process exits.
         """
         future: asyncio.Future[Any] = self.loop.create_future()
         call.running = True
@@ -130,8 +139,8 @@ class _Host:
         while True:
             await asyncio.sleep(_BEAT)
             now = DEBUGGER.clock()
-            # While one call blocks the loop, this task does not run either. The cap keeps that time from being charged
-            # to the other calls.
+            # While one call blocks the loop, this task does not run either. The cap keeps that time
+            # from being charged to the other calls.
             spent = min(now - self.last_beat, 2 * _BEAT)
             self.last_beat = now
             for task, call in list(self.open.items()):
@@ -143,8 +152,8 @@ class _Host:
     def blocked_call(self, limit: float) -> _Call | None:
         """Return the call that was running at every check for ``limit`` seconds, or None.
 
-        That the loop is late is not enough: if many short calls are ready at once, one iteration of the loop runs all
-        of them, and none of them blocks it.
+        That the loop is late is not enough: if many short calls are ready at once, one iteration of
+        the loop runs all of them, and none of them blocks it.
         """
         task = asyncio.current_task(self.loop)
         now = DEBUGGER.clock()
@@ -158,7 +167,8 @@ class _Host:
         return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-left_threads: list[threading.Thread] = []  # threads of synchronous functions that timed out and still run
+# threads of synchronous functions that timed out and still run
+left_threads: list[threading.Thread] = []
 MOST_LEFT = 64
 _lock = threading.Lock()
 _host: _Host | None = None
@@ -179,18 +189,22 @@ async def call_bounded(
 
     Args:
         limit: Maximum seconds of the call.
-        threads: Maximum number of synchronous functions that run at once. Default: half of the cores.
+        threads: Maximum number of synchronous functions that run at once. Default: half of the
+            cores.
 
     Raises:
-        RewardTimeout: The function took longer, or blocked the event loop of the rewards for longer.
+        RewardTimeout: The function took longer, or blocked the event loop of the rewards for
+            longer.
     """
-    # A thread of a synchronous function cannot be ended. Too many that hang mean that more would hang as well.
+    # A thread of a synchronous function cannot be ended. Too many that hang mean that more would
+    # hang as well.
     count = threads or default_workers()
     left_threads[:] = [thread for thread in left_threads if thread.is_alive()]
     if not is_async(fn) and len(left_threads) >= MOST_LEFT:
         raise RewardTimeout(
-            f"{MOST_LEFT} earlier calls of synchronous reward functions hang in threads that cannot be killed: no "
-            "more are started. Give them time limits, or use slime.rollout.rm_hub.outcome.verify, which can be killed"
+            f"{MOST_LEFT} earlier calls of synchronous reward functions hang in threads that "
+            "cannot be killed: no more are started. Give them time limits, or use "
+            "slime.rollout.rm_hub.outcome.verify, which can be killed"
         )
     # A call whose loop another call blocked begins again on a new loop, within bounds.
     for _ in range(_MOST_STARTS):
@@ -207,7 +221,9 @@ async def call_bounded(
             raise RewardTimeout(f"no answer in {limit:g} s")
         if not host.stuck or (future.done() and not future.cancelled()):
             return _result(future)
-    raise RewardTimeout(f"other reward functions blocked it {_MOST_STARTS} times for more than {limit:g} s")
+    raise RewardTimeout(
+        f"other reward functions blocked it {_MOST_STARTS} times for more than {limit:g} s"
+    )
 
 
 def _look_after(host: _Host, call: _Call) -> None:
@@ -220,8 +236,9 @@ def _look_after(host: _Host, call: _Call) -> None:
         host.stuck = True
     blocked.expired = True
     logger.warning(
-        "a reward function has blocked its event loop for more than %g s%s: it counts as timed out, and its thread is "
-        "abandoned. Use asynchronous clients, or slime.rollout.rm_hub.outcome.verify, which can be killed.",
+        "a reward function has blocked its event loop for more than %g s%s: it counts as timed "
+        "out, and its thread is abandoned. Use asynchronous clients, or "
+        "slime.rollout.rm_hub.outcome.verify, which can be killed.",
         blocked.limit,
         host.position(),
     )
@@ -232,13 +249,17 @@ def _result(future: asyncio.Future[object]) -> object:
         return future.result()
     except RuntimeError as error:
         if "event loop" in str(error):
-            error.add_note("reward functions run on an event loop of their own: create clients and locks inside them")
+            error.add_note(
+                "reward functions run on an event loop of their own: create clients and locks "
+                "inside them"
+            )
         raise
 
 
 _WORKER = "slime.rollout.rm_hub.custom"
 DEFAULT_CLASS = "CustomRewardModel"  # the class if --custom-rm-path names only a file
-_pools: dict[tuple[object, ...], VerifierPool] = {}  # used in the rollout's process: one worker process per model
+# used in the rollout's process: one worker process per model
+_pools: dict[tuple[object, ...], VerifierPool] = {}
 _models: dict[tuple[str, str | None], Any] = {}  # used in the worker process
 
 
@@ -247,12 +268,14 @@ def is_model_class(function: object) -> TypeGuard[type]:
     return inspect.isclass(function)
 
 
-async def model_rewards(args: Args, path: str, model_class: type, samples: Sequence[Sample]) -> list[Any] | None:
+async def model_rewards(
+    args: Args, path: str, model_class: type, samples: Sequence[Sample]
+) -> list[Any] | None:
     """Score all samples with one call of ``compute_reward``.
 
     Returns:
-        The rewards in the order of the samples. None if the call timed out or its process crashed; all samples are then
-        marked as unscored.
+        The rewards in the order of the samples. None if the call timed out or its process crashed;
+        all samples are then marked as unscored.
 
     Raises:
         TypeError: The class has no method ``compute_reward``.
@@ -269,7 +292,9 @@ async def model_rewards(args: Args, path: str, model_class: type, samples: Seque
     ]
     setup = (f"{_WORKER}:load", path, model_path)
     run = _pool(path, model_path, tuple(args.verifier_env or ())).run
-    verdict = await run(f"{_WORKER}:compute", path, model_path, *columns, timeout=args.reward_timeout, setup=setup)
+    verdict = await run(
+        f"{_WORKER}:compute", path, model_path, *columns, timeout=args.reward_timeout, setup=setup
+    )
     if verdict.ok:
         assert isinstance(verdict.value, list), "compute() returns a list"
         return verdict.value
@@ -281,9 +306,13 @@ async def model_rewards(args: Args, path: str, model_class: type, samples: Seque
 
 
 def check_class(model_class: type, model_path: str | None) -> None:
-    """Check that the class can be instantiated and called. The errors are those of :func:`model_rewards`."""
+    """Check that the class can be instantiated and called. The errors are those of
+    :func:`model_rewards`.
+    """
     if not callable(getattr(model_class, "compute_reward", None)):
-        raise TypeError(f"reward model class {model_class.__name__} has no compute_reward(prompts, responses)")
+        raise TypeError(
+            f"reward model class {model_class.__name__} has no compute_reward(prompts, responses)"
+        )
     required = [
         name
         for name, parameter in inspect.signature(model_class).parameters.items()
@@ -292,15 +321,16 @@ def check_class(model_class: type, model_path: str | None) -> None:
     ]
     if model_path is None and required:
         raise ValueError(
-            f"reward model class {model_class.__name__} needs {', '.join(required)}: set --rm-model-path to the folder "
-            "or name that its __init__ loads"
+            f"reward model class {model_class.__name__} needs {', '.join(required)}: set "
+            "--rm-model-path to the folder or name that its __init__ loads"
         )
 
 
 def _pool(path: str, model_path: str | None, variables: tuple[str, ...]) -> VerifierPool:
     key = (path, model_path, variables)
     if key not in _pools:
-        _pools[key] = VerifierPool(1, memory_bytes=0, variables=variables)  # a model needs more memory than a verifier
+        # a model needs more memory than a verifier
+        _pools[key] = VerifierPool(1, memory_bytes=0, variables=variables)
         atexit.register(_pools[key].close)
     return _pools[key]
 
@@ -327,7 +357,9 @@ def compute(
     """Return the rewards of one batch, as floats or dicts."""
     load(path, model_path)
     function = _models[path, model_path].compute_reward
-    rewards = function(prompts, responses, **supported_kwargs(function, labels=labels, metadata=metadata))
+    rewards = function(
+        prompts, responses, **supported_kwargs(function, labels=labels, metadata=metadata)
+    )
     if inspect.isawaitable(rewards):
         rewards = asyncio.run(asyncio.wait_for(rewards, None))
     return [dict(reward) if isinstance(reward, dict) else float(reward) for reward in rewards]

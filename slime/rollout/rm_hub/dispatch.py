@@ -1,10 +1,12 @@
-"""Select the reward function of a sample and call it, and check before the start that the rewards can be used.
+"""Select the reward function of a sample and call it, and check before the start that the rewards
+can be used.
 
-The first of these that is set decides: the sample's own ``custom_rm_path`` (set by a data set of an evaluation),
-``--custom-rm-path``, ``metadata["rm_type"]``, ``--rm-type``. An empty ``custom_rm_path`` of a sample means that it is
-scored by its type, although ``--custom-rm-path`` is set; evaluation sets with their own type use this. The prefix
-``boxed_`` of a type scores only the last boxed part of the response. A built-in type reads the response without an end
-token, and what a model says while it still reasons is not paid. A custom function must return within
+The first of these that is set decides: the sample's own ``custom_rm_path`` (set by a data set of an
+evaluation), ``--custom-rm-path``, ``metadata["rm_type"]``, ``--rm-type``. An empty
+``custom_rm_path`` of a sample means that it is scored by its type, although ``--custom-rm-path`` is
+set; evaluation sets with their own type use this. The prefix ``boxed_`` of a type scores only the
+last boxed part of the response. A built-in type reads the response without an end token, and what a
+model says while it still reasons is not paid. A custom function must return within
 ``--reward-timeout``; otherwise its samples are marked as unscored and do not get the reward 0.
 """
 
@@ -25,7 +27,13 @@ from slime.rollout.base_types import parameters
 from slime.rollout.ends import local_tokenizer, spoken
 from slime.rollout.prompts import render
 from slime.rollout.rm_hub.answers import last_boxed
-from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded, check_class, is_model_class, model_rewards
+from slime.rollout.rm_hub.custom import (
+    RewardTimeout,
+    call_bounded,
+    check_class,
+    is_model_class,
+    model_rewards,
+)
 from slime.rollout.rm_hub.outcome import accept_rewards, mark_unscored
 from slime.rollout.rm_hub.reward import BOXED, reward_of
 
@@ -38,14 +46,16 @@ async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
     """Score one sample.
 
     Returns:
-        The reward, a float or a dict. None if the verifier gave no result, or the user's function returned None: it
-        abstains. The sample is then marked as unscored.
+        The reward, a float or a dict. None if the verifier gave no result, or the user's function
+        returned None: it abstains. The sample is then marked as unscored.
 
     Raises:
         ValueError: No reward is configured, or its type is unknown.
     """
     path = args.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path
-    if not path:  # no time limit here: that of a built-in type begins when its verifier starts, not while it is queued
+    # no time limit here: that of a built-in type begins when its verifier starts, not while it is
+    # queued
+    if not path:
         return await by_type(args, sample)
     if is_model_class(load_reward(path)):
         rewards = await _by_users(args, path, [sample], [sample], kwargs) or [None]
@@ -55,13 +65,16 @@ async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
 
 
 async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: object) -> list[Any]:
-    """Score several samples: in one call with the list of samples if the function supports it, else one by one.
+    """Score several samples: in one call with the list of samples if the function supports it, else
+    one by one.
 
-    One call is used for ``--custom-rm-path``. It is also used if all samples name the same function (that of their
-    evaluation set), ``--group-rm`` is set, and the function has no parameter named ``sample``.
+    One call is used for ``--custom-rm-path``. It is also used if all samples name the same function
+    (that of their evaluation set), ``--group-rm`` is set, and the function has no parameter named
+    ``sample``.
 
     Returns:
-        The rewards in the order of the samples, with None for each sample that was marked as unscored.
+        The rewards in the order of the samples, with None for each sample that was marked as
+        unscored.
 
     Raises:
         ValueError: The function returned another number of rewards than it got samples.
@@ -75,7 +88,11 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: obje
     rewards = await _by_users(args, path, list(samples), samples, kwargs)
     if rewards is None:
         return [None] * len(samples)
-    if not hasattr(rewards, "__len__") or isinstance(rewards, dict | str) or len(rewards) != len(samples):
+    if (
+        not hasattr(rewards, "__len__")
+        or isinstance(rewards, dict | str)
+        or len(rewards) != len(samples)
+    ):
         got = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else repr(rewards)
         raise ValueError(f"--custom-rm-path {path} returned {got} for {len(samples)} samples")
     return accept_rewards(path, samples, rewards)
@@ -86,10 +103,14 @@ def _takes_lists(args: Args, reward: Any) -> bool:
 
 
 async def _by_users(
-    args: Args, path: str, subject: Sample | list[Sample], samples: Sequence[Sample], kwargs: dict[str, object]
+    args: Args,
+    path: str,
+    subject: Sample | list[Sample],
+    samples: Sequence[Sample],
+    kwargs: dict[str, object],
 ) -> Any:
-    """Call a user's function with ``subject``, or a model class. If it takes too long, mark ``samples`` as unscored and
-    return None."""
+    """Call a user's function with ``subject``, or a model class. If it takes too long, mark
+    ``samples`` as unscored and return None."""
     reward = load_reward(path)
     if is_model_class(reward):
         return await model_rewards(args, path, reward, samples)
@@ -104,20 +125,27 @@ async def _by_users(
 
 
 def scores_whole_groups(args: Args) -> bool:
-    """Whether a group is scored in one call: with ``--group-rm``, or by a reward model class, which scores batches."""
-    return args.group_rm or (bool(args.custom_rm_path) and is_model_class(load_reward(str(args.custom_rm_path))))
+    """Whether a group is scored in one call: with ``--group-rm``, or by a reward model class, which
+    scores batches.
+    """
+    return args.group_rm or (
+        bool(args.custom_rm_path) and is_model_class(load_reward(str(args.custom_rm_path)))
+    )
 
 
 def load_reward(path: str) -> Any:
     """Load the object that ``--custom-rm-path`` names.
 
-    If it names only a file, the object is ``CustomRewardModel``, or the only function or class of the file.
+    If it names only a file, the object is ``CustomRewardModel``, or the only function or class of
+    the file.
     """
     return load_function(path, "CustomRewardModel")
 
 
 async def by_type(args: Args, sample: Sample) -> Any:
-    """Score a sample by ``metadata["rm_type"]`` or ``--rm-type``; ``--custom-rm-path`` is ignored."""
+    """Score a sample by ``metadata["rm_type"]`` or ``--rm-type``; ``--custom-rm-path`` is
+    ignored.
+    """
     # The type: that of the row before that of the run.
     name = str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
     if not name:
@@ -129,14 +157,20 @@ async def by_type(args: Args, sample: Sample) -> Any:
     if reward_type is None:
         known = ", ".join(parts("reward"))
         raise ValueError(
-            f"unknown reward type {name!r} of sample {sample.index} (known: {known}, each also with prefix {BOXED})"
+            f"unknown reward type {name!r} of sample {sample.index} (known: {known}, each also "
+            f"with prefix {BOXED})"
         )
     if reward_type.needs_label and sample.label is None:
-        raise ValueError(f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)")
-    # What is judged: the text without end tokens, and nothing that the model said while it still reasoned.
+        raise ValueError(
+            f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)"
+        )
+    # What is judged: the text without end tokens, and nothing that the model said while it still
+    # reasoned.
     scored = spoken(sample, args.hf_checkpoint, args.trust_remote_code)
     if not reward_type.reads_reasoning or name.startswith(BOXED):
-        opened = opened_reasoning(local_tokenizer(args.hf_checkpoint, args.trust_remote_code), sample)
+        opened = opened_reasoning(
+            local_tokenizer(args.hf_checkpoint, args.trust_remote_code), sample
+        )
         if opened is not None and opened.end not in scored.response:
             scored.response = ""  # it never leaves the reasoning
     if name.startswith(BOXED):
@@ -156,7 +190,8 @@ async def by_type(args: Args, sample: Sample) -> Any:
 def opened_reasoning(tokenizer: Tokenizer | None, sample: Sample) -> Tags | None:
     """Return the tags of the reasoning that the prompt of a sample has opened, or None.
 
-    The tokens of the prompt decide, if the sample has them, because an agent's program writes its own prompts.
+    The tokens of the prompt decide, if the sample has them, because an agent's program writes its
+    own prompts.
     """
     ids = sample.array("tokens")
     if tokenizer is not None and ids is not None and 0 < sample.response_length < len(ids):
@@ -171,14 +206,23 @@ def opened_reasoning(tokenizer: Tokenizer | None, sample: Sample) -> Tags | None
 def check_rewards(args: Args) -> list[str]:
     """Return one line for each reward that cannot be used.
 
-    A function that cannot be imported is not reported here, because the check of the hooks reports it.
+    A function that cannot be imported is not reported here, because the check of the hooks reports
+    it.
     """
     if args.loss_type == "sft_loss" or args.load_debug_rollout_data:
         return []
     rewards = [("", args.custom_rm_path)]
     with contextlib.suppress(ValueError, TypeError, OSError):  # the check of the data reports these
-        rewards += [(f"evaluation set {one.name}: ", one.custom_rm_path) for one in resolve_eval_datasets(args)]
-    problems = [line for where, path in rewards if path for line in _class_problem(where, path, args.rm_model_path)]
+        rewards += [
+            (f"evaluation set {one.name}: ", one.custom_rm_path)
+            for one in resolve_eval_datasets(args)
+        ]
+    problems = [
+        line
+        for where, path in rewards
+        if path
+        for line in _class_problem(where, path, args.rm_model_path)
+    ]
     reward = None if args.custom_rm_path else reward_of(args.rm_type or "")
     if reward is not None and reward.check is not None:
         problems += reward.check(args)
@@ -191,7 +235,9 @@ def _class_problem(where: str, path: str, model_path: str | None) -> list[str]:
     except BaseException:
         return []
     if not is_model_class(function):
-        return [] if callable(function) else [f"{where}--custom-rm-path {path}: it is not a function"]
+        return (
+            [] if callable(function) else [f"{where}--custom-rm-path {path}: it is not a function"]
+        )
     try:
         check_class(function, model_path)
     except (TypeError, ValueError) as error:

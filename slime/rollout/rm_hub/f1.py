@@ -1,4 +1,5 @@
-"""Reward ``f1``: token F1 of response and label as in SQuAD (Rajpurkar et al. 2016); the best one of several labels.
+"""Reward ``f1``: token F1 of response and label as in SQuAD (Rajpurkar et al. 2016); the best one
+of several labels.
 
 ``yes``, ``no`` and ``noanswer`` match only as the whole answer, as in HotpotQA's official script.
 """
@@ -18,7 +19,9 @@ from slime.rollout.rm_hub.reward import Reward, missing_label
 
 
 class F1Score(NamedTuple):
-    """Token F1 of two texts, with its precision (of the prediction) and recall (of the label), each in [0, 1]."""
+    """Token F1 of two texts, with its precision (of the prediction) and recall (of the label), each
+    in [0, 1].
+    """
 
     f1: float
     precision: float
@@ -37,7 +40,9 @@ def f1_reward(sample: Sample) -> float:
 
 
 def f1_score(prediction: str | None, ground_truth: str | None) -> F1Score:
-    """Compare the tokens of two texts after normalization (case, punctuation, articles, white space)."""
+    """Compare the tokens of two texts after normalization (case, punctuation, articles, white
+    space).
+    """
     left = normalize_answer(prediction or "")
     right = normalize_answer(ground_truth or "")
     if left != right and (left in _CLOSED or right in _CLOSED):
@@ -56,7 +61,8 @@ def f1_score(prediction: str | None, ground_truth: str | None) -> F1Score:
 def normalize_answer(text: str) -> str:
     """Convert a text to lower case, and remove punctuation, articles and repeated spaces.
 
-    A text that consists only of punctuation and articles (the band ``The The``) would become empty, so it keeps them.
+    A text that consists only of punctuation and articles (the band ``The The``) would become empty,
+    so it keeps them.
     """
     text = without_styles(text).lower()
     words = re.sub(r"\b(a|an|the)\b", " ", text.translate(_PUNCTUATION)).split()

@@ -1,15 +1,17 @@
-r"""Math rewards ``math`` and ``deepscaler``: 1.0 if the final answer is mathematically equal to the label, else 0.0.
+r"""Math rewards ``math`` and ``deepscaler``: 1.0 if the final answer is mathematically equal to the
+label, else 0.0.
 
-``math`` takes the last ``\boxed{}`` of the text after ``</think>`` if there is one, otherwise of the whole response;
-without a box the reward is 0. With ``--math-answer any``, a response without a box is scored by the text after the last
-``####`` (the mark of GSM8K), else by its last expression or number. ``deepscaler`` requires a box after the reasoning
-(``</think>`` or ``###Response``).
+``math`` takes the last ``\boxed{}`` of the text after ``</think>`` if there is one, otherwise of
+the whole response; without a box the reward is 0. With ``--math-answer any``, a response without a
+box is scored by the text after the last ``####`` (the mark of GSM8K), else by its last expression
+or number. ``deepscaler`` requires a box after the reasoning (``</think>`` or ``###Response``).
 
-Answers with equal normal forms and plain numbers are compared here. The others are compared by math-verify in a
-verifier process, because a symbolic comparison can hang.
+Answers with equal normal forms and plain numbers are compared here. The others are compared by
+math-verify in a verifier process, because a symbolic comparison can hang.
 
-``dapo`` compares the last ``Answer: ...`` in the last 300 characters with the label, never symbolically. Its reward is
-``{"score": 1.0 or -1.0, "acc": bool, "pred": str}``. Train with ``--reward-key score``.
+``dapo`` compares the last ``Answer: ...`` in the last 300 characters with the label, never
+symbolically. Its reward is ``{"score": 1.0 or -1.0, "acc": bool, "pred": str}``. Train with
+``--reward-key score``.
 Source: the rule-based reward of DAPO (Yu et al. 2025, arXiv:2503.14476), section 4.
 """
 
@@ -40,11 +42,14 @@ if TYPE_CHECKING:
 _EQUAL = "slime.rollout.rm_hub.math_equal.equal"
 _RESPONSE_EQUAL = "slime.rollout.rm_hub.math_equal.response_equal"
 _MARK = "####"
-_TAIL = 4000  # characters at the end of a response without a box in which the last expression is searched
+# characters at the end of a response without a box in which the last expression is searched
+_TAIL = 4000
 
 
 def gold_answer(label: object) -> str:
-    """Return the answer in a label: its boxed or ``####`` part if it has one, otherwise the whole label."""
+    """Return the answer in a label: its boxed or ``####`` part if it has one, otherwise the whole
+    label.
+    """
     text = as_latex(str(label))
     marked = _marked_answer(text)
     return (text if marked is None else marked).strip()
@@ -68,7 +73,8 @@ async def math_reward(args: Args, sample: Sample) -> float | None:
     marked = _marked_answer(response) if marked is None else marked
     if marked is not None:
         return await _compare(args, sample, gold, as_latex(marked))
-    tail = as_latex(response[-_TAIL:])[-_TAIL:]  # cut before the conversion, because this runs on the event loop
+    # cut before the conversion, because this runs on the event loop
+    tail = as_latex(response[-_TAIL:])[-_TAIL:]
     gold_value = as_number(gold)
     value = last_number(tail)
     # Text without a number or a mathematical character can only equal the label literally.
@@ -83,7 +89,11 @@ async def deepscaler_reward(args: Args, sample: Sample) -> float | None:
     """Reward type ``deepscaler``. None if the verifier gave no result."""
     tail = answer_after_reasoning(sample.response)
     boxed = None if tail is None else last_boxed(tail)
-    return 0.0 if boxed is None else await _compare(args, sample, gold_answer(sample.label), as_latex(boxed))
+    return (
+        0.0
+        if boxed is None
+        else await _compare(args, sample, gold_answer(sample.label), as_latex(boxed))
+    )
 
 
 async def _compare(args: Args, sample: Sample, gold: str, answer: str) -> float | None:
@@ -109,7 +119,10 @@ def _label_problem(label: object, _: Mapping[str, object]) -> str | None:
         return f"label {gold[:80]!r} has unbalanced braces"
     prose = re.sub(r"\\[A-Za-z]+", " ", gold)
     if not re.search(r"[\d=^_+*/<>\\]", gold) and len(re.findall(r"[A-Za-z]{2,}", prose)) > 4:
-        return f"label {gold[:80]!r} reads like a sentence, not a mathematical answer (type f1 compares texts)"
+        return (
+            f"label {gold[:80]!r} reads like a sentence, not a mathematical answer (type f1 "
+            "compares texts)"
+        )
     return None
 
 
@@ -149,7 +162,9 @@ def dapo_reward(sample: Sample) -> dict[str, Any]:
 
 
 def judged(found: str | None, label: str) -> tuple[bool, str]:
-    """Return whether an answer equals the label without a symbolic comparison, and its normal form."""
+    """Return whether an answer equals the label without a symbolic comparison, and its normal
+    form.
+    """
     if found is None:
         return False, NO_ANSWER
     return same_answer(_plain(label), _plain(found)) is True, normal_answer(found)
@@ -162,7 +177,9 @@ def final_answer(text: str) -> str | None:
 
 
 def normal_answer(text: str) -> str:
-    """Return the normal form of an answer: a number by its value, without its unit, and all else as normalized text."""
+    """Return the normal form of an answer: a number by its value, without its unit, and all else as
+    normalized text.
+    """
     text = _plain(text)
     value = value_of(text)
     if value is None:
@@ -180,7 +197,11 @@ def _plain(text: str) -> str:
 
 def _dapo_label_problem(label: object, _: Mapping[str, object]) -> str | None:
     missing = missing_label(label)
-    return missing or (None if "\n" not in str(label).strip() else f"label {str(label)[:80]!r} has more than one line")
+    return missing or (
+        None
+        if "\n" not in str(label).strip()
+        else f"label {str(label)[:80]!r} has more than one line"
+    )
 
 
 DAPO = Reward(

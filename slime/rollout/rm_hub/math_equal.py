@@ -1,6 +1,8 @@
-"""Symbolic equality of two answers with math-verify. It can hang, so it may run only in verifier processes.
+"""Symbolic equality of two answers with math-verify. It can hang, so it may run only in verifier
+processes.
 
-The time limits of math-verify use ``signal.alarm``. They are turned off here, because the pool kills the process.
+The time limits of math-verify use ``signal.alarm``. They are turned off here, because the pool
+kills the process.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ def response_equal(gold: str, response: str) -> bool:
 
 
 def _verified(gold: list[Any], answer: list[Any]) -> bool:
-    return bool(gold) and bool(verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
+    return bool(gold) and bool(
+        verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
+    )
 
 
 def _bare(answer: str, units: bool = True) -> list[Any]:
-    answer = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", answer)  # otherwise its e would be Euler's number
+    # otherwise its e would be Euler's number
+    answer = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", answer)
     config = LatexExtractionConfig(boxed_match_priority=0)
     config = replace(config, normalization_config=replace(config.normalization_config, units=units))
     return parse(f"\\boxed{{{answer}}}", [config], parsing_timeout=None)

@@ -1,7 +1,8 @@
-"""Samples without a reward: their verifier gave no result, or their prompt leaves no room for a response.
+"""Samples without a reward: their verifier gave no result, or their prompt leaves no room for a
+response.
 
-Such a sample is marked and excluded from the statistics of its group and from the loss. A reward of 0 instead would
-train the model on a failure of the verifier.
+Such a sample is marked and excluded from the statistics of its group and from the loss. A reward of
+0 instead would train the model on a failure of the verifier.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _warned: set[str] = set()
 
 
 def mark_unscored(sample: Sample, status: str, detail: str) -> None:
-    """Exclude ``sample`` from its group's statistics and from the loss; store why in ``metadata["reward_failure"]``.
+    """Exclude ``sample`` from its group's statistics and from the loss; store why in
+    ``metadata["reward_failure"]``.
 
     The first failure of each status is logged. Later ones are only counted.
 
@@ -41,8 +43,8 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
     if status not in _warned:
         _warned.add(status)
         logger.warning(
-            "no reward for sample %s: verifier %s (%s). The sample is excluded from group statistics and loss; "
-            "later ones are only counted (rollout/reward_*_count).",
+            "no reward for sample %s: verifier %s (%s). The sample is excluded from group "
+            "statistics and loss; later ones are only counted (rollout/reward_*_count).",
             sample.index,
             status,
             detail,
@@ -50,7 +52,9 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
 
 
 def accept_rewards(path: str, samples: Sequence[Sample], rewards: Iterable[object]) -> list[Any]:
-    """Return what a user's reward function gave as plain numbers. None abstains: its sample is excluded."""
+    """Return what a user's reward function gave as plain numbers. None abstains: its sample is
+    excluded.
+    """
     plain = list(map(plain_reward, rewards))
     for sample, reward in zip(samples, plain, strict=True):
         if reward is None and not sample.reward_timed_out:
@@ -66,7 +70,8 @@ async def verify(args: Args, sample: Sample, function: str, *call_args: object) 
         call_args: Its arguments, JSON values.
 
     Returns:
-        What the verifier returned. None if it gave no result; the sample is then marked as unscored.
+        What the verifier returned. None if it gave no result; the sample is then marked as
+        unscored.
     """
     pool = shared_pool(args.reward_workers, variables=args.verifier_env or ())
     verdict: Verdict = await pool.run(function, *call_args, timeout=args.reward_timeout)
@@ -77,7 +82,8 @@ async def verify(args: Args, sample: Sample, function: str, *call_args: object) 
 
 
 def plain_reward(reward: object) -> Any:
-    """Return a reward of a user's function with Python's numbers in place of those of NumPy and of tensors.
+    """Return a reward of a user's function with Python's numbers in place of those of NumPy and of
+    tensors.
 
     Metrics, JSON and the pages of a run know only Python's numbers.
     """
@@ -88,15 +94,25 @@ def plain_reward(reward: object) -> Any:
 
 
 def mark_too_long(sample: Sample, limit: int | None) -> None:
-    """Exclude a sample whose prompt leaves no room for a response: no engine accepts it, and nothing can be trained."""
+    """Exclude a sample whose prompt leaves no room for a response: no engine accepts it, and
+    nothing can be trained.
+    """
     sample.status = Sample.Status.TRUNCATED
-    room = f"of {limit} (--rollout-max-context-len, or the model's context)" if limit else "than the engine takes"
-    mark_unscored(sample, TOO_LONG, f"its {sample.num_tokens} tokens leave no room for a response {room}")
+    room = (
+        f"of {limit} (--rollout-max-context-len, or the model's context)"
+        if limit
+        else "than the engine takes"
+    )
+    mark_unscored(
+        sample, TOO_LONG, f"its {sample.num_tokens} tokens leave no room for a response {room}"
+    )
 
 
 def is_too_long(sample: Sample) -> bool:
     """Whether :func:`mark_too_long` excluded the sample."""
-    return sample.reward_timed_out and str(sample.metadata.get(FAILURE_KEY, "")).startswith(TOO_LONG)
+    return sample.reward_timed_out and str(sample.metadata.get(FAILURE_KEY, "")).startswith(
+        TOO_LONG
+    )
 
 
 def says_too_long(error: Exception) -> bool:

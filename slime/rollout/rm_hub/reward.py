@@ -26,16 +26,18 @@ class Reward:
     """A value of ``--rm-type``, as :func:`slime.registry.register` takes it.
 
     Attributes:
-        score: ``fn(sample)`` or ``fn(args, sample)``, which may be async, returns the reward: a number or a dict; None
-            if the verifier gave no result. ``sample.response`` has no end token.
-        label_problem: Describes what is wrong with the label and the metadata of a row, or returns None. It is called
-            for every row before a run starts, so it must be cheap.
+        score: ``fn(sample)`` or ``fn(args, sample)``, which may be async, returns the reward: a
+            number or a dict; None if the verifier gave no result. ``sample.response`` has no end
+            token.
+        label_problem: Describes what is wrong with the label and the metadata of a row, or returns
+            None. It is called for every row before a run starts, so it must be cheap.
         needs_label: Whether a sample without a label is an error.
         reads_reasoning: Whether a response is scored although it never leaves its reasoning.
         needs_reasoning: Whether an answer counts only after reasoning.
-        own_answer: ``fn(label, sample)`` returns the response that has the label as its answer, for ``--dry-run``.
-            None if the label is not an answer.
-        boxed: With the prefix ``boxed_``, the text to score, from the boxed part and the whole response.
+        own_answer: ``fn(label, sample)`` returns the response that has the label as its answer, for
+            ``--dry-run``. None if the label is not an answer.
+        boxed: With the prefix ``boxed_``, the text to score, from the boxed part and the whole
+            response.
         check: Returns what keeps the reward from working with these arguments on this machine.
     """
 
@@ -50,7 +52,9 @@ class Reward:
 
 
 def reward_of(name: str) -> Reward | None:
-    """Return the reward type of this name, also with the prefix ``boxed_``; None if there is none."""
+    """Return the reward type of this name, also with the prefix ``boxed_``; None if there is
+    none.
+    """
     plain = name.removeprefix(BOXED)
     if plain not in parts("reward"):
         return None
@@ -58,16 +62,19 @@ def reward_of(name: str) -> Reward | None:
     return reward
 
 
-def check_label(rm_type: str, label: object, metadata: Mapping[str, object] | None = None) -> str | None:
+def check_label(
+    rm_type: str, label: object, metadata: Mapping[str, object] | None = None
+) -> str | None:
     """Describe what is wrong with a label for a reward type, or return None.
 
     The check is cheap: it starts no process and uses no symbolic parser.
 
     Args:
-        rm_type: A value of ``--rm-type``, also with the prefix ``boxed_``. Unknown types pass, as do types that read no
-            label.
+        rm_type: A value of ``--rm-type``, also with the prefix ``boxed_``. Unknown types pass, as
+            do types that read no label.
         label: The label of the row.
-        metadata: The metadata of the row. Its ``rm_type`` overrides the argument, as it does in the run.
+        metadata: The metadata of the row. Its ``rm_type`` overrides the argument, as it does in the
+            run.
     """
     metadata = metadata or {}
     name = str(metadata.get("rm_type") or rm_type or "").strip()

@@ -1,4 +1,6 @@
-"""Rewards ``last_number`` (1.0 if the last number in the response equals the label) and ``random`` (0 or 1)."""
+"""Rewards ``last_number`` (1.0 if the last number in the response equals the label) and ``random``
+(0 or 1).
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ def last_number_reward(sample: Sample) -> float:
     """
     gold = number_label(sample.label)
     if gold is None:
-        raise ValueError(f"reward type last_number: label {sample.label!r} of sample {sample.index} is not a number")
+        raise ValueError(
+            f"reward type last_number: label {sample.label!r} of sample {sample.index} is not a "
+            "number"
+        )
     return float(last_number(after_thinking(sample.response)) == gold)
 
 
 def number_label(label: object) -> Fraction | None:
     """Return the value of a label that is one decimal number, else None.
 
-    Fractions such as ``3/4`` give None, because :func:`last_number` finds no fractions in a response.
+    Fractions such as ``3/4`` give None, because :func:`last_number` finds no fractions in a
+    response.
     """
     value = as_number(str(label))
     return value if value is not None and last_number(str(label)) == value else None
@@ -39,7 +45,9 @@ def number_label(label: object) -> Fraction | None:
 
 def _label_problem(label: object, _: Mapping[str, object]) -> str | None:
     missing = missing_label(label)
-    return missing or (None if number_label(label) is not None else f"label {str(label)[:80]!r} is not a number")
+    return missing or (
+        None if number_label(label) is not None else f"label {str(label)[:80]!r} is not a number"
+    )
 
 
 LAST_NUMBER = Reward(last_number_reward, label_problem=_label_problem)

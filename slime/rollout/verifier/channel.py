@@ -1,7 +1,8 @@
-"""Length-prefixed JSON messages over a socket, with a deadline for each call. Used by the pool and the worker.
+"""Length-prefixed JSON messages over a socket, with a deadline for each call. Used by the pool and
+the worker.
 
-The format is JSON and not pickle because a worker runs a symbolic parser on text that a model wrote. The parent must
-not execute anything that such a process sends back.
+The format is JSON and not pickle because a worker runs a symbolic parser on text that a model
+wrote. The parent must not execute anything that such a process sends back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class ChannelClosed(ConnectionError):
 
 
 class Request(TypedDict, total=False):
-    """A request of the pool to a worker: call ``function`` with ``args``, or only import it (``load_only``)."""
+    """A request of the pool to a worker: call ``function`` with ``args``, or only import it
+    (``load_only``).
+    """
 
     function: Required[str]
     args: Sequence[object]
@@ -57,7 +60,8 @@ def receive(sock: socket.socket, deadline: float | None) -> Any:
 
 def _read(sock: socket.socket, size: int, deadline: float | None) -> bytes:
     parts = bytearray()
-    while len(parts) < size:  # each recv gets the time that is left, since a worker could send one byte at a time
+    # each recv gets the time that is left, since a worker could send one byte at a time
+    while len(parts) < size:
         sock.settimeout(_left(deadline))
         try:
             part = sock.recv(min(size - len(parts), 1 << 20))

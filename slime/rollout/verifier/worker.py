@@ -1,4 +1,5 @@
-"""A verifier process, which runs one call at a time: ``python -m slime.rollout.verifier.worker FD MEMORY PARENT``.
+"""A verifier process, which runs one call at a time: ``python -m slime.rollout.verifier.worker FD
+MEMORY PARENT``.
 
 The process does not import torch. The kernel kills it when its parent ends (parent-death signal),
 and the pool kills it when it is stuck, so nothing here needs a time limit.
@@ -33,8 +34,12 @@ def _answer(request: Request, functions: dict[str, Callable[..., object]]) -> di
         if request.get("load_only"):
             return {"status": "ok", "value": None}
         return {"status": "ok", "value": functions[path](*request.get("args", ()))}
-    except BaseException as error:  # a verifier may also raise SystemExit or KeyboardInterrupt; report every error
-        return {"status": "error", "detail": f"{type(error).__name__}: {error}{_place(error)}"[:2000]}
+    # a verifier may also raise SystemExit or KeyboardInterrupt; report every error
+    except BaseException as error:
+        return {
+            "status": "error",
+            "detail": f"{type(error).__name__}: {error}{_place(error)}"[:2000],
+        }
 
 
 def _place(error: BaseException) -> str:
@@ -55,9 +60,11 @@ def main(argv: list[str]) -> None:
     if memory_bytes > 0:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the run; the pool kills its workers
+    # Ctrl-C is handled by the run; the pool kills its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.set_int_max_str_digits(20_000)
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # "cannot parse" is a normal outcome
+    # "cannot parse" is a normal outcome
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
     functions: dict[str, Callable[..., object]] = {}
     with socket.socket(fileno=fd) as sock:
@@ -67,7 +74,14 @@ def main(argv: list[str]) -> None:
                 try:
                     send(sock, reply, None)
                 except TypeError as error:  # the result is not a JSON value
-                    send(sock, {"status": "error", "detail": f"the result of the verifier is not JSON: {error}"}, None)
+                    send(
+                        sock,
+                        {
+                            "status": "error",
+                            "detail": f"the result of the verifier is not JSON: {error}",
+                        },
+                        None,
+                    )
         except ChannelClosed:
             return
 

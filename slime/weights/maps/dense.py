@@ -28,7 +28,8 @@ def llama_settings(config: HfConfig) -> Settings:
 LLAMA = Family("llama", ("llama",), llama_settings, decoder_layer)
 
 
-# Mistral 7B, Nemo and Small (text): Llama's architecture, in the first ones with a sliding window in every layer.
+# Mistral 7B, Nemo and Small (text): Llama's architecture, in the first ones with a sliding window
+# in every layer.
 
 MISTRAL = Family("mistral", ("mistral",), dense_settings, decoder_layer)
 
@@ -63,8 +64,14 @@ def phi3_layer(settings: Settings, index: int) -> list[Entry]:
     qkv = query_key_value(settings, fused=True)
     return [
         *norm_entries(index),
-        Entry(f"{megatron}self_attention.linear_qkv.weight", (f"{hf}self_attn.qkv_proj.weight",), qkv),
-        Entry(f"{megatron}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), COLUMNS),
+        Entry(
+            f"{megatron}self_attention.linear_qkv.weight", (f"{hf}self_attn.qkv_proj.weight",), qkv
+        ),
+        Entry(
+            f"{megatron}self_attention.linear_proj.weight",
+            (f"{hf}self_attn.o_proj.weight",),
+            COLUMNS,
+        ),
         *mlp_entries(f"{hf}mlp.", f"{megatron}mlp.", fused=True),
     ]
 
@@ -72,7 +79,8 @@ def phi3_layer(settings: Settings, index: int) -> list[Entry]:
 PHI3 = Family("phi3", ("phi3",), dense_settings, phi3_layer)
 
 
-# OLMo-3: norms only after attention and MLP, norms of queries and keys over all heads, sliding windows.
+# OLMo-3: norms only after attention and MLP, norms of queries and keys over all heads, sliding
+# windows.
 
 
 def olmo3_settings(config: HfConfig) -> Settings:
@@ -132,13 +140,16 @@ SEED_OSS = Family("seed_oss", ("seed_oss",), seed_oss_settings, decoder_layer)
 
 def smollm3_settings(config: HfConfig) -> Settings:
     require_without(config, "attention_bias", "mlp_bias")
-    return dense_settings(config) | {"no_rope_freq": [int(not turns) for turns in config["no_rope_layers"]]}
+    return dense_settings(config) | {
+        "no_rope_freq": [int(not turns) for turns in config["no_rope_layers"]]
+    }
 
 
 SMOLLM3 = Family("smollm3", ("smollm3",), smollm3_settings, decoder_layer)
 
 
-# GLM-4-0414 and GLM-Z1 (9B, 32B): norms also after attention and MLP, interleaved RoPE on half of each head.
+# GLM-4-0414 and GLM-Z1 (9B, 32B): norms also after attention and MLP, interleaved RoPE on half of
+# each head.
 
 
 def glm4_settings(config: HfConfig) -> Settings:
@@ -165,8 +176,8 @@ def glm4_layer(settings: Settings, index: int) -> list[Entry]:
 GLM4 = Family("glm4", ("glm4",), glm4_settings, glm4_layer)
 
 
-# Gemma 3 (text): norms before and after attention and MLP with weights around 0, GELU, scaled embeddings, and layers
-# with a sliding window, which have another RoPE base.
+# Gemma 3 (text): norms before and after attention and MLP with weights around 0, GELU, scaled
+# embeddings, and layers with a sliding window, which have another RoPE base.
 
 GEMMA3_NOT_BUILT = (
     "use_bidirectional_attention",
@@ -179,7 +190,10 @@ GEMMA3_NOT_BUILT = (
 def gemma3_text_settings(config: HfConfig) -> Settings:
     require_without(config, *GEMMA3_NOT_BUILT)
     if (activation := config["hidden_activation"]) != "gelu_pytorch_tanh":
-        raise ValueError(f"Gemma 3 with hidden_activation {activation!r} has no Megatron map: use --train-backend fsdp")
+        raise ValueError(
+            f"Gemma 3 with hidden_activation {activation!r} has no Megatron map: use "
+            "--train-backend fsdp"
+        )
     return dense_settings(config) | {
         "swiglu": False,
         "gelu_tanh": True,
@@ -202,7 +216,10 @@ def gemma3_text_layer(settings: Settings, index: int) -> list[Entry]:
         "mlp_bda.norm": "post_feedforward_layernorm",
     }
     return [
-        *(Entry(f"{megatron}{ours}.weight", (f"{hf}{theirs}.weight",)) for ours, theirs in norms.items()),
+        *(
+            Entry(f"{megatron}{ours}.weight", (f"{hf}{theirs}.weight",))
+            for ours, theirs in norms.items()
+        ),
         *attention_entries(settings, index),
         *mlp_entries(f"{hf}mlp.", f"{megatron}mlp."),
     ]

@@ -31,10 +31,14 @@ from slime.weights.maps.layouts import REPLICATED, Interleaved, Stacked, Transpo
 def sigmoid_router(config: HfConfig) -> Settings:
     """Return the settings of a router as in DeepSeek V3.
 
-    It chooses experts with a bias per expert, and the weights of the chosen experts sum to ``routed_scaling_factor``.
+    It chooses experts with a bias per expert, and the weights of the chosen experts sum to
+    ``routed_scaling_factor``.
     """
     if not config.get("norm_topk_prob", True):
-        raise ValueError("a sigmoid router with norm_topk_prob=false has no Megatron map: use --train-backend fsdp")
+        raise ValueError(
+            "a sigmoid router with norm_topk_prob=false has no Megatron map: use --train-backend "
+            "fsdp"
+        )
     settings: Settings = {
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": True,
@@ -45,17 +49,21 @@ def sigmoid_router(config: HfConfig) -> Settings:
     if (config.get("n_group") or 1) > 1:
         chosen = config["topk_group"]
         topk = config["num_experts_per_tok"]
-        if topk // chosen != 2:  # transformers scores a group by its best two experts, megatron-core by so many
+        # transformers scores a group by its best two experts, megatron-core by so many
+        if topk // chosen != 2:
             raise ValueError(
-                f"{config['model_type']} with n_group {config['n_group']}, topk_group {chosen} and num_experts_per_tok "
-                f"{topk} has no Megatron map, only with twice as many experts as groups: use --train-backend fsdp"
+                f"{config['model_type']} with n_group {config['n_group']}, topk_group {chosen} "
+                f"and num_experts_per_tok {topk} has no Megatron map, only with twice as many "
+                "experts as groups: use --train-backend fsdp"
             )
         settings |= {"moe_router_num_groups": config["n_group"], "moe_router_group_topk": chosen}
     return settings
 
 
 def expert_settings(config: HfConfig) -> Settings:
-    """Return the settings of experts with a sigmoid router and shared experts. Some layers may be dense."""
+    """Return the settings of experts with a sigmoid router and shared experts. Some layers may be
+    dense.
+    """
     layers = config["num_hidden_layers"]
     dense = config.get("first_k_dense_replace") or 0
     types = config.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
@@ -75,7 +83,10 @@ def glm4_moe_settings(config: HfConfig) -> Settings:
     return (
         dense_settings(config)
         | expert_settings(config)
-        | {"add_qkv_bias": bool(config.get("attention_bias")), "qk_layernorm": bool(config.get("use_qk_norm"))}
+        | {
+            "add_qkv_bias": bool(config.get("attention_bias")),
+            "qk_layernorm": bool(config.get("use_qk_norm")),
+        }
     )
 
 
@@ -95,7 +106,8 @@ def qwen3_moe_settings(config: HfConfig) -> Settings:
         | moe_settings(config)
         | {
             "moe_layer_freq": 1 if all(frequency) else frequency,
-            "moe_router_pre_softmax": not config.get("norm_topk_prob"),  # if normalized, softmax over chosen experts
+            # if normalized, softmax over chosen experts
+            "moe_router_pre_softmax": not config.get("norm_topk_prob"),
         }
     )
 
@@ -108,9 +120,15 @@ QWEN3_MOE = Family("qwen3_moe", ("qwen3_moe",), qwen3_moe_settings, decoder_laye
 
 def deepseek_v3_settings(config: HfConfig) -> Settings:
     if config.get("attention_bias"):
-        raise ValueError("latent attention with attention_bias has no Megatron map: use --train-backend fsdp")
-    if config.get("rope_interleave") is False:  # megatron-core always turns neighboring features together
-        raise ValueError("latent attention with rope_interleave=false has no Megatron map: use --train-backend fsdp")
+        raise ValueError(
+            "latent attention with attention_bias has no Megatron map: use --train-backend fsdp"
+        )
+    # megatron-core always turns neighboring features together
+    if config.get("rope_interleave") is False:
+        raise ValueError(
+            "latent attention with rope_interleave=false has no Megatron map: use "
+            "--train-backend fsdp"
+        )
     require_silu(config)
     return (
         {
@@ -145,21 +163,28 @@ def _rotary(config: HfConfig) -> Settings:
     The softmax scale depends on ``mscale_all_dim``, in Megatron as in transformers.
 
     Raises:
-        ValueError: The type is another one, or YaRN has a parameter that megatron-core's latent attention lacks.
+        ValueError: The type is another one, or YaRN has a parameter that megatron-core's latent
+            attention lacks.
     """
     rope: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = rope.get("rope_theta", config.get("rope_theta"))
     if rope_type(rope, ("default", "yarn")) == "default":
         return {"rope_type": "rope", "rotary_base": base, "rotary_scaling_factor": 1.0}
     if rope.get("attention_factor") is not None or rope.get("truncate") is False:
-        raise ValueError("YaRN with attention_factor or truncate=false has no Megatron map: use --train-backend fsdp")
+        raise ValueError(
+            "YaRN with attention_factor or truncate=false has no Megatron map: use "
+            "--train-backend fsdp"
+        )
     if rope.get("mscale_all_dim") and not rope.get("mscale"):
-        raise ValueError("YaRN with mscale_all_dim without mscale has no Megatron map: use --train-backend fsdp")
+        raise ValueError(
+            "YaRN with mscale_all_dim without mscale has no Megatron map: use --train-backend fsdp"
+        )
     return {
         "rope_type": "yarn",
         "rotary_base": base,
         "rotary_scaling_factor": rope["factor"],
-        "mscale": rope["mscale"] if rope.get("mscale_all_dim") else 1.0,  # transformers ignores mscale alone
+        # transformers ignores mscale alone
+        "mscale": rope["mscale"] if rope.get("mscale_all_dim") else 1.0,
         "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
         "beta_fast": rope.get("beta_fast", 32.0),
         "beta_slow": rope.get("beta_slow", 1.0),
@@ -183,8 +208,8 @@ def deepseek_v3_layer(settings: Settings, index: int) -> list[Entry]:
 
 
 def latent_attention(settings: Settings, hf: str, megatron: str) -> list[Entry]:
-    """Return the entries of latent attention, with low-rank projections for key-values and, with ``q_lora_rank``, for
-    queries."""
+    """Return the entries of latent attention, with low-rank projections for key-values and, with
+    ``q_lora_rank``, for queries."""
     if settings.get("q_lora_rank"):
         query = [
             Entry(f"{megatron}linear_q_down_proj.weight", (f"{hf}q_a_proj.weight",)),
@@ -202,7 +227,9 @@ def latent_attention(settings: Settings, hf: str, megatron: str) -> list[Entry]:
     ]
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", ("deepseek_v3", "kimi_k2", "moonlight"), deepseek_v3_settings, deepseek_v3_layer)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", ("deepseek_v3", "kimi_k2", "moonlight"), deepseek_v3_settings, deepseek_v3_layer
+)
 
 
 # GLM-4.7-Flash: the attention of DeepSeek V3 and the experts of GLM-4.5.
@@ -210,8 +237,8 @@ DEEPSEEK_V3 = Family("deepseek_v3", ("deepseek_v3", "kimi_k2", "moonlight"), dee
 GLM4_MOE_LITE = Family("glm4_moe_lite", ("glm4_moe_lite",), deepseek_v3_settings, deepseek_v3_layer)
 
 
-# MiniMax-M2: experts in every layer, sigmoid router with a bias per expert, RoPE on a part of each head, and norms of
-# queries and keys over all heads together.
+# MiniMax-M2: experts in every layer, sigmoid router with a bias per expert, RoPE on a part of each
+# head, and norms of queries and keys over all heads together.
 
 
 def minimax_m2_settings(config: HfConfig) -> Settings:
@@ -233,7 +260,12 @@ def minimax_m2_layer(settings: Settings, index: int) -> list[Entry]:
         *attention_entries(settings, index),
         Entry(f"{megatron}router.weight", (f"{hf}gate.weight",)),
         Entry(f"{megatron}router.expert_bias", (f"{hf}e_score_correction_bias",)),
-        Entry(f"{megatron}experts.gate_up", (f"{expert}w1.weight", f"{expert}w3.weight"), Stacked(), experts=count),
+        Entry(
+            f"{megatron}experts.gate_up",
+            (f"{expert}w1.weight", f"{expert}w3.weight"),
+            Stacked(),
+            experts=count,
+        ),
         Entry(f"{megatron}experts.down", (f"{expert}w2.weight",), COLUMNS, experts=count),
     ]
 
@@ -241,7 +273,8 @@ def minimax_m2_layer(settings: Settings, index: int) -> list[Entry]:
 MINIMAX_M2 = Family("minimax_m2", ("minimax_m2",), minimax_m2_settings, minimax_m2_layer)
 
 
-# gpt-oss (20B, 120B): attention sinks, windows in every other layer, experts with biases and clamped SwiGLU.
+# gpt-oss (20B, 120B): attention sinks, windows in every other layer, experts with biases and
+# clamped SwiGLU.
 
 QUICK_GELU_ALPHA = 1.702
 """The factor inside the sigmoid of megatron-core's ``quick_gelu``."""
@@ -255,8 +288,9 @@ def gpt_oss_settings(config: HfConfig) -> Settings:
     """
     if config["swiglu_alpha"] != QUICK_GELU_ALPHA or not config["attention_bias"]:
         raise ValueError(
-            f"gpt-oss with swiglu_alpha {config['swiglu_alpha']} and attention_bias {config['attention_bias']} has no "
-            f"Megatron map, only with {QUICK_GELU_ALPHA} and True: use --train-backend fsdp"
+            f"gpt-oss with swiglu_alpha {config['swiglu_alpha']} and attention_bias "
+            f"{config['attention_bias']} has no Megatron map, only with {QUICK_GELU_ALPHA} and "
+            "True: use --train-backend fsdp"
         )
     return (
         dense_settings(config)
@@ -288,10 +322,22 @@ def gpt_oss_layer(settings: Settings, index: int) -> list[Entry]:
         *norm_entries(index),
         *attention_entries(settings, index),
         Entry(f"{megatron}self_attention.linear_proj.bias", (f"{hf}self_attn.o_proj.bias",)),
-        Entry(f"{megatron}self_attention.core_attention.softmax_offset", (f"{hf}self_attn.sinks",), ROWS),
-        *(Entry(f"{megatron}mlp.router.{name}", (f"{hf}mlp.router.{name}",)) for name in ("weight", "bias")),
+        Entry(
+            f"{megatron}self_attention.core_attention.softmax_offset",
+            (f"{hf}self_attn.sinks",),
+            ROWS,
+        ),
         *(
-            Entry(f"{megatron}mlp.experts.{name}", (f"{hf}mlp.experts.{theirs}",), layout, experts=count)
+            Entry(f"{megatron}mlp.router.{name}", (f"{hf}mlp.router.{name}",))
+            for name in ("weight", "bias")
+        ),
+        *(
+            Entry(
+                f"{megatron}mlp.experts.{name}",
+                (f"{hf}mlp.experts.{theirs}",),
+                layout,
+                experts=count,
+            )
             for name, (theirs, layout) in experts.items()
         ),
     ]

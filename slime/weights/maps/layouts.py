@@ -1,8 +1,10 @@
-"""How Hugging Face tensors are joined to one Megatron parameter, and how it is divided among tensor-parallel ranks.
+"""How Hugging Face tensors are joined to one Megatron parameter, and how it is divided among
+tensor-parallel ranks.
 
-A :class:`Layout` joins tensors of the checkpoint to a *full* array and splits this array again. Both operations only
-move values, so a round trip is exact. ``axis`` is the dimension of the full array that is divided among tensor-parallel
-ranks. The slice of a rank, reshaped, is its parameter. :meth:`Layout.part` reads only this slice.
+A :class:`Layout` joins tensors of the checkpoint to a *full* array and splits this array again.
+Both operations only move values, so a round trip is exact. ``axis`` is the dimension of the full
+array that is divided among tensor-parallel ranks. The slice of a rank, reshaped, is its parameter.
+:meth:`Layout.part` reads only this slice.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one tensor that is equal on all tensor-parallel ranks (``axis`` None) or divided along ``axis``."""
+    """The layout of one tensor that is equal on all tensor-parallel ranks (``axis`` None) or
+    divided along ``axis``.
+    """
 
     axis: int | None = None
 
@@ -79,15 +83,18 @@ COLUMNS = Layout(axis=1)
 class _Rows(Layout):
     """A layout that only changes the order of whole rows of the checkpoint's tensors.
 
-    To find the order, :meth:`join` is applied to the numbers of the rows. Then only the rows of a rank are read.
+    To find the order, :meth:`join` is applied to the numbers of the rows. Then only the rows of a
+    rank are read.
     """
 
     def _part(self, sources: Sequence[Source], axis: int, rank: int, size: int) -> Tensor:
-        numbers, starts, end = [], [], 1  # the number 0 stands for a row of zeros, which join() adds as padding
+        # the number 0 stands for a row of zeros, which join() adds as padding
+        numbers, starts, end = [], [], 1
         for source in sources:
             numbers.append(torch.arange(end, end + source.shape[0]))
             starts.append(end)
-            end += source.shape[0] + 1  # a gap between tensors, so that no run of numbers continues in the next one
+            # a gap between tensors, so that no run of numbers continues in the next one
+            end += source.shape[0] + 1
         full = self.join(numbers)
         length = _share(full.shape[axis], size)
         wanted = full.narrow(axis, rank * length, length)
@@ -103,7 +110,9 @@ class _Rows(Layout):
 
 
 def _runs(numbers: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield runs of consecutive numbers and runs of zeros, each as its first number and its length."""
+    """Yield runs of consecutive numbers and runs of zeros, each as its first number and its
+    length.
+    """
     goes_on = (numbers.diff() == 1) & (numbers[:-1] > 0) | (numbers[1:] == 0) & (numbers[:-1] == 0)
     ends = [*(torch.nonzero(~goes_on).flatten() + 1).tolist(), len(numbers)]
     start = 0
@@ -114,7 +123,9 @@ def _runs(numbers: Tensor) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Vocabulary(_Rows):
-    """The layout of embeddings. After the rows of the vocabulary, Megatron has padding rows, which stay 0."""
+    """The layout of embeddings. After the rows of the vocabulary, Megatron has padding rows, which
+    stay 0.
+    """
 
     axis: int | None = 0
     rows: int = 0
@@ -123,7 +134,10 @@ class Vocabulary(_Rows):
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         (tensor,) = tensors
         if tensor.shape[0] != self.rows:
-            raise ValueError(f"an embedding has {tensor.shape[0]} rows, but the vocabulary has {self.rows} tokens")
+            raise ValueError(
+                f"an embedding has {tensor.shape[0]} rows, but the vocabulary has {self.rows} "
+                "tokens"
+            )
         return torch.cat([tensor, tensor.new_zeros(self.padded - self.rows, *tensor.shape[1:])])
 
     def split(self, full: Tensor) -> list[Tensor]:
@@ -132,7 +146,9 @@ class Vocabulary(_Rows):
 
 @dataclass(frozen=True)
 class Stacked(_Rows):
-    """The layout of tensors of equal size, ``[n, rows, ...]``: gate and up projection. Each rank has rows of all."""
+    """The layout of tensors of equal size, ``[n, rows, ...]``: gate and up projection. Each rank
+    has rows of all.
+    """
 
     axis: int | None = 1
     count: int = 2
@@ -140,7 +156,9 @@ class Stacked(_Rows):
     """Whether the checkpoint has one tensor in which they are concatenated."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0].unflatten(0, (self.count, -1)) if self.fused else torch.stack(list(tensors))
+        return (
+            tensors[0].unflatten(0, (self.count, -1)) if self.fused else torch.stack(list(tensors))
+        )
 
     def split(self, full: Tensor) -> list[Tensor]:
         return [full.flatten(0, 1)] if self.fused else list(full.unbind(0))
@@ -151,7 +169,9 @@ class Stacked(_Rows):
 
 
 class _OfExpert(Layout):
-    """The layout of one expert's part of a tensor that has all experts. The caller has read this part already."""
+    """The layout of one expert's part of a tensor that has all experts. The caller has read this
+    part already.
+    """
 
     def _part(self, sources: Sequence[Source], axis: int, rank: int, size: int) -> Tensor:
         full = self.join([source[...] for source in sources])
@@ -161,8 +181,8 @@ class _OfExpert(Layout):
 
 @dataclass(frozen=True)
 class Interleaved(_OfExpert):
-    """Gate and up projection ``[H, 2 f]``, or their biases ``[2 f]``, with gate and up in turn (gpt-oss). The full
-    array is ``[2, f, H]`` or ``[2, f]``."""
+    """Gate and up projection ``[H, 2 f]``, or their biases ``[2 f]``, with gate and up in turn
+    (gpt-oss). The full array is ``[2, f, H]`` or ``[2, f]``."""
 
     axis: int | None = 1
 
@@ -176,7 +196,9 @@ class Interleaved(_OfExpert):
 
 @dataclass(frozen=True)
 class Transposed(_OfExpert):
-    """A matrix ``[in, out]``. The full array is ``[out, in]``, and its input features are divided among ranks."""
+    """A matrix ``[in, out]``. The full array is ``[out, in]``, and its input features are divided
+    among ranks.
+    """
 
     axis: int | None = 1
 
@@ -190,9 +212,11 @@ class Transposed(_OfExpert):
 
 @dataclass(frozen=True)
 class ByHead(_Rows):
-    """The layout of one tensor of the checkpoint that has the rows of all queries, then of all keys, and so on.
+    """The layout of one tensor of the checkpoint that has the rows of all queries, then of all
+    keys, and so on.
 
-    The full array has the heads one after the other: of each head its query, its key, and so on, with ``sizes`` rows.
+    The full array has the heads one after the other: of each head its query, its key, and so on,
+    with ``sizes`` rows.
     """
 
     axis: int | None = 0
@@ -202,7 +226,9 @@ class ByHead(_Rows):
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         (tensor,) = tensors
         parts = tensor.split([self.heads * size for size in self.sizes])
-        return torch.cat([part.unflatten(0, (self.heads, -1)) for part in parts], dim=1).flatten(0, 1)
+        return torch.cat([part.unflatten(0, (self.heads, -1)) for part in parts], dim=1).flatten(
+            0, 1
+        )
 
     def split(self, full: Tensor) -> list[Tensor]:
         parts = full.unflatten(0, (self.heads, -1)).split(self.sizes, dim=1)
@@ -215,8 +241,8 @@ def _reversed(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GatedQuery(_Rows):
-    """The layout of gated queries. Each head in the checkpoint is a query and its gate, ``2 * dim`` rows. The full
-    array has the queries of each group, then its gates."""
+    """The layout of gated queries. Each head in the checkpoint is a query and its gate, ``2 * dim``
+    rows. The full array has the queries of each group, then its gates."""
 
     axis: int | None = 0
     groups: int = 1
@@ -225,18 +251,27 @@ class GatedQuery(_Rows):
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         (tensor,) = tensors
-        return tensor.unflatten(0, (self.groups, self.heads_per_group, 2, self.dim)).transpose(1, 2).flatten(0, 3)
+        return (
+            tensor.unflatten(0, (self.groups, self.heads_per_group, 2, self.dim))
+            .transpose(1, 2)
+            .flatten(0, 3)
+        )
 
     def split(self, full: Tensor) -> list[Tensor]:
-        return [full.unflatten(0, (self.groups, 2, self.heads_per_group, self.dim)).transpose(1, 2).flatten(0, 3)]
+        return [
+            full.unflatten(0, (self.groups, 2, self.heads_per_group, self.dim))
+            .transpose(1, 2)
+            .flatten(0, 3)
+        ]
 
 
 @dataclass(frozen=True)
 class QueryKeyValue(_Rows):
-    """The layout of attention projections: for each key-value group its query heads, its key head and its value head.
+    """The layout of attention projections: for each key-value group its query heads, its key head
+    and its value head.
 
-    The full array is ``[groups * (heads per group + 2) * dim, ...]``. With more ranks than groups, a rank has a part of
-    a group. If queries are ``gated``, their layout is :class:`GatedQuery`.
+    The full array is ``[groups * (heads per group + 2) * dim, ...]``. With more ranks than groups,
+    a rank has a part of a group. If queries are ``gated``, their layout is :class:`GatedQuery`.
     """
 
     axis: int | None = 0
@@ -255,7 +290,9 @@ class QueryKeyValue(_Rows):
         return torch.cat([x.unflatten(0, (self.groups, -1)) for x in parts], dim=1).flatten(0, 1)
 
     def split(self, full: Tensor) -> list[Tensor]:
-        query, *key_value = (x.flatten(0, 1) for x in full.unflatten(0, (self.groups, -1)).split(self.sizes, dim=1))
+        query, *key_value = (
+            x.flatten(0, 1) for x in full.unflatten(0, (self.groups, -1)).split(self.sizes, dim=1)
+        )
         parts = [*self.query.split(query), *key_value]
         return [torch.cat(parts)] if self.fused else parts
 

@@ -1,8 +1,8 @@
 """Transports that send weights to engines: shared memory or CUDA IPC, a process group, or a folder.
 
-``nccl`` stands for two of them, which send from memory to memory. With GPUs, IPC is used for engines on the *same* GPU
-as the trainer (``--colocate``, on any host), because NCCL refuses two ranks on one GPU. Between GPUs, NCCL is faster
-and needs no peer access by handle.
+``nccl`` stands for two of them, which send from memory to memory. With GPUs, IPC is used for
+engines on the *same* GPU as the trainer (``--colocate``, on any host), because NCCL refuses two
+ranks on one GPU. Between GPUs, NCCL is faster and needs no peer access by handle.
 """
 
 from __future__ import annotations
@@ -14,25 +14,39 @@ from slime.registry import find
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports.base import SendResult, Transport, TransportKind
 
-__all__ = ["SendResult", "Transport", "TransportKind", "create_transport", "ranks_of_engines", "transport_kind"]
+__all__ = [
+    "SendResult",
+    "Transport",
+    "TransportKind",
+    "create_transport",
+    "ranks_of_engines",
+    "transport_kind",
+]
 
 ENGINES_PER_SENDER = 16
-"""The most engines per sender, if ``--update-weight-senders`` is not given. The engines of one sender wait for one
-another in a broadcast, and are torn if one of them is lost."""
+"""The most engines per sender, if ``--update-weight-senders`` is not given. The engines of one
+sender wait for one another in a broadcast, and are torn if one of them is lost."""
 
 
 def ranks_of_engines(
-    settings: WeightSyncSettings, urls: Sequence[str], slots: Mapping[str, range], world_size: int, same_host: bool
+    settings: WeightSyncSettings,
+    urls: Sequence[str],
+    slots: Mapping[str, range],
+    world_size: int,
+    same_host: bool,
 ) -> dict[str, range]:
-    """Return for each engine the training ranks from whose memory it reads the weights. The first one is the sender.
+    """Return for each engine the training ranks from whose memory it reads the weights. The first
+    one is the sender.
 
-    A CUDA IPC handle can only be opened on the node of its GPU. So each tensor-parallel rank of a colocated engine
-    reads from the training rank on its own GPU (:mod:`slime.weights.transports.peers`). Without GPUs, the processes on
-    one host that would share a GPU are paired in the same way. Engines that receive broadcasts are divided among
+    A CUDA IPC handle can only be opened on the node of its GPU. So each tensor-parallel rank of a
+    colocated engine reads from the training rank on its own GPU
+    (:mod:`slime.weights.transports.peers`). Without GPUs, the processes on one host that would
+    share a GPU are paired in the same way. Engines that receive broadcasts are divided among
     ``--update-weight-senders`` ranks. All other engines get everything from rank 0.
 
     Args:
-        slots: For each engine URL, its slots among the rollout GPUs, which are the trainer's GPUs with ``--colocate``.
+        slots: For each engine URL, its slots among the rollout GPUs, which are the trainer's GPUs
+            with ``--colocate``.
         same_host: Whether all engines run on the host of rank 0.
 
     Raises:
@@ -50,20 +64,25 @@ def ranks_of_engines(
         return rank_0 if alone or not same_host else {url: slots[url] for url in urls}
     if alone:
         raise ValueError(
-            f"--colocate: engine {alone[0]} is on a GPU without a training rank; set --rollout-num-gpus to the number "
-            "of the trainer's GPUs, or use --update-weight-transport disk"
+            f"--colocate: engine {alone[0]} is on a GPU without a training rank; set "
+            "--rollout-num-gpus to the number of the trainer's GPUs, or use "
+            "--update-weight-transport disk"
         )
     return {url: slots[url] for url in urls}
 
 
-def _divided(senders: int | None, urls: Sequence[str], slots: Mapping[str, range], world_size: int) -> dict[str, range]:
-    """Divide engines among senders, by their slots, so that an engine keeps its sender if other engines are lost.
+def _divided(
+    senders: int | None, urls: Sequence[str], slots: Mapping[str, range], world_size: int
+) -> dict[str, range]:
+    """Divide engines among senders, by their slots, so that an engine keeps its sender if other
+    engines are lost.
 
-    Each sender has a process group with its own engines and sends all weights to them, at the same time as the other
-    senders. The *tensors* are not divided among senders: SGLang handles one weight request at a time, so an engine
-    would still receive from one group at a time. And groups with common engines would deadlock unless all engines
-    handled them in the same order. The senders are spread evenly over the training ranks. Ranks are numbered node by
-    node, so the senders use the network interfaces of different nodes.
+    Each sender has a process group with its own engines and sends all weights to them, at the same
+    time as the other senders. The *tensors* are not divided among senders: SGLang handles one
+    weight request at a time, so an engine would still receive from one group at a time. And groups
+    with common engines would deadlock unless all engines handled them in the same order. The
+    senders are spread evenly over the training ranks. Ranks are numbered node by node, so the
+    senders use the network interfaces of different nodes.
     """
     wanted = senders or -(-len(urls) // ENGINES_PER_SENDER)
     count = max(min(wanted, world_size, len(urls)), 1)
@@ -83,10 +102,11 @@ def transport_kind(settings: WeightSyncSettings) -> TransportKind:
 
 
 def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Transport:
-    """Choose a transport from the flags and the placement, also for an adapter that engines load by name.
+    """Choose a transport from the flags and the placement, also for an adapter that engines load by
+    name.
 
-    The factors of such an adapter go to engines on the host of rank 0 through shared memory, to others in the body of
-    the request, and with ``--update-weight-transport disk`` through files.
+    The factors of such an adapter go to engines on the host of rank 0 through shared memory, to
+    others in the body of the request, and with ``--update-weight-transport disk`` through files.
 
     Args:
         colocated_host: Whether all engines run on the host of rank 0.
@@ -134,7 +154,9 @@ def _create(settings: WeightSyncSettings, colocated_host: bool) -> Transport:
 
 
 def gpus_of_this_host() -> int:
-    """Return the number of GPUs, including those that ``CUDA_VISIBLE_DEVICES`` hides from this process."""
+    """Return the number of GPUs, including those that ``CUDA_VISIBLE_DEVICES`` hides from this
+    process.
+    """
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 

@@ -1,7 +1,8 @@
-"""Send the factors of an adapter (LoRA) to engines that load adapters by name, and the base by another transport.
+"""Send the factors of an adapter (LoRA) to engines that load adapters by name, and the base by
+another transport.
 
-The last bucket of an update has all factors (:attr:`slime.engines.payload.Bucket.adapter`). The buckets before it, if
-there are any, are weights of the base. In most updates there are none.
+The last bucket of an update has all factors (:attr:`slime.engines.payload.Bucket.adapter`). The
+buckets before it, if there are any, are weights of the base. In most updates there are none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.engines.handle import EngineHandle, Failures, on_each
-from slime.engines.payload import AdapterPayload, AdapterRequest, Bucket, adapter_payload, shared_memory
+from slime.engines.payload import (
+    AdapterPayload,
+    AdapterRequest,
+    Bucket,
+    adapter_payload,
+    shared_memory,
+)
 from slime.weights.settings import Written
 from slime.weights.transports.base import OpenWindow, SendResult, Transport
 from slime.weights.transports.disk import publishing
@@ -35,9 +42,9 @@ class _Buffer:
 class AdapterMemory:
     """Two buffers, in which the versions of an adapter alternate.
 
-    SGLang reads a version in the memory of the trainer until it has loaded the next one. New memory for each version
-    would be simpler, but its pages take longer to allocate than the factors take to copy, and CUDA copies faster to
-    page-locked memory, which takes even longer to allocate.
+    SGLang reads a version in the memory of the trainer until it has loaded the next one. New memory
+    for each version would be simpler, but its pages take longer to allocate than the factors take
+    to copy, and CUDA copies faster to page-locked memory, which takes even longer to allocate.
     """
 
     def __init__(self) -> None:
@@ -48,9 +55,12 @@ class AdapterMemory:
         """Return ``size`` bytes of shared memory that no engine reads.
 
         Args:
-            device: The device from which the factors are copied. The memory is page-locked for a CUDA device.
+            device: The device from which the factors are copied. The memory is page-locked for a
+                CUDA device.
         """
-        free = [buffer for buffer in self._buffers if not buffer.readers and buffer.flat.numel() == size]
+        free = [
+            buffer for buffer in self._buffers if not buffer.readers and buffer.flat.numel() == size
+        ]
         if not free:  # a buffer that engines read is left to them, and is freed when they close it
             free = [_Buffer(shared_memory(size)) for _ in range(1 if self._buffers else 2)]
             for buffer in free:
@@ -66,7 +76,9 @@ class AdapterMemory:
         self._current.readers |= set(engines)
 
     def loaded(self, engines: Iterable[str]) -> None:
-        """Record which engines have loaded the version in the memory that was taken last, and read no other one."""
+        """Record which engines have loaded the version in the memory that was taken last, and read
+        no other one.
+        """
         for buffer in self._buffers:
             if buffer is not self._current:
                 buffer.readers -= set(engines)
@@ -79,9 +91,10 @@ class AdapterTransport:
         base: The transport for the weights of the base.
         name: The name of the adapter.
         config: The content of PEFT's ``adapter_config.json``.
-        folder: A folder with the same path on trainer and engines, to load PEFT's files from it; None to send the
-            factors in the request.
-        keep_files, written: As for :class:`~slime.weights.transports.disk.DiskTransport`, for PEFT's files.
+        folder: A folder with the same path on trainer and engines, to load PEFT's files from it;
+            None to send the factors in the request.
+        keep_files, written: As for :class:`~slime.weights.transports.disk.DiskTransport`, for
+            PEFT's files.
         shared: Whether all engines are on this host and can open shared memory.
         digests: Whether engines compare digests of the factors before they load them, if they can.
         deadline: The time limit in seconds for an engine to load the factors.
@@ -119,7 +132,10 @@ class AdapterTransport:
         return await self.base.connect(engines)
 
     async def send(
-        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+        self,
+        update: WeightUpdate,
+        engines: Sequence[EngineHandle],
+        open_window: OpenWindow | None = None,
     ) -> SendResult:
         buckets = _Split(iter(update.buckets))
         result = SendResult()
@@ -133,19 +149,22 @@ class AdapterTransport:
                 opened = True
             return ready
 
-        # The base goes first, by its own transport: after a start or a lost engine, not in most updates.
+        # The base goes first, by its own transport: after a start or a lost engine, not in most
+        # updates.
         if await asyncio.to_thread(buckets.has_base):
             result = await self.base.send(replace(update, buckets=buckets), engines, open_once)
         if buckets.factors is None:
             return result
-        # All of this happens while the engines generate: the copy to the host, the digests and the requests. What
-        # remains for the pause is that each engine reads its request.
+        # All of this happens while the engines generate: the copy to the host, the digests and the
+        # requests. What remains for the pause is that each engine reads its request.
         place = await self._host_copy(buckets.factors, update.version, engines)
 
         async def prepare(engine: EngineHandle) -> AdapterRequest:
             return await engine.adapter_request(self.adapter, self.config, place)
 
-        requests, failed = await on_each(engines, prepare, "prepare the request with the adapter", self.deadline)
+        requests, failed = await on_each(
+            engines, prepare, "prepare the request with the adapter", self.deadline
+        )
         result.failed.update(failed)
         lost = {*result.failed, *result.torn}
         alive = [engine for engine in await open_once(adapter_only=True) if engine.url not in lost]
@@ -155,17 +174,21 @@ class AdapterTransport:
             if not self.bracketed:  # otherwise the version is set when the update ends
                 await engine.name_version(update.version)
 
-        # From here on an engine may read the shared memory, also one that fails: it must not be written again before
-        # that engine has loaded another version.
+        # From here on an engine may read the shared memory, also one that fails: it must not be
+        # written again before that engine has loaded another version.
         if isinstance(place, AdapterPayload) and place.shared:
             self._memory.sent(engine.url for engine in alive)
-        loaded, failed = await on_each(alive, load, f"load the adapter of weights {update.version}", self.deadline)
+        loaded, failed = await on_each(
+            alive, load, f"load the adapter of weights {update.version}", self.deadline
+        )
         self._memory.loaded(loaded)
         result.failed.update(failed)
         result.count(buckets.factors)
         return result
 
-    async def _host_copy(self, factors: Bucket, version: str, engines: Sequence[EngineHandle]) -> AdapterPayload | Path:
+    async def _host_copy(
+        self, factors: Bucket, version: str, engines: Sequence[EngineHandle]
+    ) -> AdapterPayload | Path:
         """Copy the factors to host memory, or to files if there is a folder for them."""
         digests = self.digests and any(engine.capabilities.adapter_digests for engine in engines)
         device = factors.tensors[0][1].device
@@ -179,7 +202,9 @@ class AdapterTransport:
         return path
 
     async def _publish(self, folder: Path, version: str, bucket: Bucket) -> Path:
-        """Write PEFT's files of a version, and remove those of the version before unless files are kept."""
+        """Write PEFT's files of a version, and remove those of the version before unless files are
+        kept.
+        """
         from slime.models.peft_files import write_factors
 
         async with publishing(folder, f"adapter_v{version}") as aside:
@@ -192,8 +217,8 @@ class AdapterTransport:
         return path
 
     async def close(self) -> None:
-        """Close the transport of the base, release shared memory, and remove the files of the last version, unless
-        files are kept."""
+        """Close the transport of the base, release shared memory, and remove the files of the last
+        version, unless files are kept."""
         if self._published is not None and not self.keep_files:
             await asyncio.to_thread(shutil.rmtree, self._published, True)
         self._published = None

@@ -26,13 +26,16 @@ class OpenWindow(Protocol):
 
 @dataclass
 class SendResult:
-    """What was sent, and the engines that it did not reach. Bytes and tensors are counted once, not per engine."""
+    """What was sent, and the engines that it did not reach. Bytes and tensors are counted once, not
+    per engine.
+    """
 
     nbytes: int = 0
     density: float = 1.0  # changed bytes divided by all bytes
     tensors: int = 0
     failed: Failures = field(default_factory=dict)
-    torn: list[str] = field(default_factory=list)  # engines that are alive but have only a part of the update
+    # engines that are alive but have only a part of the update
+    torn: list[str] = field(default_factory=list)
 
     def count(self, bucket: Bucket) -> None:
         self.nbytes += bucket.nbytes
@@ -40,36 +43,46 @@ class SendResult:
 
 
 class Transport(Protocol):
-    """A way to send a :class:`WeightUpdate` to engines. It is used by one sync at a time, on one event loop."""
+    """A way to send a :class:`WeightUpdate` to engines. It is used by one sync at a time, on one
+    event loop.
+    """
 
     name: str
-    bracketed: bool  # whether engines need begin_update before the tensors and end_update after them
+    # whether engines need begin_update before the tensors and end_update after them
+    bracketed: bool
     bucket_bytes: int  # the default of --update-weight-buffer-size
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
-        """Prepare to send to exactly these engines, while they generate. This is cheap if the engines are the same.
+        """Prepare to send to exactly these engines, while they generate. This is cheap if the
+        engines are the same.
 
         Returns:
             The engines that could not be reached, with the reasons.
         """
 
     async def send(
-        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+        self,
+        update: WeightUpdate,
+        engines: Sequence[EngineHandle],
+        open_window: OpenWindow | None = None,
     ) -> SendResult:
         """Send all buckets to the engines.
 
-        Failures of engines are part of the result. An exception means that the update itself could not be made or read;
-        then all engines are torn.
+        Failures of engines are part of the result. An exception means that the update itself could
+        not be made or read; then all engines are torn.
 
         Args:
             update: The update. Its buckets are taken one at a time.
             engines: The engines that :meth:`connect` reached.
-            open_window: Called once, when everything is done that can be done while the engines generate, and before
-                the first bytes are sent. The update is sent to the engines that it returns.
+            open_window: Called once, when everything is done that can be done while the engines
+                generate, and before the first bytes are sent. The update is sent to the engines
+                that it returns.
         """
 
     async def close(self) -> None:
-        """Release process groups, shared memory and files. The transport can connect again afterwards."""
+        """Release process groups, shared memory and files. The transport can connect again
+        afterwards.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,9 @@ class TransportKind:
     """A value of ``--update-weight-transport``, as :func:`slime.registry.register` takes it.
 
     Attributes:
-        create: ``fn(settings, colocated_host)`` creates the transport. ``colocated_host`` tells whether all engines run
-            on the host of rank 0. A :class:`ValueError` says what the settings lack.
+        create: ``fn(settings, colocated_host)`` creates the transport. ``colocated_host`` tells
+            whether all engines run on the host of rank 0. A :class:`ValueError` says what the
+            settings lack.
         through_folder: Whether rank 0 writes files that all engines read.
         many_senders: Whether other training ranks than rank 0 can send to some of the engines.
     """

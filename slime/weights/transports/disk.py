@@ -1,4 +1,6 @@
-"""Send weights through a folder that trainer and engines share: one complete Hugging Face model per version."""
+"""Send weights through a folder that trainer and engines share: one complete Hugging Face model per
+version.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,25 @@ from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 LOCK = ".slime.lock"
 LEAVE_SECONDS = 30.0
-"""How long a trainer waits for the lock, which the one before it loses when its process has ended."""
+"""How long a trainer waits for the lock, which the one before it loses when its process has
+ended.
+"""
 _claimed: dict[Path, TextIO] = {}  # the open locks of this process, by folder
 
 
 class DiskTransport:
-    """Writes ``<folder>/weight_v<version>`` under a temporary name, syncs and renames it, and lets the engines load it.
+    """Writes ``<folder>/weight_v<version>`` under a temporary name, syncs and renames it, and lets
+    the engines load it.
 
     Engines are paused only while they load.
 
     Args:
         folder: A folder with the same path on trainer and engines (``--update-weight-disk-dir``).
-        model: The Hugging Face folder whose configuration and tokenizer files are copied to each version.
+        model: The Hugging Face folder whose configuration and tokenizer files are copied to each
+            version.
         deadline: The time limit in seconds for loading a version.
-        keep_files: Whether to keep every version. Otherwise a version is removed after the next one was loaded.
+        keep_files: Whether to keep every version. Otherwise a version is removed after the next one
+            was loaded.
         layout: The weights that are sent as 8-bit floats; None if none are.
         dtype: With ``layout``, the dtype to which engines that dequantize do so.
         written: Called with the folder of each version and the engines, before the engines load it
@@ -72,7 +79,10 @@ class DiskTransport:
         return {}
 
     async def send(
-        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+        self,
+        update: WeightUpdate,
+        engines: Sequence[EngineHandle],
+        open_window: OpenWindow | None = None,
     ) -> SendResult:
         result = SendResult()
         path, names = await self._write(update, result)
@@ -82,7 +92,10 @@ class DiskTransport:
         ready = await open_window() if open_window is not None else engines
         what = f"load {path}"
         _, result.failed = await on_each(
-            ready, lambda engine: engine.load_from_disk(str(path), update.version), what, self.deadline
+            ready,
+            lambda engine: engine.load_from_disk(str(path), update.version),
+            what,
+            self.deadline,
         )
         # The path is the same as before if a version is sent again.
         if self._published not in (None, path) and not self.keep_files:
@@ -101,7 +114,9 @@ class DiskTransport:
         async with publishing(self.folder, name) as aside:
             await asyncio.to_thread(copy_model_files, self.model, aside)
             if self.layout is not None:
-                name_quantization(self.model / "config.json", aside / "config.json", self.layout, self.dtype)
+                name_quantization(
+                    self.model / "config.json", aside / "config.json", self.layout, self.dtype
+                )
             files: dict[str, str] = {}
             async for bucket in stream(update.buckets):
                 result.count(bucket)
@@ -113,15 +128,19 @@ class DiskTransport:
 def require_whole(folder: Path, names: Set[str]) -> None:
     """Check that the files of a version have all its tensors, before an engine reads any of them.
 
-    An engine may write some tensors before it finds a damaged file (SGLang reads the files one after the other, and
-    keeps its old values of tensors that no file has). So what a full disk or a hook has damaged is found here.
+    An engine may write some tensors before it finds a damaged file (SGLang reads the files one
+    after the other, and keeps its old values of tensors that no file has). So what a full disk or a
+    hook has damaged is found here.
 
     Raises:
-        ModelError: A file is missing, damaged or truncated, or tensors are missing. The message names them.
+        ModelError: A file is missing, damaged or truncated, or tensors are missing. The message
+            names them.
     """
     lost = sorted(names - read_headers(folder).keys())
     if lost:
-        raise ModelError(f"{folder} lacks {len(lost)} of the tensors that were written to it: {shorten(lost)}")
+        raise ModelError(
+            f"{folder} lacks {len(lost)} of the tensors that were written to it: {shorten(lost)}"
+        )
 
 
 def copy_model_files(model: Path, folder: Path) -> None:
@@ -137,7 +156,8 @@ def write_shard(folder: Path, bucket: Bucket) -> dict[str, str]:
     name = f"model-{bucket.index + 1:05d}.safetensors"
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in bucket.tensors}
     starts = [tensor.data_ptr() for tensor in tensors.values()]
-    if len(set(starts)) < len(starts):  # tied weights with two names; safetensors refuses tensors that share memory
+    # tied weights with two names; safetensors refuses tensors that share memory
+    if len(set(starts)) < len(starts):
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     save_file(tensors, folder / name, metadata={"format": "pt"})
     return dict.fromkeys(tensors, name)
@@ -150,14 +170,16 @@ def write_index(folder: Path, files: dict[str, str], nbytes: int) -> None:
 
 
 def claimed_folder(settings: WeightSyncSettings) -> tuple[Path, Path]:
-    """Claim the folder of ``--update-weight-disk-dir`` for this run, and return it and the local folder of the model.
+    """Claim the folder of ``--update-weight-disk-dir`` for this run, and return it and the local
+    folder of the model.
 
     Raises:
         ValueError: There is no folder, or another run uses it.
     """
     if not settings.disk_dir:
         raise ValueError(
-            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer and engines share"
+            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that "
+            "trainer and engines share"
         )
     model = Path(settings.model).expanduser()
     if not model.is_dir():
@@ -170,9 +192,11 @@ def claimed_folder(settings: WeightSyncSettings) -> tuple[Path, Path]:
 
 
 def claim(folder: Path) -> None:
-    """Reserve a folder for the versions of this process, until it ends, and remove what a killed trainer has left.
+    """Reserve a folder for the versions of this process, until it ends, and remove what a killed
+    trainer has left.
 
-    The versions of two runs have the same names, so each would replace files that engines of the other are to load.
+    The versions of two runs have the same names, so each would replace files that engines of the
+    other are to load.
 
     Raises:
         ValueError: Another process has reserved the folder.
@@ -181,8 +205,8 @@ def claim(folder: Path) -> None:
     place = folder.resolve()
     if place in _claimed:
         return
-    # The lock ends with this process, however it ends. A trainer that is started again may come before the end of the
-    # one that it replaces, so it waits for a while.
+    # The lock ends with this process, however it ends. A trainer that is started again may come
+    # before the end of the one that it replaces, so it waits for a while.
     file = open(folder / LOCK, "a")  # noqa: SIM115
     last = time.monotonic() + LEAVE_SECONDS
     while True:
@@ -193,15 +217,16 @@ def claim(folder: Path) -> None:
             if time.monotonic() > last:
                 file.close()
                 raise ValueError(
-                    f"--update-weight-disk-dir {folder} is used by another run, which would replace these weights by "
-                    "its own: give each run a folder of its own"
+                    f"--update-weight-disk-dir {folder} is used by another run, which would "
+                    "replace these weights by its own: give each run a folder of its own"
                 ) from None
             time.sleep(0.1)
         except OSError:  # this file system has no locks
             file.close()
             return
     _claimed[place] = file
-    # Nobody else writes here now, so temporary folders of versions belong to a trainer that was killed.
+    # Nobody else writes here now, so temporary folders of versions belong to a trainer that was
+    # killed.
     for kind in ("weight_v", "delta_v", "adapter_v"):
         for unfinished in folder.glob(f".{kind}*.tmp-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -209,8 +234,8 @@ def claim(folder: Path) -> None:
 
 @asynccontextmanager
 async def publishing(folder: Path, name: str) -> AsyncIterator[Path]:
-    """Yield a temporary folder, which is renamed to ``folder/name`` at the end, so that readers see all of it or
-    nothing."""
+    """Yield a temporary folder, which is renamed to ``folder/name`` at the end, so that readers see
+    all of it or nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
     aside.mkdir()
@@ -223,8 +248,8 @@ async def publishing(folder: Path, name: str) -> AsyncIterator[Path]:
 
 
 def _publish(aside: Path, final: Path) -> None:
-    # The files and their folder are synced to disk before the folder is renamed. So after a crash of the machine, a
-    # reader finds either the complete version or none.
+    # The files and their folder are synced to disk before the folder is renamed. So after a crash
+    # of the machine, a reader finds either the complete version or none.
     for path in [*aside.iterdir(), aside]:
         _fsync(path)
     if final.exists():  # the same version is sent again after a sync that failed
@@ -246,7 +271,9 @@ def _create(settings: WeightSyncSettings, _: bool) -> DiskTransport:
     layout = layout_of(settings.model, settings.fp8) if settings.fp8 is not None else None
     keep = settings.keep_files
     written = settings.on_written
-    return DiskTransport(folder, model, settings.step_seconds, keep, written, layout, settings.rollout_dtype)
+    return DiskTransport(
+        folder, model, settings.step_seconds, keep, written, layout, settings.rollout_dtype
+    )
 
 
 DISK = TransportKind(_create, through_folder=True)

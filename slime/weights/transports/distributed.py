@@ -1,14 +1,17 @@
-"""Send weights to engines on any host, with one broadcast per bucket in a process group of a sender and its engines.
+"""Send weights to engines on any host, with one broadcast per bucket in a process group of a sender
+and its engines.
 
 Engines that cannot receive a bucket as one buffer get one broadcast per tensor.
 
-The engines join the group with SGLang's ``/init_weights_update_group``, which makes torch's TCP rendezvous with
-``group_name`` as a prefix and calls ``_new_process_group_helper``. Here the same keys are used with a separate backend
-object, so that torch's default group, its registry and its communicators are not affected.
+The engines join the group with SGLang's ``/init_weights_update_group``, which makes torch's TCP
+rendezvous with ``group_name`` as a prefix and calls ``_new_process_group_helper``. Here the same
+keys are used with a separate backend object, so that torch's default group, its registry and its
+communicators are not affected.
 
-With NCCL, an engine that dies or hangs in the middle of a broadcast would block all members forever. So the broadcast
-runs in its own thread. At the deadline, or when an engine reports an error, only this communicator is aborted, the
-group is dropped, and the sync fails. The next sync makes a new group with the engines that are left.
+With NCCL, an engine that dies or hangs in the middle of a broadcast would block all members
+forever. So the broadcast runs in its own thread. At the deadline, or when an engine reports an
+error, only this communicator is aborted, the group is dropped, and the sync fails. The next sync
+makes a new group with the engines that are left.
 """
 
 from __future__ import annotations
@@ -38,16 +41,21 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-_NEVER = timedelta(days=1)  # NCCL's watchdog would end this process; slime aborts the communicator itself instead
+# NCCL's watchdog would end this process; slime aborts the communicator itself instead
+_NEVER = timedelta(days=1)
 
 
 class Rendezvous:
-    """The key-value store with which the members find each other. It listens on one address only."""
+    """The key-value store with which the members find each other. It listens on one address
+    only.
+    """
 
     def __init__(self, address: str, world_size: int, deadline: float) -> None:
         from torch.distributed import TCPStore
 
-        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener = socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+        )
         self.address = address
         self.port = listener.getsockname()[1]
         self.world_size = world_size
@@ -62,7 +70,8 @@ class Rendezvous:
 
 
 class BroadcastGroup:
-    """Sends tensors to all members. Every method blocks, so it must be called with :func:`in_thread`.
+    """Sends tensors to all members. Every method blocks, so it must be called with
+    :func:`in_thread`.
 
     Args:
         stall: With gloo, the time limit in seconds for sending one tensor.
@@ -79,15 +88,17 @@ class BroadcastGroup:
         for prefix in (name, f"{name}/", f"{device}/"):
             store = PrefixStore(prefix, store)
         make = _nccl if backend == "nccl" else _gloo
-        self._group: Any = make(store, rendezvous, stall)  # torch's stubs of the backends lack their collectives
+        # torch's stubs of the backends lack their collectives
+        self._group: Any = make(store, rendezvous, stall)
         self._stream: torch.cuda.Stream | None = None
 
     def broadcast(self, tensors: Sequence[NamedTensor], flat: bool = False) -> None:
-        """Send tensors in order, and return when all of them were sent. Errors of the backend propagate.
+        """Send tensors in order, and return when all of them were sent. Errors of the backend
+        propagate.
 
         Args:
-            flat: Whether to send the bytes of all tensors in one broadcast, without gaps. Otherwise there is one
-                broadcast per tensor.
+            flat: Whether to send the bytes of all tensors in one broadcast, without gaps. Otherwise
+                there is one broadcast per tensor.
         """
         import torch
 
@@ -107,7 +118,14 @@ class BroadcastGroup:
 
         if flat:
             entries, size = layout(tensors, alignment=1)
-            parts = [flatten(tensors, entries, size, torch.empty(size, dtype=torch.uint8, device=tensors[0][1].device))]
+            parts = [
+                flatten(
+                    tensors,
+                    entries,
+                    size,
+                    torch.empty(size, dtype=torch.uint8, device=tensors[0][1].device),
+                )
+            ]
         else:
             parts = [tensor.detach().contiguous() for _, tensor in tensors]
         options = BroadcastOptions()
@@ -118,7 +136,9 @@ class BroadcastGroup:
             work.wait()
 
     def abort(self) -> None:
-        """Abort the operations of this communicator only. Only NCCL has this; with gloo, ``stall`` limits the time."""
+        """Abort the operations of this communicator only. Only NCCL has this; with gloo, ``stall``
+        limits the time.
+        """
         self._group.abort()
 
     def release(self) -> None:
@@ -131,15 +151,19 @@ def _gloo(store: Store, rendezvous: Rendezvous, stall: float) -> ProcessGroupGlo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=stall)
-    # lazy_init must be as on the engines, whatever the trainer's own groups use: a group crashes if its members differ.
-    options._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.address, lazy_init=False)]
+    # lazy_init must be as on the engines, whatever the trainer's own groups use: a group crashes if
+    # its members differ.
+    options._devices = [
+        ProcessGroupGloo.create_device(hostname=rendezvous.address, lazy_init=False)
+    ]
     return ProcessGroupGloo(store, 0, rendezvous.world_size, options)
 
 
 def _nccl(store: Store, rendezvous: Rendezvous, stall: float) -> ProcessGroupNCCL:
     from torch.distributed import ProcessGroupNCCL
 
-    # This must be as in SGLang. If two processes differ, one gets "invalid argument" at the first broadcast.
+    # This must be as in SGLang. If two processes differ, one gets "invalid argument" at the first
+    # broadcast.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     options = ProcessGroupNCCL.Options()
     options._timeout = _NEVER
@@ -147,7 +171,9 @@ def _nccl(store: Store, rendezvous: Rendezvous, stall: float) -> ProcessGroupNCC
 
 
 def in_thread(what: str, call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a blocking call in its own daemon thread, which does not delay the exit of the process if it hangs."""
+    """Run a blocking call in its own daemon thread, which does not delay the exit of the process if
+    it hangs.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -159,11 +185,13 @@ def in_thread(what: str, call: Callable[[], T]) -> asyncio.Future[T]:
         try:
             result = call()
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # the frames would keep connections and buckets alive
+            # the frames would keep connections and buckets alive
+            traceback.clear_frames(error.__traceback__)
             outcome = partial(future.set_exception, error)
         else:
             outcome = partial(future.set_result, result)
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits for the result
+        # the loop is closed, so nobody waits for the result
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=work, name=what, daemon=True).start()
@@ -171,8 +199,9 @@ def in_thread(what: str, call: Callable[[], T]) -> asyncio.Future[T]:
 
 
 NCCL_BUCKET_BYTES = 2 * DEFAULT_BUCKET_BYTES
-"""On H200, sending 7.5 GiB to one engine takes 0.107 s with buckets of 512 MiB, 0.082 s with 1 GiB and 0.062 s with
-2 GiB. The default is not the fastest size, because sender and engines hold two or three buckets in memory."""
+"""On H200, sending 7.5 GiB to one engine takes 0.107 s with buckets of 512 MiB, 0.082 s with 1 GiB
+and 0.062 s with 2 GiB. The default is not the fastest size, because sender and engines hold two or
+three buckets in memory."""
 GLOO_STALL_SECONDS = 30.0
 GRACE_SECONDS = 10.0  # the time for engines to notice that the communicator is gone
 PROBE_SECONDS = 5.0
@@ -183,7 +212,8 @@ class DistributedTransport:
 
     Args:
         backend: The backend of the process group.
-        deadline: The time limit in seconds for all engines to receive and load one bucket, or to join the group.
+        deadline: The time limit in seconds for all engines to receive and load one bucket, or to
+            join the group.
         grace: The time in seconds for engines to leave a broadcast that was aborted.
     """
 
@@ -217,14 +247,17 @@ class DistributedTransport:
         return failed
 
     async def send(
-        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+        self,
+        update: WeightUpdate,
+        engines: Sequence[EngineHandle],
+        open_window: OpenWindow | None = None,
     ) -> SendResult:
         result = SendResult()
         sending: asyncio.Task[Failures] | None = None
         ready = list(engines)
         try:
-            # There is one broadcast at a time, because engines handle one weight request at a time. Meanwhile the next
-            # bucket is gathered on the trainer's thread.
+            # There is one broadcast at a time, because engines handle one weight request at a time.
+            # Meanwhile the next bucket is gathered on the trainer's thread.
             async for bucket in stream(update.buckets):
                 if sending is None and open_window is not None:
                     ready = await self._regrouped(await open_window(), result)
@@ -240,8 +273,12 @@ class DistributedTransport:
         result.torn = [engine.url for engine in ready if failed and engine.url not in failed]
         return result
 
-    async def _regrouped(self, ready: Sequence[EngineHandle], result: SendResult) -> list[EngineHandle]:
-        """Make a new group with the engines that are left, if some have failed since :meth:`connect`."""
+    async def _regrouped(
+        self, ready: Sequence[EngineHandle], result: SendResult
+    ) -> list[EngineHandle]:
+        """Make a new group with the engines that are left, if some have failed since
+        :meth:`connect`.
+        """
         failed = await self.connect(ready) if ready else {}
         result.failed.update(failed)
         return [engine for engine in ready if engine.url not in failed]
@@ -258,8 +295,12 @@ class DistributedTransport:
     # --- one group ---------------------------------------------------------------------------
 
     async def _join(self, engines: Sequence[EngineHandle]) -> Failures:
-        """Make a group with exactly these engines. If this fails, return the engines that caused the failure."""
-        infos, failed = await on_each(engines, lambda engine: engine.info(), "report its version", self.deadline)
+        """Make a group with exactly these engines. If this fails, return the engines that caused
+        the failure.
+        """
+        infos, failed = await on_each(
+            engines, lambda engine: engine.info(), "report its version", self.deadline
+        )
         if failed:
             return failed
         # The name is new for each group, because engines keep a group that they could not leave.
@@ -273,10 +314,15 @@ class DistributedTransport:
             world_size += infos[engine.url].tensor_parallel_size
         address = address_towards([engine.url for engine in engines])
         rendezvous = Rendezvous(address, world_size, self.deadline)
-        # Joining blocks until all members are there, so both sides must start before either is awaited.
-        ours = in_thread("weights-join", lambda: BroadcastGroup(rendezvous, name, self.backend, self.stall))
+        # Joining blocks until all members are there, so both sides must start before either is
+        # awaited.
+        ours = in_thread(
+            "weights-join", lambda: BroadcastGroup(rendezvous, name, self.backend, self.stall)
+        )
         calls = {
-            e.url: e.init_group(address, rendezvous.port, offsets[e.url], world_size, name, self.backend)
+            e.url: e.init_group(
+                address, rendezvous.port, offsets[e.url], world_size, name, self.backend
+            )
             for e in engines
         }
 
@@ -294,7 +340,9 @@ class DistributedTransport:
         self._members = {engine.url: engine for engine in engines}
         return {}
 
-    async def _broadcast(self, bucket: Bucket, engines: Sequence[EngineHandle], version: str) -> Failures:
+    async def _broadcast(
+        self, bucket: Bucket, engines: Sequence[EngineHandle], version: str
+    ) -> Failures:
         """Send one bucket to all engines, and return the engines that caused a failure."""
         group = self._group
         assert group is not None, "send() without connect()"
@@ -309,13 +357,17 @@ class DistributedTransport:
             self._members = {}
             if self.backend == "nccl":
                 await asyncio.wait([in_thread("weights-abort", group.abort)], timeout=self.grace)
-            await asyncio.wait([sending], timeout=self.grace if self.backend == "nccl" else self.stall + 1.0)
+            await asyncio.wait(
+                [sending], timeout=self.grace if self.backend == "nccl" else self.stall + 1.0
+            )
             group.release()
 
         what = f"the broadcast of bucket {bucket.index} of weights {version}"
         failed = await self._together(sending, calls, engines, what, give_up)
         if failed:
-            await self._leave([engine for engine in engines if engine.url not in failed], group.name)
+            await self._leave(
+                [engine for engine in engines if engine.url not in failed], group.name
+            )
         return failed
 
     async def _together(
@@ -326,42 +378,58 @@ class DistributedTransport:
         what: str,
         give_up: Callable[[], Awaitable[None]],
     ) -> Failures:
-        """Run the trainer's part and the engines' parts of an operation that needs all of them, and return failures.
+        """Run the trainer's part and the engines' parts of an operation that needs all of them, and
+        return failures.
 
-        On the first error, or at the deadline, ``give_up`` ends the part of the trainer. This releases the engines
-        that work correctly. The engines that then do not answer, or are still in the operation, caused the failure. If
-        there are none, the engines that had reported an error caused it. With gloo, an engine that has received a part
-        of a tensor also stays in the operation, because gloo does not wake such a receiver when its connection closes.
+        On the first error, or at the deadline, ``give_up`` ends the part of the trainer. This
+        releases the engines that work correctly. The engines that then do not answer, or are still
+        in the operation, caused the failure. If there are none, the engines that had reported an
+        error caused it. With gloo, an engine that has received a part of a tensor also stays in the
+        operation, because gloo does not wake such a receiver when its connection closes.
 
         Args:
             ours: The part of the trainer.
             calls: The part of each engine, by URL.
         """
-        theirs: dict[str, asyncio.Future[None]] = {url: asyncio.ensure_future(call) for url, call in calls.items()}
+        theirs: dict[str, asyncio.Future[None]] = {
+            url: asyncio.ensure_future(call) for url, call in calls.items()
+        }
         everything: list[asyncio.Future[T] | asyncio.Future[None]] = [ours, *theirs.values()]
-        # FIRST_EXCEPTION, because when one part fails, the others would wait for it until the deadline.
-        _, late = await asyncio.wait(everything, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
+        # FIRST_EXCEPTION, because when one part fails, the others would wait for it until the
+        # deadline.
+        _, late = await asyncio.wait(
+            everything, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION
+        )
         if not late and not any(future.exception() for future in everything):
             return {}
-        # Recorded before give_up(), which causes errors on engines that worked correctly until then.
+        # Recorded before give_up(), which causes errors on engines that worked correctly until
+        # then.
         refused = {url: error for url, future in theirs.items() if (error := _error(future))}
         await give_up()
         _, stuck = await asyncio.wait(theirs.values(), timeout=self.grace)
         for future in everything:
             future.cancel()
             future.add_done_callback(_ignore)
-        _, failed = await on_each(engines, lambda engine: engine.info(), f"answer after {what}", self.probe)
+        _, failed = await on_each(
+            engines, lambda engine: engine.info(), f"answer after {what}", self.probe
+        )
         for url, future in theirs.items():
             if future in stuck:
                 failed.setdefault(url, EngineError(f"{url} is stuck in {what}"))
         failed = failed or refused
         if not failed:
-            raise RuntimeError(f"{what} failed on the trainer, not on the engines") from _error(ours)
+            raise RuntimeError(f"{what} failed on the trainer, not on the engines") from _error(
+                ours
+            )
         return {url: refused.get(url, error) for url, error in failed.items()}
 
     async def _leave(self, engines: Sequence[EngineHandle], name: str) -> None:
-        """Let engines leave the group. Errors are ignored, because an engine may not know the group."""
-        await on_each(engines, lambda engine: engine.destroy_group(name), "leave the group", self.probe)
+        """Let engines leave the group. Errors are ignored, because an engine may not know the
+        group.
+        """
+        await on_each(
+            engines, lambda engine: engine.destroy_group(name), "leave the group", self.probe
+        )
 
 
 def _describe(tensors: Sequence[NamedTensor], group: str, version: str, flat: bool) -> Broadcast:
@@ -378,6 +446,8 @@ def _error(future: asyncio.Future[T]) -> Exception | None:
 
 
 def _ignore(future: asyncio.Future[T]) -> None:
-    """Retrieve the error of a future for which nobody waits any more, so that asyncio does not report it."""
+    """Retrieve the error of a future for which nobody waits any more, so that asyncio does not
+    report it.
+    """
     if not future.cancelled():
         future.exception()

@@ -1,8 +1,8 @@
 """Send weights to engines on the same host, by shared memory on the CPU and by CUDA IPC on the GPU.
 
-Each bucket is copied once into one flat buffer, and its name or handle is sent instead of its values. The buffer is
-kept until every engine has answered. While engines load one bucket, the next is copied, so there are at most two
-buffers of ``--update-weight-buffer-size``.
+Each bucket is copied once into one flat buffer, and its name or handle is sent instead of its
+values. The buffer is kept until every engine has answered. While engines load one bucket, the next
+is copied, so there are at most two buffers of ``--update-weight-buffer-size``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from slime.engines.handle import EngineHandle, Failures, on_each
 from slime.engines.payload import Bucket, entry, flatten, layout
 from slime.weights.transports.base import OpenWindow, SendResult, stream
 from slime.weights.transports.peers import PeerLink, contribute
-from slime.weights.transports.shared_memory import Buffer, FileList, Leftover, allocate, sweep_shared_memory
+from slime.weights.transports.shared_memory import (
+    Buffer,
+    FileList,
+    Leftover,
+    allocate,
+    sweep_shared_memory,
+)
 from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 if TYPE_CHECKING:
@@ -33,7 +39,9 @@ class Staged:
     buffer: Buffer | None
 
     def drop(self) -> Buffer:
-        """Release the buffer, even if something still references the bucket (for example a traceback)."""
+        """Release the buffer, even if something still references the bucket (for example a
+        traceback).
+        """
         self.bucket.tensors.clear()
         self.bucket.flat = None
         buffer = self.buffer
@@ -58,7 +66,8 @@ class IpcTransport:
         self.deadline = deadline
         self.same_process = same_process
         self.files: FileList | None = None
-        self.spare: list[Buffer] = []  # shared memory to use again: its first use takes ten times as long as the copy
+        # shared memory to use again: its first use takes ten times as long as the copy
+        self.spare: list[Buffer] = []
         self.leftovers: list[Leftover] = []
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
@@ -70,21 +79,25 @@ class IpcTransport:
 
         if self.same_process:
             return
-        # With the other strategy, pickling a tensor passes a file descriptor, and SGLang's server fails on it.
+        # With the other strategy, pickling a tensor passes a file descriptor, and SGLang's server
+        # fails on it.
         torch.multiprocessing.set_sharing_strategy("file_system")
         self.files = self.files or FileList()
         self._sweep()
 
     async def send(
-        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+        self,
+        update: WeightUpdate,
+        engines: Sequence[EngineHandle],
+        open_window: OpenWindow | None = None,
     ) -> SendResult:
         result = SendResult()
         alive = list(engines)
         loading: asyncio.Task[Failures] | None = None
         try:
-            # Three steps overlap: the trainer's thread gathers bucket n + 2, this loop stages bucket n + 1, and the
-            # engines load bucket n. The window opens only after the first bucket is staged, so that engines are not
-            # paused while the trainer gathers it.
+            # Three steps overlap: the trainer's thread gathers bucket n + 2, this loop stages
+            # bucket n + 1, and the engines load bucket n. The window opens only after the first
+            # bucket is staged, so that engines are not paused while the trainer gathers it.
             async for bucket in stream(update.buckets):
                 staged = await asyncio.to_thread(stage, bucket, self.spare, self.files)
                 if loading is None and open_window is not None:
@@ -98,12 +111,15 @@ class IpcTransport:
         finally:
             if loading is not None:
                 _without(alive, await loading, result)
-            # CUDA buffers are not kept until the next sync, because trainer or engine need the GPU memory meanwhile.
+            # CUDA buffers are not kept until the next sync, because trainer or engine need the GPU
+            # memory meanwhile.
             self._keep_shared()
         return result
 
     async def close(self) -> None:
-        """Release the shared memory, and remove the files that engines left there when they died."""
+        """Release the shared memory, and remove the files that engines left there when they
+        died.
+        """
         self.spare.clear()
         self._sweep()
         if self.files is not None and not self.leftovers:
@@ -118,14 +134,18 @@ class IpcTransport:
         self.leftovers = [leftover for leftover in self.leftovers if not leftover.remove()]
         sweep_shared_memory()
 
-    async def push_staged(self, staged: Staged, engines: Sequence[EngineHandle], update: WeightUpdate) -> Failures:
+    async def push_staged(
+        self, staged: Staged, engines: Sequence[EngineHandle], update: WeightUpdate
+    ) -> Failures:
         loaded_by_all = False
         peers = update.peers
         bucket = staged.bucket
         others = dict[str, list[str]]()
         try:
             if peers is not None:
-                others = await asyncio.to_thread(peers.collect, [engine.url for engine in engines], bucket)
+                others = await asyncio.to_thread(
+                    peers.collect, [engine.url for engine in engines], bucket
+                )
             what = f"load bucket {bucket.index} of weights {update.version}"
             push = lambda e: e.push(bucket, update.version, others.get(e.url, ()))  # noqa: E731
             _, failed = await on_each(engines, push, what, self.deadline)
@@ -134,13 +154,14 @@ class IpcTransport:
                 await asyncio.to_thread(peers.loaded, bucket.index, left, bool(failed))
             loaded_by_all = not failed
         finally:
-            # This also runs after an exception and a cancellation, when an engine may still be loading the bucket.
+            # This also runs after an exception and a cancellation, when an engine may still be
+            # loading the bucket.
             self._take_back(staged, not loaded_by_all)
         return failed
 
     def _take_back(self, staged: Staged, failed: bool) -> None:
-        """Keep the buffer for later use if all engines have loaded it. After a failure, an engine may still have it
-        open, so it cannot be used again."""
+        """Keep the buffer for later use if all engines have loaded it. After a failure, an engine
+        may still have it open, so it cannot be used again."""
         buffer = staged.drop()
         if failed:
             self.leftovers.append(Leftover(buffer))
@@ -148,11 +169,19 @@ class IpcTransport:
             self.spare.append(buffer)
 
     def contribute(self, link: PeerLink, buckets: Iterable[Bucket]) -> None:
-        """Offer this rank's copy of the buckets to engines of another sender, and wait until they are loaded."""
+        """Offer this rank's copy of the buckets to engines of another sender, and wait until they
+        are loaded.
+        """
         self._prepare()
         files = self.files
         try:
-            contribute(link, buckets, lambda bucket: stage(bucket, self.spare, files), entry, self._take_back)
+            contribute(
+                link,
+                buckets,
+                lambda bucket: stage(bucket, self.spare, files),
+                entry,
+                self._take_back,
+            )
         finally:
             self._keep_shared()
 
@@ -161,13 +190,16 @@ class IpcTransport:
         self.spare = [buffer for buffer in self.spare if not buffer.flat.is_cuda]
 
 
-def _without(alive: Sequence[EngineHandle], failed: Failures, result: SendResult) -> list[EngineHandle]:
+def _without(
+    alive: Sequence[EngineHandle], failed: Failures, result: SendResult
+) -> list[EngineHandle]:
     result.failed.update(failed)
     return [engine for engine in alive if engine.url not in failed]
 
 
 def stage(bucket: Bucket, spare: list[Buffer], files: FileList | None) -> Staged:
-    """Copy a bucket into one buffer that other processes can open. The tensors of the new bucket are views into it.
+    """Copy a bucket into one buffer that other processes can open. The tensors of the new bucket
+    are views into it.
 
     Args:
         spare: Unused buffers. If one of them is large enough, it is removed from the list and used.
@@ -179,13 +211,18 @@ def stage(bucket: Bucket, spare: list[Buffer], files: FileList | None) -> Staged
     device = bucket.tensors[0][1].device
     buffer = _buffer(max(size, 1), device, spare, files)
     flat = flatten(bucket.tensors, entries, max(size, 1), buffer.flat)
-    if device.type == "cuda":  # the engine reads in another process, which does not wait for this stream
+    # the engine reads in another process, which does not wait for this stream
+    if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    return Staged(Bucket(bucket.index, [(e.name, e.view(flat)) for e in entries], bucket.last, flat), buffer)
+    return Staged(
+        Bucket(bucket.index, [(e.name, e.view(flat)) for e in entries], bucket.last, flat), buffer
+    )
 
 
 def _buffer(size: int, device: torch.device, spare: list[Buffer], files: FileList | None) -> Buffer:
-    """Return a buffer of at least ``size`` bytes. At most one spare buffer that is too small is kept."""
+    """Return a buffer of at least ``size`` bytes. At most one spare buffer that is too small is
+    kept.
+    """
     import torch
 
     large_enough = [i for i, buffer in enumerate(spare) if buffer.flat.numel() >= size]
@@ -202,10 +239,14 @@ def _buffer(size: int, device: torch.device, spare: list[Buffer], files: FileLis
 
 @contextmanager
 def _plain_allocator() -> Iterator[None]:
-    """Allocate with cudaMalloc, because memory of expandable segments cannot be shared by handle."""
+    """Allocate with cudaMalloc, because memory of expandable segments cannot be shared by
+    handle.
+    """
     import torch
 
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get(
+        "PYTORCH_ALLOC_CONF", ""
+    )
     if "expandable_segments:True" not in settings:
         yield
         return

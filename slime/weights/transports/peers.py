@@ -1,13 +1,17 @@
-"""Send weights to engines that span the GPUs of several training ranks, each of which offers its copy of every bucket.
+"""Send weights to engines that span the GPUs of several training ranks, each of which offers its
+copy of every bucket.
 
-A CUDA IPC handle can only be opened on the node of its GPU, and reading the memory of another GPU needs a copy between
-GPUs. So for a colocated engine with tensor parallelism, the training rank on the GPU of each tensor-parallel rank
-stages the bucket itself. One of these ranks, the sender, collects the serialized handles and sends them to the engine.
+A CUDA IPC handle can only be opened on the node of its GPU, and reading the memory of another GPU
+needs a copy between GPUs. So for a colocated engine with tensor parallelism, the training rank on
+the GPU of each tensor-parallel rank stages the bucket itself. One of these ranks, the sender,
+collects the serialized handles and sends them to the engine.
 
 The ranks exchange short messages through the key-value store of the trainer's process group:
 
-* The sender sends to each peer, in order, the settings of the update, one message per loaded bucket, and an end.
-* A peer sends to the sender, for each bucket and engine, the entry for ``serialized_named_tensors``.
+* The sender sends to each peer, in order, the settings of the update, one message per loaded
+  bucket, and an end.
+* A peer sends to the sender, for each bucket and engine, the entry for
+  ``serialized_named_tensors``.
 """
 
 from __future__ import annotations
@@ -35,21 +39,27 @@ class PeerError(RuntimeError):
 
 
 def connect_store(address: str, port: int, seconds: float) -> Store:
-    """Open a new connection to the trainer's key-value store, because a wait blocks all users of a connection."""
+    """Open a new connection to the trainer's key-value store, because a wait blocks all users of a
+    connection.
+    """
     from torch.distributed import TCPStore
 
-    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
+    return TCPStore(
+        address, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False
+    )
 
 
 @dataclass
 class PeerLink:
-    """The link of one rank to the others in one weight update. All ranks must use the same ``token`` and ``ranks``.
+    """The link of one rank to the others in one weight update. All ranks must use the same
+    ``token`` and ``ranks``.
 
     Args:
         store: The key-value store that all ranks share.
         token: A prefix of all keys, which must be different for each update.
         rank: This training rank.
-        ranks: For each engine URL, the training ranks on the GPUs of its tensor-parallel ranks, in their order.
+        ranks: For each engine URL, the training ranks on the GPUs of its tensor-parallel ranks, in
+            their order.
         seconds: The time limit of each wait.
     """
 
@@ -73,13 +83,16 @@ class PeerLink:
         self._tell({"settings": dict(settings)})
 
     def collect(self, urls: Iterable[str], bucket: Bucket) -> dict[str, list[str]]:
-        """Return the peers' entries of one bucket for each engine, in the order of its second and later ranks.
+        """Return the peers' entries of one bucket for each engine, in the order of its second and
+        later ranks.
 
         Raises:
             PeerError: A peer failed, or its bucket has other tensors.
             RuntimeError: A peer did not answer in time (raised by torch's store).
         """
-        return {url: [self._entry(url, bucket, peer) for peer in self.ranks[url][1:]] for url in urls}
+        return {
+            url: [self._entry(url, bucket, peer) for peer in self.ranks[url][1:]] for url in urls
+        }
 
     def loaded(self, index: int, engines: Iterable[str], failed: bool) -> None:
         """Tell the peers that all engines have answered.
@@ -97,9 +110,14 @@ class PeerLink:
     def _entry(self, url: str, bucket: Bucket, peer: int) -> str:
         said = self._take(self._place(peer, bucket.index, url))
         if "error" in said:
-            raise PeerError(f"training rank {peer} could not stage bucket {bucket.index}: {said['error']}")
+            raise PeerError(
+                f"training rank {peer} could not stage bucket {bucket.index}: {said['error']}"
+            )
         if said["layout"] != _layout(bucket):
-            raise PeerError(f"bucket {bucket.index} has other tensors on training rank {peer} than on rank {self.rank}")
+            raise PeerError(
+                f"bucket {bucket.index} has other tensors on training rank {peer} than on rank "
+                f"{self.rank}"
+            )
         return str(said["entry"])
 
     def _tell(self, message: Mapping[str, object]) -> None:
@@ -114,7 +132,9 @@ class PeerLink:
         return [url for url, ranks in self.ranks.items() if self.rank in ranks[1:]]
 
     def settings(self) -> dict[str, Any] | None:
-        """Wait for the sender's settings and return them; None if the update ended before they were sent."""
+        """Wait for the sender's settings and return them; None if the update ended before they were
+        sent.
+        """
         settings: dict[str, Any] | None = self.next_order().get("settings")
         return settings
 
@@ -124,7 +144,9 @@ class PeerLink:
         return self._take(f"{key}/{self._next(key)}")
 
     def offer(self, url: str, bucket: Bucket, entry: str) -> None:
-        self._put(self._place(self.rank, bucket.index, url), {"entry": entry, "layout": _layout(bucket)})
+        self._put(
+            self._place(self.rank, bucket.index, url), {"entry": entry, "layout": _layout(bucket)}
+        )
 
     def fail(self, url: str, index: int, error: BaseException) -> None:
         """Tell the sender that this rank has failed."""
@@ -158,15 +180,16 @@ def contribute(
 ) -> None:
     """Run the peer's side of one update, on the thread that gathers.
 
-    As on the sender, at most two buckets are staged at a time: the next is gathered while engines load one.
+    As on the sender, at most two buckets are staged at a time: the next is gathered while engines
+    load one.
 
     Args:
         buckets: The same buckets as those of the sender.
         stage: Copies a bucket into memory that other processes can open.
-        entry: Serializes the handle of a staged bucket. It is called once per engine, because each process that opens
-            a handle also decreases its reference count.
-        take_back: Called with each staged bucket after its engines have answered, and with whether one of them may
-            still have it open.
+        entry: Serializes the handle of a staged bucket. It is called once per engine, because each
+            process that opens a handle also decreases its reference count.
+        take_back: Called with each staged bucket after its engines have answered, and with whether
+            one of them may still have it open.
     """
     engines = link.engines()
     index = 0

@@ -49,7 +49,9 @@ def rank_files(model: str, **megatron: Any) -> Layout:
 
 def in_bf16(model: str, **megatron: Any) -> Layout:
     """With bf16 weights and gradients, and float32 main parameters."""
-    return Layout(model, 2, {"grad_reduce_in_bf16": True, **megatron}, {**FLAGS, "train_dtype": "bfloat16"})
+    return Layout(
+        model, 2, {"grad_reduce_in_bf16": True, **megatron}, {**FLAGS, "train_dtype": "bfloat16"}
+    )
 
 
 def one_layer(model: str, **megatron: Any) -> Layout:
@@ -60,7 +62,11 @@ def one_layer(model: str, **megatron: Any) -> Layout:
 CASES = [
     Case(
         layout("qwen3", **{TP: 2, SP: True}),
-        (layout("qwen3", **{TP: 2, SP: True}), layout("qwen3", **{PP: 2, VPP: 2}), layout("qwen3", **OVERLAP)),
+        (
+            layout("qwen3", **{TP: 2, SP: True}),
+            layout("qwen3", **{PP: 2, VPP: 2}),
+            layout("qwen3", **OVERLAP),
+        ),
         further=(layout("qwen3", **{PP: 2}), layout("qwen3", **{CP: 2})),
     ),
     Case(
@@ -69,14 +75,20 @@ CASES = [
         further=(layout("qwen3_moe", **{TP: 2}), layout("qwen3_moe", **{PP: 2})),
         async_save=True,
     ),
-    Case(layout("glm4_moe", **{PP: 2}), (layout("glm4_moe", **{EP: 2}),), further=(layout("glm4_moe", **{PP: 2}),)),
+    Case(
+        layout("glm4_moe", **{PP: 2}),
+        (layout("glm4_moe", **{EP: 2}),),
+        further=(layout("glm4_moe", **{PP: 2}),),
+    ),
     Case(
         layout("gpt_oss", **{TP: 2, ETP: 1}),
         (layout("gpt_oss", **{EP: 2}),),
         further=(layout("gpt_oss", **{TP: 2, ETP: 1}), layout("gpt_oss", **{PP: 2})),
     ),
     Case(
-        layout("qwen3_next", **{EP: 2}), (layout("qwen3_next", **{TP: 2}),), further=(layout("qwen3_next", **{EP: 2}),)
+        layout("qwen3_next", **{EP: 2}),
+        (layout("qwen3_next", **{TP: 2}),),
+        further=(layout("qwen3_next", **{EP: 2}),),
     ),
     Case(
         layout("qwen3_5", **{TP: 2}),
@@ -102,11 +114,18 @@ CASES = [
     ),
     Case(one_layer("qwen3", **{PP: 2}), (one_layer("qwen3", **{PP: 2}),)),
     Case(rank_files("qwen3", **{PP: 2, VPP: 2}), (rank_files("qwen3", **{PP: 2, VPP: 2}),)),
-    Case(rank_files("qwen3_moe", **{EP: 2}), (rank_files("qwen3_moe", **{EP: 2}),), async_save=True),
+    Case(
+        rank_files("qwen3_moe", **{EP: 2}), (rank_files("qwen3_moe", **{EP: 2}),), async_save=True
+    ),
 ]
-"""Each layout, optimizer and kind of file writes and reads at each commit; ``FURTHER`` has more of their pairs."""
+"""Each layout, optimizer and kind of file writes and reads at each commit; ``FURTHER`` has more of
+their pairs.
+"""
 FURTHER = [
-    Case(layout("minimax_m2", **{TP: 2}), (layout("minimax_m2", **{TP: 2}), layout("minimax_m2", **{PP: 2}))),
+    Case(
+        layout("minimax_m2", **{TP: 2}),
+        (layout("minimax_m2", **{TP: 2}), layout("minimax_m2", **{PP: 2})),
+    ),
     Case(
         in_bf16("qwen3", use_distributed_optimizer=False),
         (in_bf16("qwen3", use_distributed_optimizer=False), in_bf16("qwen3")),
@@ -156,7 +175,9 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
     torch.save(results, paths["output"] / f"rank{rank}.pt")
 
 
-def make(layout: Layout, rank: int, paths: dict[str, Path], ports: Any, async_save: bool = False) -> Any:
+def make(
+    layout: Layout, rank: int, paths: dict[str, Path], ports: Any, async_save: bool = False
+) -> Any:
     from slime.backends.create import create_backend
 
     leave_groups()
@@ -176,7 +197,8 @@ def train(backend: Any, seed: int) -> dict[str, float]:
 def after(backend: Any) -> dict[str, Any]:
     """Two more steps, the weights then, and the old actor's score and weights before."""
     old = backend.log_probs(rank_batch(0, 0, 0, 1), "old_actor")["log_probs"]
-    with backend.using("old_actor"):  # as it is sent to the engines of a run that resumes between two updates
+    # as it is sent to the engines of a run that resumes between two updates
+    with backend.using("old_actor"):
         sent = {name: tensor.clone() for name, tensor in backend.named_weights()}
     metrics = [train(backend, 2), train(backend, 3)]
     weights = {name: tensor.clone() for name, tensor in backend.named_weights()}

@@ -1,10 +1,12 @@
-"""Let megatron-core run on a CPU without CUDA: what it asks of ``torch.cuda`` is answered for the CPU.
+"""Let megatron-core run on a CPU without CUDA: what it asks of ``torch.cuda`` is answered for the
+CPU.
 
 For tests only. ``install()`` before megatron is imported; it does nothing where CUDA is present.
 
 1. queries, streams, events and generators of torch.cuda become those of the CPU, or nothing;
 2. ``device="cuda"`` and ``.cuda()`` mean the CPU, pinned memory is plain memory;
-3. ``Tensor.type()`` of a floating-point tensor says ``torch.cuda...``, which Megatron's optimizers compare with;
+3. ``Tensor.type()`` of a floating-point tensor says ``torch.cuda...``, which Megatron's optimizers
+   compare with;
 4. two functions of megatron-core that look at ``is_cuda``.
 """
 
@@ -110,7 +112,12 @@ def _patch_cuda_module() -> None:
     cuda.device_count = _answer(0)
     for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
         setattr(cuda, name, _answer())
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
         setattr(cuda, name, _answer(0))
     for name in ("current_stream", "default_stream"):
         setattr(cuda, name, _answer(stream))
@@ -134,8 +141,12 @@ def install_megatron() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
 
     def to_host(x: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return x.numpy() if as_numpy and torch.is_tensor(x) else x

@@ -14,7 +14,9 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def gather(rank: int, ports: Any, path: Path, output: Path) -> None:
-    """For each layout: the checkpoint's tensors, and the collectives that they took, batched and one at a time."""
+    """For each layout: the checkpoint's tensors, and the collectives that they took, batched and
+    one at a time.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
@@ -43,7 +45,9 @@ def gather(rank: int, ports: Any, path: Path, output: Path) -> None:
         args = make_args(path, train_backend="megatron", world_size=2, train_dtype="bfloat16")
         args.megatron = dict(layout)
         backend: Any = create_backend(args, "actor", rank, 2, "127.0.0.1", ports.get(number))
-        gloo = [name for name in vars(mpu) if name.endswith("_GLOO") and getattr(mpu, name) is not None]
+        gloo = [
+            name for name in vars(mpu) if name.endswith("_GLOO") and getattr(mpu, name) is not None
+        ]
         assert not gloo, f"nothing uses {gloo}, and each is a group of TCP connections"
         by_size: dict[int, Any] = {}
         for size in (groups.BATCH_BYTES, 20_000, 1):

@@ -1,8 +1,8 @@
 """Ranks of Megatron's tests, forked from one process that has imported torch and megatron-core.
 
-``run_ranks("module:function", n, *args)`` runs ``function(rank, ports, *args)`` in ``n`` processes; ``ports.get(key)``
-is a free port that all ranks agree on, found when it is first needed. The process that they are forked from is started
-once: its imports are most of what a small test costs.
+``run_ranks("module:function", n, *args)`` runs ``function(rank, ports, *args)`` in ``n`` processes;
+``ports.get(key)`` is a free port that all ranks agree on, found when it is first needed. The
+process that they are forked from is started once: its imports are most of what a small test costs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SECONDS = 800.0
 
 
 class RanksError(Exception):
-    """A rank has failed, or the ranks did not end in time; what they printed is on the standard error."""
+    """A rank has failed, or the ranks did not end in time; what they printed is on the standard
+    error.
+    """
 
 
 def run_ranks(function: str, ranks: int, *args: Any, seconds: float = SECONDS) -> None:
@@ -37,23 +39,34 @@ def run_ranks(function: str, ranks: int, *args: Any, seconds: float = SECONDS) -
         file.flush()
         server.stdin.write(json.dumps([function, ranks, file.name]) + "\n")
         server.stdin.flush()
-        answer = server.stdout.readline() if select.select([server.stdout], [], [], seconds)[0] else "no answer"
+        answer = (
+            server.stdout.readline()
+            if select.select([server.stdout], [], [], seconds)[0]
+            else "no answer"
+        )
     if answer != "done\n":
         server.kill()
         _server.cache_clear()
         raise RanksError(
-            f"{function} with {ranks} ranks: {answer.strip() or 'the process has ended'} within {seconds} s"
+            f"{function} with {ranks} ranks: {answer.strip() or 'the process has ended'} within "
+            f"{seconds} s"
         )
 
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     paths = [str(HERE), str(HERE.parent), str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    # A whole run (tests/e2e/test_train_megatron.py) compiles what Megatron compiles; here each rank would do so.
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+    }
+    # A whole run (tests/e2e/test_train_megatron.py) compiles what Megatron compiles; here each rank
+    # would do so.
     environment["TORCHDYNAMO_DISABLE"] = "1"
     command = [sys.executable, "-W", "ignore", str(HERE / "launch.py")]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 class Ports:
@@ -93,7 +106,9 @@ def _serve() -> None:
 
 def _run(context: Any, function: str, ranks: int, args: tuple[Any, ...]) -> bool:
     ports = Ports(context)
-    processes = [context.Process(target=_rank, args=(function, rank, ports, *args)) for rank in range(ranks)]
+    processes = [
+        context.Process(target=_rank, args=(function, rank, ports, *args)) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -116,9 +131,15 @@ def _import_everything() -> None:
     import torch
 
     torch.set_num_threads(1)  # no thread pool before the fork
-    for name in ("slime.backends.megatron.backend", "slime.backends.train_loop", "fsdp_helpers", "transformers"):
+    for name in (
+        "slime.backends.megatron.backend",
+        "slime.backends.train_loop",
+        "fsdp_helpers",
+        "transformers",
+    ):
         importlib.import_module(name)
-    gc.freeze()  # a collection after each small model need not look at a million objects of the imports
+    # a collection after each small model need not look at a million objects of the imports
+    gc.freeze()
 
 
 if __name__ == "__main__":

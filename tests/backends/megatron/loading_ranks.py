@@ -8,9 +8,11 @@ from types import EllipsisType
 from typing import Any, ClassVar
 
 
-def load(rank: int, ports: Any, path: Path, layouts: list[dict[str, Any]], output: Path, world: int) -> None:
-    """For each layout: this rank's parameters, those that reading whole tensors on every rank gives, and the bytes that
-    were read for both."""
+def load(
+    rank: int, ports: Any, path: Path, layouts: list[dict[str, Any]], output: Path, world: int
+) -> None:
+    """For each layout: this rank's parameters, those that reading whole tensors on every rank
+    gives, and the bytes that were read for both."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     from fsdp_helpers import make_args
@@ -29,7 +31,9 @@ def load(rank: int, ports: Any, path: Path, layouts: list[dict[str, Any]], outpu
         read = sum(folder.bytes_read for folder in trained_model.HfFolder.made)  # type: ignore[attr-defined]
         whole, whole_read = read_whole(backend.weights, trained_model.HfFolder(path))
         assert live.keys() == whole.keys()
-        equal = all(torch.equal(tensor, whole[name].view_as(tensor)) for name, tensor in live.items())
+        equal = all(
+            torch.equal(tensor, whole[name].view_as(tensor)) for name, tensor in live.items()
+        )
         found.append({"equal": equal, "read": read, "whole_read": whole_read})
         trained_model.HfFolder.made.clear()  # type: ignore[attr-defined]
         leave_groups()
@@ -99,7 +103,9 @@ def load_damaged(rank: int, ports: Any, path: Path, output: Path) -> None:
 def load_megatron_lm(
     rank: int, ports: Any, path: Path, theirs: Path, layouts: list[dict[str, Any]], world: int
 ) -> None:
-    """A checkpoint of Megatron-LM as initial weights and as reference: both give the tensors of the folder ``path``."""
+    """A checkpoint of Megatron-LM as initial weights and as reference: both give the tensors of the
+    folder ``path``.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     from fsdp_helpers import make_args
@@ -110,7 +116,13 @@ def load_megatron_lm(
 
     source = HfFolder(path)
     for number, layout in enumerate(layouts):
-        args = make_args(path, train_backend="megatron", world_size=world, train_dtype="float32", use_kl_loss=True)
+        args = make_args(
+            path,
+            train_backend="megatron",
+            world_size=world,
+            train_dtype="float32",
+            use_kl_loss=True,
+        )
         args.load, args.ref_load = (str(theirs), str(path)) if number % 2 else (None, str(theirs))
         args.megatron = dict(layout)
         backend: Any = create_backend(args, "actor", rank, world, "127.0.0.1", ports.get(number))
@@ -124,7 +136,9 @@ def load_megatron_lm(
 
 
 def save_by_megatron_core(rank: int, ports: Any, tensors: Any, folder: Path, world: int) -> None:
-    """Let megatron-core write a checkpoint: stacked layers, of which each rank has some, and an object of bytes."""
+    """Let megatron-core write a checkpoint: stacked layers, of which each rank has some, and an
+    object of bytes.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import re
 
@@ -134,7 +148,9 @@ def save_by_megatron_core(rank: int, ports: Any, tensors: Any, folder: Path, wor
 
     address = f"tcp://127.0.0.1:{ports.get(0)}"
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    layers = 1 + max(int(found[1]) for name in tensors if (found := re.match(r"decoder\.layers\.(\d+)\.", name)))
+    layers = 1 + max(
+        int(found[1]) for name in tensors if (found := re.match(r"decoder\.layers\.(\d+)\.", name))
+    )
     state: dict[str, Any] = {}
     for name, tensor in tensors.items():
         found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
@@ -142,8 +158,12 @@ def save_by_megatron_core(rank: int, ports: Any, tensors: Any, folder: Path, wor
             state[name] = ShardedTensor.from_rank_offsets(name, tensor, replica_id=rank)
         elif int(found[1]) % world == rank:
             key, layer = f"decoder.layers.{found[2]}", int(found[1])
-            state[name] = ShardedTensor.from_rank_offsets(key, tensor, (0, layer, layers), prepend_axis_num=1)
-    state["extra"] = ShardedObject("decoder.layers.mlp.linear_fc1._extra_state", b"fp8", (1,), (0,), replica_id=rank)
+            state[name] = ShardedTensor.from_rank_offsets(
+                key, tensor, (0, layer, layers), prepend_axis_num=1
+            )
+    state["extra"] = ShardedObject(
+        "decoder.layers.mlp.linear_fc1._extra_state", b"fp8", (1,), (0,), replica_id=rank
+    )
     if rank == 0:
         (folder / "iter_0000003").mkdir(parents=True)
         (folder / "latest_checkpointed_iteration.txt").write_text("3")

@@ -1,4 +1,6 @@
-"""What the ranks of ``test_megatron_lora.py`` run: one launch, a trainer of an adapter in every layout in turn."""
+"""What the ranks of ``test_megatron_lora.py`` run: one launch, a trainer of an adapter in every
+layout in turn.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from pairwise import pairwise
 from slime.plugins.tools.verify.rank import leave_model
 
 LARGE, STEP = 1e6, 16.0
-"""As in ``slime/plugins/tools/verify/rank.py``: a step of Adam changes a factor by ``-STEP`` times its gradient."""
+"""As in ``slime/plugins/tools/verify/rank.py``: a step of Adam changes a factor by ``-STEP`` times
+its gradient.
+"""
 LORA: dict[str, Any] = dict(
     lora_rank=3,
     lora_alpha=6.0,
@@ -45,7 +49,11 @@ SOME = ("q_proj", "v_proj", "up_proj", r"model\.layers\.3\..*")
 
 
 def lora(
-    model: str, world: int = 1, megatron: dict[str, Any] | None = None, role: str = "actor", **flags: Any
+    model: str,
+    world: int = 1,
+    megatron: dict[str, Any] | None = None,
+    role: str = "actor",
+    **flags: Any,
 ) -> Layout:
     return Layout(model, world, megatron or {}, {**LORA, **flags}, role)
 
@@ -66,7 +74,8 @@ OF_EXPERTS = [
     lora("qwen3_moe", 4, {TP: 2, EP: 2, ETP: 1}, **WITH_EXPERTS),
     lora("qwen3_moe", 4, {TP: 2, PP: 2, ETP: 1, EP: 2}, **WITH_EXPERTS),
     lora("qwen3_moe", 2, {TP: 2, ETP: 1, EP: 2}, lora_target_modules=("experts",), use_rslora=True),
-    lora("glm4_moe", 2, {EP: 2}, lora_target_modules=("all-linear", "experts")),  # the first layer is dense
+    # the first layer is dense
+    lora("glm4_moe", 2, {EP: 2}, lora_target_modules=("all-linear", "experts")),
     lora("qwen3_moe", 2, {TP: 2, ETP: 2}, lora_init="kaiming", **WITH_EXPERTS),
     lora("qwen3_moe", 2, {EP: 2}, lora_init="gaussian", **WITH_EXPERTS),
 ]
@@ -85,7 +94,8 @@ PLAN = [
     lora("qwen2", 2, {TP: 2}),  # biases
     lora("qwen3", lora_target_modules=SOME),
     lora("qwen3", 2, {TP: 2, SP: True}, lora_target_modules=SOME, use_rslora=True),
-    lora("qwen3", 2, {PP: 2}, lora_target_modules=(r"model\.layers\.3\..*",)),  # the first stage trains nothing
+    # the first stage trains nothing
+    lora("qwen3", 2, {PP: 2}, lora_target_modules=(r"model\.layers\.3\..*",)),
     lora("qwen3", 2, {PP: 2}, lora_target_modules=(r"model\.layers\.0\..*",)),
     lora("glm4"),  # gate and up are one projection
     lora("glm4", 2, {TP: 2, SP: True}),
@@ -113,18 +123,30 @@ LATER = [
     (lora("qwen3_5", 2, OVERLAP), lora("qwen3_5", 2)),
     (lora("qwen3_moe", 2, {EP: 2, **OVERLAP}, **BOTH), lora("qwen3_moe", 2, {EP: 2}, **BOTH)),
 ]
-"""Pairs that also take more steps in a row, each with the weights that the step before gathers in its time."""
+"""Pairs that also take more steps in a row, each with the weights that the step before gathers in
+its time.
+"""
 LATER_LAYOUTS = [layout for pair in LATER for layout in pair]
 EVERY_LAYOUT = [*PLAN, *LATER_LAYOUTS]
 PLAN = pairwise(EVERY_LAYOUT, kept=[*LATER_LAYOUTS, *OF_EXPERTS[1:3]])
-KEPT = [layout for layout in PLAN if layout.model == "qwen3" and "use_kl_loss" in layout.flags and layout.world < 4]
-KEPT += [layout for layout in PLAN if layout == lora("qwen3_5", 2, {TP: 2, SP: True}, **KL)] + OF_EXPERTS[1:3]
+KEPT = [
+    layout
+    for layout in PLAN
+    if layout.model == "qwen3" and "use_kl_loss" in layout.flags and layout.world < 4
+]
+KEPT += [
+    layout for layout in PLAN if layout == lora("qwen3_5", 2, {TP: 2, SP: True}, **KL)
+] + OF_EXPERTS[1:3]
 """Those that also write and read files."""
-ORDINARY: dict[str, Any] = dict(lr=1e-2, adam_eps=1e-8, weight_decay=0.01, clip_grad=1.0, keep_old_actor=True)
+ORDINARY: dict[str, Any] = dict(
+    lr=1e-2, adam_eps=1e-8, weight_decay=0.01, clip_grad=1.0, keep_old_actor=True
+)
 
 
 def arguments(layout: Layout, paths: dict[str, Path], backend: str) -> Any:
-    """Actors load an adapter, because that of a new run computes nothing; those with ``lora_init`` begin with one."""
+    """Actors load an adapter, because that of a new run computes nothing; those with ``lora_init``
+    begin with one.
+    """
     args = make_arguments(layout, paths, backend)
     if layout.role == "actor" and args.lora_rank and "lora_init" not in layout.flags:
         args.load = str(paths[adapter_key(layout)])
@@ -132,7 +154,10 @@ def arguments(layout: Layout, paths: dict[str, Path], backend: str) -> Any:
 
 
 def adapter_key(layout: Layout) -> str:
-    return f"adapter of {layout.model} {layout.flags['lora_target_modules']} {layout.flags['use_rslora']}"
+    return (
+        f"adapter of {layout.model} {layout.flags['lora_target_modules']} "
+        f"{layout.flags['use_rslora']}"
+    )
 
 
 def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
@@ -146,7 +171,10 @@ def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
             out["ref"] = backend.log_probs(samples_of(0, 0), "ref", temperature=1.0)["log_probs"]
         out["sent"] = {name: tensor.clone() for name, tensor in backend.named_weights()}
         if (source := backend.adapter_source()) is not None:
-            out["asked"] = [source.any_rank(backend.rank == backend.world_size - 1), source.any_rank(False)]
+            out["asked"] = [
+                source.any_rank(backend.rank == backend.world_size - 1),
+                source.any_rank(False),
+            ]
             out["alone"] = {name: tensor.clone() for name, tensor in source.factors}
         out["changing"], out["targets"] = backend.adapter_sync.changing, backend.adapter.targets()
     else:
@@ -163,7 +191,9 @@ def _factors(backend: Any) -> dict[str, Any]:
     from slime.models.peft_files import named_factors
 
     backend.finish_update()
-    return {name: x.detach().clone() for name, x in named_factors(backend.adapter.factors()).items()}
+    return {
+        name: x.detach().clone() for name, x in named_factors(backend.adapter.factors()).items()
+    }
 
 
 def files_of(make: Any, layout: Layout, folder: Path, samples_of: Any) -> dict[str, Any]:
@@ -174,7 +204,8 @@ def files_of(make: Any, layout: Layout, folder: Path, samples_of: Any) -> dict[s
         return train_on_rollout(backend, backend.args, samples_of(seed, 0))[0]
 
     flags = {**layout.flags, **ORDINARY}
-    separate = make(replace(layout, flags={"only_train_params_name_list": ("model.norm.weight",)}))  # frozen, too
+    # frozen, too
+    separate = make(replace(layout, flags={"only_train_params_name_list": ("model.norm.weight",)}))
     out: dict[str, Any] = {"separate": separate.log_probs(samples_of(0, 0))["log_probs"]}
     leave_model()
     backend = make(replace(layout, flags=flags))
@@ -217,7 +248,8 @@ def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[st
     backend = make(layout)
     out = results_of(backend, backend.args, samples_of)
     if any(layout in pair for pair in LATER):
-        steps = ((1, 0), (2, 0), (0, 0), (1, 4), (2, 0))  # the last but one trains no sample, and still moves weights
+        # the last but one trains no sample, and still moves weights
+        steps = ((1, 0), (2, 0), (0, 0), (1, 4), (2, 0))
         out["later"] = []
         for number, (seed, zero) in enumerate(steps):
             if number == 3:

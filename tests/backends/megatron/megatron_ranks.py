@@ -32,7 +32,9 @@ class Layout:
     def name(self) -> str:
         words = [self.model, *(f"{k}={v}" for k, v in {**self.megatron, **self.flags}.items())]
         words += ["rehearsed"] if self.rehearse else []
-        return " ".join([*words, f"on {self.world}", *([self.role] if self.role != "actor" else [])])
+        return " ".join(
+            [*words, f"on {self.world}", *([self.role] if self.role != "actor" else [])]
+        )
 
     @property
     def reference(self) -> tuple[Any, ...]:
@@ -41,14 +43,26 @@ class Layout:
 
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-EP, ETP, VPP = "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"
+EP, ETP, VPP = (
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
 SP = "sequence_parallel"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 OFFLOAD = {"optimizer_cpu_offload": True}
 FULL = {"recompute_granularity": "full"}
 REINFORCE = tuple(dict(advantage_estimator="gspo", kl_coef=0.0, entropy_coef=0.01).items())
 
-EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "moonlight", "minimax_m2")
+EXPERTS = (
+    "qwen3_moe",
+    "qwen3_moe_sparse",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v3",
+    "moonlight",
+    "minimax_m2",
+)
 EXPERTS += ("gpt_oss",)
 DENSE = ("phi3", "olmo3", "granite", "seed_oss", "smollm3")
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "glm4", "gemma3", *DENSE, *EXPERTS)
@@ -56,7 +70,11 @@ FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "glm4", "gemma3", *D
 PLAN: list[Layout] = [
     # every family at TP1, TP2, PP2 and, with experts, EP2
     *(Layout(model) for model in FAMILIES),
-    *(Layout(model, 2, {TP: 2, SP: model not in ("llama", "qwen2")}) for model in FAMILIES if model != "gpt_oss"),
+    *(
+        Layout(model, 2, {TP: 2, SP: model not in ("llama", "qwen2")})
+        for model in FAMILIES
+        if model != "gpt_oss"
+    ),
     Layout("gpt_oss", 2, {TP: 2, ETP: 1}),
     *(Layout(model, 2, {PP: 2}) for model in FAMILIES),
     *(Layout(model, 2, {EP: 2}) for model in EXPERTS),
@@ -106,7 +124,8 @@ PLAN: list[Layout] = [
     Layout("qwen3_5", 4, {TP: 2, CP: 2, SP: True}),
     Layout("qwen3_next_tied", 4, {TP: 2, EP: 2, ETP: 1, **OVERLAP}),
     Layout("qwen3_next", 4, {TP: 4}),
-    Layout("qwen3_5", 2, {**OVERLAP, "ddp_bucket_size": 1000}),  # each layer waits for its own parameters
+    # each layer waits for its own parameters
+    Layout("qwen3_5", 2, {**OVERLAP, "ddp_bucket_size": 1000}),
     # of four
     Layout("qwen3", 4, {TP: 2, PP: 2, SP: True}),
     Layout("qwen3", 4, {TP: 2, CP: 2}),
@@ -150,7 +169,8 @@ PLAN += [
         ("llama", 1, {}, "actor"),
         ("qwen3", 2, {PP: 2, VPP: 2, **OVERLAP}, "actor"),
         ("qwen3", 2, {CP: 2}, "actor"),
-        ("glm4_moe", 2, {**OVERLAP, EP: 2}, "actor"),  # its router counts tokens for the experts' biases
+        # its router counts tokens for the experts' biases
+        ("glm4_moe", 2, {**OVERLAP, EP: 2}, "actor"),
         ("qwen3", 2, {TP: 2, **OFFLOAD}, "actor"),
     )
 ]
@@ -181,7 +201,9 @@ ROUTED: list[Layout] = [
 
 
 def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
-    """Scores, two optimizer steps on different samples (the second leaves half of the groups out), and weights."""
+    """Scores, two optimizer steps on different samples (the second leaves half of the groups out),
+    and weights.
+    """
     from slime.backends.train_loop import train_on_rollout
 
     out: dict[str, Any] = {}
@@ -215,12 +237,16 @@ def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
 
 
 def rank_batch(seed: int, zero_groups: int, rank: int, size: int) -> dict[str, Any]:
-    """Group g goes to data-parallel rank g mod size; micro-batches of four samples of unequal length."""
+    """Group g goes to data-parallel rank g mod size; micro-batches of four samples of unequal
+    length.
+    """
     return batch_of_rank(rank, size, seed, zero_groups)
 
 
 def engine_routing(batch: dict[str, Any]) -> list[Any]:
-    """Two of four experts for every token but the last, in all four layers, drawn from the sample's own tokens."""
+    """Two of four experts for every token but the last, in all four layers, drawn from the sample's
+    own tokens.
+    """
     import torch
 
     found = []
@@ -237,8 +263,9 @@ def make_arguments(layout: Layout, paths: dict[str, Path], backend: str) -> Any:
     flags = dict(layout.flags)
     if flags.get("kl_coef") and layout.role == "actor":
         flags["ref_load"] = str(paths[f"{layout.model}_reference"])
-    # Adam divides a gradient by its size. With the default epsilon, one that is 0 but for rounding (that of a key's
-    # bias) moves its weight by a part of a step, in a direction that depends on the layout and on the processor.
+    # Adam divides a gradient by its size. With the default epsilon, one that is 0 but for rounding
+    # (that of a key's bias) moves its weight by a part of a step, in a direction that depends on
+    # the layout and on the processor.
     flags.setdefault("adam_eps", 1e-5)
     args = make_args(paths[layout.model], train_backend=backend, world_size=layout.world, **flags)
     args.megatron = dict(layout.megatron) if backend == "megatron" else {}
@@ -254,7 +281,9 @@ def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[st
 
     def samples_of(seed: int, zero: int) -> dict[str, Any]:
         batch = rank_batch(seed, zero, *mine)
-        return batch | {"rollout_routed_experts": engine_routing(batch)} if layout in ROUTED else batch
+        return (
+            batch | {"rollout_routed_experts": engine_routing(batch)} if layout in ROUTED else batch
+        )
 
     if layout.rehearse:
         backend.rehearse(48)
@@ -263,7 +292,9 @@ def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[st
 
 
 def leave_groups() -> None:
-    """End all process groups: each gloo group has threads of its own, which slow down whatever comes next."""
+    """End all process groups: each gloo group has threads of its own, which slow down whatever
+    comes next.
+    """
     import torch.distributed as dist
 
     forget_graphs()
@@ -275,8 +306,9 @@ def leave_groups() -> None:
 def forget_graphs() -> None:
     """Let models with experts be freed, and with them their process groups.
 
-    Megatron's token dispatchers keep tensors of the last forward. Their graph leads to the parameters, whose hooks lead
-    back to the dispatchers; Python's garbage collector cannot see the part of this cycle that is C++.
+    Megatron's token dispatchers keep tensors of the last forward. Their graph leads to the
+    parameters, whose hooks lead back to the dispatchers; Python's garbage collector cannot see the
+    part of this cycle that is C++.
     """
     import torch
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -288,7 +320,9 @@ def forget_graphs() -> None:
 
 
 def check_each_model_once() -> None:
-    """Compare a checkpoint with its model when it is first read, and not for each layout: a tenth of the time."""
+    """Compare a checkpoint with its model when it is first read, and not for each layout: a tenth
+    of the time.
+    """
     from slime.backends.megatron import trained_model
 
     trained_model.check_checkpoint = functools.cache(trained_model.check_checkpoint)  # type: ignore[assignment]

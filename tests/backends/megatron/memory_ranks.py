@@ -12,7 +12,9 @@ from typing import Any
 
 
 class PeakMemory:
-    """The growth of this process's resident memory inside the block, in bytes; the kernel keeps the peak."""
+    """The growth of this process's resident memory inside the block, in bytes; the kernel keeps the
+    peak.
+    """
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
@@ -21,7 +23,10 @@ class PeakMemory:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.growth = peak_bytes() - self.base
 
@@ -32,9 +37,16 @@ def peak_bytes() -> int:
 
 
 def measure(
-    rank: int, ports: Any, paths: dict[str, Path], world: int, backend_name: str, megatron: dict[str, Any]
+    rank: int,
+    ports: Any,
+    paths: dict[str, Path],
+    world: int,
+    backend_name: str,
+    megatron: dict[str, Any],
 ) -> None:
-    """Write ``rank<i>.json``: bytes of this rank's own state, memory and seconds of saves and of a load."""
+    """Write ``rank<i>.json``: bytes of this rank's own state, memory and seconds of saves and of a
+    load.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch.distributed as dist
     from fsdp_helpers import make_args
@@ -44,10 +56,18 @@ def measure(
     from slime.backends.train_loop import train_on_rollout
 
     dtype = "bfloat16" if backend_name == "megatron" else "float32"
-    args = make_args(paths["model"], train_backend=backend_name, world_size=world, train_dtype=dtype, async_save=True)
+    args = make_args(
+        paths["model"],
+        train_backend=backend_name,
+        world_size=world,
+        train_dtype=dtype,
+        async_save=True,
+    )
     args.megatron = dict(megatron)
     backend: Any = create_backend(args, "actor", rank, world, "127.0.0.1", ports.get(1))
-    train_on_rollout(backend, args, rank_batch(0, 0, backend.data_parallel_rank, backend.data_parallel_size))
+    train_on_rollout(
+        backend, args, rank_batch(0, 0, backend.data_parallel_rank, backend.data_parallel_size)
+    )
     found: dict[str, Any] = {"state_bytes": state_bytes(backend)}
     args.async_save = False
     backend.save(paths["output"] / "warm")  # imports and pools that stay

@@ -1,4 +1,6 @@
-"""A part of all layouts of all model families: each pair of properties once, instead of each combination."""
+"""A part of all layouts of all model families: each pair of properties once, instead of each
+combination.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ AMOUNTS = ("log_probs_max_tokens_per_gpu", "entropy_coef", "kl_coef")
 
 
 def traits(config: PreTrainedConfig) -> set[str]:
-    """What about a model makes a difference when its weights and its work are divided among ranks."""
+    """What about a model makes a difference when its weights and its work are divided among
+    ranks.
+    """
     fields = config.to_dict()
     rope = fields.get("rope_parameters") or {}
     ropes = [rope, *(of_layers for of_layers in rope.values() if isinstance(of_layers, dict))]
@@ -37,7 +41,9 @@ def traits(config: PreTrainedConfig) -> set[str]:
         "biases": ("attention_bias",),
         "window": ("sliding_window",),
     }
-    return found | {trait for trait, names in marks.items() if any(fields.get(name) for name in names)}
+    return found | {
+        trait for trait, names in marks.items() if any(fields.get(name) for name in names)
+    }
 
 
 def pairwise(plan: Sequence[Layout], kept: Sequence[Layout] = ()) -> list[Layout]:
@@ -53,24 +59,35 @@ def pairwise(plan: Sequence[Layout], kept: Sequence[Layout] = ()) -> list[Layout
     while missing:  # the layout that adds most for each rank that it needs
         chosen.append(max(plan, key=lambda layout: len(missing & of[layout.name]) / layout.world))
         missing -= of[chosen[-1].name]
-    for layout in sorted(chosen, key=lambda layout: -layout.world):  # those chosen later may have all that it has
+    # those chosen later may have all that it has
+    for layout in sorted(chosen, key=lambda layout: -layout.world):
         others = [other for other in chosen if other != layout]
-        if layout not in kept and of[layout.name] <= set().union(*(of[other.name] for other in others)):
+        if layout not in kept and of[layout.name] <= set().union(
+            *(of[other.name] for other in others)
+        ):
             chosen = others
     return [layout for layout in plan if layout in chosen]
 
 
 def properties(layout: Layout) -> set[frozenset[str]]:
-    """The family, each size and flag with its value, each pair of them, and each of the model's traits with each size.
+    """The family, each size and flag with its value, each pair of them, and each of the model's
+    traits with each size.
 
-    A pair is one of names: ``TP`` and ``PP`` together, not 2 of the one and 4 of the other. Two traits of one model
-    are no pair.
+    A pair is one of names: ``TP`` and ``PP`` together, not 2 of the one and 4 of the other. Two
+    traits of one model are no pair.
     """
     from tiny_families import CONFIGS
 
     own = {**layout.megatron, **layout.flags}
     names = [*own, layout.role, *(["rehearsed"] if layout.rehearse else [])]
     sizes = [name for name in layout.megatron if name.endswith("_size")] or ["one rank or replicas"]
-    alone = [(layout.model,), *((f"{name}={value}",) for name, value in own.items() if name not in AMOUNTS)]
+    alone = [
+        (layout.model,),
+        *((f"{name}={value}",) for name, value in own.items() if name not in AMOUNTS),
+    ]
     crossed = product(traits(CONFIGS[layout.model]), sizes)
-    return {*map(frozenset, alone), *map(frozenset, combinations(names, 2)), *map(frozenset, crossed)}
+    return {
+        *map(frozenset, alone),
+        *map(frozenset, combinations(names, 2)),
+        *map(frozenset, crossed),
+    }

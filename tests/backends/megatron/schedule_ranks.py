@@ -30,7 +30,9 @@ def weight_decays(rank: int, ports: Any, path: Path, flags: dict[str, Any], outp
 
 
 def learning_rates(rank: int, ports: Any, path: Path, folder: Path) -> None:
-    """Write the learning rates of three steps, and those after a snapshot without optimizer, resumed in three ways."""
+    """Write the learning rates of three steps, and those after a snapshot without optimizer,
+    resumed in three ways.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     from fsdp_helpers import make_args
@@ -41,7 +43,9 @@ def learning_rates(rank: int, ports: Any, path: Path, folder: Path) -> None:
     found = []
     resumed: list[dict[str, Any]] = [{}, {"no_load_optim": True}, {"finetune": True}]
     for number, flags in enumerate([{"no_save_optim": True}, *resumed]):
-        args = make_args(path, train_backend="megatron", world_size=1, lr=1.0, lr_decay_style="linear", **flags)
+        args = make_args(
+            path, train_backend="megatron", world_size=1, lr=1.0, lr_decay_style="linear", **flags
+        )
         args.megatron = {}
         backend: Any = create_backend(args, "actor", 0, 1, "127.0.0.1", ports.get(number))
         if number:

@@ -37,7 +37,9 @@ def flags_of(script: Path) -> dict[str, Any]:
     from slime.config.parser import read_command_line
 
     command = f'set -eu; source "{script}"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
-    words = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=True).stdout
+    words = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=30, check=True
+    ).stdout
     args, problems = read_command_line(words.split())
     assert problems == [], problems
     return dict(args.megatron)
@@ -53,7 +55,9 @@ def hf_config(family: str, flags: dict[str, Any]) -> Any:
     if flags.get("rotary_percent"):
         rope["partial_rotary_factor"] = flags["rotary_percent"]
     if flags.get("use_rope_scaling"):
-        fixed = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+        fixed = dict(
+            low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        )
         rope |= {"rope_type": "llama3", "factor": flags["rope_scaling_factor"], **fixed}
     fields: dict[str, Any] = dict(
         vocab_size=flags["vocab_size"],
@@ -73,12 +77,19 @@ def hf_config(family: str, flags: dict[str, Any]) -> Any:
     if family in ("glm4", "glm4_moe"):
         fields["attention_bias"] = flags.get("add_qkv_bias", False)
     if flags.get("num_experts"):
-        fields |= dict(moe_intermediate_size=flags["moe_ffn_hidden_size"], num_experts_per_tok=flags["moe_router_topk"])
+        fields |= dict(
+            moe_intermediate_size=flags["moe_ffn_hidden_size"],
+            num_experts_per_tok=flags["moe_router_topk"],
+        )
     if family == "qwen3_moe":
         fields |= dict(num_experts=flags["num_experts"], norm_topk_prob=True)
     if family == "deepseek_v3":
         if flags["rotary_scaling_factor"] > 1:
-            rope |= dict(rope_type="yarn", factor=flags["rotary_scaling_factor"], original_max_position_embeddings=4096)
+            rope |= dict(
+                rope_type="yarn",
+                factor=flags["rotary_scaling_factor"],
+                original_max_position_embeddings=4096,
+            )
             rope |= dict(mscale=flags["mscale"], mscale_all_dim=flags["mscale_all_dim"])
         fields |= dict(
             q_lora_rank=flags.get("q_lora_rank"),
@@ -92,7 +103,8 @@ def hf_config(family: str, flags: dict[str, Any]) -> Any:
     if family in ("glm4_moe", "deepseek_v3"):
         fields |= dict(
             n_routed_experts=flags["num_experts"],
-            n_shared_experts=flags["moe_shared_expert_intermediate_size"] // flags["moe_ffn_hidden_size"],
+            n_shared_experts=flags["moe_shared_expert_intermediate_size"]
+            // flags["moe_ffn_hidden_size"],
             routed_scaling_factor=flags.get("moe_router_topk_scaling_factor", 1.0),
             first_k_dense_replace=moe_layers(flags).count(False),
         )
@@ -132,7 +144,9 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     settings = family.settings(reduced_config(script).to_dict())
     with torch.device("meta"):
         config = transformer_config(args, settings, ParallelLayout(), torch.device("cpu"))
-        weights = ModelWeights([build_chunk(config, settings, "actor", None, 0)], family, settings, "actor")
+        weights = ModelWeights(
+            [build_chunk(config, settings, "actor", None, 0)], family, settings, "actor"
+        )
         return {name: tuple(tensor.shape) for name, tensor in weights.gather()}
 
 
@@ -144,7 +158,9 @@ def worker(rank: int, ports: Any, output: Path) -> None:
     from slime.backends.megatron import groups
     from slime.config.layout import ParallelLayout
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports.get(1)}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{ports.get(1)}", rank=0, world_size=1
+    )
     groups.initialize(ParallelLayout(), 0, 10)
     results = {}
     for script in scripts():

@@ -1,4 +1,6 @@
-"""Flags that freeze parameters are for actor and critic, so they may name the output that a critic does not have."""
+"""Flags that freeze parameters are for actor and critic, so they may name the output that a critic
+does not have.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,14 @@ def ranks(paths: dict[str, Path]) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_a_critic_is_trained_as_with_fsdp(layout: Layout, ranks: list[Any], paths: dict[str, Path]) -> None:
+def test_a_critic_is_trained_as_with_fsdp(
+    layout: Layout, ranks: list[Any], paths: dict[str, Path]
+) -> None:
     """Also where the stage that lacks the critic's head trains nothing."""
     args = make_arguments(layout, paths, "fsdp")
-    theirs = results_of(make_backend(args, "critic"), args, lambda seed, zero: rank_batch(seed, zero, 0, 1))
+    theirs = results_of(
+        make_backend(args, "critic"), args, lambda seed, zero: rank_batch(seed, zero, 0, 1)
+    )
     for rank in range(layout.world):
         mine = ranks[rank][layout.name]
         assert "error" not in mine, mine["error"]

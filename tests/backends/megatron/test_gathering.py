@@ -20,7 +20,9 @@ def test_batches_of_any_size_give_the_checkpoint_in_few_collectives(tmp_path: Pa
     run_ranks("gathering_ranks:gather", 2, path, tmp_path, seconds=300)
     folder = HfFolder(str(path))
     for rank in range(2):
-        for layout, (batched, halfway, single) in zip(LAYOUTS, torch.load(tmp_path / f"rank{rank}.pt"), strict=True):
+        for layout, (batched, halfway, single) in zip(
+            LAYOUTS, torch.load(tmp_path / f"rank{rank}.pt"), strict=True
+        ):
             for found in (batched, halfway, single):
                 assert list(found["tensors"]) and len(found["tensors"]) > 50
                 for name, tensor in found["tensors"].items():

@@ -38,7 +38,9 @@ def test_no_device_is_bound_while_megatron_creates_its_groups(
             raise RuntimeError("planted")
 
     monkeypatch.setattr(groups.mpu, "initialize_model_parallel", create)
-    monkeypatch.setattr(groups.tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed: None)
+    monkeypatch.setattr(
+        groups.tensor_parallel, "model_parallel_cuda_manual_seed", lambda seed: None
+    )
     layout = ParallelLayout(world_size=1)
     if fails:
         with pytest.raises(RuntimeError, match="planted"):

@@ -38,7 +38,11 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(x, marks=[pytest.mark.long] if x in ("glm4", "gpt_oss") else []) for x in LAYOUTS]
+    "family",
+    [
+        pytest.param(x, marks=[pytest.mark.long] if x in ("glm4", "gpt_oss") else [])
+        for x in LAYOUTS
+    ],
 )
 def test_replicas_share_the_reading_and_ranks_read_their_parts(family: str, tmp_path: Path) -> None:
     """Four ranks together read the checkpoint about once; each had read all that its stage has."""
@@ -49,9 +53,13 @@ def test_replicas_share_the_reading_and_ranks_read_their_parts(family: str, tmp_
     for number, layout in enumerate(LAYOUTS[family]):
         found = [rank[number] for rank in ranks]
         before, after = [x["whole_read"] for x in found], [x["read"] for x in found]
-        print(f"{family} {layout}, checkpoint {stored} bytes: read by each rank {before} before, {after} now")
+        print(
+            f"{family} {layout}, checkpoint {stored} bytes: read by each rank {before} before, "
+            f"{after} now"
+        )
         assert all(x["equal"] for x in found), layout
-        # Norms and routers are read by each tensor-parallel rank, a tied embedding by each pipeline stage.
+        # Norms and routers are read by each tensor-parallel rank, a tied embedding by each pipeline
+        # stage.
         assert stored <= sum(after) < 1.3 * stored, layout
         assert max(after) < 0.45 * stored, layout
 
@@ -65,7 +73,9 @@ def test_what_one_rank_finds_damaged_ends_all(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     run_ranks("loading_ranks:load_damaged", 4, path, tmp_path, seconds=200)
     errors = [(tmp_path / f"rank{rank}.txt").read_text() for rank in range(4)]
-    assert all(name in error and "NaN" in error and error.startswith("ModelError") for error in errors), errors
+    assert all(
+        name in error and "NaN" in error and error.startswith("ModelError") for error in errors
+    ), errors
     assert sum("could not read the checkpoint" in error for error in errors) == 3, errors
 
 
@@ -79,7 +89,9 @@ THEIRS: dict[str, tuple[bool, list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("family", THEIRS)
-def test_a_checkpoint_of_megatron_lm_is_loaded_in_other_layouts(family: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_megatron_lm_is_loaded_in_other_layouts(
+    family: str, tmp_path: Path
+) -> None:
     path = save_family(family, tmp_path / "model")
     in_one, layouts = THEIRS[family]
     tensors = their_names(path)
@@ -89,7 +101,14 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_in_other_layouts(family: str, tmp
 
 def test_what_megatron_core_writes_is_read_bit_for_bit(tmp_path: Path) -> None:
     path = save_family("glm4", tmp_path / "model")
-    run_ranks("loading_ranks:save_by_megatron_core", 2, their_names(path), tmp_path / "theirs", 2, seconds=200)
+    run_ranks(
+        "loading_ranks:save_by_megatron_core",
+        2,
+        their_names(path),
+        tmp_path / "theirs",
+        2,
+        seconds=200,
+    )
     weights, source = open_megatron_lm(str(tmp_path / "theirs"), str(path)), HfFolder(path)
     assert weights is not None and set(weights.shapes()) == set(source.shapes())
     for name, tensor in weights.named():
@@ -102,9 +121,13 @@ def test_files_of_ranks_with_other_layers_on_a_stage_are_refused(
     from slime.backends.megatron import trained_model
     from slime.config.layout import ParallelLayout
 
-    (tmp_path / "trainer.json").write_text('{"format": "megatron", "ckpt_format": "torch", "layout": {}}')
+    (tmp_path / "trainer.json").write_text(
+        '{"format": "megatron", "ckpt_format": "torch", "layout": {}}'
+    )
     stage = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 2)})
-    monkeypatch.setattr(trained_model.rank_files, "read_weights", lambda *given: [{"other": torch.zeros(2)}])
+    monkeypatch.setattr(
+        trained_model.rank_files, "read_weights", lambda *given: [{"other": torch.zeros(2)}]
+    )
     model: Any = SimpleNamespace(chunks=[stage], layout=ParallelLayout())
     with pytest.raises(trained_model.MegatronError, match="pipeline stages had other layers"):
         trained_model.load_weights(model, tmp_path)
@@ -119,5 +142,9 @@ def test_an_export_contains_the_layers_for_multi_token_prediction(tmp_path: Path
     (path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     run_ranks("loading_ranks:export", 2, path, tmp_path / "out", 2, seconds=200)
     exported = load_file(tmp_path / "out" / "model.safetensors")
-    assert set(exported) == set(tensors) and all(torch.equal(exported[each], x) for each, x in tensors.items())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert set(exported) == set(tensors) and all(
+        torch.equal(exported[each], x) for each, x in tensors.items()
+    )
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints with their optimizer: bit for bit on the same layout; torch_dist goes on the same way on another."""
+"""Checkpoints with their optimizer: bit for bit on the same layout; torch_dist goes on the same way
+on another.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.m
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    paths: dict[str, Path] = {name: save_family(name, folder / name) for name in {case.saved.model for case in CASES}}
+    paths: dict[str, Path] = {
+        name: save_family(name, folder / name) for name in {case.saved.model for case in CASES}
+    }
     paths["output"] = folder / "output"
     paths["output"].mkdir()
     run_ranks("checkpoint_ranks:worker", 2, paths)
@@ -29,7 +33,9 @@ PAIRS = [(number, i) for number, case in enumerate(CASES) for i in range(len(cas
 
 
 @pytest.mark.parametrize(
-    ("number", "i"), PAIRS, ids=[f"{CASES[n].saved.name} read by {CASES[n].readers[i].name}" for n, i in PAIRS]
+    ("number", "i"),
+    PAIRS,
+    ids=[f"{CASES[n].saved.name} read by {CASES[n].readers[i].name}" for n, i in PAIRS],
 )
 def test_training_goes_on(number: int, i: int, ranks: list[Any]) -> None:
     case: Case = CASES[number]
@@ -42,13 +48,23 @@ def test_training_goes_on(number: int, i: int, ranks: list[Any]) -> None:
             assert ours["train/lr-pg_0"] == theirs["train/lr-pg_0"] > 0
             for name in ("train/loss", "train/grad_norm"):
                 assert math.isclose(
-                    ours[name], theirs[name], rel_tol=0 if exact else 2e-6, abs_tol=0 if exact else 1e-7
+                    ours[name],
+                    theirs[name],
+                    rel_tol=0 if exact else 2e-6,
+                    abs_tol=0 if exact else 1e-7,
                 )
         for name, tensor in straight["weights"].items():
-            torch.testing.assert_close(resumed["weights"][name], tensor, rtol=0, atol=0 if exact else 1e-5)
+            torch.testing.assert_close(
+                resumed["weights"][name], tensor, rtol=0, atol=0 if exact else 1e-5
+            )
         for name, tensor in straight["sent"].items():
-            torch.testing.assert_close(resumed["sent"][name], tensor, rtol=0, atol=0 if exact else 1e-5)
-        assert any(not torch.equal(tensor, straight["weights"][name]) for name, tensor in straight["sent"].items())
+            torch.testing.assert_close(
+                resumed["sent"][name], tensor, rtol=0, atol=0 if exact else 1e-5
+            )
+        assert any(
+            not torch.equal(tensor, straight["weights"][name])
+            for name, tensor in straight["sent"].items()
+        )
         for ours, theirs in zip(resumed["old"], straight["old"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 

@@ -1,4 +1,6 @@
-"""Megatron on one GPU: its attention, grouped experts and optimizer there, against FSDP on the CPU in float32."""
+"""Megatron on one GPU: its attention, grouped experts and optimizer there, against FSDP on the CPU
+in float32.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,35 @@ def one_step(backend: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "mistral", "minimax_m2", "gemma3", "olmo3", "granite"],
+    [
+        "llama",
+        "qwen3_moe",
+        "glm4_moe",
+        "deepseek_v3",
+        "mistral",
+        "minimax_m2",
+        "gemma3",
+        "olmo3",
+        "granite",
+    ],
 )
-@pytest.mark.parametrize(("dtype", "fused"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "fused"), [("float32", False), ("bfloat16", False), ("bfloat16", True)]
+)
 def test_gpu_and_cpu_agree(family: str, dtype: str, fused: bool, tmp_path: Path) -> None:
-    """float32 goes through padded attention and one product per expert, bfloat16 through varlen attention and
-    ``grouped_mm``; ``fused`` compiles norms, rotation and activations."""
+    """float32 goes through padded attention and one product per expert, bfloat16 through varlen
+    attention and ``grouped_mm``; ``fused`` compiles norms, rotation and activations."""
     if family == "olmo3":
-        needs_transformers("5.13", "slime refuses older ones, which compute one rotary embedding for all layers")
+        needs_transformers(
+            "5.13", "slime refuses older ones, which compute one rotary embedding for all layers"
+        )
     path = save_family(family, tmp_path / family)
     expected, metrics = one_step(make_backend(make_args(path)))
     backend = on_gpu(path, train_dtype=dtype, compile_layers=fused)
     scores, found = one_step(backend)
-    # In bfloat16 a token may go to another expert; most must agree all the same. The rounding of these families makes a
-    # median of 0.005 to 0.016 (FSDP on the CPU, in both dtypes), wrong positions one of 0.03 to 0.05.
+    # In bfloat16 a token may go to another expert; most must agree all the same. The rounding of
+    # these families makes a median of 0.005 to 0.016 (FSDP on the CPU, in both dtypes), wrong
+    # positions one of 0.03 to 0.05.
     gaps = torch.cat([(a - b).abs() for a, b in zip(scores, expected, strict=True)])
     assert float(gaps.median()) < (1e-3 if dtype == "float32" else 0.025)
     assert found["train/grad_norm"] == pytest.approx(
@@ -75,7 +92,9 @@ def test_gpu_and_cpu_agree(family: str, dtype: str, fused: bool, tmp_path: Path)
 @pytest.mark.parametrize("in_bf16", [False, True])
 def test_cpu_offload_takes_the_optimizer_off_the_gpu(in_bf16: bool, tmp_path: Path) -> None:
     """Twelve bytes a parameter leave the GPU, training and a resume are the same as without."""
-    path = save_tiny_qwen3(tmp_path / "model", hidden_size=1024, intermediate_size=4096, head_dim=64)
+    path = save_tiny_qwen3(
+        tmp_path / "model", hidden_size=1024, intermediate_size=4096, head_dim=64
+    )
     held, metrics, steps = {}, {}, {}
     for offload in (False, True):
         megatron = {"optimizer_cpu_offload": offload, "grad_reduce_in_bf16": in_bf16}
@@ -97,7 +116,10 @@ def test_cpu_offload_takes_the_optimizer_off_the_gpu(in_bf16: bool, tmp_path: Pa
             del again
         del backend
         leave_groups()
-    print(f"GPU memory: {held[False] / 2**20:.0f} MiB, with --optimizer-cpu-offload {held[True] / 2**20:.0f} MiB")
+    print(
+        f"GPU memory: {held[False] / 2**20:.0f} MiB, with --optimizer-cpu-offload "
+        f"{held[True] / 2**20:.0f} MiB"
+    )
     assert held[False] - held[True] > 0.95 * 12 * numel
     assert steps[True] == steps[False] == {2.0}
     for with_it, without in zip(metrics[True], metrics[False], strict=True):
@@ -110,4 +132,6 @@ def train(backend: Any, seed: int) -> tuple[float, float]:
 
 
 def test_the_measured_budget_predicts_the_memory_of_a_training_step(tmp_path: Path) -> None:
-    check_measured_budget(on_gpu(save_tiny_qwen3(tmp_path / "model", head_dim=64, **SHAPE), **FLAGS))
+    check_measured_budget(
+        on_gpu(save_tiny_qwen3(tmp_path / "model", head_dim=64, **SHAPE), **FLAGS)
+    )

@@ -1,6 +1,8 @@
-"""LoRA on Megatron's layers against FSDP on one rank: gradients of the factors, the reference, snapshots and files.
+"""LoRA on Megatron's layers against FSDP on one rank: gradients of the factors, the reference,
+snapshots and files.
 
-One launch of four processes runs every layout (``megatron_lora_ranks.py``); the tests below look at its results.
+One launch of four processes runs every layout (``megatron_lora_ranks.py``); the tests below look at
+its results.
 """
 
 from __future__ import annotations
@@ -40,9 +42,13 @@ Results = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The models, and for each set of flags an adapter with random factors that ``--load`` reads."""
+    """The models, and for each set of flags an adapter with random factors that ``--load``
+    reads.
+    """
     folder = tmp_path_factory.mktemp("megatron_lora")
-    found: dict[str, Path] = {name: save_family(name, folder / name) for name in sorted({x.model for x in PLAN})}
+    found: dict[str, Path] = {
+        name: save_family(name, folder / name) for name in sorted({x.model for x in PLAN})
+    }
     found["llama_reference"] = save_family("llama", folder / "llama_reference", seed=1)
     (folder / "output").mkdir()
     found["output"] = folder / "output"
@@ -64,7 +70,10 @@ def _random_adapter(layout: Layout, paths: dict[str, Path], folder: Path) -> Non
         for name, factors in adapter.factors().items()
     }
     for name in [name for name in random if ".experts." in name and name.endswith(".up_proj")]:
-        random[name] = Factors(random[name.replace(".up_proj", ".gate_proj")].a.clone(), random[name].b)  # one for both
+        # one for both
+        random[name] = Factors(
+            random[name.replace(".up_proj", ".gate_proj")].a.clone(), random[name].b
+        )
     write_adapter(folder, adapter.config(adapter.targets()), random)
 
 
@@ -82,16 +91,21 @@ def expected(paths: dict[str, Path], ranks: list[Results]) -> dict[Any, dict[str
         if layout.reference not in found:
             args = arguments(layout, paths, "fsdp")
             backend = make_backend(args, layout.role)
-            if layout.role == "critic":  # FSDP names its layers otherwise, so that they have other initial values
+            # FSDP names its layers otherwise, so that they have other initial values
+            if layout.role == "critic":
                 _take_factors(backend, result(ranks, layout, 0)["loaded"])
-            found[layout.reference] = results_of(backend, args, lambda seed, zero: rank_batch(seed, zero, 0, 1))
+            found[layout.reference] = results_of(
+                backend, args, lambda seed, zero: rank_batch(seed, zero, 0, 1)
+            )
     return found
 
 
 def _take_factors(backend: FsdpBackend, factors: dict[str, torch.Tensor]) -> None:
     assert backend.adapter is not None
     for name, layer in backend.adapter.layers.items():
-        layer.lora_A.data, layer.lora_B.data = (factors[x].clone() for x in factor_names(f"model.{name}"))
+        layer.lora_A.data, layer.lora_B.data = (
+            factors[x].clone() for x in factor_names(f"model.{name}")
+        )
 
 
 def result(ranks: list[Results], layout: Layout, rank: int) -> dict[str, Any]:
@@ -104,7 +118,9 @@ def result(ranks: list[Results], layout: Layout, rank: int) -> dict[str, Any]:
 def test_loss_and_gradients_of_both_factors_are_those_of_fsdp(
     layout: Layout, ranks: list[Results], expected: dict[Any, dict[str, Any]]
 ) -> None:
-    """The loaded or initial adapter is equal bit for bit. Gradients agree to 1e-5 of the largest of each factor."""
+    """The loaded or initial adapter is equal bit for bit. Gradients agree to 1e-5 of the largest of
+    each factor.
+    """
     reference = expected[layout.reference]
     prefix = "train/critic-" if layout.role == "critic" else "train/"
     if layout.role == "critic":
@@ -125,7 +141,10 @@ def test_loss_and_gradients_of_both_factors_are_those_of_fsdp(
 
 def _as_actor(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Add the part of the names that FSDP's critics lack."""
-    return {name.replace("base_model.model.", "base_model.model.model.", 1): x for name, x in factors.items()}
+    return {
+        name.replace("base_model.model.", "base_model.model.model.", 1): x
+        for name, x in factors.items()
+    }
 
 
 @pytest.mark.parametrize("layout", PLAN, ids=lambda layout: layout.name)
@@ -136,18 +155,26 @@ def test_only_the_adapter_is_trained_and_engines_get_what_fsdp_sends(
     found = [result(ranks, layout, rank) for rank in range(layout.world)]
     assert len({str(x[key]) for x in found for key in ("base", "base_after")}) == 1
     changed = [x["base_changed"] for x in found]
-    assert all(x == changed[0] and not x.items() & found[0]["base"].items() for x in changed), "each value counts"
+    assert all(x == changed[0] and not x.items() & found[0]["base"].items() for x in changed), (
+        "each value counts"
+    )
     for mine in found:
         if layout.role == "critic":
             wanted = _own(layout, mine, one["values"])
-            assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(mine["values"], wanted, strict=True))
+            assert all(
+                torch.allclose(a, b, rtol=0, atol=1e-5)
+                for a, b in zip(mine["values"], wanted, strict=True)
+            )
             continue
         assert mine["changing"] == one["changing"] and mine["sent"].keys() == one["sent"].keys()
         assert mine["targets"] == one["targets"], "the names in the adapter's files"
-        if layout.flags["lora_sync"] == "adapter":  # engines that have the base get the factors without a gather of it
+        # engines that have the base get the factors without a gather of it
+        if layout.flags["lora_sync"] == "adapter":
             assert mine["asked"] == [True, False]
             assert list(mine["alone"]) == [name for name in mine["sent"] if ".lora_" in name] != []
-            assert all(torch.equal(tensor, mine["sent"][name]) for name, tensor in mine["alone"].items())
+            assert all(
+                torch.equal(tensor, mine["sent"][name]) for name, tensor in mine["alone"].items()
+            )
         for name, tensor in one["sent"].items():
             torch.testing.assert_close(mine["sent"][name], tensor, rtol=0, atol=1e-6)
         for scores in {"log_probs", "ref"} & one.keys():
@@ -162,7 +189,9 @@ def _own(layout: Layout, mine: dict[str, Any], everyones: list[torch.Tensor]) ->
 
 
 @pytest.mark.parametrize(("overlapped", "plain"), LATER, ids=lambda layout: layout.name)
-def test_each_step_has_the_weights_of_the_one_before(ranks: list[Results], overlapped: Layout, plain: Layout) -> None:
+def test_each_step_has_the_weights_of_the_one_before(
+    ranks: list[Results], overlapped: Layout, plain: Layout
+) -> None:
     for rank in range(2):
         ours, theirs = (result(ranks, layout, rank)["later"] for layout in (overlapped, plain))
         for mine, wanted in zip(ours, theirs, strict=True):
@@ -171,15 +200,22 @@ def test_each_step_has_the_weights_of_the_one_before(ranks: list[Results], overl
 
 
 def test_weights_in_bfloat16() -> None:
-    """With the adapter added they stay so, and the base has no digest of the float32 values, which it does not have."""
+    """With the adapter added they stay so, and the base has no digest of the float32 values, which
+    it does not have.
+    """
     from slime.backends.megatron.lora import MegatronAdapter, ModelAdapters
 
     def named(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ((f"{name}.weight", torch.ones(4, 2, dtype=dtype)) for name in ("adapted", "other"))
+        yield from (
+            (f"{name}.weight", torch.ones(4, 2, dtype=dtype)) for name in ("adapted", "other")
+        )
 
     factors = {"adapted": Factors(torch.ones(1, 2), torch.full((4, 1), 0.25))}
     adapters: Any = SimpleNamespace(settings=LoraSettings(1, 2.0), whole=lambda: factors)
-    for dtype, digests in ((torch.bfloat16, {"bfloat16"}), (torch.float32, {"bfloat16", "float32"})):
+    for dtype, digests in (
+        (torch.bfloat16, {"bfloat16"}),
+        (torch.float32, {"bfloat16", "float32"}),
+    ):
         weights = dict(ModelAdapters.merge(adapters, named(dtype)))
         assert {x.dtype for x in weights.values()} == {dtype}
         assert (weights["adapted.weight"] == 1.5).all() and (weights["other.weight"] == 1).all()
@@ -187,7 +223,8 @@ def test_weights_in_bfloat16() -> None:
         assert MegatronAdapter.digests(adapter).keys() == digests
 
 
-# --- reference, snapshots and files ----------------------------------------------------------------
+# --- reference, snapshots and files
+# ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", KEPT, ids=lambda layout: layout.name)
@@ -203,7 +240,9 @@ def test_the_reference_is_the_base_bit_for_bit(layout: Layout, ranks: list[Resul
 def test_resume_is_exact(layout: Layout, ranks: list[Results]) -> None:
     for rank in range(layout.world):
         mine = result(ranks, layout, rank)
-        straight, resumed = ({k: v for k, v in mine[x].items() if "perf/" not in k} for x in ("straight", "resumed"))
+        straight, resumed = (
+            {k: v for k, v in mine[x].items() if "perf/" not in k} for x in ("straight", "resumed")
+        )
         assert straight == resumed
         assert all(torch.equal(x, mine["resumed_end"][name]) for name, x in mine["end"].items())
         assert not all(torch.equal(x, mine["saved"][name]) for name, x in mine["end"].items())
@@ -214,21 +253,38 @@ def test_resume_is_exact(layout: Layout, ranks: list[Results]) -> None:
 def test_snapshots_and_exports_hold_the_adapter(
     layout: Layout, ranks: list[Results], paths: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The export has the names and the configuration of FSDP's, and merges to the same model as the snapshot."""
+    """The export has the names and the configuration of FSDP's, and merges to the same model as the
+    snapshot.
+    """
     folder, saved = paths["output"] / str(PLAN.index(layout)), result(ranks, layout, 0)["saved"]
     stored = set(StoredTensors(folder / "iter_0000001" / "actor" / "torch_dist").shapes)
-    factors = {_fused(name.removeprefix("base_model.model.").removesuffix(".weight")) for name in saved}
-    moments = {f"optimizer.state.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in factors}
+    factors = {
+        _fused(name.removeprefix("base_model.model.").removesuffix(".weight")) for name in saved
+    }
+    moments = {
+        f"optimizer.state.{moment}.{name}"
+        for moment in ("exp_avg", "exp_avg_sq")
+        for name in factors
+    }
     assert stored == factors | moments
     written = load_file(str(folder / "adapter" / "adapter_model.safetensors"))
-    assert written.keys() == saved.keys() and all(torch.equal(x, saved[name]) for name, x in written.items())
+    assert written.keys() == saved.keys() and all(
+        torch.equal(x, saved[name]) for name, x in written.items()
+    )
     given = paths[adapter_key(layout)]
-    config, fsdp = (json.loads((path / "adapter_config.json").read_text()) for path in (folder / "adapter", given))
+    config, fsdp = (
+        json.loads((path / "adapter_config.json").read_text())
+        for path in (folder / "adapter", given)
+    )
     assert config == fsdp
     merge_lora(folder / "adapter", None, tmp_path / "merged")
     merge_lora(folder / "iter_0000001", None, tmp_path / "of_snapshot")
-    first, second = (load_file(str(tmp_path / x / "model.safetensors")) for x in ("merged", "of_snapshot"))
-    assert first.keys() == second.keys() and all(torch.equal(x, second[name]) for name, x in first.items())
+    first, second = (
+        load_file(str(tmp_path / x / "model.safetensors")) for x in ("merged", "of_snapshot")
+    )
+    assert first.keys() == second.keys() and all(
+        torch.equal(x, second[name]) for name, x in first.items()
+    )
 
 
 def _fused(name: str) -> str:
@@ -237,18 +293,25 @@ def _fused(name: str) -> str:
     return re.sub(r"\.experts\.\d+\.down_proj\.", ".experts.down_proj_lora.", name)
 
 
-def test_snapshots_of_experts_do_not_depend_on_the_layout(ranks: list[Results], paths: dict[str, Path]) -> None:
+def test_snapshots_of_experts_do_not_depend_on_the_layout(
+    ranks: list[Results], paths: dict[str, Path]
+) -> None:
     """Whole experts on each rank, or a part of each expert: the same tensors at the same places."""
     both = []
     for layout in OF_EXPERTS[1:3]:
         result(ranks, layout, 0)
-        stored = StoredTensors(paths["output"] / str(PLAN.index(layout)) / "iter_0000001" / "actor" / "torch_dist")
+        stored = StoredTensors(
+            paths["output"] / str(PLAN.index(layout)) / "iter_0000001" / "actor" / "torch_dist"
+        )
         names = [name for name in stored.shapes if ".experts." in name]
         values = {name: torch.empty(stored.shapes[name]) for name in names}
-        stored.read([TensorShard(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in values.items()])
+        stored.read(
+            [TensorShard(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in values.items()]
+        )
         both.append(values)
     divided, whole = both
-    assert divided.keys() == whole.keys() and len(whole) == 4 * 4 * 3  # layers, factors, moments and values
+    # layers, factors, moments and values
+    assert divided.keys() == whole.keys() and len(whole) == 4 * 4 * 3
     for name, tensor in whole.items():
         # By norms: where a gradient is near zero, Adam makes a whole step of its rounding.
         assert (divided[name] - tensor).norm() <= 1e-2 * tensor.norm() > 0, name
@@ -257,13 +320,27 @@ def test_snapshots_of_experts_do_not_depend_on_the_layout(ranks: list[Results], 
 @pytest.mark.parametrize(
     ("family", "exclude", "said"),
     [
-        ("gpt_oss", (), r"has the experts of a layer as model\.layers\.0\.mlp\.experts\.gate_up_proj"),
-        ("minimax_m2", (), r"experts\.\{expert\}\.w1\.weight, .*w3\.weight, and with --train-backend megatron only"),
+        (
+            "gpt_oss",
+            (),
+            r"has the experts of a layer as model\.layers\.0\.mlp\.experts\.gate_up_proj",
+        ),
+        (
+            "minimax_m2",
+            (),
+            r"experts\.\{expert\}\.w1\.weight, .*w3\.weight, and with --train-backend megatron only",
+        ),
         ("qwen3", (), "selects nothing, because no decoder layer has routed experts"),
-        ("qwen3_moe", ("experts",), r"'experts' selects model\.layers\.0\.mlp\.experts, but .* of all layers"),
+        (
+            "qwen3_moe",
+            ("experts",),
+            r"'experts' selects model\.layers\.0\.mlp\.experts, but .* of all layers",
+        ),
     ],
 )
-def test_experts_that_cannot_have_adapters(family: str, exclude: tuple[str, ...], said: str) -> None:
+def test_experts_that_cannot_have_adapters(
+    family: str, exclude: tuple[str, ...], said: str
+) -> None:
     from slime.backends.megatron.lora_experts import expert_weights
 
     config = CONFIGS[family]

@@ -1,7 +1,7 @@
 """The converters: Hugging Face → torch_dist → Hugging Face, and back from what training saved.
 
-They run in processes that have imported what they need; ``command`` starts one as a user does. The commands of
-``tests/e2e/test_seed_conversions.py`` are typed.
+They run in processes that have imported what they need; ``command`` starts one as a user does. The
+commands of ``tests/e2e/test_seed_conversions.py`` are typed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,27 @@ def run(*words: object, ranks: int = 1) -> None:
         folder = Path(name)
         run_ranks("tool_ranks:script", ranks, list(map(str, words)), ranks, folder)
         said = "".join(file.read_text() for file in sorted(folder.glob("*.txt")))
-        assert [(folder / f"{rank}.code").read_text() for rank in range(ranks)] == ["0"] * ranks, said
+        assert [(folder / f"{rank}.code").read_text() for rank in range(ranks)] == ["0"] * ranks, (
+            said
+        )
 
 
 def command(*words: object, ranks: int) -> None:
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CPU_SITE), os.environ.get("PYTHONPATH")]))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run([*launcher, *map(str, words)], capture_output=True, text=True, env=environment, timeout=300)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(CPU_SITE), os.environ.get("PYTHONPATH")])
+    )
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
+    done = subprocess.run(
+        [*launcher, *map(str, words)], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -53,14 +66,32 @@ def assert_same_tensors(left: Path, right: Path) -> None:
         assert torch.equal(a.get(name), b.get(name)), name
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", *(pytest.param(x, marks=pytest.mark.long) for x in ("qwen3", "glm4"))])
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", *(pytest.param(x, marks=pytest.mark.long) for x in ("qwen3", "glm4"))]
+)
 def test_there_and_back_is_exact(family: str, tmp_path: Path) -> None:
     source = save_family(family, tmp_path / "hf")
     flags = ["--num-layers", CONFIGS[family].num_hidden_layers, "--tensor-model-parallel-size", 2]
     to = CHECKOUT / "tools" / "convert_hf_to_torch_dist.py"
     back = CHECKOUT / "tools" / "convert_torch_dist_to_hf.py"
-    run(to, *flags, "--hf-checkpoint", source, "--save", tmp_path / "dist", ranks=2 if family == "glm4_moe" else 1)
-    run(back, "--input-dir", tmp_path / "dist", "--output-dir", tmp_path / "again", "--origin-hf-dir", source)
+    run(
+        to,
+        *flags,
+        "--hf-checkpoint",
+        source,
+        "--save",
+        tmp_path / "dist",
+        ranks=2 if family == "glm4_moe" else 1,
+    )
+    run(
+        back,
+        "--input-dir",
+        tmp_path / "dist",
+        "--output-dir",
+        tmp_path / "again",
+        "--origin-hf-dir",
+        source,
+    )
     assert_same_tensors(source, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == family
 
@@ -78,14 +109,26 @@ def test_the_trainer_reads_a_quantized_checkpoint_as_plain_weights(tmp_path: Pat
     run(CHECKOUT / "tools" / "convert_to_hf.py", *flags, *out, ranks=2)
     got = HfFolder(tmp_path / "out")
     assert set(got.shapes()) == set(expected.shapes()) and not got.is_quantized
-    assert all(torch.equal(got.get(name).float(), expected.get(name).float()) for name in got.shapes())
+    assert all(
+        torch.equal(got.get(name).float(), expected.get(name).float()) for name in got.shapes()
+    )
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    out = ["--tensor-model-parallel-size", 2, "--output-dir", tmp_path / "again", "--save-hf-dtype", "source"]
+    out = [
+        "--tensor-model-parallel-size",
+        2,
+        "--output-dir",
+        tmp_path / "again",
+        "--save-hf-dtype",
+        "source",
+    ]
     run(CHECKOUT / "tools" / "convert_to_hf.py", *flags, *out, ranks=2)
     again = read_tensors(tmp_path / "again")
     assert set(again) == set(tensors)
     assert all(torch.equal(again[name].float(), tensor.float()) for name, tensor in tensors.items())
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"] == quantization
+    assert (
+        json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+        == quantization
+    )
 
 
 def test_flags_of_another_model_are_named(tmp_path: Path) -> None:
@@ -98,23 +141,60 @@ def test_flags_of_another_model_are_named(tmp_path: Path) -> None:
 
 
 def test_training_reads_it_and_what_it_saves_is_converted(tmp_path: Path) -> None:
-    """``--ref-load`` names converted weights: TP2 starts from them; its snapshot, and that of FSDP, convert back."""
+    """``--ref-load`` names converted weights: TP2 starts from them; its snapshot, and that of FSDP,
+    convert back.
+    """
     source = save_family("qwen3_moe", tmp_path / "hf")
-    run(CHECKOUT / "tools" / "convert_hf_to_torch_dist.py", "--hf-checkpoint", source, "--save", tmp_path / "dist")
+    run(
+        CHECKOUT / "tools" / "convert_hf_to_torch_dist.py",
+        "--hf-checkpoint",
+        source,
+        "--save",
+        tmp_path / "dist",
+    )
     other = save_family("qwen3_moe", tmp_path / "other", seed=1)
-    run_ranks("tool_ranks:worker", 2, {"checkpoint": other, "converted": tmp_path / "dist", "output": tmp_path})
+    run_ranks(
+        "tool_ranks:worker",
+        2,
+        {"checkpoint": other, "converted": tmp_path / "dist", "output": tmp_path},
+    )
     back = CHECKOUT / "tools" / "convert_torch_dist_to_hf.py"
-    run(back, "--input-dir", tmp_path / "untrained", "--output-dir", tmp_path / "again", "--origin-hf-dir", source)
+    run(
+        back,
+        "--input-dir",
+        tmp_path / "untrained",
+        "--output-dir",
+        tmp_path / "again",
+        "--origin-hf-dir",
+        source,
+    )
     assert_same_tensors(source, tmp_path / "again")
-    run(back, "--input-dir", tmp_path / "trained", "--output-dir", tmp_path / "result", "--origin-hf-dir", source)
+    run(
+        back,
+        "--input-dir",
+        tmp_path / "trained",
+        "--output-dir",
+        tmp_path / "result",
+        "--origin-hf-dir",
+        source,
+    )
     assert_same_tensors(tmp_path / "exported", tmp_path / "result")
 
     # --ckpt-format torch: the trainer itself reads it, under its own layout
-    flags = ["--hf-checkpoint", source, "--train-backend", "megatron", "--tensor-model-parallel-size", 2]
+    flags = [
+        "--hf-checkpoint",
+        source,
+        "--train-backend",
+        "megatron",
+        "--tensor-model-parallel-size",
+        2,
+    ]
     command(
         CHECKOUT / "tools" / "convert_to_hf.py", *flags, "--load", tmp_path / "trained_torch",
         "--output-dir", tmp_path / "by_trainer", ranks=2,
     )  # fmt: skip
     assert_same_tensors(tmp_path / "exported", tmp_path / "by_trainer")
-    with pytest.raises(AssertionError, match=r"saved with --ckpt-format torch.*tools/convert_to_hf\.py"):
+    with pytest.raises(
+        AssertionError, match=r"saved with --ckpt-format torch.*tools/convert_to_hf\.py"
+    ):
         run(back, "--input-dir", tmp_path / "trained_torch", "--output-dir", tmp_path / "never")

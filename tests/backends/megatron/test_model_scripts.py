@@ -24,14 +24,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 @pytest.mark.parametrize("script", scripts(), ids=lambda path: path.stem)
 def test_the_model_of_a_script_builds(script: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Names and shapes that come out of the weight map are those of transformers' own model (experts are one
-    tensor each on disk, fused in memory)."""
+    """Names and shapes that come out of the weight map are those of transformers' own model
+    (experts are one tensor each on disk, fused in memory)."""
     found = results[script.stem]
     assert "error" not in found, found["error"]
     config = reduced_config(script)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    ours, theirs = dict(found), {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    ours, theirs = (
+        dict(found),
+        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+    )
     if config.tie_word_embeddings:
         theirs.pop("lm_head.weight")
     experts = [name for name in ours if re.search(r"\.experts\.\d+\.", name)]

@@ -27,7 +27,10 @@ def test_heads_turn_as_megatron_turns_them(interleaved: bool, size: int) -> None
     q, k = torch.randn(7, 4, 16), torch.randn(7, 2, 16)
     angles = torch.randn(7, 1, size // 2)
     angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
-    theirs = [_apply_rotary_pos_emb_bshd(x.unsqueeze(1), angles.unsqueeze(1), interleaved).squeeze(1) for x in (q, k)]
+    theirs = [
+        _apply_rotary_pos_emb_bshd(x.unsqueeze(1), angles.unsqueeze(1), interleaved).squeeze(1)
+        for x in (q, k)
+    ]
     ours = turn_heads(q, k, angles.cos(), angles.sin(), interleaved)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -61,7 +64,9 @@ def test_the_middle_of_an_mlp_is_made_again_and_not_kept() -> None:
         before = len(made)
         (out**2).sum().backward()
         assert (made[0] in kept) is not remade
-        return [tensor.grad for tensor in (x, up, down) if tensor.grad is not None], len(made) - before
+        return [tensor.grad for tensor in (x, up, down) if tensor.grad is not None], len(
+            made
+        ) - before
 
     plain, none = gradients(remade=False)
     remade, once = gradients(remade=True)
@@ -70,7 +75,9 @@ def test_the_middle_of_an_mlp_is_made_again_and_not_kept() -> None:
 
 
 def test_what_gpt_oss_cannot_have_is_refused() -> None:
-    """Another factor in its activation, and expert tensor parallelism, which megatron-core lacks for biases."""
+    """Another factor in its activation, and expert tensor parallelism, which megatron-core lacks
+    for biases.
+    """
     prepare()
     config, family = CONFIGS["gpt_oss"].to_dict(), get_family("gpt_oss")
     with pytest.raises(ValueError, match=r"swiglu_alpha 2\.0 .* use --train-backend fsdp"):
@@ -84,7 +91,12 @@ def test_a_norm_over_all_heads_needs_a_key_head_for_each_rank() -> None:
     prepare()
     settings = get_family("minimax_m2").settings(CONFIGS["minimax_m2"].to_dict())
     args = make_args("model")
-    assert transformer_config(args, settings, ParallelLayout(2, tp=2), torch.device("cpu")).num_query_groups == 2
+    assert (
+        transformer_config(
+            args, settings, ParallelLayout(2, tp=2), torch.device("cpu")
+        ).num_query_groups
+        == 2
+    )
     with pytest.raises(MegatronError, match=r"--tensor-model-parallel-size 4: .* at most 2"):
         transformer_config(args, settings, ParallelLayout(4, tp=4), torch.device("cpu"))
 
@@ -92,11 +104,17 @@ def test_a_norm_over_all_heads_needs_a_key_head_for_each_rank() -> None:
 def test_the_gate_of_shared_experts_is_not_read_before_it_is_there() -> None:
     prepare()
     config = CONFIGS["qwen3_next"].to_dict()
-    shape = NEUTRAL | get_family("qwen3_next").settings(config) | {"moe_shared_expert_overlap": True}
+    shape = (
+        NEUTRAL | get_family("qwen3_next").settings(config) | {"moe_shared_expert_overlap": True}
+    )
     args = make_args("model")
     transformer_config(args, shape, ParallelLayout(), torch.device("cpu"))
-    with pytest.raises(MegatronError, match=r"--moe-shared-expert-overlap and --overlap-param-gather"):
-        transformer_config(args, shape | {"overlap_param_gather": True}, ParallelLayout(), torch.device("cpu"))
+    with pytest.raises(
+        MegatronError, match=r"--moe-shared-expert-overlap and --overlap-param-gather"
+    ):
+        transformer_config(
+            args, shape | {"overlap_param_gather": True}, ParallelLayout(), torch.device("cpu")
+        )
 
 
 def test_layers_that_more_ranks_than_heads_would_divide_are_refused() -> None:
@@ -104,10 +122,16 @@ def test_layers_that_more_ranks_than_heads_would_divide_are_refused() -> None:
     assert not_divided(config, ParallelLayout(4, tp=2, cp=2)) is None
     assert not_divided(CONFIGS["llama"].to_dict(), ParallelLayout(8, tp=8)) is None
     problem = not_divided(config, ParallelLayout(8, tp=4, cp=2))
-    assert problem is not None and "4 key heads" in problem and "4 · 2 must be a divisor of 4" in problem
+    assert (
+        problem is not None
+        and "4 key heads" in problem
+        and "4 · 2 must be a divisor of 4" in problem
+    )
 
 
 def test_flags_add_no_window_to_a_model_without_one() -> None:
     config = CONFIGS["llama"]
-    with pytest.raises(MegatronError, match=r"--window-size \[4, 0\], but config.json specifies None"):
+    with pytest.raises(
+        MegatronError, match=r"--window-size \[4, 0\], but config.json specifies None"
+    ):
         merged_settings({"window_size": [4, 0]}, "folder", get_family("llama"), config)

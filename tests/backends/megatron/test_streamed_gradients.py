@@ -1,4 +1,6 @@
-"""Gradients that become float32 a piece at a time, for main parameters on their own device or in CPU memory."""
+"""Gradients that become float32 a piece at a time, for main parameters on their own device or in
+CPU memory.
+"""
 
 from __future__ import annotations
 
@@ -32,4 +34,6 @@ def test_pieces_give_what_all_at_once_gives(megatron: dict[str, Any], tmp_path: 
 
 
 def test_a_share_of_the_main_parameters_moves(tmp_path: Path) -> None:
-    run_ranks("streamed_ranks:moved_shares", 1, save_family("qwen3", tmp_path / "model"), seconds=300)
+    run_ranks(
+        "streamed_ranks:moved_shares", 1, save_family("qwen3", tmp_path / "model"), seconds=300
+    )

@@ -69,7 +69,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SMALL | dict(head_dim=12, tie_word_embeddings=True)),
     "qwen3_moe": Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=4, norm_topk_prob=True),
     "qwen3_moe_sparse": Qwen3MoeConfig(
-        **SMALL, **EXPERTS, num_experts=4, norm_topk_prob=False, mlp_only_layers=[1], decoder_sparse_step=1
+        **SMALL,
+        **EXPERTS,
+        num_experts=4,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+        decoder_sparse_step=1,
     ),
     "glm4": Glm4Config(**SMALL, attention_bias=True, partial_rotary_factor=0.5),
     "glm4_moe": Glm4MoeConfig(
@@ -85,7 +90,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 
-LATENT: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")} | dict(
+LATENT: dict[str, Any] = {
+    k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")
+} | dict(
     **EXPERTS,
     num_key_value_heads=4,
     kv_lora_rank=8,
@@ -122,15 +129,24 @@ CONFIGS |= {
         mlp_layer_types=["dense", "sparse", "dense", "sparse"],
     ),
 }
-YARN: dict[str, Any] = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
+YARN: dict[str, Any] = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16
+)
 CONFIGS |= {
     "qwen3_yarn": Qwen3Config(**SMALL, rope_parameters=YARN),
     "glm4_yarn": Glm4Config(
         **SMALL | dict(head_dim=16),
         attention_bias=True,
-        rope_parameters={**YARN, "attention_factor": 1.3, "beta_fast": 16, "partial_rotary_factor": 0.5},
+        rope_parameters={
+            **YARN,
+            "attention_factor": 1.3,
+            "beta_fast": 16,
+            "partial_rotary_factor": 0.5,
+        },
     ),
-    "llama_linear": LlamaConfig(**SMALL, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)),
+    "llama_linear": LlamaConfig(
+        **SMALL, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)
+    ),
 }
 # a window shorter than the samples
 CONFIGS |= {
@@ -152,14 +168,17 @@ CONFIGS["gpt_oss"] = GptOssConfig(
     rope_parameters={**YARN, "rope_theta": 150000.0, "truncate": False},
 )
 MINIMAX: dict[str, Any] = SMALL | dict(
-    num_experts_per_tok=2, num_local_experts=4, rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)
+    num_experts_per_tok=2,
+    num_local_experts=4,
+    rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5),
 )
 CONFIGS |= {
     "minimax_m2": MiniMaxM2Config(**MINIMAX),
     "minimax_m2_tied": MiniMaxM2Config(**MINIMAX | dict(tie_word_embeddings=True)),
 }
 DELTA_NET: dict[str, Any] = SMALL | dict(
-    initializer_range=0.05,  # with larger weights, a state of several tokens amplifies rounding above the tolerances
+    # with larger weights, a state of several tokens amplifies rounding above the tolerances
+    initializer_range=0.05,
     layer_types=["linear_attention", "full_attention"] * 2,
     linear_num_key_heads=4,
     linear_num_value_heads=8,
@@ -193,13 +212,16 @@ NO_HEAD_DIM: dict[str, Any] = {name: value for name, value in SMALL.items() if n
 CONFIGS |= {
     "phi3": Phi3Config(**NO_HEAD_DIM, sliding_window=5),
     "phi3_partial": Phi3Config(
-        **NO_HEAD_DIM | TIED, rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+        **NO_HEAD_DIM | TIED,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
     "olmo3": Olmo3Config(
         **NO_HEAD_DIM,
         layer_types=GEMMA["layer_types"],
         sliding_window=5,
-        rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)),
+        rope_parameters=dict(
+            full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)
+        ),
     ),
     "olmo3_tied": Olmo3Config(**NO_HEAD_DIM | TIED, sliding_window=5),
     "granite": GraniteConfig(
@@ -234,4 +256,8 @@ def save_family(name: str, path: Path, seed: int = 0) -> Path:
 
 
 def _trained_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return [
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    ]

@@ -1,4 +1,6 @@
-"""What the ranks of ``test_megatron_tools.py`` run: converters, and a training that starts from converted weights."""
+"""What the ranks of ``test_megatron_tools.py`` run: converters, and a training that starts from
+converted weights.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,19 @@ from megatron_ranks import TP, Layout, make_arguments, rank_batch
 
 
 def script(rank: int, ports: Any, words: list[str], ranks: int, folder: Path) -> None:
-    """Run a script with its arguments as torchrun does; what it prints, and how it ended, are files of ``folder``."""
+    """Run a script with its arguments as torchrun does; what it prints, and how it ended, are files
+    of ``folder``.
+    """
     variables = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_PORT=ports.get(0))
     os.environ |= {name: str(value) for name, value in variables.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     sys.argv = words
     code: Any = 0
-    with (folder / f"{rank}.txt").open("w", buffering=1) as said, redirect_stdout(said), redirect_stderr(said):
+    with (
+        (folder / f"{rank}.txt").open("w", buffering=1) as said,
+        redirect_stdout(said),
+        redirect_stderr(said),
+    ):
         try:
             runpy.run_path(words[0], run_name="__main__")
         except SystemExit as end:
@@ -53,4 +61,9 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
 
     from user_hooks import CALLS
 
-    assert CALLS == [("init", True), ("log_prob", "ref_"), ("log_prob", ""), ("step", (0, 0, 1, 0))], CALLS
+    assert CALLS == [
+        ("init", True),
+        ("log_prob", "ref_"),
+        ("log_prob", ""),
+        ("step", (0, 0, 1, 0)),
+    ], CALLS

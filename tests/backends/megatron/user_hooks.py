@@ -15,11 +15,17 @@ def before_log_prob(args: Any, model: Any, prefix: str) -> None:
     CALLS.append(("log_prob", prefix))
 
 
-def before_step(args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any) -> None:
+def before_step(
+    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any
+) -> None:
     CALLS.append(("step", (rollout_id, step_id, len(model), scheduler.num_steps)))
 
 
-def loss_with_metric_of_some(args: Any, batch: dict[str, Any], logits: Any, mean: Any) -> tuple[Any, dict[str, Any]]:
-    """A custom loss with a metric for the samples of group 0 only, which some micro-batches do not have."""
+def loss_with_metric_of_some(
+    args: Any, batch: dict[str, Any], logits: Any, mean: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A custom loss with a metric for the samples of group 0 only, which some micro-batches do not
+    have.
+    """
     loss = mean(-batch["current_log_probs"])
     return loss, {"of_group_0": loss.detach()} if 0 in batch["group_indices"] else {}

@@ -1,4 +1,6 @@
-"""A tiny model with a tokenizer that merges across turns, the run's arguments, and an engine with a script."""
+"""A tiny model with a tokenizer that merges across turns, the run's arguments, and an engine with a
+script.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ CHAT = (
     "{% if tools %}[{% for t in tools %}{{ t.function.name }} {% endfor %}]{% endif %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
 )
-_CORPUS = ["the user and the assistant say end of turn <|user|> <|assistant|> the answer is a number"] * 8
+_CORPUS = [
+    "the user and the assistant say end of turn <|user|> <|assistant|> the answer is a number"
+] * 8
 
 
 def make_tokenizer(template: str = CHAT, specials: tuple[str, ...] = ("<|end|>",)) -> Any:
-    """A byte-level BPE with merges. The role headers are plain text, so merges reach from a turn into the next."""
+    """A byte-level BPE with merges. The role headers are plain text, so merges reach from a turn
+    into the next.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -31,10 +37,15 @@ def make_tokenizer(template: str = CHAT, specials: tuple[str, ...] = ("<|end|>",
     inner.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<pad>", *specials], show_progress=False
+        vocab_size=400,
+        initial_alphabet=alphabet,
+        special_tokens=["<pad>", *specials],
+        show_progress=False,
     )
     inner.train_from_iterator([word for text in _CORPUS for word in (text, *text.split())], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=specials[0], pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=specials[0], pad_token="<pad>"
+    )
     tokenizer.chat_template = template
     return tokenizer
 
@@ -68,10 +79,11 @@ def arguments(folder: Path, url: str = "http://127.0.0.1:1", **more: Any) -> Arg
 
 
 class ScriptedEngine:
-    """``POST /generate`` that says what its script says, for outputs that a random model never makes.
+    """``POST /generate`` that says what its script says, for outputs that a random model never
+    makes.
 
-    A script's entry is a text, or ``(text, finish_reason)``; without a finish the turn ends with ``<|end|>``. A number
-    as finish is the status of a refusal; None as an entry never answers.
+    A script's entry is a text, or ``(text, finish_reason)``; without a finish the turn ends with
+    ``<|end|>``. A number as finish is the status of a refusal; None as an entry never answers.
     """
 
     def __init__(self, tokenizer: Any, script: list[Any]) -> None:
@@ -104,7 +116,10 @@ class ScriptedEngine:
             return web.json_response({"error": {"message": text}}, status=finish)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if finish is None:
-            ids, finish = [*ids, self.tokenizer.eos_token_id], {"type": "stop", "matched": self.tokenizer.eos_token_id}
+            ids, finish = (
+                [*ids, self.tokenizer.eos_token_id],
+                {"type": "stop", "matched": self.tokenizer.eos_token_id},
+            )
         if not body.get("stream"):
             return web.json_response(self.answer(text, ids, finish, body))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -118,7 +133,9 @@ class ScriptedEngine:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def answer(self, text: str, ids: list[int], finish: Any, body: dict[str, Any]) -> dict[str, Any]:
+    def answer(
+        self, text: str, ids: list[int], finish: Any, body: dict[str, Any]
+    ) -> dict[str, Any]:
         scored = [[-0.5 - i / 64, token, None] for i, token in enumerate(ids)]
         meta = {"output_token_logprobs": scored, "finish_reason": finish, "weight_version": str(len(self.bodies)),
                 "prompt_tokens": len(body["input_ids"]), "completion_tokens": len(ids), "cached_tokens": 0}  # fmt: skip

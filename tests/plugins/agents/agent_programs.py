@@ -19,7 +19,9 @@ async def two_turns(task: Any) -> float:
     async with AsyncOpenAI(base_url=task.openai_base_url, api_key=task.api_key) as client:
         messages: list[Any] = list(QUESTION)
         for _ in range(2):
-            answer = await client.chat.completions.create(model=task.model, messages=messages, max_tokens=8)
+            answer = await client.chat.completions.create(
+                model=task.model, messages=messages, max_tokens=8
+            )
             messages += [answer.choices[0].message, {"role": "user", "content": "another"}]
     return 0.25
 
@@ -38,7 +40,9 @@ async def blocking(task: Any) -> None:
 
     with Anthropic(base_url=task.anthropic_base_url, api_key=task.api_key) as client:
         for word in ("one", "two"):
-            client.messages.create(model=task.model, messages=[{"role": "user", "content": word}], max_tokens=8)
+            client.messages.create(
+                model=task.model, messages=[{"role": "user", "content": word}], max_tokens=8
+            )
 
 
 async def hangs_on_odd(task: Any) -> float:
@@ -73,7 +77,10 @@ async def too_much(task: Any) -> float:
         messages: list[Any] = list(QUESTION)
         while True:
             answer = await client.chat.completions.create(model=task.model, messages=messages)
-            messages += [answer.choices[0].message, {"role": "user", "content": "a long story " * 20}]
+            messages += [
+                answer.choices[0].message,
+                {"role": "user", "content": "a long story " * 20},
+            ]
 
 
 def main(name: str) -> None:
@@ -85,7 +92,9 @@ def main(name: str) -> None:
     from openai import OpenAI
 
     with OpenAI() as client:  # all from the environment
-        client.chat.completions.create(model=os.environ["SLIME_MODEL"], messages=QUESTION, max_tokens=8)  # type: ignore[arg-type]
+        client.chat.completions.create(
+            model=os.environ["SLIME_MODEL"], messages=QUESTION, max_tokens=8
+        )  # type: ignore[arg-type]
     task = json.loads(os.environ["SLIME_TASK"])
     print("x" * 200_000)
     print(json.dumps({"reward": float(task["label"]) / 2}))

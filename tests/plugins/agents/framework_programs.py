@@ -1,4 +1,6 @@
-"""Programs on agent frameworks that call tools: ``python framework_programs.py NAME``. slime is not imported here."""
+"""Programs on agent frameworks that call tools: ``python framework_programs.py NAME``. slime is not
+imported here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def add(a: int, b: int) -> int:
 
 
 async def sdk_tools(stream: bool = False) -> str:
-    """A triage agent of the OpenAI Agents SDK that hands over to an agent with a tool, over Chat Completions."""
+    """A triage agent of the OpenAI Agents SDK that hands over to an agent with a tool, over Chat
+    Completions.
+    """
     from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
 
     set_tracing_disabled(True)

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 from make_args import rule_problems
 
-from slime.config.agent import REASONING_PARSERS, TOOL_PARSERS, check_parsers, choose_parser, sglang_parsers
+from slime.config.agent import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    check_parsers,
+    choose_parser,
+    sglang_parsers,
+)
 from slime.config.args import Args
 from slime.config.hf_config import read_chat_template
 from slime.config.resolve import resolve_defaults
@@ -31,7 +37,10 @@ from slime.plugins.agents.tool_parsers import tool_parser
             {"custom_generate_function_path": "slime.plugins.agents.rollout.generate"},
             "--agent-function-path or --agent-command",
         ),
-        ({"agent_command": "a", "agent_function_path": "b:c"}, "--agent-function-path b:c and --agent-command a"),
+        (
+            {"agent_command": "a", "agent_function_path": "b:c"},
+            "--agent-function-path b:c and --agent-command a",
+        ),
     ],
 )
 def test_flags(flags: dict[str, Any], problem: str | None) -> None:
@@ -48,7 +57,9 @@ def test_the_checks_know_the_names_of_all_parsers() -> None:
     assert set(REASONING_PARSERS) == TAGS.keys()
 
 
-@pytest.mark.parametrize("name", ["auto", *TOOL_PARSERS, "slime.plugins.agents.tool_formats.Hermes"])
+@pytest.mark.parametrize(
+    "name", ["auto", *TOOL_PARSERS, "slime.plugins.agents.tool_formats.Hermes"]
+)
 def test_parsers_that_exist_are_accepted(name: str) -> None:
     assert check_parsers(Args(agent_tool_parser=name)) == []
     assert tool_parser(choose_parser(name, "", None)).parse("no call") == ("no call", [])
@@ -63,12 +74,23 @@ def test_reasoning_parsers_that_exist_are_accepted(name: str) -> None:
     ("flags", "parts"),
     [
         ({"agent_tool_parser": "qwen26"}, ("--agent-tool-parser qwen26", *TOOL_PARSERS)),
-        ({"agent_tool_parser": "slime.plugins.agents.tool_formats.Hermss"}, ("--agent-tool-parser", "has no 'Hermss'")),
-        ({"agent_tool_parser": "slime.plugins.agents.tool_formats.FORMATS"}, ("it is a dict, not a function",)),
-        ({"agent_reasoning_parser": "qwen4"}, ("--agent-reasoning-parser qwen4", "auto", *REASONING_PARSERS)),
+        (
+            {"agent_tool_parser": "slime.plugins.agents.tool_formats.Hermss"},
+            ("--agent-tool-parser", "has no 'Hermss'"),
+        ),
+        (
+            {"agent_tool_parser": "slime.plugins.agents.tool_formats.FORMATS"},
+            ("it is a dict, not a function",),
+        ),
+        (
+            {"agent_reasoning_parser": "qwen4"},
+            ("--agent-reasoning-parser qwen4", "auto", *REASONING_PARSERS),
+        ),
     ],
 )
-def test_a_parser_that_does_not_exist_is_found_before_the_start(flags: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_a_parser_that_does_not_exist_is_found_before_the_start(
+    flags: dict[str, Any], parts: tuple[str, ...]
+) -> None:
     (problem,) = check_parsers(Args(**flags))
     assert all(part in problem for part in parts), problem
 
@@ -79,7 +101,12 @@ MARKED = "{% if tools %}<tool_call>{% endif %}"
 @pytest.mark.parametrize(
     ("model_type", "template", "flags", "parts"),
     [
-        ("deepseek_v32", "{{ tools }}", {}, ("--agent-tool-parser auto", "deepseek_v32", "SGLang", "deepseekv31")),
+        (
+            "deepseek_v32",
+            "{{ tools }}",
+            {},
+            ("--agent-tool-parser auto", "deepseek_v32", "SGLang", "deepseekv31"),
+        ),
         ("deepseek_v32", MARKED, {}, ()),
         ("deepseek_v32", "{{ tools }}", {"agent_tool_parser": "deepseekv31"}, ()),
         ("llama", "{{ tools }}", {}, ()),
@@ -123,13 +150,19 @@ def test_the_chat_template_is_read_as_transformers_does(tmp_path: Path, kind: st
         file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": named}))
     loaded = str(AutoTokenizer.from_pretrained(tmp_path).chat_template)
     read = read_chat_template(str(tmp_path))
-    assert MARKED in loaded and read is not None and MARKED in read and ("plain" in read) == ("plain" in loaded)
+    assert (
+        MARKED in loaded
+        and read is not None
+        and MARKED in read
+        and ("plain" in read) == ("plain" in loaded)
+    )
     (tmp_path / "tokenizer_config.json").unlink()
     assert read_chat_template(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize(
-    ("value", "reward"), [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (None, None), ({"a": 1}, {"a": 1})]
+    ("value", "reward"),
+    [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (None, None), ({"a": 1}, {"a": 1})],
 )
 def test_rewards(value: Any, reward: Any) -> None:
     assert reward_of(value, "f") == reward
@@ -140,7 +173,9 @@ def test_what_is_no_reward_is_an_error() -> None:
         reward_of("1.0", "mine.py")
 
 
-def test_both_client_libraries_find_the_endpoint_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_client_libraries_find_the_endpoint_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from anthropic import Anthropic
     from openai import OpenAI
 
@@ -148,10 +183,15 @@ def test_both_client_libraries_find_the_endpoint_in_the_environment(monkeypatch:
     for name, value in task.environment().items():
         monkeypatch.setenv(name, value)
     assert str(OpenAI().base_url).rstrip("/") == task.openai_base_url and OpenAI().api_key == "x"
-    assert str(Anthropic().base_url).rstrip("/") == task.anthropic_base_url and Anthropic().api_key == "x"
+    assert (
+        str(Anthropic().base_url).rstrip("/") == task.anthropic_base_url
+        and Anthropic().api_key == "x"
+    )
 
 
 def test_an_sglang_without_the_registry_of_parsers_adds_none() -> None:
-    """Another release may keep it elsewhere: a wrong name is then told as one, without a traceback."""
+    """Another release may keep it elsewhere: a wrong name is then told as one, without a
+    traceback.
+    """
     assert sglang_parsers("json.decoder", "JSONDecoder.DetectorMap") == {}
     assert sglang_parsers("no_such_module", "X") == {}

@@ -1,6 +1,8 @@
-"""Programs on agent frameworks, as they are, against the endpoint: real packages, an engine with a script.
+"""Programs on agent frameworks, as they are, against the endpoint: real packages, an engine with a
+script.
 
-The packages are in an environment of their own, since their pins conflict with those of slime's tests:
+The packages are in an environment of their own, since their pins conflict with those of slime's
+tests:
 ``scripts/test_agents.sh`` makes it. Without it (``SLIME_AGENTS_PYTHON``), the tests are skipped.
 """
 
@@ -22,7 +24,9 @@ PYTHON = os.environ.get("SLIME_AGENTS_PYTHON", "")
 CHECKOUT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.skipif(not PYTHON, reason="SLIME_AGENTS_PYTHON names no environment: bash scripts/test_agents.sh"),
+    pytest.mark.skipif(
+        not PYTHON, reason="SLIME_AGENTS_PYTHON names no environment: bash scripts/test_agents.sh"
+    ),
 ]
 
 
@@ -41,31 +45,50 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def play(checkpoint: Path, command: str, script: list[Any], **more: Any) -> tuple[list[Sample], list[str]]:
-    """One run of a command, in which the model says these texts: its samples, and the prompts of its requests."""
+async def play(
+    checkpoint: Path, command: str, script: list[Any], **more: Any
+) -> tuple[list[Sample], list[str]]:
+    """One run of a command, in which the model says these texts: its samples, and the prompts of
+    its requests.
+    """
     async with ScriptedEngine(make_tokenizer(), script) as engine:
         args = arguments(checkpoint, engine.url, agent_command=command, **more)
         args.rollout_max_response_len = 4000
         state = GenerateState(args)
         question = [{"role": "user", "content": "What is 3 times 4?"}]
-        made = await generate(args, Sample(index=0, group_index=0, prompt=question, label="12"), state.sampling_params)
+        made = await generate(
+            args, Sample(index=0, group_index=0, prompt=question, label="12"), state.sampling_params
+        )
         assert engine.script == [], "the program has asked for every text"
-        return flatten([made]), [state.tokenizer.decode(body["input_ids"]) for body in engine.bodies]
+        return flatten([made]), [
+            state.tokenizer.decode(body["input_ids"]) for body in engine.bodies
+        ]
 
 
 @pytest.mark.parametrize(
     ("program", "script", "reward", "asked"),
     [
-        # The first request of the second solver may come before or after the second one of the first solver.
+        # The first request of the second solver may come before or after the second one of the
+        # first solver.
         ("sdk_agent.py", ["9", "9", "12", "12"], 0.5, "<|user|> No, 9 is wrong. Try again.<|end|>"),
         # Answers that are cut at the limit of tokens are answers.
         ("sdk_agent.py", [CUT, CUT, CUT, CUT], 0.0, "<|user|> No, 9 is wrong. Try again.<|end|>"),
         ("graph_agent.py", [CUT, "12"], 0.5, "<|user|> 9 is too small. Try again.<|end|>"),
-        ("graph_agent.py", ["Well.", "13", "12"], 0.25, "<|user|> 13 is too large. Try again.<|end|>"),
+        (
+            "graph_agent.py",
+            ["Well.", "13", "12"],
+            0.25,
+            "<|user|> 13 is too large. Try again.<|end|>",
+        ),
     ],
 )
 async def test_programs_of_the_example(
-    endpoint: AgentServer, checkpoint: Path, program: str, script: list[Any], reward: float, asked: str
+    endpoint: AgentServer,
+    checkpoint: Path,
+    program: str,
+    script: list[Any],
+    reward: float,
+    asked: str,
 ) -> None:
     command = f"{PYTHON} {CHECKOUT / 'examples' / 'blackbox_agent' / program}"
     samples, prompts = await play(checkpoint, command, script)
@@ -94,31 +117,49 @@ def trained_texts(sample: Sample) -> list[str]:
     [
         ("sdk_tools", [calls("transfer_to_clerk", "{}"), ADD, "It is 3."], [1, 2]),
         ("sdk_stream", [calls("transfer_to_clerk", "{}"), ADD, "It is 3."], [1, 2]),
-        ("sdk_responses", [calls("ask_clerk", '{"input": "1 and 2"}'), ADD, "3", "It is 3."], [2, 2]),
+        (
+            "sdk_responses",
+            [calls("ask_clerk", '{"input": "1 and 2"}'), ADD, "3", "It is 3."],
+            [2, 2],
+        ),
         ("graph_tools", [ADD, "It is 3."], [2]),
     ],
 )
 async def test_tools_handoffs_and_sub_agents(
-    endpoint: AgentServer, checkpoint: Path, program: str, script: list[str], turns_per_sample: list[int]
+    endpoint: AgentServer,
+    checkpoint: Path,
+    program: str,
+    script: list[str],
+    turns_per_sample: list[int],
 ) -> None:
     command = f"{PYTHON} {Path(__file__).parent / 'framework_programs.py'} {program}"
     samples, prompts = await play(checkpoint, command, script, agent_tool_parser="hermes")
     assert samples[0].reward == {"said": "It is 3."}, samples[0].metadata
     assert sorted(sample.metadata["round_number"] for sample in samples) == turns_per_sample
     assert "unread_calls" not in samples[0].metadata["session"]
-    assert any('"name": "add"' in prompt for prompt in prompts), "the schema of the tool is in the prompt"
-    assert any("<|tool|>" in prompt and "3" in prompt.rpartition("<|tool|>")[2] for prompt in prompts)
+    assert any('"name": "add"' in prompt for prompt in prompts), (
+        "the schema of the tool is in the prompt"
+    )
+    assert any(
+        "<|tool|>" in prompt and "3" in prompt.rpartition("<|tool|>")[2] for prompt in prompts
+    )
 
 
 async def test_a_command_line_agent(endpoint: AgentServer, checkpoint: Path) -> None:
-    """mini-swe-agent runs what the model writes in a shell, and the folder that it leaves is the reward."""
+    """mini-swe-agent runs what the model writes in a shell, and the folder that it leaves is the
+    reward.
+    """
     script = [
         calls("bash", '{"command": "echo $((3 * 4)) > answer.txt; ls"}'),
         calls("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}'),
     ]
-    command = f"bash {CHECKOUT / 'examples' / 'blackbox_agent' / 'cli_agent.sh'} {Path(PYTHON).parent}"
+    command = (
+        f"bash {CHECKOUT / 'examples' / 'blackbox_agent' / 'cli_agent.sh'} {Path(PYTHON).parent}"
+    )
     (sample,), prompts = await play(checkpoint, command, script, agent_tool_parser="hermes")
     assert sample.reward == 1.0, sample.metadata
     assert "answer.txt" in prompts[0]
-    assert len(prompts) == 2 and "answer.txt" in prompts[1].rpartition("<|tool|>")[2], "it saw what its command printed"
+    assert len(prompts) == 2 and "answer.txt" in prompts[1].rpartition("<|tool|>")[2], (
+        "it saw what its command printed"
+    )
     assert trained_texts(sample) == [f"{text}<|end|>" for text in script]

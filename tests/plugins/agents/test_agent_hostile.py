@@ -1,4 +1,6 @@
-"""Nothing that a model writes or a client sends ends a run: it is answered, and only an engine's fault is a fault."""
+"""Nothing that a model writes or a client sends ends a run: it is answered, and only an engine's
+fault is a fault.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ from slime.plugins.agents.trajectory import Tree, Turn
 from slime.rollout.multi_turn import tool_calls
 from slime.rollout.state import GenerateState
 
-FUNCTION: dict[str, Any] = {"name": "a", "description": "", "parameters": {"type": "object", "properties": {}}}
+FUNCTION: dict[str, Any] = {
+    "name": "a",
+    "description": "",
+    "parameters": {"type": "object", "properties": {}},
+}
 TOOLS = {
     "chat/completions": [{"type": "function", "function": FUNCTION}],
     "responses": [{"type": "function", **FUNCTION}],
@@ -38,11 +44,18 @@ TOOLS = {
 DIALECTS: dict[str, Any] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
 WRITTEN = {
     "an open call and a whole one": '<tool_call> {"name": "a", <tool_call>{"name": "a", "arguments": {}}</tool_call>',
-    "a repetition of brackets": '<tool_call>{"name": "a", "arguments": {"x": ' + "[" * 1500 + "</tool_call>",
-    "deep but closed": '<tool_call>{"name": "a", "arguments": {"x": ' + "[" * 300 + "]" * 300 + "}}</tool_call>",
+    "a repetition of brackets": '<tool_call>{"name": "a", "arguments": {"x": '
+    + "[" * 1500
+    + "</tool_call>",
+    "deep but closed": '<tool_call>{"name": "a", "arguments": {"x": '
+    + "[" * 300
+    + "]" * 300
+    + "}}</tool_call>",
     "half an emoji": '<tool_call>{"name": "a", "arguments": {"x": "\\ud83d"}}</tool_call>',
     "half an emoji in a key": '<tool_call>{"name": "a", "arguments": {"\\ud83d": 1}}</tool_call>',
-    "a number of 30 digits": '<tool_call>{"name": "a", "arguments": {"x": ' + "9" * 30 + "}}</tool_call>",
+    "a number of 30 digits": '<tool_call>{"name": "a", "arguments": {"x": '
+    + "9" * 30
+    + "}}</tool_call>",
     "no number": '<tool_call>{"name": "a", "arguments": {"x": NaN, "y": 1e999}}</tool_call>',
     "a name that is none": '<tool_call>{"name": ["a"], "arguments": {}}</tool_call>',
     "arguments that are none": '<tool_call>{"name": "a", "arguments": 5}</tool_call>',
@@ -61,7 +74,10 @@ class Talk:
         self.url = server.url(self.session)
 
     async def post(self, path: str, body: Any) -> tuple[int, bytes]:
-        async with aiohttp.ClientSession() as client, client.post(f"{self.url}/v1/{path}", json=body) as answer:
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(f"{self.url}/v1/{path}", json=body) as answer,
+        ):
             return answer.status, await answer.read()
 
 
@@ -73,14 +89,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def body_of(path: str, **more: Any) -> dict[str, Any]:
-    said = {"input": "hi"} if path == "responses" else {"messages": [{"role": "user", "content": "hi"}]}
+    said = (
+        {"input": "hi"}
+        if path == "responses"
+        else {"messages": [{"role": "user", "content": "hi"}]}
+    )
     return {"model": "m", **({"max_tokens": 7000} if path == "messages" else {}), **said, **more}
 
 
 @pytest.mark.parametrize(
     ("path", "stream"),
     [
-        pytest.param(path, stream, marks=[pytest.mark.long] if stream and path != "chat/completions" else [])
+        pytest.param(
+            path, stream, marks=[pytest.mark.long] if stream and path != "chat/completions" else []
+        )
         for path in DIALECTS
         for stream in (False, True)
     ],
@@ -93,7 +115,11 @@ async def test_whatever_the_model_writes_is_an_answer(
         for name in WRITTEN:
             status, raw = await talk.post(path, body_of(path, tools=TOOLS[path], stream=stream))
             assert status == 200, (name, raw)
-    assert talk.session.fault is None and talk.session.error is None and len(talk.session.tree.turns) == len(WRITTEN)
+    assert (
+        talk.session.fault is None
+        and talk.session.error is None
+        and len(talk.session.tree.turns) == len(WRITTEN)
+    )
     samples = talk.session.tree.samples(talk.args, talk.session.sample, talk.state.tokenizer)
     lines = write_samples(tmp_path, 0, samples).read_text().splitlines()
     assert len(lines) == len(samples) and all(map(json.loads, lines))
@@ -101,7 +127,11 @@ async def test_whatever_the_model_writes_is_an_answer(
 
 def test_calls_that_can_be_read_beside_those_that_cannot() -> None:
     calls = {name: FORMATS["hermes"]().parse(text)[1] for name, text in WRITTEN.items()}
-    read = {name: [entry["function"]["arguments"] for entry in entries] for name, entries in calls.items() if entries}
+    read = {
+        name: [entry["function"]["arguments"] for entry in entries]
+        for name, entries in calls.items()
+        if entries
+    }
     assert read == {
         "an open call and a whole one": [{}],
         "half an emoji": [{"x": "\ufffd"}],
@@ -116,7 +146,9 @@ def test_a_generate_function_reads_the_same_calls_without_an_error() -> None:
     error = tool_calls(WRITTEN["a repetition of brackets"].replace("</tool", "]</tool"))[0].error
     # "nested too deeply"; the parser of Python 3.13 comes to a missing comma first.
     assert "not JSON" in error
-    assert tool_calls('<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>')[0].arguments == {"x": 1}
+    assert tool_calls('<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>')[
+        0
+    ].arguments == {"x": 1}
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -125,24 +157,48 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"stream_options": ["x"]}, "stream_options"),
     ("chat/completions", {"tools": [{"type": "function", "function": "a"}]}, "a tool's function"),
     ("chat/completions", {"messages": [{"role": "user", "content": [1]}]}, "content parts"),
-    ("chat/completions", {"messages": [{"role": "user", "content": [{"text": "a"}, None]}]}, "content parts"),
-    ("chat/completions", {"messages": [{"role": "user", "content": {"text": "a"}}]}, "content must"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"text": "a"}, None]}]},
+        "content parts",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": {"text": "a"}}]},
+        "content must",
+    ),
     ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": True}]}, "tool_calls"),
-    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]}, "function must be an"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]},
+        "function must be an",
+    ),
     ("chat/completions", {"tool_choice": 5}, "tool_choice must be"),
     ("chat/completions", {"response_format": {"format": "json"}}, "response_format.type must be"),
     ("chat/completions", {"max_tokens": 1.5}, "max_tokens"),
     ("chat/completions", {"max_tokens": True}, "max_tokens"),
     ("chat/completions", {"stream": "yes"}, "stream must"),
-    ("responses", {"input": [{"type": "message", "role": "user", "content": {"text": "x"}}]}, "content must"),
+    (
+        "responses",
+        {"input": [{"type": "message", "role": "user", "content": {"text": "x"}}]},
+        "content must",
+    ),
     ("responses", {"input": 5}, "input must"),
     ("responses", {"input": [{"type": ["x"]}]}, "not supported"),
     ("messages", {"tool_choice": "auto"}, "tool_choice"),
     ("messages", {"stop_sequences": "abc"}, "stop_sequences"),
     ("messages", {"system": 5}, "system must"),
-    ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 5}]}]}, "content must"),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 5}]}]},
+        "content must",
+    ),
     ("messages", {"tools": [{"name": "a", "input_schema": "x"}]}, "input_schema"),
-    ("messages", {"tools": [{"name": "a", "input_schema": json.loads("[" * 200 + "]" * 200)}]}, "nested"),
+    (
+        "messages",
+        {"tools": [{"name": "a", "input_schema": json.loads("[" * 200 + "]" * 200)}]},
+        "nested",
+    ),
 ]
 
 
@@ -208,7 +264,9 @@ async def test_template_arguments_of_a_client_are_ignored_and_the_log_says_so(
     async with ScriptedEngine(make_tokenizer(), ["ok"]) as engine:
         talk = Talk(endpoint, checkpoint, engine)
         with caplog.at_level(logging.WARNING):
-            status, raw = await talk.post(path, body_of(path, chat_template_kwargs={"enable_thinking": False}))
+            status, raw = await talk.post(
+                path, body_of(path, chat_template_kwargs={"enable_thinking": False})
+            )
     assert status == 200, raw
     assert "'chat_template_kwargs'" in caplog.text and "--apply-chat-template-kwargs" in caplog.text
 
@@ -247,7 +305,9 @@ def test_a_conversation_of_3000_turns() -> None:
 def test_system_messages_within_a_conversation_join_the_users() -> None:
     def say(letters: str) -> list[tuple[str, str]]:
         roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-        messages = [{"role": roles[letter], "content": f"{letter}{i}"} for i, letter in enumerate(letters)]
+        messages = [
+            {"role": roles[letter], "content": f"{letter}{i}"} for i, letter in enumerate(letters)
+        ]
         return [(m["role"][0], m["content"]) for m in fold_system(messages)]
 
     assert say("ssu") == [("s", "s0\n\ns1"), ("u", "u2")]
@@ -266,8 +326,31 @@ PIECES = [
     *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "[TOOL_CALLS]", "<|python_tag|>", "a(x=1)"),
     *("<|tool_call_begin|>", "functions.a:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "```json\n", ";"),
 ]  # fmt: skip
-WHOLE = [*WRITTEN.values(), "<think>so</think>ok", '[a(x=1, y="z")]', '{"name": "a", "parameters": {"x": [1]}}']
-VALUES = [None, True, 0, -1, 5, 1.5, 1e308, "", "x", "auto", [], [None], [1], ["x"], {}, {"type": "x"}, {"text": 5}]
+WHOLE = [
+    *WRITTEN.values(),
+    "<think>so</think>ok",
+    '[a(x=1, y="z")]',
+    '{"name": "a", "parameters": {"x": [1]}}',
+]
+VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    5,
+    1.5,
+    1e308,
+    "",
+    "x",
+    "auto",
+    [],
+    [None],
+    [1],
+    ["x"],
+    {},
+    {"type": "x"},
+    {"text": 5},
+]
 
 
 def random_text(rng: random.Random) -> str:
@@ -276,7 +359,11 @@ def random_text(rng: random.Random) -> str:
     text = rng.choice(WHOLE)
     for _ in range(rng.randint(0, 4)):
         begin = rng.randint(0, len(text))
-        text = text[:begin] + rng.choice(PIECES) * rng.choice([0, 1, 1, 40]) + text[rng.randint(begin, len(text)) :]
+        text = (
+            text[:begin]
+            + rng.choice(PIECES) * rng.choice([0, 1, 1, 40])
+            + text[rng.randint(begin, len(text)) :]
+        )
     return text
 
 
@@ -302,7 +389,13 @@ def example_bodies() -> list[tuple[str, dict[str, Any]]]:
              {"type": "function_call_output", "call_id": "1", "output": "r"}]  # fmt: skip
     blocks = [{"role": "user", "content": "u"}, USED, {"role": "user", "content": [
         {"type": "tool_result", "tool_use_id": "x", "content": [IMAGE, {"type": "text", "text": "t"}]}]}]  # fmt: skip
-    more = {"stop": ["x"], "stream": False, "stream_options": {"include_usage": True}, "n": 2, "tool_choice": "auto"}
+    more = {
+        "stop": ["x"],
+        "stream": False,
+        "stream_options": {"include_usage": True},
+        "n": 2,
+        "tool_choice": "auto",
+    }
     return [
         ("chat/completions", {**body_of("chat/completions", messages=chat, tools=TOOLS["chat/completions"]), **more}),
         ("responses", {**body_of("responses", input=items, tools=TOOLS["responses"]), "instructions": "i"}),
@@ -314,7 +407,8 @@ def example_bodies() -> list[tuple[str, dict[str, Any]]]:
 def test_random_outputs_in_each_form_of_calls_and_each_api() -> None:
     rng = random.Random(0)
     for _ in range(EXAMPLES):
-        text = random_text(rng).encode(errors="replace").decode()  # a tokenizer decodes to whole characters
+        # a tokenizer decodes to whole characters
+        text = random_text(rng).encode(errors="replace").decode()
         for name, form in FORMATS.items():
             parser = form(TOOLS["chat/completions"])
             reasoning, answered = split_reasoning(text, THINK, opened=False)
@@ -324,7 +418,11 @@ def test_random_outputs_in_each_form_of_calls_and_each_api() -> None:
             parts = [split.add(text[i : i + 3]) for i in range(0, len(text), 3)]
             assert reasoning.startswith("".join(part for part, _ in parts)), (name, text)
             assert answered.startswith("".join(part for _, part in parts)), (name, text)
-            answer = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+            answer = {
+                "role": "assistant",
+                "content": content,
+                **({"tool_calls": calls} if calls else {}),
+            }
             meta = {"output_token_logprobs": [[-1.0, 1, None]], "finish_reason": {"type": "stop"}}
             turn = Turn(None, [], [], answer, [1], [{"text": text, "meta_info": meta}], "1")
             for dialect in DIALECTS.values():

@@ -13,7 +13,14 @@ from make_args import make_args
 
 from slime.plugins.agents.program import AgentSettings, ProgramError, Task, reward_of, run_program
 
-TASK = Task(prompt="p", label="l", metadata={}, openai_base_url="http://x", anthropic_base_url="http://x", api_key="k")
+TASK = Task(
+    prompt="p",
+    label="l",
+    metadata={},
+    openai_base_url="http://x",
+    anthropic_base_url="http://x",
+    api_key="k",
+)
 
 
 async def leaves(task: Task) -> None:
@@ -44,7 +51,9 @@ async def test_an_exit_of_one_program_is_not_the_end_of_the_others() -> None:
     assert await asyncio.wait_for(run("stays"), 30) == 1.0
 
 
-async def test_a_program_that_cancels_itself_fails_and_one_that_the_rollout_cancels_does_not() -> None:
+async def test_a_program_that_cancels_itself_fails_and_one_that_the_rollout_cancels_does_not() -> (
+    None
+):
     with pytest.raises(RuntimeError, match="CancelledError"):
         await asyncio.wait_for(run("cancels"), 30)
     task = asyncio.ensure_future(run("waits"))
@@ -68,7 +77,9 @@ async def test_a_row_that_is_too_long_for_a_variable(length: int, fits: bool) ->
     if fits:
         assert await run is None
     else:
-        with pytest.raises(ProgramError, match=r"SLIME_TASK has 131\d{3} bytes, .*--agent-function-path"):
+        with pytest.raises(
+            ProgramError, match=r"SLIME_TASK has 131\d{3} bytes, .*--agent-function-path"
+        ):
             await run
 
 
@@ -77,7 +88,12 @@ async def test_a_row_that_is_too_long_for_a_variable(length: int, fits: bool) ->
 async def test_a_command_gets_the_secrets_of_the_user_only_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: list[str] | None
 ) -> None:
-    secret = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "AWS_SECRET_ACCESS_KEY": "c", "MY_TOOL_KEY": "d"}
+    secret = {
+        "HF_TOKEN": "a",
+        "WANDB_API_KEY": "b",
+        "AWS_SECRET_ACCESS_KEY": "c",
+        "MY_TOOL_KEY": "d",
+    }
     for name, value in secret.items():
         monkeypatch.setenv(name, value)
     file = tmp_path / "program.py"
@@ -85,8 +101,15 @@ async def test_a_command_gets_the_secrets_of_the_user_only_by_name(
     args = make_args(agent_command=f"{sys.executable} {file}", agent_env=named)
     found = await run_program(AgentSettings.from_args(args), TASK)
     assert isinstance(found, dict)
-    assert {name: found[name] for name in secret if name in found} == ({"MY_TOOL_KEY": "d"} if named else {})
-    assert found["OPENAI_API_KEY"] == "k" and found["SLIME_TASK"] and found["PATH"] and "RAY_AUTH_TOKEN" not in found
+    assert {name: found[name] for name in secret if name in found} == (
+        {"MY_TOOL_KEY": "d"} if named else {}
+    )
+    assert (
+        found["OPENAI_API_KEY"] == "k"
+        and found["SLIME_TASK"]
+        and found["PATH"]
+        and "RAY_AUTH_TOKEN" not in found
+    )
 
 
 def _gone(pid: int) -> bool:
@@ -98,7 +121,9 @@ def _gone(pid: int) -> bool:
 
 @pytest.mark.real
 @pytest.mark.parametrize("session", ["", "setsid "])
-async def test_what_a_command_leaves_behind_costs_nothing_and_ends_with_it(tmp_path: Path, session: str) -> None:
+async def test_what_a_command_leaves_behind_costs_nothing_and_ends_with_it(
+    tmp_path: Path, session: str
+) -> None:
     """A child that holds the command's output, and one in a session of its own."""
     pid_file = tmp_path / "pid"
     script = tmp_path / "agent.sh"

@@ -29,7 +29,9 @@ def sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     args.rollout_backend, args.rollout_dtype = "sglang", "float32"
     args.sglang |= {"device": "cpu", "max_total_tokens": 8192, "dtype": "float32"}
     log = tmp_path_factory.mktemp("log") / "engine.log"
-    engine = start_engine(EngineSettings.from_args(args), EngineSpec(0, str(tiny_model)), log_path=log)
+    engine = start_engine(
+        EngineSettings.from_args(args), EngineSpec(0, str(tiny_model)), log_path=log
+    )
     try:
         engine.wait_ready(300)
         yield engine
@@ -55,7 +57,10 @@ async def test_real_sglang_constrains_what_clients_demand(
     session = endpoint.open(args, Sample(prompt="p"), state.sampling_params)
     client = openai.AsyncOpenAI(base_url=f"{endpoint.url(session)}/v1", api_key="x", max_retries=0)
     create = client.chat.completions.create
-    tools = [{"type": "function", "function": {"name": name, "parameters": PICK}} for name in ("pick", "drop")]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": PICK}}
+        for name in ("pick", "drop")
+    ]
 
     async def ask(**more: Any) -> Any:
         answer = await create(model="m", messages=HELLO, stream=stream, **more)
@@ -65,15 +70,23 @@ async def test_real_sglang_constrains_what_clients_demand(
         return list(session.tree.turns.values())[-1]
 
     turn = await ask(tools=tools, tool_choice={"type": "function", "function": {"name": "drop"}})
-    assert [entry["function"]["name"] for entry in turn.answer["tool_calls"]][:1] == ["drop"] or turn.cut
-    turn = await ask(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": PICK}})
+    assert [entry["function"]["name"] for entry in turn.answer["tool_calls"]][:1] == [
+        "drop"
+    ] or turn.cut
+    turn = await ask(
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": PICK}}
+    )
     assert turn.cut or json.loads(turn.answer["content"])["n"] in (1, 2)
     assert session.counts["turns"] == 2 and not session.counts["unmet"] and session.error is None
     samples = session.tree.samples(args, session.sample, state.tokenizer)
-    assert [sample.effective_response_length for sample in samples] == [0, 0], "sampled from a part of the vocabulary"
+    assert [sample.effective_response_length for sample in samples] == [0, 0], (
+        "sampled from a part of the vocabulary"
+    )
     with pytest.raises(openai.APIStatusError) as refused:
         remote = {"type": "object", "properties": {"n": {"$ref": "#/nowhere"}}, "required": ["n"]}
-        await ask(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": remote}})
+        await ask(
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": remote}}
+        )
     assert refused.value.status_code == 400 and session.fault is None
 
 
@@ -89,24 +102,37 @@ async def test_real_sglang(endpoint: AgentServer, tiny_model: Path, sglang: Any)
 
     first = await create(model="m", messages=HELLO, max_tokens=12)
     said = [*HELLO, first.choices[0].message, {"role": "user", "content": "and now?"}]
-    chunks = [chunk async for chunk in await create(model="m", messages=said, max_tokens=12, stream=True)]
-    async with other.messages.stream(model="m", messages=HELLO, max_tokens=12, stop_sequences=["e"]) as stream:
+    chunks = [
+        chunk async for chunk in await create(model="m", messages=said, max_tokens=12, stream=True)
+    ]
+    async with other.messages.stream(
+        model="m", messages=HELLO, max_tokens=12, stop_sequences=["e"]
+    ) as stream:
         final = await stream.get_final_message()
     one, two, three = session.tree.turns.values()
-    assert two.parent is one and "".join(c.choices[0].delta.content or "" for c in chunks) == two.answer["content"]
+    assert (
+        two.parent is one
+        and "".join(c.choices[0].delta.content or "" for c in chunks) == two.answer["content"]
+    )
     assert final.content[0].text == three.answer["content"] and "e" not in three.answer["content"]  # type: ignore[union-attr]
     eos = state.tokenizer.eos_token
     assert all(eos not in turn.answer["content"] for turn in (one, two, three))
-    ended = [turn for turn in (one, two, three) if turn.output_ids[-1] == state.tokenizer.eos_token_id]
+    ended = [
+        turn for turn in (one, two, three) if turn.output_ids[-1] == state.tokenizer.eos_token_id
+    ]
     assert all(turn.outputs[-1]["meta_info"]["finish_reason"]["type"] == "stop" for turn in ended)
     samples = session.tree.samples(args, session.sample, state.tokenizer)
-    assert sum(s.effective_response_length for s in samples) == sum(len(t.output_ids) for t in (one, two, three))
+    assert sum(s.effective_response_length for s in samples) == sum(
+        len(t.output_ids) for t in (one, two, three)
+    )
 
     with pytest.raises(openai.BadRequestError) as refused:
         await create(model="m", messages=[{"role": "user", "content": "x" * 1100}])
     assert refused.value.code == "context_length_exceeded"
     session.params["ignore_eos"] = True
-    stream = await create(model="m", messages=[{"role": "user", "content": "long"}], max_tokens=180, stream=True)
+    stream = await create(
+        model="m", messages=[{"role": "user", "content": "long"}], max_tokens=180, stream=True
+    )
     async for chunk in stream:
         if chunk.choices[0].delta.content:
             break

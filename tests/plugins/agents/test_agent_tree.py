@@ -14,7 +14,9 @@ from slime.plugins.agents.messages import Ask, call, key_of
 from slime.plugins.agents.trajectory import Tree, Turn
 
 WORDS = st.sampled_from(["a", "b"])
-STEP = st.tuples(st.integers(0, 30), st.lists(WORDS, min_size=1, max_size=2), st.integers(1, 3), st.booleans())
+STEP = st.tuples(
+    st.integers(0, 30), st.lists(WORDS, min_size=1, max_size=2), st.integers(1, 3), st.booleans()
+)
 
 
 class Letters:
@@ -32,13 +34,19 @@ def output(first: int, count: int, finish: str = "stop") -> dict[str, Any]:
     scored = [[-float(i), first + i, None] for i in range(count)]
     return {
         "text": "",
-        "meta_info": {"output_token_logprobs": scored, "finish_reason": {"type": finish}, "weight_version": "1"},
+        "meta_info": {
+            "output_token_logprobs": scored,
+            "finish_reason": {"type": finish},
+            "weight_version": "1",
+        },
     }
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(STEP, min_size=1, max_size=12))
-def test_every_request_goes_on_from_the_longest_conversation_and_every_token_is_trained_once(steps: Any) -> None:
+def test_every_request_goes_on_from_the_longest_conversation_and_every_token_is_trained_once(
+    steps: Any,
+) -> None:
     tree, told = Tree(), []  # conversations as (messages, ids)
     token = 1000
     for which, words, count, again in steps:
@@ -47,7 +55,9 @@ def test_every_request_goes_on_from_the_longest_conversation_and_every_token_is_
         ask = Ask(messages)
         parent = tree.find(ask)
         known = [
-            len(talk) for talk, _ in told if [*map(key_of, talk)] == [*map(key_of, messages[: len(talk)])]
+            len(talk)
+            for talk, _ in told
+            if [*map(key_of, talk)] == [*map(key_of, messages[: len(talk)])]
         ]  # they end with an answer, so a request says more
         if not known:
             assert parent is None
@@ -57,7 +67,9 @@ def test_every_request_goes_on_from_the_longest_conversation_and_every_token_is_
         added = [*range(token, token + 2)]
         answer = {"role": "assistant", "content": f" {'same' if again else token}\n"}
         token += 2
-        turn = Turn(parent, messages[start:], [], answer, added, [output(token, count)], id=str(token))
+        turn = Turn(
+            parent, messages[start:], [], answer, added, [output(token, count)], id=str(token)
+        )
         token += count
         tree.add(turn)
         told.append((turn.conversation(), turn.ids()))
@@ -68,7 +80,9 @@ def test_every_request_goes_on_from_the_longest_conversation_and_every_token_is_
     assert [s.tokens for s in samples] == [leaf.ids() for leaf in leaves]
     trained = []
     for sample, leaf in zip(samples, leaves, strict=True):
-        assert sample.index == 5 and sample.response_length == len(sample.tokens) - len(leaf.path()[0].added_ids)
+        assert sample.index == 5 and sample.response_length == len(sample.tokens) - len(
+            leaf.path()[0].added_ids
+        )
         assert sample.loss_mask is not None and sample.rollout_log_probs is not None
         response = sample.tokens[-sample.response_length :]
         trained += [t for t, m in zip(response, sample.loss_mask, strict=True) if m]
@@ -107,7 +121,15 @@ def test_numbers_that_a_program_in_javascript_sends_back_are_the_same() -> None:
 def test_of_equal_answers_the_newest_goes_on_and_an_undelivered_one_is_forgotten() -> None:
     tree = Tree()
     turns = [
-        Turn(None, [user("q")], [], {"role": "assistant", "content": "x"}, [1], [output(2, 1)], id=str(i))
+        Turn(
+            None,
+            [user("q")],
+            [],
+            {"role": "assistant", "content": "x"},
+            [1],
+            [output(2, 1)],
+            id=str(i),
+        )
         for i in (1, 2)
     ]
     for turn in turns:
@@ -125,7 +147,15 @@ def test_a_turn_that_was_cut_or_had_no_room_to_go_on_makes_its_sample_truncated(
         ("stop", True, Sample.Status.TRUNCATED),
     ]:
         tree = Tree()
-        turn = Turn(None, [user("q")], [], {"role": "assistant", "content": "x"}, [1], [output(2, 1, finish)], id="1")
+        turn = Turn(
+            None,
+            [user("q")],
+            [],
+            {"role": "assistant", "content": "x"},
+            [1],
+            [output(2, 1, finish)],
+            id="1",
+        )
         turn.overflowed = overflowed
         tree.add(turn)
         (sample,) = tree.samples(make_args(), Sample(), Letters())

@@ -26,10 +26,17 @@ from slime.plugins.agents import messages as common
 from slime.plugins.agents import server as server_module
 from slime.plugins.agents.server import AgentServer
 from slime.plugins.agents.tool_formats import FORMATS, Hermes
-from slime.plugins.agents.tool_parsers import Shown, StreamSplit, parse_answer, split_reasoning, tool_parser
+from slime.plugins.agents.tool_parsers import (
+    Shown,
+    StreamSplit,
+    parse_answer,
+    split_reasoning,
+    tool_parser,
+)
 
 THINKING = CHAT.replace(
-    "<|assistant|> {% endif %}", "<|assistant|> {% if think %}<think>\n{% endif %}{# </think> #}{% endif %}"
+    "<|assistant|> {% endif %}",
+    "<|assistant|> {% if think %}<think>\n{% endif %}{# </think> #}{% endif %}",
 )
 
 
@@ -37,7 +44,9 @@ def named(calls: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     return [(entry["function"]["name"], entry["function"]["arguments"]) for entry in calls]
 
 
-@pytest.mark.parametrize(("parser", "text", "calls"), [form[1:] for form in FORMS], ids=[form[0] for form in FORMS])
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"), [form[1:] for form in FORMS], ids=[form[0] for form in FORMS]
+)
 def test_calls_of_each_family(parser: str, text: str, calls: Any) -> None:
     content, found = FORMATS[parser](TOOLS).parse(text)
     assert named(found) == calls and content.strip() in ("", "I look.")
@@ -67,10 +76,14 @@ def test_arguments_whose_types_are_defined_elsewhere_in_the_schema(parser: str, 
         },
     }
     one = (
-        "<parameter=%s>%s</parameter>" if parser == "qwen3_coder" else "<arg_key>%s</arg_key><arg_value>%s</arg_value>"
+        "<parameter=%s>%s</parameter>"
+        if parser == "qwen3_coder"
+        else "<arg_key>%s</arg_key><arg_value>%s</arg_value>"
     )
     values = {"at": '{"x": 1}', "to": '{"x": 2}', "size": "1", "lost": "?"}
-    tools: list[Any] = [{"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}]
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}
+    ]
     _, found = FORMATS[parser](tools).parse(text % "".join(one % item for item in values.items()))
     assert named(found) == [("f", {"at": {"x": 1}, "to": {"x": 2}, "size": "1", "lost": "?"})]
 
@@ -98,9 +111,9 @@ print("@@" + json.dumps({
 }))
 """
 DSML = (
-    'I look.<｜DSML｜function_calls><｜DSML｜invoke name="get_weather">'
-    '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>'
-    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>'
+    'I look.<｜DSML｜function_calls><｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city" '
+    'string="true">Paris</｜DSML｜parameter><｜DSML｜parameter name="days" '
+    'string="false">2</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>'
 )
 THOUGHTS = ["<think>so\n</think>\n\nanswer", "answer", "<think>open", "<think></think>x"]
 
@@ -120,7 +133,9 @@ def read_by_sglang() -> Any:
 @pytest.mark.sglang
 @pytest.mark.timeout(400)
 def test_sglangs_own_parsers_read_the_same(read_by_sglang: Any) -> None:
-    for (name, parser, text, calls), (content, found) in zip(FORMS, read_by_sglang["forms"], strict=True):
+    for (name, parser, text, calls), (content, found) in zip(
+        FORMS, read_by_sglang["forms"], strict=True
+    ):
         assert [list(call) for call in named(found)] == [list(call) for call in calls], name
         assert content.strip() == FORMATS[parser](TOOLS).parse(text)[0].strip(), name
 
@@ -129,7 +144,11 @@ def test_sglangs_own_parsers_read_the_same(read_by_sglang: Any) -> None:
 @pytest.mark.timeout(400)
 def test_forms_that_only_sglang_knows_are_read_by_its_parsers(read_by_sglang: Any) -> None:
     marks, (content, calls), nothing = read_by_sglang["dsml"]
-    assert marks == ["<｜DSML｜function_calls>"] and content.strip() == "I look." and named(calls) == ONE
+    assert (
+        marks == ["<｜DSML｜function_calls>"]
+        and content.strip() == "I look."
+        and named(calls) == ONE
+    )
     assert nothing == ["nothing", []] and read_by_sglang["tags"] == ["<mm:think>", "</mm:think>"]
 
 
@@ -137,7 +156,10 @@ def test_forms_that_only_sglang_knows_are_read_by_its_parsers(read_by_sglang: An
 @pytest.mark.timeout(400)
 def test_sglangs_reasoning_parser_parts_the_same(read_by_sglang: Any) -> None:
     for text, (reasoning, answer) in zip(THOUGHTS, read_by_sglang["reasoning"], strict=True):
-        assert split_reasoning(text, THINK, opened=False) == ((reasoning or "").strip(), (answer or "").strip()), text
+        assert split_reasoning(text, THINK, opened=False) == (
+            (reasoning or "").strip(),
+            (answer or "").strip(),
+        ), text
 
 
 def test_the_parser_by_template_and_model_type() -> None:
@@ -145,10 +167,18 @@ def test_the_parser_by_template_and_model_type() -> None:
         return choose_parser("auto", template, model_type)
 
     assert auto("tools <tool_call>") == "hermes" and auto("no calls at all", "glm4_moe") == "hermes"
-    assert auto("tools <tool_call> <function=") == "qwen3_coder" and auto("tools <tool_call> <arg_key>") == "glm45"
-    assert auto("tools <｜tool▁sep｜> ```json") == "deepseekv3" and auto("tools <｜tool▁sep｜>") == "deepseekv31"
     assert (
-        auto("tools", "kimi_k2") == "kimi_k2" and auto("tools", "llama") == "llama3" and auto("tools", "x") == "hermes"
+        auto("tools <tool_call> <function=") == "qwen3_coder"
+        and auto("tools <tool_call> <arg_key>") == "glm45"
+    )
+    assert (
+        auto("tools <｜tool▁sep｜> ```json") == "deepseekv3"
+        and auto("tools <｜tool▁sep｜>") == "deepseekv31"
+    )
+    assert (
+        auto("tools", "kimi_k2") == "kimi_k2"
+        and auto("tools", "llama") == "llama3"
+        and auto("tools", "x") == "hermes"
     )
     assert choose_parser("mistral", "tools <tool_call>", None) == "mistral"
     templates = Path(__file__).parents[2] / "data" / "templates"
@@ -162,7 +192,8 @@ def test_a_name_that_is_no_parser() -> None:
     with pytest.raises(ValueError, match="--agent-reasoning-parser no-such"):
         reasoning_tags("no-such", make_tokenizer())
     assert (
-        reasoning_tags("auto", make_tokenizer()) is None and reasoning_tags("auto", make_tokenizer(THINKING)) == THINK
+        reasoning_tags("auto", make_tokenizer()) is None
+        and reasoning_tags("auto", make_tokenizer(THINKING)) == THINK
     )
 
 
@@ -171,15 +202,22 @@ def test_what_is_only_thought_of_is_not_called() -> None:
     for text in (f"<think>I could {call} but no.</think>Done.", f"<think>I could {call}"):
         reasoning, answer = split_reasoning(text, THINK, opened=False)
         assert "rm" in reasoning and parse_answer(Hermes(), answer, THINK) == (answer, [])
-    content, calls = parse_answer(Hermes(), f"Well. <think>{call}</think> {call} <think>{call}", THINK)
+    content, calls = parse_answer(
+        Hermes(), f"Well. <think>{call}</think> {call} <think>{call}", THINK
+    )
     assert len(calls) == 1 and content.count(call) == content.count("<think>" + call) == 2
     written = '<tool_call>{"name": "write", "arguments": {"text": "<think>a</think>"}}</tool_call>'
-    assert named(parse_answer(Hermes(), written, THINK)[1]) == [("write", {"text": "<think>a</think>"})]
+    assert named(parse_answer(Hermes(), written, THINK)[1]) == [
+        ("write", {"text": "<think>a</think>"})
+    ]
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.sampled_from(["<think>", "</think>", " ", "\n", "a", "<th", "<tool_call>", "{}", "<"]), max_size=12),
+    st.lists(
+        st.sampled_from(["<think>", "</think>", " ", "\n", "a", "<th", "<tool_call>", "{}", "<"]),
+        max_size=12,
+    ),
     st.integers(1, 5),
     st.booleans(),
 )
@@ -199,7 +237,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SAID = '<think>\nadd them\n</think>\n\nLet me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+SAID = (
+    "<think>\n"
+    "add them\n"
+    "</think>\n"
+    "\n"
+    'Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+)
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -210,7 +254,10 @@ async def test_reasoning_in_chat(endpoint: AgentServer, checkpoint: Path, stream
         talk = Scripted(endpoint, checkpoint, engine)
         create = talk.openai.chat.completions.create
         if stream:
-            chunks = [c async for c in await create(model="m", messages=QUESTION, tools=tools, stream=True)]  # type: ignore[call-overload]
+            chunks = [
+                c
+                async for c in await create(model="m", messages=QUESTION, tools=tools, stream=True)
+            ]  # type: ignore[call-overload]
             deltas = [chunk.choices[0].delta for chunk in chunks]
             thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
             text = "".join(delta.content or "" for delta in deltas)
@@ -219,8 +266,14 @@ async def test_reasoning_in_chat(endpoint: AgentServer, checkpoint: Path, stream
         else:
             message = (await create(model="m", messages=QUESTION, tools=tools)).choices[0].message  # type: ignore[call-overload]
             thought, text, entry = message.reasoning_content, message.content, message.tool_calls[0]
-        assert (thought, text) == ("add them", "Let me see.") and json.loads(entry.function.arguments) == {"a": 1}
-        call = {"id": entry.id, "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        assert (thought, text) == ("add them", "Let me see.") and json.loads(
+            entry.function.arguments
+        ) == {"a": 1}
+        call = {
+            "id": entry.id,
+            "type": "function",
+            "function": {"name": "add", "arguments": '{"a": 1}'},
+        }
         messages = [*QUESTION, {"role": "assistant", "content": text, "tool_calls": [call]},
                     {"role": "tool", "tool_call_id": entry.id, "content": "3"}]  # fmt: skip
         await create(model="m", messages=messages, tools=tools)  # type: ignore[call-overload]
@@ -233,9 +286,16 @@ async def test_reasoning_in_chat(endpoint: AgentServer, checkpoint: Path, stream
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("thinking", [None, {"type": "enabled", "budget_tokens": 1024}])
-async def test_reasoning_in_messages(endpoint: AgentServer, checkpoint: Path, stream: bool, thinking: Any) -> None:
+async def test_reasoning_in_messages(
+    endpoint: AgentServer, checkpoint: Path, stream: bool, thinking: Any
+) -> None:
     more = {"thinking": thinking} if thinking else {}
-    fixed: dict[str, Any] = {"model": "m", "max_tokens": 2000, "tools": [{"name": "add", "input_schema": ADD}], **more}
+    fixed: dict[str, Any] = {
+        "model": "m",
+        "max_tokens": 2000,
+        "tools": [{"name": "add", "input_schema": ADD}],
+        **more,
+    }
     async with ScriptedEngine(make_tokenizer(THINKING), [SAID, "It is 3."]) as engine:
         talk = Scripted(endpoint, checkpoint, engine)
         talk.args.rollout_max_response_len = 3000
@@ -247,7 +307,9 @@ async def test_reasoning_in_messages(endpoint: AgentServer, checkpoint: Path, st
         else:
             answer = await talk.anthropic.messages.create(**fixed, messages=QUESTION)
         kinds = ["thinking", "text", "tool_use"] if thinking else ["text", "tool_use"]
-        assert [block.type for block in answer.content] == kinds and answer.content[-2].text == "Let me see."
+        assert [block.type for block in answer.content] == kinds and answer.content[
+            -2
+        ].text == "Let me see."
         if thinking:
             assert answer.content[0].thinking == "add them" and answer.content[0].signature
         result = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "3"}
@@ -259,7 +321,9 @@ async def test_reasoning_in_messages(endpoint: AgentServer, checkpoint: Path, st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_reasoning_in_responses(endpoint: AgentServer, checkpoint: Path, stream: bool) -> None:
+async def test_reasoning_in_responses(
+    endpoint: AgentServer, checkpoint: Path, stream: bool
+) -> None:
     async with ScriptedEngine(make_tokenizer(THINKING), ["<think>hm</think>4", "5"]) as engine:
         talk = Scripted(endpoint, checkpoint, engine)
         fixed: dict[str, Any] = {"model": "m", "reasoning": {"effort": "low"}}
@@ -269,8 +333,14 @@ async def test_reasoning_in_responses(endpoint: AgentServer, checkpoint: Path, s
         else:
             answer = await talk.openai.responses.create(**fixed, input="2+2?")
         thought, message = answer.output
-        assert thought.content[0].text == "hm" and message.content[0].text == "4" == answer.output_text
-        items: list[Any] = [{"role": "user", "content": "2+2?"}, *answer.output, {"role": "user", "content": "+1?"}]
+        assert (
+            thought.content[0].text == "hm" and message.content[0].text == "4" == answer.output_text
+        )
+        items: list[Any] = [
+            {"role": "user", "content": "2+2?"},
+            *answer.output,
+            {"role": "user", "content": "+1?"},
+        ]
         assert (await talk.openai.responses.create(model="m", input=items)).output_text == "5"
     one, two = talk.session.tree.turns.values()
     assert two.parent is one
@@ -281,7 +351,10 @@ async def test_a_template_that_opens_the_reasoning(endpoint: AgentServer, checkp
         talk = Scripted(endpoint, checkpoint, engine)
         talk.session.template.kwargs["think"] = True
         answer: Any = await talk.openai.chat.completions.create(model="m", messages=QUESTION)  # type: ignore[arg-type]
-    assert answer.choices[0].message.content == "four" and answer.choices[0].message.reasoning_content == "hm"
+    assert (
+        answer.choices[0].message.content == "four"
+        and answer.choices[0].message.reasoning_content == "hm"
+    )
 
 
 async def test_calls_in_another_form_are_told_of(
@@ -289,20 +362,27 @@ async def test_calls_in_another_form_are_told_of(
 ) -> None:
     common._noted.clear()
     tools: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
-    async with ScriptedEngine(make_tokenizer(THINKING), ['[TOOL_CALLS]add[ARGS]{"a": 1}']) as engine:
+    async with ScriptedEngine(
+        make_tokenizer(THINKING), ['[TOOL_CALLS]add[ARGS]{"a": 1}']
+    ) as engine:
         talk = Scripted(endpoint, checkpoint, engine)
         with caplog.at_level(logging.WARNING):
             await talk.openai.chat.completions.create(model="m", messages=QUESTION, tools=tools)  # type: ignore[arg-type]
     assert talk.session.counts["unread_calls"] == 1
     assert any(
-        "--agent-tool-parser hermes" in record.message and "[TOOL_CALLS]" in record.message for record in caplog.records
+        "--agent-tool-parser hermes" in record.message and "[TOOL_CALLS]" in record.message
+        for record in caplog.records
     )
 
 
 async def streamed_message(url: str, pinged: asyncio.Event | None = None) -> bytes:
     """Return the bytes of a stream; ``pinged`` is set when they contain a ping."""
     body, raw = {"model": "m", "max_tokens": 9, "messages": QUESTION, "stream": True}, b""
-    async with aiohttp.ClientSession() as client, client.post(url, json=body) as response, asyncio.timeout(60):
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(url, json=body) as response,
+        asyncio.timeout(60),
+    ):
         async for part in response.content.iter_any():
             raw += part
             if pinged is not None and b"event: ping" in raw:
@@ -324,7 +404,11 @@ async def test_a_silent_stream_is_kept_alive(
 
         talk.session.generate = slowly  # type: ignore[method-assign]
         raw = await streamed_message(f"{endpoint.url(talk.session)}/v1/messages")
-    assert b"event: ping" in raw and raw.index(b"message_start") < raw.index(b"ping") and b"message_stop" in raw
+    assert (
+        b"event: ping" in raw
+        and raw.index(b"message_start") < raw.index(b"ping")
+        and b"message_stop" in raw
+    )
 
 
 async def test_a_stream_is_kept_alive_while_the_model_reasons_for_a_client_that_takes_no_reasoning(

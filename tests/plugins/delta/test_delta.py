@@ -31,8 +31,12 @@ ENCODINGS = ["xor", "overwrite"]
     chunk=st.sampled_from([7, 256, 1 << 20]),
     encoding=st.sampled_from(ENCODINGS),
 )
-def test_changes_lead_from_old_to_new(size: int, changed: list[tuple[int, int]], chunk: int, encoding: Any) -> None:
-    old = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+def test_changes_lead_from_old_to_new(
+    size: int, changed: list[tuple[int, int]], chunk: int, encoding: Any
+) -> None:
+    old = torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)
+    )
     new = old.clone()
     for position, flip in changed:
         new[position % size] ^= flip
@@ -66,10 +70,14 @@ def test_where_much_changed_all_bytes_are_sent() -> None:
 
 
 def test_changes_of_another_buffer_are_refused() -> None:
-    changes = delta.compare(torch.zeros(100, dtype=torch.uint8), torch.arange(100, dtype=torch.uint8), "xor")
+    changes = delta.compare(
+        torch.zeros(100, dtype=torch.uint8), torch.arange(100, dtype=torch.uint8), "xor"
+    )
     with pytest.raises(ValueError, match=r"100 bytes.*50 bytes"):
         delta.apply(torch.zeros(50, dtype=torch.uint8), changes, "xor")
-    late = delta.Changes(torch.tensor([80], dtype=torch.uint8), torch.tensor([1], dtype=torch.uint8), 1)
+    late = delta.Changes(
+        torch.tensor([80], dtype=torch.uint8), torch.tensor([1], dtype=torch.uint8), 1
+    )
     with pytest.raises(ValueError, match="1 positions"):
         delta.apply(torch.zeros(50, dtype=torch.uint8), late, "xor")
 
@@ -77,13 +85,16 @@ def test_changes_of_another_buffer_are_refused() -> None:
 def test_damaged_bytes_do_not_unpack() -> None:
     import zstandard
 
-    packed = bytearray(delta.compare(torch.zeros(64, dtype=torch.uint8), torch.arange(64).byte(), "xor").pack())
+    packed = bytearray(
+        delta.compare(torch.zeros(64, dtype=torch.uint8), torch.arange(64).byte(), "xor").pack()
+    )
     packed[-6] ^= 1
     with pytest.raises(zstandard.ZstdError):
         delta.unpack(bytes(packed), 63, True, 64)
 
 
-# --- loader and transport, without HTTP ------------------------------------------------------------
+# --- loader and transport, without HTTP
+# ------------------------------------------------------------
 
 
 class Model:
@@ -134,7 +145,13 @@ def model_weights(seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def send(transport: DeltaTransport, engines: list[Engine], seed: int, version: str, allow_delta: bool = True) -> Any:
+def send(
+    transport: DeltaTransport,
+    engines: list[Engine],
+    seed: int,
+    version: str,
+    allow_delta: bool = True,
+) -> Any:
     async def both() -> Any:
         assert await transport.connect(engines) == {}  # type: ignore[arg-type]
         buckets = iter_buckets(iter(model_weights(seed).items()), 1200)
@@ -156,11 +173,18 @@ def holds(engine: Engine, seed: int) -> bool:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("checksum", ["xxh3-128", "adler32"])
-def test_only_what_changed_is_sent_and_written(encoding: Any, checksum: str, hf_folder: Path) -> None:
+def test_only_what_changed_is_sent_and_written(
+    encoding: Any, checksum: str, hf_folder: Path
+) -> None:
     transport, engine = make(hf_folder, encoding=encoding, checksum=checksum), Engine("a")
     first = send(transport, [engine], 0, "0.0")
     whole = sum(t.numel() * t.element_size() for t in model_weights(0).values())
-    assert (first.nbytes, first.density, first.tensors, first.failed) == (whole, 1.0, 8, {}) and holds(engine, 0)
+    assert (first.nbytes, first.density, first.tensors, first.failed) == (
+        whole,
+        1.0,
+        8,
+        {},
+    ) and holds(engine, 0)
     engine.model.loaded.clear()
     second = send(transport, [engine], 3, "0.1")
     assert holds(engine, 3) and engine.model.loaded == ["layer3.weight"]
@@ -191,8 +215,12 @@ def test_an_engine_that_only_says_it_has_the_base_refuses_and_is_healed(hf_folde
     assert holds(engine, 1)
 
 
-def test_a_whole_version_for_an_engine_that_refused_reaches_it_through_the_hook(hf_folder: Path) -> None:
-    """``--custom-update-weight-post-write-path`` copies each version to where the engines read it."""
+def test_a_whole_version_for_an_engine_that_refused_reaches_it_through_the_hook(
+    hf_folder: Path,
+) -> None:
+    """``--custom-update-weight-post-write-path`` copies each version to where the engines read
+    it.
+    """
     told: list[str] = []
 
     def hook(folder: Path, engines: Any) -> None:
@@ -203,7 +231,11 @@ def test_a_whole_version_for_an_engine_that_refused_reaches_it_through_the_hook(
     engines[1].model = Model()
     send(transport, engines, 1, "0.1")
     assert all(holds(engine, 1) for engine in engines)
-    assert told == ["weight_v0.0 for ['a', 'b']", "delta_v0.1 for ['a', 'b']", "weight_v0.1 for ['b']"]
+    assert told == [
+        "weight_v0.0 for ['a', 'b']",
+        "delta_v0.1 for ['a', 'b']",
+        "weight_v0.1 for ['b']",
+    ]
 
 
 def test_damage_on_the_way_is_found_before_the_model_is_touched(
@@ -259,9 +291,14 @@ def test_a_delta_against_another_version_changes_nothing(hf_folder: Path, tmp_pa
     send(transport, [engine], 0, "0.0")
     send(transport, [engine], 1, "0.1")
     send(transport, [engine], 2, "0.2")
-    status = delta_loader.load(engine.model, [(asked(transport.folder / "delta_v0.1"), torch.empty(0))])
+    status = delta_loader.load(
+        engine.model, [(asked(transport.folder / "delta_v0.1"), torch.empty(0))]
+    )
     assert reported(transport.folder) == [status]
-    assert status.outcome == "wrong_base" and status.message == "the engine has 0.2, but the delta is relative to 0.0"
+    assert (
+        status.outcome == "wrong_base"
+        and status.message == "the engine has 0.2, but the delta is relative to 0.0"
+    )
     assert holds(engine, 2)
 
 
@@ -295,7 +332,9 @@ def test_an_error_while_gathering_makes_the_next_version_whole(hf_folder: Path) 
 
     with pytest.raises(ArithmeticError):
         asyncio.run(transport.send(WeightUpdate("0.1", broken(), allow_delta=True), [engine]))  # type: ignore[arg-type,list-item]
-    assert [path.name for path in transport.folder.iterdir()] == ["weight_v0.0"] and holds(engine, 0)
+    assert [path.name for path in transport.folder.iterdir()] == ["weight_v0.0"] and holds(
+        engine, 0
+    )
     result = send(transport, [engine], 2, "0.2")
     assert holds(engine, 2) and result.density == 1.0
 
@@ -326,7 +365,9 @@ async def test_sglang_without_the_loader_is_named(hf_folder: Path) -> None:
     engine = SimpleNamespace(url="http://x")
 
     async def info() -> EngineInfo:
-        return EngineInfo("sglang", "0.5.23", "m", "default", "bfloat16", extra={"custom_weight_loader": []})
+        return EngineInfo(
+            "sglang", "0.5.23", "m", "default", "bfloat16", extra={"custom_weight_loader": []}
+        )
 
     engine.info = info
     failed = await make(hf_folder).connect([engine])  # type: ignore[list-item]
@@ -342,16 +383,21 @@ def test_a_copy_starts_anew_when_tensors_change_shape() -> None:
     assert copy.advance(second[0], "xor") is None
 
 
-# --- requests and manifests that nobody of ours wrote ------------------------------------------------
+# --- requests and manifests that nobody of ours wrote
+# ------------------------------------------------
 
 
-@pytest.mark.parametrize("status", ["/outside/0", "../outside/0", ".reports-0123abcd/../../x", ".reports-0123abcd", 5])
+@pytest.mark.parametrize(
+    "status", ["/outside/0", "../outside/0", ".reports-0123abcd/../../x", ".reports-0123abcd", 5]
+)
 def test_reports_go_beside_the_published_version_only(tmp_path: Path, status: object) -> None:
     outside, folder = tmp_path / "outside", tmp_path / "published" / "weight_v0.0"
     outside.mkdir()
     folder.mkdir(parents=True)
     (folder.parent / REPORTS).mkdir()
-    text = json.dumps({"folder": str(folder), "status": str(outside / "0") if status == "/outside/0" else status})
+    text = json.dumps(
+        {"folder": str(folder), "status": str(outside / "0") if status == "/outside/0" else status}
+    )
     loaded = delta_loader.load(Model(), [(text, torch.empty(0))])
     assert loaded.outcome == "failed" and "the form" in loaded.message
     assert [path for path in tmp_path.rglob("*.json")] == []
@@ -361,7 +407,9 @@ def test_a_reports_folder_that_is_a_link_gets_no_report(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / REPORTS).symlink_to(outside)
-    loaded = delta_loader.load(Model(), [(request(tmp_path / "weight_v0.0", REPORTS, 0), torch.empty(0))])
+    loaded = delta_loader.load(
+        Model(), [(request(tmp_path / "weight_v0.0", REPORTS, 0), torch.empty(0))]
+    )
     assert loaded.outcome == "failed" and "symbolic link" in loaded.message
     assert list(outside.iterdir()) == []
 
@@ -380,7 +428,9 @@ def test_a_reports_folder_that_is_a_link_gets_no_report(tmp_path: Path) -> None:
         ("dtype", "load", "no dtype"),
     ],
 )
-def test_a_manifest_that_cannot_be_true_is_refused(hf_folder: Path, key: str, value: object, message: str) -> None:
+def test_a_manifest_that_cannot_be_true_is_refused(
+    hf_folder: Path, key: str, value: object, message: str
+) -> None:
     transport = make(hf_folder)
     send(transport, [Engine("a")], 0, "0.0")
     file = transport.folder / "weight_v0.0" / MANIFEST

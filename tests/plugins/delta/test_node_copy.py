@@ -1,4 +1,6 @@
-"""Ranks of one engine on one node: one host copy for all, whoever comes first, and whatever goes wrong there."""
+"""Ranks of one engine on one node: one host copy for all, whoever comes first, and whatever goes
+wrong there.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_one_copy_serves_all_ranks_from_version_to_version(hf_folder: Path) -> N
             model.loaded.clear()
         result = send(transport, [engine], seed, f"0.{seed}")
         assert result.failed == {} and engine.all_hold(seed)
-        assert all(len(model.loaded) in (1, 2) for model in engine.models), "what changed and what changed back"
+        assert all(len(model.loaded) in (1, 2) for model in engine.models), (
+            "what changed and what changed back"
+        )
     assert segments() - before == shared
     del engine.models[:], engine.model, model
     gc.collect()
@@ -126,7 +130,10 @@ def test_without_room_in_shared_memory_each_rank_keeps_a_copy(
 
 def test_a_first_rank_that_dies_is_not_waited_for(tmp_path: Path) -> None:
     gone = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", "import os; print(os.getpid())"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     node = Node(str(tmp_path / "0"), 30.0)
     assert node.is_first() and not Node(str(tmp_path / "0"), 30.0).is_first()
@@ -140,10 +147,16 @@ def test_a_first_rank_that_dies_is_not_waited_for(tmp_path: Path) -> None:
     assert Node(str(tmp_path / "0"), 30.0).wait() == Announcement("ready", touched={2: ["a"]})
 
 
-@pytest.mark.parametrize("name", ["/../etc/hostname", "/torch_1_2_3/../x", "/psm_1", "/torch_1_2_3"])
+@pytest.mark.parametrize(
+    "name", ["/../etc/hostname", "/torch_1_2_3/../x", "/psm_1", "/torch_1_2_3"]
+)
 def test_only_buffers_of_this_user_are_opened(name: str) -> None:
     _, ((manager, real, size),) = node_copy.shared_buckets([PublishedBucket(None, 64, [], {})])
     with pytest.raises(ValueError, match="buffer of"):
-        node_copy.open_buckets([PublishedBucket(None, 64, [], {})], [node_copy.Handle(manager, name, size)])
+        node_copy.open_buckets(
+            [PublishedBucket(None, 64, [], {})], [node_copy.Handle(manager, name, size)]
+        )
     with pytest.raises(ValueError, match="buffer of"):
-        node_copy.open_buckets([PublishedBucket(None, size + 1, [], {})], [node_copy.Handle(manager, real, size)])
+        node_copy.open_buckets(
+            [PublishedBucket(None, size + 1, [], {})], [node_copy.Handle(manager, real, size)]
+        )

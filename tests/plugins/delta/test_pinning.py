@@ -1,4 +1,6 @@
-"""Page-locking of a shared buffer: what is registered, and that it is unregistered while the memory is still there."""
+"""Page-locking of a shared buffer: what is registered, and that it is unregistered while the memory
+is still there.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Runtime:
 
     def cudaHostUnregister(self, pointer: int) -> int:
         assert self.log[-1] == "synchronize", "a copy may be under way"
-        assert ctypes.string_at(pointer, self.registered.pop(pointer)), "the memory must still be mapped"
+        assert ctypes.string_at(pointer, self.registered.pop(pointer)), (
+            "the memory must still be mapped"
+        )
         self.log.append("unregister")
         return 0
 
@@ -80,7 +84,9 @@ def test_nothing_is_registered_without_a_gpu_or_bytes(runtime: Runtime) -> None:
     assert runtime.registered == {}
 
 
-def test_memory_that_cuda_refuses_stays_pageable(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cuda_refuses_stays_pageable(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
     runtime.refuses = True
     bucket = shared()
     with caplog.at_level(logging.WARNING):
@@ -101,13 +107,17 @@ def test_the_ranks_of_an_engine_pin_each_full_version_once(
     assert len(pinned) == RANKS * len(transport.copy.buckets)
     assert len({id(bucket) for bucket in pinned}) == len(pinned), "every rank its own mapping"
     assert send(transport, [engine], 1, "0.1").failed == {}
-    assert len(pinned) == RANKS * len(transport.copy.buckets), "a delta changes what is pinned already"
+    assert len(pinned) == RANKS * len(transport.copy.buckets), (
+        "a delta changes what is pinned already"
+    )
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_copies_from_a_pinned_bucket_are_those_of_pinned_memory() -> None:
-    """Registered, equal after the copy, not slower than pageable memory, and pageable again in the end."""
+    """Registered, equal after the copy, not slower than pageable memory, and pageable again in the
+    end.
+    """
     device = torch.device("cuda", 0)
     bucket = shared(64 * 2**20)
     bucket.flat.copy_(torch.randint(0, 256, bucket.flat.shape, dtype=torch.uint8))
@@ -123,7 +133,10 @@ def test_copies_from_a_pinned_bucket_are_those_of_pinned_memory() -> None:
 
     pageable = min(seconds(bucket) for _ in range(3))
     assert pinning.pin(bucket, device) and bucket.flat.is_pinned()
-    print(f"256 MiB to the GPU: pageable {pageable:.4f} s, registered {min(seconds(bucket) for _ in range(3)):.4f} s")
+    print(
+        f"256 MiB to the GPU: pageable {pageable:.4f} s, registered "
+        f"{min(seconds(bucket) for _ in range(3)):.4f} s"
+    )
     assert not pinning.pin(bucket, device), "it is registered already"
     torch.zeros(4, device=device).add_(1)  # the refusal does not surface here
     view = bucket.flat[:]

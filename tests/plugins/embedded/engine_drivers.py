@@ -18,9 +18,13 @@ def load(model: Path, **options: Any) -> Loaded:
     return load_engine(EngineOptions(str(model), **settings))
 
 
-def make(ids: Many[int], rid: str = "r", seed: int = 0, start_len: int = -1, top: int = 0, **params: Any) -> Sequence:
+def make(
+    ids: Many[int], rid: str = "r", seed: int = 0, start_len: int = -1, top: int = 0, **params: Any
+) -> Sequence:
     sampling = SamplingParams(**{"ignore_eos": True, "max_new_tokens": 8, **params})
-    request = GenerateRequest(rid, list(ids), sampling, return_logprob=True, logprob_start_len=start_len)
+    request = GenerateRequest(
+        rid, list(ids), sampling, return_logprob=True, logprob_start_len=start_len
+    )
     request.top_logprobs_num = top
     return Sequence(request, 0, seed)
 
@@ -44,9 +48,16 @@ def finish(loaded: Loaded, sequences: Many[Sequence] = ()) -> None:
 
 @torch.inference_mode()
 def reference_logprobs(model: Any, tokens: Many[int], temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs ``[length - 1]`` of ``tokens[1:]`` by a plain transformers forward of the whole sequence."""
-    logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].float() / temperature
-    return torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0]
+    """Log-probs ``[length - 1]`` of ``tokens[1:]`` by a plain transformers forward of the whole
+    sequence.
+    """
+    logits = (
+        model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
+        / temperature
+    )
+    return torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(list(tokens[1:]))[:, None])[
+        :, 0
+    ]
 
 
 def result(sequence: Sequence) -> tuple[list[int], list[float], list[float]]:

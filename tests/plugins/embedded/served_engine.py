@@ -24,7 +24,11 @@ class Served:
         self.loaded: Loaded = load(model, **options)
         app = make_app(self.loaded)
         self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=0.2, handler_cancellation=True, auto_decompress=False
+            app,
+            access_log=None,
+            shutdown_timeout=0.2,
+            handler_cancellation=True,
+            auto_decompress=False,
         )
         self.url = run(self._start())
 
@@ -36,7 +40,9 @@ class Served:
     def stop(self) -> None:
         run(self._runner.cleanup())
 
-    async def _ask(self, method: str, path: str, data: bytes | None, headers: dict[str, str]) -> tuple[int, Any]:
+    async def _ask(
+        self, method: str, path: str, data: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, Any]:
         async with session().request(method, self.url + path, data=data, headers=headers) as answer:
             raw = await answer.read()
             try:
@@ -44,13 +50,17 @@ class Served:
             except ValueError:
                 return answer.status, raw.decode(errors="replace")
 
-    def ask(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> tuple[int, Any]:
+    def ask(
+        self, path: str, body: Any = None, method: str = "POST", **headers: str
+    ) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         return run(self._ask(method, path, data, {"Content-Type": "application/json", **given}))
 
     def greedy(self) -> Any:
-        """Ids and log-probs of a fixed greedy request, without what the cache holds: equal bits for equal weights."""
+        """Ids and log-probs of a fixed greedy request, without what the cache holds: equal bits for
+        equal weights.
+        """
         self.ask("/flush_cache")
         sampling = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
         body = {"input_ids": [20, 21, 22, 23], "sampling_params": sampling, "return_logprob": True}

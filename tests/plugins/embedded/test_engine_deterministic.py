@@ -1,4 +1,6 @@
-"""``--deterministic``: a request's tokens and log-probs do not change by one bit, whatever else the engine does."""
+"""``--deterministic``: a request's tokens and log-probs do not change by one bit, whatever else the
+engine does.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,17 @@ WITH_EXPERTS = ("Qwen3-MoE", "gpt-oss")
 EACH_COMMIT = (("odd", 1), ("even", 2), ("Qwen3-MoE", 1))
 ENGINES = [
     pytest.param(kind, marks=[] if kind in EACH_COMMIT else [pytest.mark.long])
-    for kind in (*((name, threads) for name in VARIANTS for threads in (1, 2)), *((name, 1) for name in WITH_EXPERTS))
+    for kind in (
+        *((name, threads) for name in VARIANTS for threads in (1, 2)),
+        *((name, 1) for name in WITH_EXPERTS),
+    )
 ]
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=str)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Loaded]:
     name, threads = request.param
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -91,7 +98,9 @@ def expected(engine: Loaded) -> list[Any]:
     phases=[Phase.explicit, Phase.generate],
 )
 @given(
-    chance=st.integers(0, 2**32), others=st.integers(0, 20), delays=st.lists(st.integers(0, 9), min_size=4, max_size=4)
+    chance=st.integers(0, 2**32),
+    others=st.integers(0, 20),
+    delays=st.lists(st.integers(0, 9), min_size=4, max_size=4),
 )
 def test_company_and_arrival_do_not_matter(
     engine: Loaded, expected: list[Any], chance: int, others: int, delays: list[int]
@@ -103,7 +112,9 @@ def test_company_and_arrival_do_not_matter(
         ids = [draw.randrange(5, 260) for _ in range(draw.randrange(1, 70))]
         if draw.random() < 0.3:  # somebody who shares a prompt
             ids = list(PROBES[draw.randrange(4)]["ids"])  # type: ignore[call-overload]
-        company.append(make(ids, f"other{i}", seed=draw.randrange(99), max_new_tokens=draw.randrange(1, 30)))
+        company.append(
+            make(ids, f"other{i}", seed=draw.randrange(99), max_new_tokens=draw.randrange(1, 30))
+        )
     queue = [(delay, probe) for delay, probe in zip(delays, probes, strict=True)]
     queue += [(draw.randrange(10), other) for other in company]
     draw.shuffle(queue)
@@ -119,10 +130,14 @@ def test_company_and_arrival_do_not_matter(
     assert [result(probe) for probe in probes] == expected
 
 
-def test_a_continued_answer_equals_an_uninterrupted_one(engine: Loaded, expected: list[Any]) -> None:
+def test_a_continued_answer_equals_an_uninterrupted_one(
+    engine: Loaded, expected: list[Any]
+) -> None:
     """Prompt plus the tokens so far, sent again: decode and prefill give the same bits."""
     ids, logprobs, _ = expected[0]
-    whole = make([*PROBES[0]["ids"], *ids], seed=1, start_len=len(PROBES[0]["ids"]) - 1, max_new_tokens=1)  # type: ignore[misc,call-overload]
+    whole = make(
+        [*PROBES[0]["ids"], *ids], seed=1, start_len=len(PROBES[0]["ids"]) - 1, max_new_tokens=1
+    )  # type: ignore[misc,call-overload]
     finish(engine, [whole])
     assert whole.input_logprobs == logprobs
 
@@ -139,11 +154,14 @@ def test_blocks_are_computed_although_mkl_was_used_before(smollm2: Path) -> None
     code = (
         "import os, sys, torch; torch.randn(300, 300) @ torch.randn(300, 300)\n"
         "from slime.plugins.embedded.loading import EngineOptions, load_engine\n"
-        "loaded = load_engine(EngineOptions(sys.argv[1], deterministic=True, max_total_tokens=512))\n"
+        "loaded = load_engine(EngineOptions(sys.argv[1], deterministic=True, "
+        "max_total_tokens=512))\n"
         "print(max(loaded.engine.runner.row_counts))"
     )
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "2")
-    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"} | threads
+    environment = {
+        name: value for name, value in os.environ.items() if name != "MKL_CBWR"
+    } | threads
     command = [sys.executable, "-c", code, str(smollm2)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) > 1, done.stderr
@@ -153,7 +171,10 @@ def test_row_by_row_is_the_last_resort(tiny_llama: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(loading, "agreeing_counts", lambda *arguments: ())
     loaded = load(tiny_llama, deterministic=True)
     assert loaded.engine.runner.row_counts == (1,)
-    sequences = [make([5, 6, 7], seed=11, max_new_tokens=5), make([5, 6, 8], seed=12, max_new_tokens=5)]
+    sequences = [
+        make([5, 6, 7], seed=11, max_new_tokens=5),
+        make([5, 6, 8], seed=12, max_new_tokens=5),
+    ]
     finish(loaded, sequences)
     together = [result(sequence) for sequence in sequences]
     for sequence, seed, last in zip(together, (11, 12), (7, 8), strict=True):
@@ -165,13 +186,20 @@ def test_row_by_row_is_the_last_resort(tiny_llama: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_real_model(smollm2: Path) -> None:
     loaded = load(smollm2, deterministic=True, max_running_requests=64)
-    ids = loaded.tokenizer("<|im_start|>user\nWhat is 6 times 7?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    ids = loaded.tokenizer(
+        "<|im_start|>user\nWhat is 6 times 7?<|im_end|>\n<|im_start|>assistant\n"
+    )["input_ids"]
     single = make(ids, seed=5, max_new_tokens=24)
     finish(loaded, [single])
     loaded.engine.scheduler.drop_slots()
     draw = random.Random(0)
     crowd = [
-        make([draw.randrange(5, 49000) for _ in range(draw.randrange(3, 60))], str(i), seed=i, max_new_tokens=16)
+        make(
+            [draw.randrange(5, 49000) for _ in range(draw.randrange(3, 60))],
+            str(i),
+            seed=i,
+            max_new_tokens=16,
+        )
         for i in range(20)
     ]
     again = make(ids, "again", seed=5, max_new_tokens=24)

@@ -1,5 +1,5 @@
-"""Every family of docs/en/models.md in the embedded engine: its log-probs are those of transformers and of the
-trainer."""
+"""Every family of docs/en/models.md in the embedded engine: its log-probs are those of transformers
+and of the trainer."""
 
 from __future__ import annotations
 
@@ -49,16 +49,23 @@ def check(folder: Path, sequences: list[Any]) -> None:
 
 
 def check_engine(folder: Path) -> None:
-    """Compare engine and trainer. The engine divides prompts, and shares them between samples of a group."""
+    """Compare engine and trainer. The engine divides prompts, and shares them between samples of a
+    group.
+    """
     loaded = load(folder)
     loaded.engine.scheduler.prefill_tokens = 25
-    sequences = [make(range(10, 18 + 9 * i), str(i), seed=i, max_new_tokens=5 + 4 * i) for i in range(4)]
+    sequences = [
+        make(range(10, 18 + 9 * i), str(i), seed=i, max_new_tokens=5 + 4 * i) for i in range(4)
+    ]
     sequences += [make(range(10, 36), f"twin{i}", seed=9 + i, max_new_tokens=20) for i in range(3)]
     finish(loaded, sequences)
     check(folder, sequences)
 
 
-SHARED_SELECTION: dict[str, Any] = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
+SHARED_SELECTION: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "indexer_types": ["full", "shared", "full"],
+}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,8 @@ def test_states_move_with_their_slots(family: str, tmp_path: Path) -> None:
     second = make([*first.tokens, 11, 12, 13], "turn2", seed=5, max_new_tokens=6)
     part = make(first.tokens[:20], "part", seed=6, max_new_tokens=9)
     finish(loaded, [second, part])
-    assert second.cached_tokens == len(first.tokens) - 1  # the state at the end of the first turn was kept
+    # the state at the end of the first turn was kept
+    assert second.cached_tokens == len(first.tokens) - 1
     assert part.cached_tokens == 0  # nowhere is the state after 20 tokens
     running = [make(range(10, 20 + i), str(i), seed=i, max_new_tokens=15) for i in range(3)]
     for sequence in running:
@@ -101,15 +109,21 @@ def test_states_move_with_their_slots(family: str, tmp_path: Path) -> None:
 
 
 class LayerWithOneState:
-    """As the layer of transformers 5.10 to 5.12: attributes are values, and not dictionaries of several states."""
+    """As the layer of transformers 5.10 to 5.12: attributes are values, and not dictionaries of
+    several states.
+    """
 
     def __init__(self) -> None:
         self.conv_states = self.recurrent_states = None
-        self.is_conv_states_initialized = self.is_recurrent_states_initialized = self.has_previous_state = False
+        self.is_conv_states_initialized = self.is_recurrent_states_initialized = (
+            self.has_previous_state
+        ) = False
 
 
 def test_layers_with_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are stored for the slot after the first run, and found by the next, as views of the slot's."""
+    """States are stored for the slot after the first run, and found by the next, as views of the
+    slot's.
+    """
     monkeypatch.setattr(states, "ONE_STATE", True)
     monkeypatch.setattr(states, "LinearAttentionLayer", LayerWithOneState)
     cache = KVCache(torch.float32, torch.device("cpu"))
@@ -124,7 +138,9 @@ def test_layers_with_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
     held = states.RunStates(step, 0, 5, attention.StateRun(4, 6, 1, True, False))
     assert held.has_previous_state(5) and held.own.conv_kernel_size == 4
     assert held.own.is_conv_states_initialized and held.own.is_recurrent_states_initialized
-    assert torch.equal(held.own.conv_states, conv) and torch.equal(held.own.recurrent_states, recurrent)
+    assert torch.equal(held.own.conv_states, conv) and torch.equal(
+        held.own.recurrent_states, recurrent
+    )
     held.own.recurrent_states.zero_()
     assert not cache.states[0]["recurrent"][1].any()
 
@@ -140,7 +156,9 @@ def test_kinds_that_old_transformers_does_not_continue_are_refused(
 
 @pytest.mark.parametrize("family", ["GLM-5", "Llama 4"])
 def test_parts_of_prompts_are_shared(family: str, tmp_path: Path) -> None:
-    """The keys of indexers move with their slots, and positions count from the first token of a slot."""
+    """The keys of indexers move with their slots, and positions count from the first token of a
+    slot.
+    """
     folder = saved(family, tmp_path)
     loaded = load(folder)
     scheduler = loaded.engine.scheduler
@@ -160,7 +178,9 @@ def test_parts_of_prompts_are_shared(family: str, tmp_path: Path) -> None:
     check(folder, [first, second, part, *running, long])
 
 
-def test_scores_of_an_indexer_are_held_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_an_indexer_are_held_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved("DeepSeek V3.2", tmp_path)
     loaded = load(folder)
     monkeypatch.setattr(states, "SCORES_AT_ONCE", 32 * 30 * 7)  # 7 queries of 30 tokens
@@ -173,18 +193,29 @@ def test_the_keys_of_indexers_count_as_memory(tmp_path: Path) -> None:
     loaded = load(saved("GLM-5", tmp_path, **SHARED_SELECTION), dtype="bfloat16")
     cache = loaded.engine.runner.cache
     finish(loaded, [make(range(10, 40), max_new_tokens=2)])
-    assert {layer: store.shape[2:] for layer, store in cache.index_keys.items()} == {0: (1, 8), 2: (1, 8)}
+    assert {layer: store.shape[2:] for layer, store in cache.index_keys.items()} == {
+        0: (1, 8),
+        2: (1, 8),
+    }
     others = sum(tensor.nbytes for store in (cache.keys, cache.values) for tensor in store.values())
     assert cache.nbytes - others == 2 * cache.index_keys[0].nbytes > 0
 
 
 @pytest.mark.parametrize("family", ["Gemma 2", "Qwen3.5", "Nemotron-H", "DeepSeek V3.2", "Llama 4"])
 def test_deterministic(family: str, tmp_path: Path) -> None:
-    # Experts get as many rows as the batch happens to send them, so that models with them are not bitwise equal.
-    dense = {"layers_block_type": ["linear_attention", "full_attention"]} if family == "Nemotron-H" else {}
+    # Experts get as many rows as the batch happens to send them, so that models with them are not
+    # bitwise equal.
+    dense = (
+        {"layers_block_type": ["linear_attention", "full_attention"]}
+        if family == "Nemotron-H"
+        else {}
+    )
     loaded = load(saved(family, tmp_path, **dense), deterministic=True)
     alone, many = (make(range(10, 40), "r", seed=1, max_new_tokens=12) for _ in range(2))
     finish(loaded, [alone])
-    finish(loaded, [*(make(range(10, 15 + i), str(i), seed=i, max_new_tokens=9) for i in range(3)), many])
+    finish(
+        loaded,
+        [*(make(range(10, 15 + i), str(i), seed=i, max_new_tokens=9) for i in range(3)), many],
+    )
     assert many.output_logprobs == alone.output_logprobs and many.tokens == alone.tokens
     check(tmp_path, [alone])

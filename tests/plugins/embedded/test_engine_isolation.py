@@ -1,4 +1,6 @@
-"""A step that raises ends the request that is to blame and no other; an engine that fails by itself ends."""
+"""A step that raises ends the request that is to blame and no other; an engine that fails by itself
+ends.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,19 @@ def inject(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
 
 
 def body(number: int, rid: str = "", **more: Any) -> dict[str, Any]:
-    sampling = {"max_new_tokens": 24, "temperature": 1.0, "sampling_seed": number, "ignore_eos": True}
-    return {"input_ids": [20, 21 + number], "sampling_params": sampling, "return_logprob": True, "rid": rid, **more}
+    sampling = {
+        "max_new_tokens": 24,
+        "temperature": 1.0,
+        "sampling_seed": number,
+        "ignore_eos": True,
+    }
+    return {
+        "input_ids": [20, 21 + number],
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "rid": rid,
+        **more,
+    }
 
 
 def ask_all(server: Served, bodies: list[dict[str, Any]]) -> list[tuple[int, Any]]:
@@ -49,7 +62,10 @@ def ask_all(server: Served, bodies: list[dict[str, Any]]) -> list[tuple[int, Any
 def test_only_the_culprit_fails(one: Served, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     alone = [one.ask("/generate", body(number))[1]["output_ids"] for number in range(4)]
     bad = ("bad-1", "bad-2")
-    inject(monkeypatch, lambda seqs: any(seq.request.rid in bad and seq.num_output >= at for seq in seqs))
+    inject(
+        monkeypatch,
+        lambda seqs: any(seq.request.rid in bad and seq.num_output >= at for seq in seqs),
+    )
     bodies = [body(0), body(5, bad[0]), body(1), body(6, bad[1]), body(2), body(3)]
     answers = ask_all(one, bodies)
     assert [status for status, _ in answers] == [200, 500, 200, 500, 200, 200]
@@ -63,7 +79,9 @@ def test_only_the_culprit_fails(one: Served, monkeypatch: pytest.MonkeyPatch, at
     assert engine.scheduler.alone is None and one.ask("/health_generate", method="GET")[0] == 200
 
 
-def test_prompt_log_probs_survive_the_fault_of_another(one: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_log_probs_survive_the_fault_of_another(
+    one: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = body(1, logprob_start_len=0, input_ids=list(range(20, 60)), top_logprobs_num=2)
     expected = one.ask("/generate", wanted)[1]["meta_info"]
     one.ask("/flush_cache")
@@ -76,13 +94,22 @@ def test_prompt_log_probs_survive_the_fault_of_another(one: Served, monkeypatch:
 
 
 def test_a_stream_is_told(one: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    inject(monkeypatch, lambda seqs: any(seq.request.rid == "bad" and seq.num_output >= 3 for seq in seqs))
+    inject(
+        monkeypatch,
+        lambda seqs: any(seq.request.rid == "bad" and seq.num_output >= 3 for seq in seqs),
+    )
     status, text = one.ask("/generate", body(0, "bad", stream=True))
     events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
-    assert status == 200 and events[-1]["error"]["code"] == 500 and "injected" in events[-1]["error"]["message"]
+    assert (
+        status == 200
+        and events[-1]["error"]["code"] == 500
+        and "injected" in events[-1]["error"]["message"]
+    )
 
 
-def test_a_fault_that_does_not_come_again_fails_nobody(one: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_does_not_come_again_fails_nobody(
+    one: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faults = iter([True])
     inject(monkeypatch, lambda seqs: len(seqs) > 1 and next(faults, False))
     assert [status for status, _ in ask_all(one, [body(n) for n in range(4)])] == [200] * 4
@@ -90,8 +117,12 @@ def test_a_fault_that_does_not_come_again_fails_nobody(one: Served, monkeypatch:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_fault_of_every_joint_step_ends_the_engine(one: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is too small for the batch, say: each passes alone, and together they fail again."""
+def test_a_fault_of_every_joint_step_ends_the_engine(
+    one: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is too small for the batch, say: each passes alone, and together they fail
+    again.
+    """
     inject(monkeypatch, lambda seqs: len(seqs) > 1)
     answers = ask_all(one, [{**body(n), "input_ids": [[20, 21], [22, 23]]} for n in range(1)])
     assert answers[0][0] == 500 and one.ask("/health", method="GET")[0] == 503
@@ -101,11 +132,15 @@ def test_a_fault_of_every_joint_step_ends_the_engine(one: Served, monkeypatch: p
 def test_a_fault_of_the_engine_itself_ends_it(one: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     inject(monkeypatch, lambda seqs: True)
     assert one.ask("/generate", body(0))[0] == 500
-    assert one.ask("/health", method="GET")[0] == one.ask("/health_generate", method="GET")[0] == 503
+    assert (
+        one.ask("/health", method="GET")[0] == one.ask("/health_generate", method="GET")[0] == 503
+    )
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_commands_that_wait_when_the_engine_ends_are_answered(one: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_wait_when_the_engine_ends_are_answered(
+    one: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They came while the step that ended it was under way, and nobody takes them any more."""
     engine, ending, may_end = one.loaded.engine, threading.Event(), threading.Event()
 

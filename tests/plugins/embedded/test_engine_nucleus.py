@@ -1,4 +1,6 @@
-"""What top-p and top-k left of the vocabulary travels with the sample, and the trainer scores tokens over just that."""
+"""What top-p and top-k left of the vocabulary travels with the sample, and the trainer scores
+tokens over just that.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,21 @@ def sampled(model: Path, cut: dict[str, Any]) -> list[Sample]:
     finish(loaded, sequences)
     samples = []
     for i, sequence in enumerate(sequences):
-        sample = Sample(index=i, group_index=i, reward=float(i), tokens=list(sequence.request.input_ids))
-        answer = build_answer(sequence, loaded.detokenizer, "0.0", sequence.num_output, sequence.finish_reason)
+        sample = Sample(
+            index=i, group_index=i, reward=float(i), tokens=list(sequence.request.input_ids)
+        )
+        answer = build_answer(
+            sequence, loaded.detokenizer, "0.0", sequence.num_output, sequence.finish_reason
+        )
         append_output(make_args(), sample, json.loads(json.dumps(answer)))  # as it goes over HTTP
         samples.append(sample)
     return samples
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_trainer_and_engine_agree_on_the_restricted_log_probs(tiny_llama: Path, cut: dict[str, Any]) -> None:
+def test_trainer_and_engine_agree_on_the_restricted_log_probs(
+    tiny_llama: Path, cut: dict[str, Any]
+) -> None:
     samples = sampled(tiny_llama, cut)
     args = make_args(use_tis=True, rollout_batch_size=4, n_samples_per_prompt=1, micro_batch_size=4)
     data = samples_to_train_data(args, [[sample] for sample in samples])
@@ -64,7 +72,9 @@ def test_trainer_and_engine_agree_on_the_restricted_log_probs(tiny_llama: Path, 
     whole, _ = PolicyScorer(model)(InputBuilder(model.base_model, torch.device("cpu")).build(
         [torch.as_tensor(batch["tokens"][i]) for i in (2, 0, 3, 1)], [8] * 4, [0, 1, 2, 3], [None] * 4
     ), temperature, True)  # fmt: skip
-    assert (scores.log_probs > whole.log_probs + 1e-3).any(), "the rest of the vocabulary has some of the mass"
+    assert (scores.log_probs > whole.log_probs + 1e-3).any(), (
+        "the rest of the vocabulary has some of the mass"
+    )
     torch.testing.assert_close(scores.entropy, whole.entropy)  # of the whole distribution
 
 
@@ -72,7 +82,11 @@ def test_tokens_that_no_engine_drew_are_not_restricted(tiny_llama: Path) -> None
     sample = sampled(tiny_llama, {"top_p": 0.6})[0]
     sample.append_response_tokens(tokens=[4, 5], log_probs=None, trainable=False)
     offsets = sample.rollout_top_p_token_offsets
-    assert offsets is not None and len(offsets) == sample.response_length + 1 and offsets[-1] == offsets[-3]
+    assert (
+        offsets is not None
+        and len(offsets) == sample.response_length + 1
+        and offsets[-1] == offsets[-3]
+    )
 
 
 def test_only_the_embedded_engine_is_asked_and_only_where_something_is_cut() -> None:
@@ -83,7 +97,9 @@ def test_only_the_embedded_engine_is_asked_and_only_where_something_is_cut() -> 
         ("embedded", {"top_p": 1.0, "top_k": -1}, False),
         ("sglang", {"top_p": 0.9}, False),
     ):
-        state = SimpleNamespace(requests=RequestSettings.from_args(make_args(rollout_backend=backend)))
+        state = SimpleNamespace(
+            requests=RequestSettings.from_args(make_args(rollout_backend=backend))
+        )
         body = build_generate_body(state, sample, cut)  # type: ignore[arg-type]
         assert body.get("return_top_p_token_ids", False) is asked
 

@@ -20,7 +20,9 @@ TOLERANCE = 1e-4
 
 def check_logprobs(model: Any, sequence: Any, temperature: float = 1.0) -> None:
     expected = reference_logprobs(model, sequence.tokens, temperature)[sequence.prompt_len - 1 :]
-    torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        torch.tensor(sequence.output_logprobs), expected, rtol=0, atol=TOLERANCE
+    )
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +31,14 @@ def plain(tiny_llama: Path) -> Any:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_mixed_batch_matches_transformers(tiny_llama: Path, plain: Any, deterministic: bool) -> None:
+def test_mixed_batch_matches_transformers(
+    tiny_llama: Path, plain: Any, deterministic: bool
+) -> None:
     loaded = load(tiny_llama, deterministic=deterministic)
     prompts = [[7 + i % 3, *range(20, 22 + 5 * i)] for i in range(12)]
-    sequences = [make(ids, str(i), seed=i, max_new_tokens=3 + 4 * (i % 5)) for i, ids in enumerate(prompts)]
+    sequences = [
+        make(ids, str(i), seed=i, max_new_tokens=3 + 4 * (i % 5)) for i, ids in enumerate(prompts)
+    ]
     sequences += [make(prompts[3], f"twin{i}", seed=100 + i, max_new_tokens=90) for i in range(6)]
     finish(loaded, sequences)
     for sequence in sequences:
@@ -41,8 +47,12 @@ def test_mixed_batch_matches_transformers(tiny_llama: Path, plain: Any, determin
     assert all(s.cached_tokens >= s.prompt_len - 1 for s in sequences[-5:])
 
 
-def test_slots_that_end_while_others_become_longer_lose_nothing(tiny_llama: Path, plain: Any) -> None:
-    """Slots of 64 tokens become fewer and longer in the same step in which the last running sequences move down."""
+def test_slots_that_end_while_others_become_longer_lose_nothing(
+    tiny_llama: Path, plain: Any
+) -> None:
+    """Slots of 64 tokens become fewer and longer in the same step in which the last running
+    sequences move down.
+    """
     loaded = load(tiny_llama, max_running_requests=16, max_total_tokens=640)
     short = [make([30 + i, 9, 8], f"short{i}", seed=i, max_new_tokens=6) for i in range(2)]
     lasting = [make([40 + i, 5, 6], f"lasting{i}", seed=i, max_new_tokens=20) for i in range(4)]
@@ -67,7 +77,9 @@ def test_greedy_takes_the_best(tiny_llama: Path, plain: Any) -> None:
     sequence = make([9, 8, 7, 6], temperature=0.0, max_new_tokens=20)
     finish(load(tiny_llama), [sequence])
     ids = torch.tensor([sequence.request.input_ids])
-    expected = plain.generate(ids, do_sample=False, max_new_tokens=20, min_new_tokens=20, pad_token_id=0)
+    expected = plain.generate(
+        ids, do_sample=False, max_new_tokens=20, min_new_tokens=20, pad_token_id=0
+    )
     assert sequence.tokens == expected[0].tolist()
     check_logprobs(plain, sequence)
 
@@ -80,7 +92,9 @@ def test_prompt_logprobs(tiny_llama: Path, plain: Any, start: int, chunk: int) -
     sequence = make(ids, start_len=start, top=3, max_new_tokens=2)
     finish(loaded, [make(ids, "before", max_new_tokens=1), sequence])
     expected = reference_logprobs(plain, ids)[start:]
-    torch.testing.assert_close(torch.tensor(sequence.input_logprobs), expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        torch.tensor(sequence.input_logprobs), expected, rtol=0, atol=TOLERANCE
+    )
     assert len(sequence.input_top) == len(expected) and len(sequence.output_top[0]) == 3
 
 
@@ -107,7 +121,8 @@ def test_retract_and_growing_slots(tiny_llama: Path, plain: Any) -> None:
         step(loaded)
     scheduler.pause("retract")
     scheduler.resume()
-    long = make(range(3, 200), "long", seed=9, max_new_tokens=100)  # slots of 64 tokens become slots of 320
+    # slots of 64 tokens become slots of 320
+    long = make(range(3, 200), "long", seed=9, max_new_tokens=100)
     finish(loaded, [long])
     for sequence in [*sequences, long]:
         check_logprobs(plain, sequence)
@@ -127,15 +142,32 @@ def save_random(config: Any, folder: Path) -> Path:
 
 def small(**more: Any) -> dict[str, Any]:
     sizes = {"vocab_size": 261, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+    }
     return {**sizes, **heads, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 2, **more}
 
 
 def architectures() -> dict[str, Any]:
     import transformers as t
 
-    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
-    gpt2 = {"vocab_size": 261, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "eos_token_id": 2}
+    moe = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 1,
+    }
+    gpt2 = {
+        "vocab_size": 261,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "eos_token_id": 2,
+    }
     return {
         "qwen3": t.Qwen3Config(**small()),
         "qwen2-biases": t.Qwen2Config(**{k: v for k, v in small().items() if k != "head_dim"}),
@@ -145,7 +177,9 @@ def architectures() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-biases", "qwen3-moe", "mistral-window", "gpt2-positions"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen2-biases", "qwen3-moe", "mistral-window", "gpt2-positions"]
+)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_other_architectures(name: str, deterministic: bool, tmp_path: Path) -> None:
     folder = save_random(architectures()[name], tmp_path)
@@ -182,7 +216,9 @@ def test_real_model_matches_transformers(smollm2: Path) -> None:
     text = "<|im_start|>user\nWhat is 7 times 8?<|im_end|>\n<|im_start|>assistant\n"
     ids = loaded.tokenizer(text)["input_ids"]
     sequences = [make(ids, str(i), seed=i, max_new_tokens=24) for i in range(8)]
-    sequences.append(make(loaded.tokenizer("Once upon a time")["input_ids"], "other", seed=3, max_new_tokens=16))
+    sequences.append(
+        make(loaded.tokenizer("Once upon a time")["input_ids"], "other", seed=3, max_new_tokens=16)
+    )
     finish(loaded, sequences)
     for sequence in sequences:
         check_logprobs(model, sequence)
@@ -197,19 +233,29 @@ def test_bfloat16_stays_near(tiny_llama: Path, plain: Any) -> None:
 
 def test_scheduler_defaults_are_the_engines(tiny_llama: Path) -> None:
     scheduler = load(tiny_llama).engine.scheduler
-    assert isinstance(scheduler, Scheduler) and scheduler.context_len == 512 and scheduler.eos_token_ids == {2}
+    assert (
+        isinstance(scheduler, Scheduler)
+        and scheduler.context_len == 512
+        and scheduler.eos_token_ids == {2}
+    )
 
 
 def test_a_window_that_is_in_the_mask_of_transformers_only(tmp_path: Path) -> None:
-    """Phi-3.5-MoE does not pass its window to the attention. The prompt is longer than what the engine checks itself
-    at startup."""
+    """Phi-3.5-MoE does not pass its window to the attention. The prompt is longer than what the
+    engine checks itself at startup."""
     from transformers import PhimoeConfig, PhimoeForCausalLM
 
     tokenizer = make_tokenizer()
-    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=16, num_hidden_layers=2)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, sliding_window=16)
+    sizes = dict(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=16, num_hidden_layers=2
+    )
+    heads = dict(
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, sliding_window=16
+    )
     torch.manual_seed(0)
-    model = PhimoeForCausalLM(PhimoeConfig(**sizes, **heads, initializer_range=0.3, max_position_embeddings=128))
+    model = PhimoeForCausalLM(
+        PhimoeConfig(**sizes, **heads, initializer_range=0.3, max_position_embeddings=128)
+    )
     model.eval().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     sequence = make(range(20, 50), max_new_tokens=6)

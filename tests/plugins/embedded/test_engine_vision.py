@@ -1,4 +1,6 @@
-"""Images in prompts: a tiny LLaVA over HTTP, and Qwen2.5-VL's three rotary axes against transformers."""
+"""Images in prompts: a tiny LLaVA over HTTP, and Qwen2.5-VL's three rotary axes against
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,11 @@ def test_llava_over_http(llava: Path, start_engine: Callable[..., EngineProcess]
 
     def ask(**body: Any) -> Any:
         sampling = {"max_new_tokens": 6, "temperature": 1.0, "ignore_eos": True, "sampling_seed": 3}
-        return run(http.post(f"{url}/generate", {"sampling_params": sampling, "return_logprob": True, **body}))
+        return run(
+            http.post(
+                f"{url}/generate", {"sampling_params": sampling, "return_logprob": True, **body}
+            )
+        )
 
     def check(answer: Any, text: str, images: list[Image.Image]) -> None:
         inputs = processor(text=[text], images=images, return_tensors="pt")
@@ -109,7 +115,9 @@ def test_llava_over_http(llava: Path, start_engine: Callable[..., EngineProcess]
             logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits[0]
         length = inputs["input_ids"].shape[1]
         assert answer["meta_info"]["prompt_tokens"] == length
-        expected = torch.log_softmax(logits[length - 1 : -1], -1).gather(1, ids[0, length:, None])[:, 0]
+        expected = torch.log_softmax(logits[length - 1 : -1], -1).gather(1, ids[0, length:, None])[
+            :, 0
+        ]
         got = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
@@ -138,8 +146,13 @@ def test_llava_over_http(llava: Path, start_engine: Callable[..., EngineProcess]
 @pytest.fixture(scope="module")
 def qwen_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-qwen-vl")
-    tokenizer = make_tokenizer(("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"))
-    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")}
+    tokenizer = make_tokenizer(
+        ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    )
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for name in ("vision_start", "vision_end")
+    }
     vision = {
         "depth": 2,
         "hidden_size": 32,
@@ -155,7 +168,11 @@ def qwen_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text_config={
             **TEXT,
             "vocab_size": len(tokenizer),
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [1, 1, 2],
+            },
         },
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
@@ -171,31 +188,53 @@ def qwen_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_qwen_vl_positions(qwen_vl: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
-    """Decode positions lag behind the token count once an image has folded many tokens into a few positions."""
-    monkeypatch.setattr("slime.plugins.embedded.loading.ImageReader", lambda *arguments: None)  # needs torchvision
+def test_qwen_vl_positions(
+    qwen_vl: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """Decode positions lag behind the token count once an image has folded many tokens into a few
+    positions.
+    """
+    # needs torchvision
+    monkeypatch.setattr("slime.plugins.embedded.loading.ImageReader", lambda *arguments: None)
     loaded = load(qwen_vl, deterministic=deterministic)
-    model = t.Qwen2_5_VLForConditionalGeneration.from_pretrained(qwen_vl, dtype=torch.float32).eval()
+    model = t.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        qwen_vl, dtype=torch.float32
+    ).eval()
     config = model.config
     grid = torch.tensor([[1, 4, 6]])  # 24 patches, 6 image tokens
     pixels = torch.randn(24, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(0))
-    ids = [70, config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id, 71, 72]
+    ids = [
+        70,
+        config.vision_start_token_id,
+        *[config.image_token_id] * 6,
+        config.vision_end_token_id,
+        71,
+        72,
+    ]
     types = (torch.tensor([ids]) == config.image_token_id).int()
     image = make(ids, "image", seed=1, max_new_tokens=10)
-    image.request.image_inputs = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
+    image.request.image_inputs = {
+        "pixel_values": pixels,
+        "image_grid_thw": grid,
+        "mm_token_type_ids": types,
+    }
     text = make([80, 81, 82], "text", seed=2, max_new_tokens=12)
     finish(loaded, [text, image])
     assert image.position_shift != 0 and text.position_shift == 0
     tokens = torch.tensor([image.tokens])
     padded = torch.nn.functional.pad(types, (0, 10))
     with torch.no_grad():
-        logits = model(input_ids=tokens, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=padded).logits[0]
+        logits = model(
+            input_ids=tokens, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=padded
+        ).logits[0]
         plain = model(input_ids=torch.tensor([text.tokens])).logits[0]
     for sequence, scores in ((image, logits), (text, plain)):
         first = sequence.prompt_len
         outputs = torch.tensor(sequence.output_ids)[:, None]
         expected = torch.log_softmax(scores[first - 1 : -1], -1).gather(1, outputs)[:, 0]
-        torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(sequence.output_logprobs), expected, rtol=0, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -203,17 +242,28 @@ def test_qwen_vl_positions(qwen_vl: Path, monkeypatch: pytest.MonkeyPatch, deter
 def test_images_equal_transformers(
     family: str, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens of Gemma 3's images attend to their whole image; Qwen3.5 has layers with a state after them."""
-    monkeypatch.setattr("slime.plugins.embedded.loading.ImageReader", lambda *arguments: None)  # needs a processor
+    """The tokens of Gemma 3's images attend to their whole image; Qwen3.5 has layers with a state
+    after them.
+    """
+    # needs a processor
+    monkeypatch.setattr("slime.plugins.embedded.loading.ImageReader", lambda *arguments: None)
     make_tokenizer().save_pretrained(tmp_path)
     folder = save_tiny_vision(family, tmp_path, vocab_size=len(make_tokenizer()))
     loaded = load(folder, deterministic=deterministic)
-    model = t.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = t.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     ids = [70, 71, START, *[IMAGE] * 4, END, 72, START, *[IMAGE] * 4, END]
-    types, name = (torch.tensor([ids]) == IMAGE).int(), "token_type_ids" if family == "Gemma 3" else "mm_token_type_ids"
+    types, name = (
+        (torch.tensor([ids]) == IMAGE).int(),
+        "token_type_ids" if family == "Gemma 3" else "mm_token_type_ids",
+    )
     parts = [image(family, seed) for seed in (1, 2)]
     pictures = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    seen, text = make(ids, "image", seed=1, max_new_tokens=10), make([80, 81, 82], "text", seed=2, max_new_tokens=12)
+    seen, text = (
+        make(ids, "image", seed=1, max_new_tokens=10),
+        make([80, 81, 82], "text", seed=2, max_new_tokens=12),
+    )
     seen.request.image_inputs = {**pictures, name: types}
     finish(loaded, [text, seen])
     with torch.no_grad():

@@ -70,7 +70,9 @@ def test_wrong_names_and_shapes_write_nothing(tiny_llama: Path) -> None:
     with pytest.raises(WeightError, match=r"'model.norm.weigh'.*'model.norm.weight'"):
         weights.load([("model.norm.weight", norm), ("model.norm.weigh", norm)])
     with pytest.raises(WeightError, match=r"\(3,\).*\(44,\)"):
-        weights.load([("model.layers.0.input_layernorm.weight", norm), ("model.norm.weight", torch.zeros(3))])
+        weights.load(
+            [("model.layers.0.input_layernorm.weight", norm), ("model.norm.weight", torch.zeros(3))]
+        )
     assert weights.checksums() == before
 
 
@@ -93,12 +95,18 @@ def spoil_nan(tensors: dict[str, torch.Tensor]) -> None:
     ("spoil", "said"),
     [
         (lambda t: t.pop("model.norm.weight"), "lacks 1 tensors"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"'model.norm.weight' has shape \(3,\)"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
+            r"'model.norm.weight' has shape \(3,\)",
+        ),
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(44, dtype=torch.int8)}),
             "I8",
         ),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(44).to(torch.float8_e4m3fn)}), "without a scale"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(44).to(torch.float8_e4m3fn)}),
+            "without a scale",
+        ),
         (spoil_nan, r"'model.norm.weight' .*NaN"),
     ],
 )
@@ -107,7 +115,9 @@ def test_a_folder_that_does_not_fit_writes_nothing(
 ) -> None:
     weights = Weights(open_model(tiny_llama))
     before = weights.checksums()
-    tensors = {name: tensor + 1 for name, tensor in load_file(tiny_llama / "model.safetensors").items()}
+    tensors = {
+        name: tensor + 1 for name, tensor in load_file(tiny_llama / "model.safetensors").items()
+    }
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightError, match=said):
@@ -124,7 +134,9 @@ def test_an_update_that_breaks_off_leaves_the_engine_halted_until_the_next_good_
 ) -> None:
     loaded = load_engine(EngineOptions(str(tiny_llama), max_running_requests=2))
     engine, scheduler = loaded.engine, loaded.engine.scheduler
-    good = {name: tensor + 1 for name, tensor in load_file(tiny_llama / "model.safetensors").items()}
+    good = {
+        name: tensor + 1 for name, tensor in load_file(tiny_llama / "model.safetensors").items()
+    }
     save_file(good, tmp_path / "model.safetensors")
     read, reads = StoredWeights.get, Counter[str]()
 
@@ -134,7 +146,10 @@ def test_an_update_that_breaks_off_leaves_the_engine_halted_until_the_next_good_
             raise OSError("stale file handle")
         return read(stored, name, *more)
 
-    with monkeypatch.context() as patch, pytest.raises(WeightError, match=r"failed \(stale file handle\)"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(WeightError, match=r"failed \(stale file handle\)"),
+    ):
         patch.setattr(StoredWeights, "get", read_once)
         engine.change_weights(lambda: engine.weights.load_folder(tmp_path), "1.1")
     assert engine.resting and engine.halted and scheduler.weight_version == "half-written"
@@ -145,7 +160,11 @@ def test_an_update_that_breaks_off_leaves_the_engine_halted_until_the_next_good_
     assert engine.halted and scheduler.weight_version == "half-written"
     engine.change_weights(lambda: engine.weights.load_folder(tmp_path), "1.2")
     assert not engine.halted and scheduler.weight_version == "1.2"
-    assert all(torch.equal(engine.weights.views[name], t) for name, t in good.items() if name in engine.weights.views)
+    assert all(
+        torch.equal(engine.weights.views[name], t)
+        for name, t in good.items()
+        if name in engine.weights.views
+    )
 
 
 def test_quantized_folders_are_read_as_plain_weights(tiny_llama: Path, tmp_path: Path) -> None:
@@ -153,9 +172,15 @@ def test_quantized_folders_are_read_as_plain_weights(tiny_llama: Path, tmp_path:
     tensors = load_file(tiny_llama / "model.safetensors")
     name = next(name for name in tensors if name.endswith("q_proj.weight"))
     plain = (tensors[name] / 0.5).to(torch.float8_e4m3fn).float() * 0.5
-    tensors |= {name: (tensors[name] / 0.5).to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(0.5)}
+    tensors |= {
+        name: (tensors[name] / 0.5).to(torch.float8_e4m3fn),
+        f"{name}_scale": torch.tensor(0.5),
+    }
     save_file(tensors, tmp_path / "model.safetensors")
-    config = {"dtype": "float32", "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    config = {
+        "dtype": "float32",
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     weights.load_folder(tmp_path)
     assert torch.equal(weights.views[name], plain)
@@ -184,7 +209,10 @@ def test_an_engine_starts_on_a_quantized_checkpoint(tiny_llama: Path, tmp_path: 
     shutil.copytree(tiny_llama, folder)
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if name.endswith("o_proj.weight"))
-    tensors |= {name: (tensors[name] * 4).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.tensor([[0.25]])}
+    tensors |= {
+        name: (tensors[name] * 4).to(torch.float8_e4m3fn),
+        f"{name}_scale_inv": torch.tensor([[0.25]]),
+    }
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     block = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}

@@ -25,7 +25,9 @@ class BusyEngine:
 
 
 @pytest.mark.parametrize(("layers", "status"), [(True, 200), (False, 503)])
-async def test_a_long_prefill_is_no_hang(monkeypatch: pytest.MonkeyPatch, layers: bool, status: int) -> None:
+async def test_a_long_prefill_is_no_hang(
+    monkeypatch: pytest.MonkeyPatch, layers: bool, status: int
+) -> None:
     """As long as layers are computed the engine is well; when nothing is, it hangs."""
     monkeypatch.setattr(routes_generate, "HEALTH_SECONDS", 0.05)
     monkeypatch.setattr(attention, "progressed_at", lambda: time.monotonic() if layers else 0.0)

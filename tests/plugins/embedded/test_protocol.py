@@ -31,7 +31,10 @@ def test_defaults_are_sglangs() -> None:
 
 
 def test_nulls_mean_defaults() -> None:
-    assert parse_sampling_params({"stop": None, "top_k": None, "temperature": None}, VOCAB) == SamplingParams()
+    assert (
+        parse_sampling_params({"stop": None, "top_k": None, "temperature": None}, VOCAB)
+        == SamplingParams()
+    )
 
 
 def test_stop_forms() -> None:
@@ -55,7 +58,9 @@ def test_batch_spreads_lists_and_repeats_scalars() -> None:
 
 
 def test_n_repeats_the_prompt_with_seeds_of_its_own() -> None:
-    parsed = parse(input_ids=[[1], [2]], sampling_params={"n": 3, "sampling_seed": 10}, rid=["a", "b"])
+    parsed = parse(
+        input_ids=[[1], [2]], sampling_params={"n": 3, "sampling_seed": 10}, rid=["a", "b"]
+    )
     assert [single.input_ids for single in parsed.requests] == [[1]] * 3 + [[2]] * 3
     assert [single.params.sampling_seed for single in parsed.requests] == [10, 11, 12] * 2
     assert len({single.rid for single in parsed.requests}) == 6 and not parsed.is_single
@@ -63,7 +68,10 @@ def test_n_repeats_the_prompt_with_seeds_of_its_own() -> None:
 
 def test_greedy_and_filtered() -> None:
     assert SamplingParams(temperature=0.0).greedy and SamplingParams(top_k=1).greedy
-    assert SamplingParams(top_p=0.5).filtered and not SamplingParams(top_p=0.5, temperature=0.0).filtered
+    assert (
+        SamplingParams(top_p=0.5).filtered
+        and not SamplingParams(top_p=0.5, temperature=0.0).filtered
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,11 +86,17 @@ def test_greedy_and_filtered() -> None:
         ({"input_ids": [1, True]}, "input_ids"),
         ({"text": [1]}, "text must"),
         ({"text": []}, "of prompts"),
-        ({"text": "a", "sampling_params": {"temperatur": 1}}, "unknown sampling_params: temperatur"),
+        (
+            {"text": "a", "sampling_params": {"temperatur": 1}},
+            "unknown sampling_params: temperatur",
+        ),
         ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema"),
         ({"text": "a", "sampling_params": {"top_k": 0}}, "top_k must be -1"),
         ({"text": "a", "sampling_params": {"temperature": float("inf")}}, "temperature"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}}, "min_new_tokens"),
+        (
+            {"text": "a", "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}},
+            "min_new_tokens",
+        ),
         ({"text": "a", "sampling_params": {"logit_bias": {"100": 1}}}, "logit_bias"),
         ({"text": "a", "sampling_params": {"n": 0}}, "n must"),
         ({"text": ["a", "b"], "rid": ["x"]}, r"rid.*2 prompts"),
@@ -111,4 +125,7 @@ def test_log_probs_that_would_hold_up_the_engine_are_refused(body: dict[str, Any
 
 def test_log_probs_of_a_long_response_are_computed() -> None:
     body = {"input_ids": [1] * 32768, "top_logprobs_num": 64, "logprob_start_len": 0}
-    check_scores(parse_generate(body | {"sampling_params": {"max_new_tokens": 2**31 - 1}}, 49152).requests, 32768)
+    check_scores(
+        parse_generate(body | {"sampling_params": {"max_new_tokens": 2**31 - 1}}, 49152).requests,
+        32768,
+    )

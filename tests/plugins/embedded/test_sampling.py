@@ -26,7 +26,9 @@ def test_uniforms_are_uniform_and_uncorrelated() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(vocab=st.integers(1, 700), seed=st.integers(0, 2**31), uniform=st.floats(0, 1, exclude_max=True))
+@given(
+    vocab=st.integers(1, 700), seed=st.integers(0, 2**31), uniform=st.floats(0, 1, exclude_max=True)
+)
 def test_inverse_cdf_equals_the_plain_cumulative_sum(vocab: int, seed: int, uniform: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     probs = torch.softmax(torch.randn(3, vocab, generator=generator) * 4, -1)
@@ -58,7 +60,9 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5])
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_frequencies(temperature: float) -> None:
     expected = torch.softmax(LOGITS / temperature, -1).numpy()
-    np.testing.assert_allclose(frequencies(20000, LOGITS, temperature=temperature), expected, atol=0.012)
+    np.testing.assert_allclose(
+        frequencies(20000, LOGITS, temperature=temperature), expected, atol=0.012
+    )
 
 
 def test_top_k_top_p_and_min_p_renormalise() -> None:
@@ -72,8 +76,13 @@ def test_top_k_top_p_and_min_p_renormalise() -> None:
     assert float(probs[0] + probs[4]) < 0.8 < float(probs[0] + probs[4] + probs[1])
     np.testing.assert_allclose(frequencies(8000, LOGITS, top_p=0.8), only([0, 4, 1]), atol=0.02)
     np.testing.assert_allclose(frequencies(8000, LOGITS, min_p=0.5), only([0, 4]), atol=0.02)
-    np.testing.assert_allclose(frequencies(8000, LOGITS, top_k=3, top_p=0.5), only([0, 4]), atol=0.02)
-    assert frequencies(50, LOGITS, top_k=1)[0] == 1.0 and frequencies(50, LOGITS, temperature=0.0)[0] == 1.0
+    np.testing.assert_allclose(
+        frequencies(8000, LOGITS, top_k=3, top_p=0.5), only([0, 4]), atol=0.02
+    )
+    assert (
+        frequencies(50, LOGITS, top_k=1)[0] == 1.0
+        and frequencies(50, LOGITS, temperature=0.0)[0] == 1.0
+    )
 
 
 def test_top_p_beyond_the_candidates_sorts_everything() -> None:
@@ -100,7 +109,11 @@ def test_logprobs_of_hopeless_tokens_are_finite() -> None:
 
 def test_penalties_and_bias() -> None:
     sequence = make(
-        [7, 3], repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((4, 1.5),)
+        [7, 3],
+        repetition_penalty=2.0,
+        frequency_penalty=0.5,
+        presence_penalty=0.25,
+        logit_bias=((4, 1.5),),
     )
     sequence.tokens += [5, 5]
     logits = torch.linspace(-2, 2, 9)
@@ -128,4 +141,7 @@ def test_top_logprobs_and_asked_ids() -> None:
     (one,) = sample_tokens(LOGITS[None].clone(), [sequence], frozenset())
     expected = torch.log_softmax(LOGITS, -1)
     assert [token for _, token in one.top] == [0, 4]
-    assert one.chosen == [(pytest.approx(float(expected[4])), 4), (pytest.approx(float(expected[0])), 0)]
+    assert one.chosen == [
+        (pytest.approx(float(expected[4])), 4),
+        (pytest.approx(float(expected[0])), 0),
+    ]

@@ -1,4 +1,6 @@
-"""The scheduler against a pretended KV cache: whatever happens, every forward finds its prefix in its slot."""
+"""The scheduler against a pretended KV cache: whatever happens, every forward finds its prefix in
+its slot.
+"""
 
 from __future__ import annotations
 
@@ -44,20 +46,26 @@ class PretendedCache:
             assert [token for token, _ in slot[: work.start]] == seq.tokens[: work.start]
             if check_epoch:
                 assert all(epoch == self.epoch for _, epoch in slot[: work.start])
-            slot[work.start :] = [(token, self.epoch) for token in seq.tokens[work.start : work.end]]
+            slot[work.start :] = [
+                (token, self.epoch) for token in seq.tokens[work.start : work.end]
+            ]
             assert len(slot) <= plan.capacity
             for follower in work.followers:
                 self.slots[follower.slot] = slot[: work.end]
 
 
-def step(scheduler: Scheduler, cache: PretendedCache, check_epoch: bool = True) -> list[Sequence] | None:
+def step(
+    scheduler: Scheduler, cache: PretendedCache, check_epoch: bool = True
+) -> list[Sequence] | None:
     plan = scheduler.plan()
     if plan is None:
         return None
     assert plan.works
     assert [seq.slot for seq in scheduler.running] == list(range(len(scheduler.running)))
     cache.carry_out(plan, check_epoch)
-    drawn = [SampledToken((sum(seq.tokens) * 7 + len(seq.tokens)) % 5, -0.5) for seq in plan.sampled]
+    drawn = [
+        SampledToken((sum(seq.tokens) * 7 + len(seq.tokens)) % 5, -0.5) for seq in plan.sampled
+    ]
     return scheduler.commit(plan, drawn)
 
 
@@ -121,7 +129,8 @@ def test_finished_sequences_leave_their_tokens_for_the_next_turn() -> None:
         step(scheduler, cache)
     scheduler.add(sequence("b", [*first.tokens, 9, 9]))
     step(scheduler, cache)
-    assert scheduler.running[0].cached_tokens == 5  # the last token of turn one was drawn but never computed
+    # the last token of turn one was drawn but never computed
+    assert scheduler.running[0].cached_tokens == 5
 
 
 def test_long_prompts_come_in_chunks_and_decoding_takes_turns_with_them() -> None:
@@ -165,7 +174,9 @@ def test_context_length_ends_a_sequence() -> None:
 
 
 def test_stop_string_beats_stop_token_beats_length() -> None:
-    scheduler = Scheduler(4, 1024, 64, frozenset({3}), match_stop=lambda seq: "x" if seq.request.rid == "s" else None)
+    scheduler = Scheduler(
+        4, 1024, 64, frozenset({3}), match_stop=lambda seq: "x" if seq.request.rid == "s" else None
+    )
     string = sequence("s", [1], stop=("x",), ignore_eos=False, max_new_tokens=1)
     token = sequence("t", [2], ignore_eos=False, max_new_tokens=1)
     length = sequence("l", [4], max_new_tokens=1)
@@ -193,7 +204,9 @@ def test_pause_modes() -> None:
     step(scheduler, cache)
     assert [seq.num_output for seq in scheduler.running] == [2, 2]
     ended = scheduler.pause("abort")
-    assert {seq.finish_reason["type"] for seq in ended if seq.finish_reason} == {"abort"} and scheduler.idle
+    assert {seq.finish_reason["type"] for seq in ended if seq.finish_reason} == {
+        "abort"
+    } and scheduler.idle
 
 
 def test_abort_by_prefix_of_the_id() -> None:
@@ -260,7 +273,9 @@ def test_spans_merge_equal_versions_and_skip_empty_ones() -> None:
 
 
 events = st.one_of(
-    st.tuples(st.just("add"), st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 12)),
+    st.tuples(
+        st.just("add"), st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 12)
+    ),
     st.tuples(st.just("step"), st.integers(1, 4)),
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.tuples(st.just("retract")),
@@ -270,7 +285,12 @@ events = st.one_of(
 
 
 @settings(max_examples=200, deadline=None)
-@given(history=st.lists(events, max_size=60), slots=st.integers(1, 5), total=st.integers(64, 400), share=st.booleans())
+@given(
+    history=st.lists(events, max_size=60),
+    slots=st.integers(1, 5),
+    total=st.integers(64, 400),
+    share=st.booleans(),
+)
 def test_any_history_keeps_every_prefix_right(
     history: list[tuple[object, ...]], slots: int, total: int, share: bool
 ) -> None:

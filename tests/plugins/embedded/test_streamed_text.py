@@ -32,8 +32,12 @@ def byte_ids(data: bytes) -> list[int]:
         if text is not None:
             ids[byte] = TOKENIZER(text, add_special_tokens=False)["input_ids"][0]
         else:
-            pair = bytes([0xC2 if byte < 0xC0 else 0xC3, byte]) if byte < 0xC0 else bytes([byte, 0x80])
-            known = TOKENIZER(pair.decode(errors="ignore") or "é", add_special_tokens=False)["input_ids"]
+            pair = (
+                bytes([0xC2 if byte < 0xC0 else 0xC3, byte]) if byte < 0xC0 else bytes([byte, 0x80])
+            )
+            known = TOKENIZER(pair.decode(errors="ignore") or "é", add_special_tokens=False)[
+                "input_ids"
+            ]
             ids[byte] = known[1] if byte < 0xC0 else known[0]
     return [ids[byte] for byte in data]
 
@@ -62,7 +66,9 @@ def test_a_stop_string_is_not_told_of(text: str, stop: str) -> None:
     finish = {"type": "stop", "matched": stop} if end >= 0 else {"type": "length"}
     sequence = sequence_of(byte_ids(text.encode()), stop=[stop])
     stream = StreamedText(DETOKENIZER, sequence)
-    pieces = [stream.piece(count, None) for count in range(1, len(text))] + [stream.piece(len(text), finish)]
+    pieces = [stream.piece(count, None) for count in range(1, len(text))] + [
+        stream.piece(len(text), finish)
+    ]
     assert "".join(pieces) == (text[:end] if end >= 0 else text)
 
 
@@ -99,17 +105,28 @@ def test_the_work_of_a_long_stream_is_linear(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def sentencepiece_like() -> Any:
-    """A tokenizer as that of Llama 2 and Mistral 7B: ``▁`` stands for a space, and the first space of a text is cut."""
+    """A tokenizer as that of Llama 2 and Mistral 7B: ``▁`` stands for a space, and the first space
+    of a text is cut.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "<s>", "</s>", "▁The", "▁answer", "▁is", "▁42", "!", "▁", "<0xC3>", "<0xA9>"]
-    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    inner = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    )
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
     inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,10 +134,13 @@ def sentencepiece_like() -> Any:
     [
         ([1, 3, 4, 5], [6, 7], " 42!"),  # after text, the space between prompt and response is kept
         ([1], [6, 7], "42!"),  # at the beginning of a text there is none
-        ([1, 3, 9], [10, 6], "� 42"),  # the prompt ends within a character: only the response is decoded
+        # the prompt ends within a character: only the response is decoded
+        ([1, 3, 9], [10, 6], "� 42"),
     ],
 )
-def test_the_text_of_a_response_goes_on_after_the_prompt(prompt: list[int], output: list[int], text: str) -> None:
+def test_the_text_of_a_response_goes_on_after_the_prompt(
+    prompt: list[int], output: list[int], text: str
+) -> None:
     """As with SGLang. Otherwise prompt and text together would lack a space."""
     detokenizer = Detokenizer(sentencepiece_like())
     sequence = Sequence(GenerateRequest("r", prompt, SamplingParams()), order=0, seed=0)
@@ -128,5 +148,13 @@ def test_the_text_of_a_response_goes_on_after_the_prompt(prompt: list[int], outp
     end: Any = {"type": "length", "length": len(output)}
     assert detokenizer.output_text(sequence, len(output), end) == text
     stream = StreamedText(detokenizer, sequence)
-    assert "".join([*(stream.piece(n, None) for n in range(1, len(output))), stream.piece(len(output), end)]) == text
+    assert (
+        "".join(
+            [
+                *(stream.piece(n, None) for n in range(1, len(output))),
+                stream.piece(len(output), end),
+            ]
+        )
+        == text
+    )
     assert detokenizer.output_text(sequence, 0, end) == ""

@@ -1,4 +1,6 @@
-"""Weight updates by handle: what arrives is what was sent, and nothing that a stranger sends runs code."""
+"""Weight updates by handle: what arrives is what was sent, and nothing that a stranger sends runs
+code.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no such file": lambda b: b["buffer"].update(name="/torch_1_1_999"),
     "manager is no socket": lambda b: b["buffer"].update(manager="/etc/passwd"),
     "manager with NUL": lambda b: b["buffer"].update(manager="/tmp/\0x"),
-    "beyond the file": lambda b: b["buffer"].update(storage_nbytes=b["buffer"]["storage_nbytes"] + 4096),
+    "beyond the file": lambda b: b["buffer"].update(
+        storage_nbytes=b["buffer"]["storage_nbytes"] + 4096
+    ),
     "beyond the storage": lambda b: b["buffer"].update(offset=b["buffer"]["storage_nbytes"]),
     "negative size": lambda b: b["buffer"].update(nbytes=-1),
     "size is a bool": lambda b: b["buffer"].update(nbytes=True),
@@ -148,7 +152,12 @@ def test_pickles_are_refused_and_run_nothing(
     before = engine.greedy()
     assert engine.ask("/begin_weight_update", {})[0] == 200
     entry = base64.b64encode(payload).decode()
-    body = {"serialized_named_tensors": [entry], "load_format": load_format, "buffer": entry, "tensors": entry}
+    body = {
+        "serialized_named_tensors": [entry],
+        "load_format": load_format,
+        "buffer": entry,
+        "tensors": entry,
+    }
     status, answer = engine.ask("/update_weights_from_tensor", body)
     assert status == 400 and not file.exists(), answer
     assert engine.ask("/end_weight_update", {})[0] == 200
@@ -161,18 +170,28 @@ def test_the_engine_has_no_unpickler() -> None:
     found = []
     for path in sorted(folder.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                else []
+            )
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
             runs_code = ("torch.load", "eval", "exec")
-            found += [f"{path.name}: {name}" for name in names if "ickl" in name or name in runs_code]
+            found += [
+                f"{path.name}: {name}" for name in names if "ickl" in name or name in runs_code
+            ]
     assert not found
 
 
 def test_no_name_of_any_module_is_resolved() -> None:
     """Every place of a request that holds a string, with dotted names of loaded modules in it."""
     sent = bucket()
-    names = [f"{module}.{name}" for module in sorted(sys.modules)[::10] for name in ("os.system", "sys.exit", "exit")]
+    names = [
+        f"{module}.{name}"
+        for module in sorted(sys.modules)[::10]
+        for name in ("os.system", "sys.exit", "exit")
+    ]
     body = handles(sent)
     for number, name in enumerate(names):
         changed = copy.deepcopy(body)

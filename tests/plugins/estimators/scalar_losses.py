@@ -1,4 +1,6 @@
-"""The losses of the plug-in for one token, on float64 scalars, straight from the papers' formulas."""
+"""The losses of the plug-in for one token, on float64 scalars, straight from the papers'
+formulas.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from torch import Tensor
 from slime.config.args import Args
 
 OfToken = Callable[[Args, Tensor, Tensor, float], tuple[Tensor, float]]
-"""Of the flags, log old − log new (of the token or its sequence), log new and the advantage: the loss, and whether it
-counts as clipped."""
+"""Of the flags, log old − log new (of the token or its sequence), log new and the advantage: the
+loss, and whether it counts as clipped."""
 
 
 def sapo(a: Args, ppo_kl: Tensor, log_prob: Tensor, advantage: float) -> tuple[Tensor, float]:
@@ -35,7 +37,11 @@ def k2_5(a: Args, ppo_kl: Tensor, log_prob: Tensor, advantage: float) -> tuple[T
     high = a.eps_clip if a.eps_clip_high is None else a.eps_clip_high
     ratio = torch.exp(-ppo_kl)
     inside = 1 - a.eps_clip <= float(ratio.detach()) <= 1 + high
-    bounded = ratio if inside else torch.tensor(1 + high if ratio > 1 else 1 - a.eps_clip, dtype=torch.float64)
+    bounded = (
+        ratio
+        if inside
+        else torch.tensor(1 + high if ratio > 1 else 1 - a.eps_clip, dtype=torch.float64)
+    )
     return -bounded * advantage + a.k2_5_tau * ppo_kl**2, float(not inside)
 
 

@@ -7,10 +7,21 @@ from typing import Any
 
 from slime.plugins.estimators import dppo, k2_5, maxrl, sapo, shared, vespo
 from tests.every_algorithm import ALGORITHMS
-from tests.worked_numbers import by_name, check_all_are_there, check_estimator, check_function, check_loss, read_cases
+from tests.worked_numbers import (
+    by_name,
+    check_all_are_there,
+    check_estimator,
+    check_function,
+    check_loss,
+    read_cases,
+)
 
 DATA = read_cases(__file__)
-OURS = {name: one for name, one in ALGORITHMS.items() if one.__module__.startswith("slime.plugins.estimators.")}
+OURS = {
+    name: one
+    for name, one in ALGORITHMS.items()
+    if one.__module__.startswith("slime.plugins.estimators.")
+}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (

@@ -1,4 +1,6 @@
-"""What holds for all rewards and log-probs: zero, order, limits, and agreement with formulas for one token."""
+"""What holds for all rewards and log-probs: zero, order, limits, and agreement with formulas for
+one token.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,42 @@ from tests.make_args import make_args
 from tests.plugins.estimators.scalar_losses import LOSSES
 
 quick = settings(deadline=None, max_examples=60)
-numbers = st.integers(-48, 48).map(lambda k: k / 16 + 0.0037)  # never on an edge, where one-sided gradients differ
-tokens = st.lists(st.tuples(numbers, numbers.map(lambda x: -abs(x)), numbers), min_size=1, max_size=8)
-FLAGS = {"sapo_tau_negative": 1.5, "vespo_k_negative": 1.0, "dppo_delta": 0.1, "dppo_tau": 0.3, "k2_5_tau": 0.2}
-HERE = [name for name, one in ALGORITHMS.items() if one.__module__.startswith("slime.plugins.estimators.")]
+# never on an edge, where one-sided gradients differ
+numbers = st.integers(-48, 48).map(lambda k: k / 16 + 0.0037)
+tokens = st.lists(
+    st.tuples(numbers, numbers.map(lambda x: -abs(x)), numbers), min_size=1, max_size=8
+)
+FLAGS = {
+    "sapo_tau_negative": 1.5,
+    "vespo_k_negative": 1.0,
+    "dppo_delta": 0.1,
+    "dppo_tau": 0.3,
+    "k2_5_tau": 0.2,
+}
+HERE = [
+    name
+    for name, one in ALGORITHMS.items()
+    if one.__module__.startswith("slime.plugins.estimators.")
+]
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @quick
 @given(drawn=tokens)
-def test_loss_and_gradient_of_each_token(name: str, drawn: list[tuple[float, float, float]]) -> None:
-    """``ppo_kl`` and the log-prob are taken as independent here: a weight without gradient has none for either."""
+def test_loss_and_gradient_of_each_token(
+    name: str, drawn: list[tuple[float, float, float]]
+) -> None:
+    """``ppo_kl`` and the log-prob are taken as independent here: a weight without gradient has none
+    for either.
+    """
     args = make_args(advantage_estimator=name, eps_clip_high=0.28).with_values(**FLAGS)
     kl, log_probs, advantages = torch.tensor(drawn, dtype=torch.float64).unbind(1)
     kl, log_probs = kl.clone().requires_grad_(), log_probs.clone().requires_grad_()
     loss, clipfrac = create_algorithm(args).policy_loss(kl, log_probs, advantages)
-    expected = [LOSSES[name](args, k, p, float(a)) for k, p, a in zip(kl, log_probs, advantages, strict=True)]
+    expected = [
+        LOSSES[name](args, k, p, float(a))
+        for k, p, a in zip(kl, log_probs, advantages, strict=True)
+    ]
     torch.testing.assert_close(loss, torch.stack([x for x, _ in expected]))
     assert clipfrac.tolist() == [clipped for _, clipped in expected]
     leaves, kinds = (kl, log_probs), dict(allow_unused=True, materialize_grads=True)
@@ -66,7 +88,9 @@ def test_absurd_ratios_keep_loss_and_gradient_finite(name: str, dtype: torch.dty
 def test_a_class_says_whether_tokens_without_advantage_have_a_gradient(name: str) -> None:
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     algorithm = create_algorithm(make_args(advantage_estimator=name))
-    loss, clipfrac = algorithm.policy_loss(torch.tensor([-0.4, 0.7]) - log_probs, log_probs, torch.zeros(2))
+    loss, clipfrac = algorithm.policy_loss(
+        torch.tensor([-0.4, 0.7]) - log_probs, log_probs, torch.zeros(2)
+    )
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
     assert (not gradient.any()) is ALGORITHMS[name].zero_advantage_has_no_gradient
     assert not ALGORITHMS[name].zero_advantage_has_no_gradient or not clipfrac.any()
@@ -100,7 +124,9 @@ def test_maxrl_takes_a_mean_that_is_only_rounding_for_none() -> None:
 
 def test_the_example_of_maxrl_computes_the_same() -> None:
     example = Path(__file__).resolve().parents[3] / "examples" / "maxrl" / "maxrl.py"
-    own, built_in = (create_algorithm(make_args(advantage_estimator=x)) for x in (f"{example}:MaxRL", "maxrl"))
+    own, built_in = (
+        create_algorithm(make_args(advantage_estimator=x)) for x in (f"{example}:MaxRL", "maxrl")
+    )
     for rewards in ([1.0, 0.0, 0.0, 0.0], [0.0, 0.0], [0.5, 1.5], [-1.0, 0.5]):
         assert own.group_baseline(rewards) == pytest.approx(built_in.group_baseline(rewards))
 
@@ -108,7 +134,9 @@ def test_the_example_of_maxrl_computes_the_same() -> None:
 def test_sapo_fades_on_both_sides_and_never_rises() -> None:
     """The gradient's weight 4 σ (1 − σ) is 1 at ratio 1 and less elsewhere."""
     ratio = torch.linspace(0.05, 4.0, 80, dtype=torch.float64).requires_grad_()
-    (slope,) = torch.autograd.grad(compute_sapo_loss(-ratio.log(), torch.ones(80).double(), 2.0, 2.0).sum(), ratio)
+    (slope,) = torch.autograd.grad(
+        compute_sapo_loss(-ratio.log(), torch.ones(80).double(), 2.0, 2.0).sum(), ratio
+    )
     weight = -slope.detach()
     assert (weight > 0).all() and (weight <= 1).all()
     assert abs(float(ratio.detach()[weight.argmax()]) - 1) < 0.06

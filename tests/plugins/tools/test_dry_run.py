@@ -31,8 +31,24 @@ def data(tmp_path: Path) -> Path:
 
 
 def words(model: Path, data: Path, *more: object) -> list[str]:
-    given = ["--hf-checkpoint", model, "--prompt-data", data, "--rollout-batch-size", 2, "--n-samples-per-prompt", 4]
-    return [*map(str, given), "--train-backend", "fsdp", "--rollout-backend", "embedded", *map(str, more)]
+    given = [
+        "--hf-checkpoint",
+        model,
+        "--prompt-data",
+        data,
+        "--rollout-batch-size",
+        2,
+        "--n-samples-per-prompt",
+        4,
+    ]
+    return [
+        *map(str, given),
+        "--train-backend",
+        "fsdp",
+        "--rollout-backend",
+        "embedded",
+        *map(str, more),
+    ]
 
 
 def report(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -43,16 +59,28 @@ def report(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def test_what_would_happen(
-    capsys: pytest.CaptureFixture[str], smollm2: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    smollm2: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    flags = words(smollm2, data, "--apply-chat-template", "--num-rollout", 6, "--rollout-max-response-len", 16)
+    flags = words(
+        smollm2, data, "--apply-chat-template", "--num-rollout", 6, "--rollout-max-response-len", 16
+    )
     said = report(capsys, *flags, "--num-steps-per-rollout", "2", "--train-dtype", "float32")
-    assert "  --rollout-batch-size 2  (default 32)\n" in said and "  --global-batch-size 4\n" in said
+    assert (
+        "  --rollout-batch-size 2  (default 32)\n" in said and "  --global-batch-size 4\n" in said
+    )
     assert "= 8 samples" in said and "2 per rollout" in said
     assert "48 samples, 12 optimizer steps, 4.00 epochs" in said
-    assert "<|im_start|>user" in said and "<|im_start|>assistant" in said and "What is 3 times 2?" in said
+    assert (
+        "<|im_start|>user" in said
+        and "<|im_start|>assistant" in said
+        and "What is 3 times 2?" in said
+    )
     assert "label: '6'" in said and "3 prompts: 1.0, 1.0, 1.0" in said
     assert "134.5 M parameters" in said and "2.00 GiB" in said
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
@@ -62,20 +90,29 @@ def test_without_the_flag_the_arguments_are_returned(smollm2: Path, data: Path) 
     assert not checks.parse_and_check(words(smollm2, data, "--apply-chat-template")).dry_run
 
 
-def test_problems_come_before_the_report(capsys: pytest.CaptureFixture[str], smollm2: Path, data: Path) -> None:
+def test_problems_come_before_the_report(
+    capsys: pytest.CaptureFixture[str], smollm2: Path, data: Path
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         checks.parse_and_check([*words(smollm2, data), "--lr", "fast", "--dry-run"])
     said = capsys.readouterr()
     assert stopped.value.code == 2 and said.out == "" and "--lr: 'fast'" in said.err
 
 
-def test_a_missing_chat_template_and_an_error_of_the_users_reward_are_told(smollm2: Path, tmp_path: Path) -> None:
+def test_a_missing_chat_template_and_an_error_of_the_users_reward_are_told(
+    smollm2: Path, tmp_path: Path
+) -> None:
     texts, mine = tmp_path / "texts.jsonl", tmp_path / "mine.py"
     texts.write_text(json.dumps({"prompt": "3 x 2 =", "label": "6"}) + "\n")
-    mine.write_text("def reward(args, sample, **kwargs):\n    return 1.0 / (int(sample.response) - 6)\n")
+    mine.write_text(
+        "def reward(args, sample, **kwargs):\n    return 1.0 / (int(sample.response) - 6)\n"
+    )
     lines: list[str] = []
     args = make_args(
-        hf_checkpoint=str(smollm2), prompt_data=str(texts), custom_rm_path=f"{mine}:reward", rollout_batch_size=1
+        hf_checkpoint=str(smollm2),
+        prompt_data=str(texts),
+        custom_rm_path=f"{mine}:reward",
+        rollout_batch_size=1,
     )
     lines += dry_run(args)
     assert any("chat template" in line for line in lines)
@@ -95,7 +132,10 @@ def test_memory_by_phase_on_the_machines_gpus_and_a_warning_if_it_will_not_fit(
         )  # fmt: skip
         lines += dry_run(args)
         first = next(number for number, line in enumerate(lines) if "slime plan" in line)
-        return [lines[first], *(line for line in lines[first:] if "warning: " in line or " GiB of " in line)]
+        return [
+            lines[first],
+            *(line for line in lines[first:] if "warning: " in line or " GiB of " in line),
+        ]
 
     fits, too_much = said(2048, "l40s"), said(4_000_000, "l40s")
     phases = ["generate", "log-probs", "train", "weight", "save"]
@@ -133,30 +173,46 @@ def test_of_an_asynchronous_run_and_of_static_micro_batches(smollm2: Path, data:
         ("f1", "B", {"rm_type": "gpqa", "choices": ["red", "blue"]}),
     ],
 )
-def test_each_reward_type_accepts_its_labels_own_answer(rm_type: str, label: object, metadata: dict) -> None:
+def test_each_reward_type_accepts_its_labels_own_answer(
+    rm_type: str, label: object, metadata: dict
+) -> None:
     args = make_args(rm_type=rm_type)
     sample = Sample(prompt="?", label=label, metadata=metadata)  # type: ignore[arg-type]
     answer = own_answer(args, sample)
     assert answer is not None
     sample.response = answer
     scored = run(async_rm(args, sample))
-    assert (scored["f1"] if isinstance(scored, dict) and "f1" in scored else scored) in (1.0, True) or (
-        isinstance(scored, dict) and scored.get("score") == 1.0
-    )
+    assert (scored["f1"] if isinstance(scored, dict) and "f1" in scored else scored) in (
+        1.0,
+        True,
+    ) or (isinstance(scored, dict) and scored.get("score") == 1.0)
 
 
 @pytest.mark.parametrize("rm_type", ["random", "remote_rm", "ifbench"])
 def test_some_rewards_know_no_answer(rm_type: str) -> None:
-    assert own_answer(make_args(rm_type=rm_type, rm_url="http://x"), Sample(prompt="?", label="1")) is None
+    assert (
+        own_answer(make_args(rm_type=rm_type, rm_url="http://x"), Sample(prompt="?", label="1"))
+        is None
+    )
 
 
 def test_memory_follows_from_the_headers(smollm2: Path) -> None:
     parameters = count_parameters(str(smollm2))
     assert parameters == 134_515_008
-    base = {"hf_checkpoint": str(smollm2), "train_backend": "fsdp", "rollout_dtype": "bfloat16", "save": "x"}
+    base = {
+        "hf_checkpoint": str(smollm2),
+        "train_backend": "fsdp",
+        "rollout_dtype": "bfloat16",
+        "save": "x",
+    }
     assert snapshot_bytes(make_args(**base)) == 12 * parameters
     model, training, engine, snapshot = memory_lines(make_args(**base, actor_num_gpus_per_node=2))
-    assert "134.5 M" in model and "1.00 GiB" in training and "0.25 GiB" in engine and "1.50 GiB" in snapshot
+    assert (
+        "134.5 M" in model
+        and "1.00 GiB" in training
+        and "0.25 GiB" in engine
+        and "1.50 GiB" in snapshot
+    )
     assert next(memory_lines(make_args(hf_checkpoint="/nowhere"))).startswith("not known")
     # A run whose snapshot has room must not be refused for the size of another one.
     small = base | {"bf16_master_weights": True, "optimizer_8bit": True}
@@ -198,10 +254,15 @@ _GROUPS = {"group_0": {"weights": {"num_bits": 4}}}
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {"w.weight": (torch.uint8, (768, 1))}),
     ],
 )  # fmt: skip
-def test_packed_weights_are_counted_as_weights(tmp_path: Path, quantization: dict, stored: dict) -> None:
+def test_packed_weights_are_counted_as_weights(
+    tmp_path: Path, quantization: dict, stored: dict
+) -> None:
     """Each checkpoint has one matrix of 1,536 weights, and a norm of 8 that is not quantized."""
     tensors = {name: torch.zeros(shape).to(dtype) for name, (dtype, shape) in stored.items()}
     save_file({**tensors, "norm.weight": torch.zeros(8)}, tmp_path / "model.safetensors")
-    for config in ({"quantization_config": quantization}, {"text_config": {"quantization_config": quantization}}):
+    for config in (
+        {"quantization_config": quantization},
+        {"text_config": {"quantization_config": quantization}},
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert count_parameters(str(tmp_path)) == 1536 + 8

@@ -31,7 +31,10 @@ def never_ends(place: Place, argument: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    )
 
 
 def test_results_come_in_the_order_of_the_ranks(tmp_path: Path) -> None:
@@ -41,7 +44,9 @@ def test_results_come_in_the_order_of_the_ranks(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed \(exit code 1\)(.|\n)*no checkpoint here"):
+    with pytest.raises(
+        RankError, match=r"rank 1 of 2 failed \(exit code 1\)(.|\n)*no checkpoint here"
+    ):
         run_ranks(f"{__name__}:one_fails", 2, "checkpoint", tmp_path)
 
 

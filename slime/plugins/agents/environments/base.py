@@ -1,11 +1,13 @@
-"""The interface of an environment, and the environment that ``--environment NAME:WHAT?key=value`` names.
+"""The interface of an environment, and the environment that ``--environment NAME:WHAT?key=value``
+names.
 
 An environment has numbered tasks. :meth:`Environment.task` returns what the model sees first, and
-:meth:`Environment.start` begins an episode, in which every text of the model is answered by a :class:`Step`. An
-environment of single questions answers the first text with ``done=True`` and the reward.
+:meth:`Environment.start` begins an episode, in which every text of the model is answered by a
+:class:`Step`. An environment of single questions answers the first text with ``done=True`` and the
+reward.
 
-A class of the user's is chosen with ``--environment file.py:MyEnvironment?option=value``; options are passed as
-keywords.
+A class of the user's is chosen with ``--environment file.py:MyEnvironment?option=value``; options
+are passed as keywords.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class StepFailed(RuntimeError):
     """A step gave no result. The sample is left out and counted; it does not get the reward 0.
 
     Attributes:
-        status: ``timeout``, ``crashed`` or ``error``, as in :class:`slime.rollout.verifier.Verdict`.
+        status: ``timeout``, ``crashed`` or ``error``, as in
+            :class:`slime.rollout.verifier.Verdict`.
     """
 
     def __init__(self, status: str, detail: str) -> None:
@@ -48,8 +51,10 @@ class Task:
     """The beginning of an episode.
 
     Attributes:
-        prompt: Messages, which the chat template of the model renders, or a text, which is used as it is.
-        label: The answer, if the task has one. It is shown in files of samples; the reward does not depend on it.
+        prompt: Messages, which the chat template of the model renders, or a text, which is used as
+            it is.
+        label: The answer, if the task has one. It is shown in files of samples; the reward does not
+            depend on it.
         metadata: Entries for ``Sample.metadata``; JSON values.
         tools: Schemas for the chat template.
     """
@@ -65,7 +70,8 @@ class Step:
     """The answer of an environment to one text of the model.
 
     Attributes:
-        messages: What the model sees next, such as ``[{"role": "user", "content": "..."}]``. Not used if ``done``.
+        messages: What the model sees next, such as ``[{"role": "user", "content": "..."}]``. Not
+            used if ``done``.
         reward: Reward of this step. The reward of a sample is the sum over its steps.
         done: Whether the episode ends here.
     """
@@ -105,7 +111,9 @@ class Episode(ABC):
 
 
 class Environment(ABC):
-    """Numbered tasks and their episodes. The same number must give the same task in every process and run."""
+    """Numbered tasks and their episodes. The same number must give the same task in every process
+    and run.
+    """
 
     @abstractmethod
     def __len__(self) -> int:
@@ -121,21 +129,24 @@ class Environment(ABC):
 
 
 def opening(system: str | None, text: str) -> list[Message]:
-    """Return the first messages of a task: a system prompt, if there is one, and a text of the user."""
+    """Return the first messages of a task: a system prompt, if there is one, and a text of the
+    user.
+    """
     first: list[Message] = [{"role": "system", "content": system}] if system else []
     return [*first, {"role": "user", "content": text}]
 
 
 class SeededTasks(Environment):
-    """Tasks that are seeds of ``reset``: the first observation is the prompt, and the text of the model the action.
+    """Tasks that are seeds of ``reset``: the first observation is the prompt, and the text of the
+    model the action.
 
     Args:
         name: Of the kind of environment; the seeds depend on it.
         tasks: Number of different seeds, which is the number of prompts of an epoch.
         seed: From which these seeds are derived.
         system: System prompt.
-        tag: The action is the text between ``<tag>`` and ``</tag>``, the last ones of a turn; a turn without them is
-            the action as a whole. Empty: the whole turn.
+        tag: The action is the text between ``<tag>`` and ``</tag>``, the last ones of a turn; a
+            turn without them is the action as a whole. Empty: the whole turn.
     """
 
     def __init__(self, name: str, tasks: int, seed: int, system: str, tag: str) -> None:
@@ -145,7 +156,9 @@ class SeededTasks(Environment):
         self._count = tasks
         self._seed = seed
         self._system = system
-        self._inside = re.compile(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL) if tag else None
+        self._inside = (
+            re.compile(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL) if tag else None
+        )
 
     def __len__(self) -> int:
         return self._count
@@ -167,7 +180,8 @@ class SeededTasks(Environment):
         return str(tagged[-1] if tagged else text).strip()
 
 
-# --- the values of --environment ----------------------------------------------------------------------
+# --- the values of --environment
+# ----------------------------------------------------------------------
 
 
 class Make(Protocol):
@@ -177,7 +191,9 @@ class Make(Protocol):
 
 
 _TEXTS = ("system", "tag")
-"""Options of the adapters that are texts. YAML would cut them at `` #`` and make a mapping of one with a colon."""
+"""Options of the adapters that are texts. YAML would cut them at `` #`` and make a mapping of one
+with a colon.
+"""
 _QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
 
@@ -186,9 +202,11 @@ class Spec:
     """A parsed value of ``--environment``: ``NAME:WHAT?key=value&key=value``.
 
     Attributes:
-        name: The name of a registered environment, or the path of the user's own class; then ``what`` is empty.
-        options: Values by name. A value is read as YAML, so ``3`` is a number and ``[1, 2]`` a list. The texts of the
-            adapters (``system``, ``tag``) are taken as they are, unless they stand in quotes.
+        name: The name of a registered environment, or the path of the user's own class; then
+            ``what`` is empty.
+        options: Values by name. A value is read as YAML, so ``3`` is a number and ``[1, 2]`` a
+            list. The texts of the adapters (``system``, ``tag``) are taken as they are, unless they
+            stand in quotes.
     """
 
     name: str
@@ -225,8 +243,11 @@ class Spec:
                 options[key] = yaml.safe_load(value)
             except RecursionError:
                 raise EnvironmentProblem(f"the value of {key} is nested too deeply") from None
-            except (yaml.YAMLError, ValueError) as error:  # PyYAML raises a ValueError for an impossible date
-                raise EnvironmentProblem(f"the value of {key} cannot be read: {' '.join(str(error).split())}") from None
+            # PyYAML raises a ValueError for an impossible date
+            except (yaml.YAMLError, ValueError) as error:
+                raise EnvironmentProblem(
+                    f"the value of {key} cannot be read: {' '.join(str(error).split())}"
+                ) from None
         if not name:
             raise EnvironmentProblem("it has no name; the form is NAME:WHAT?key=value")
         return cls(name, what, options)
@@ -236,8 +257,12 @@ class Spec:
         return replace(self, options={key: value, **self.options})
 
     def __str__(self) -> str:
-        pairs = (f"{key}={quote(_text(value), safe='')}" for key, value in sorted(self.options.items()))
-        return f"{self.name}{':' if self.what else ''}{self.what}?{'&'.join(pairs)}".removesuffix("?")
+        pairs = (
+            f"{key}={quote(_text(value), safe='')}" for key, value in sorted(self.options.items())
+        )
+        return f"{self.name}{':' if self.what else ''}{self.what}?{'&'.join(pairs)}".removesuffix(
+            "?"
+        )
 
 
 def _text(value: JsonValue) -> str:
@@ -246,15 +271,16 @@ def _text(value: JsonValue) -> str:
 
 
 def own_seed(text: str, seed: int) -> str:
-    """Return the value of ``--environment`` in its full form, with the seed of the run if it has no ``seed`` of its
-    own. The user's own environments get no option that they do not ask for."""
+    """Return the value of ``--environment`` in its full form, with the seed of the run if it has no
+    ``seed`` of its own. The user's own environments get no option that they do not ask for."""
     spec = Spec.parse(text)
     return str(spec.with_default("seed", seed) if spec.name in parts("environment") else spec)
 
 
 @functools.cache
 def environment(text: str) -> Environment:
-    """Create the environment of a value of ``--environment``, or return the one that this process has created.
+    """Create the environment of a value of ``--environment``, or return the one that this process
+    has created.
 
     Raises:
         EnvironmentProblem: The name or an option is unknown, or a package is missing.
@@ -270,10 +296,12 @@ def environment(text: str) -> Environment:
         count = len(made) if isinstance(made, Environment) else 1
     except EnvironmentProblem:
         raise
-    # Packages and users' classes raise what they like for options that they do not accept. A script without a guard
-    # for __main__ may exit, which would end the run without a word.
+    # Packages and users' classes raise what they like for options that they do not accept. A script
+    # without a guard for __main__ may exit, which would end the run without a word.
     except (Exception, SystemExit) as error:
-        raise EnvironmentProblem(f"it cannot be created: {type(error).__name__}: {error}"[:2000]) from error
+        raise EnvironmentProblem(
+            f"it cannot be created: {type(error).__name__}: {error}"[:2000]
+        ) from error
     if not isinstance(made, Environment):
         raise EnvironmentProblem(
             f"{spec.name} gives a {type(made).__name__}, not a slime.environments.base.Environment"
@@ -286,21 +314,25 @@ def environment(text: str) -> Environment:
 def _own(name: str) -> Callable[..., object]:
     if "." not in name:
         known = ", ".join(parts("environment"))
-        raise EnvironmentProblem(f"there is no environment {name!r}: known are {known}, and file.py:Class of your own")
+        raise EnvironmentProblem(
+            f"there is no environment {name!r}: known are {known}, and file.py:Class of your own"
+        )
     try:
         environment_class: Callable[..., object] = load_function(name)
     except HookError as error:
         raise EnvironmentProblem(str(error)) from error
     except (Exception, SystemExit) as error:  # The user's file can raise anything.
-        raise EnvironmentProblem(f"importing {name} failed with {type(error).__name__}: {error}") from error
+        raise EnvironmentProblem(
+            f"importing {name} failed with {type(error).__name__}: {error}"
+        ) from error
     return environment_class
 
 
 def missing_package(package: str, error: ImportError) -> EnvironmentProblem:
     """The error for a package that is not installed, or that lacks a part."""
     return EnvironmentProblem(
-        f"the package {package} cannot be imported ({error}): install it with pip install 'slime-rl[{package}]', or "
-        f"pip install {package}"
+        f"the package {package} cannot be imported ({error}): install it with pip install "
+        f"'slime-rl[{package}]', or pip install {package}"
     )
 
 
@@ -310,7 +342,13 @@ NUMBER = "environment_task"
 
 
 def task_sample(spec: str, number: int) -> Sample:
-    """Return the task ``number`` of an environment (in its full form, see :func:`own_seed`) as a sample."""
+    """Return the task ``number`` of an environment (in its full form, see :func:`own_seed`) as a
+    sample.
+    """
     task = environment(spec).task(number)
     tools = {"tools": [dict(tool) for tool in task.tools]} if task.tools else {}
-    return Sample(prompt=task.prompt, label=task.label, metadata={**task.metadata, **tools, SPEC: spec, NUMBER: number})
+    return Sample(
+        prompt=task.prompt,
+        label=task.label,
+        metadata={**task.metadata, **tools, SPEC: spec, NUMBER: number},
+    )

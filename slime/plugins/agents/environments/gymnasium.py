@@ -1,8 +1,10 @@
-"""``gymnasium:ENV_ID``: environments with Gymnasium's ``reset`` and ``step`` whose observations and actions are texts.
+"""``gymnasium:ENV_ID``: environments with Gymnasium's ``reset`` and ``step`` whose observations and
+actions are texts.
 
-``gymnasium:module:ENV_ID`` imports the module that registers the environment first. A task is a seed of ``reset``: its
-observation is the prompt, the model's text is the action, and each further observation is a message of the user. Every
-episode has an environment of its own, whose calls run in a thread, since they may block.
+``gymnasium:module:ENV_ID`` imports the module that registers the environment first. A task is a
+seed of ``reset``: its observation is the prompt, the model's text is the action, and each further
+observation is a message of the user. Every episode has an environment of its own, whose calls run
+in a thread, since they may block.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ T = TypeVar("T")
 
 
 def make(
-    what: str, /, tasks: int = 1000, seed: int = 0, system: str = "", tag: str = "", **options: JsonValue
+    what: str,
+    /,
+    tasks: int = 1000,
+    seed: int = 0,
+    system: str = "",
+    tag: str = "",
+    **options: JsonValue,
 ) -> Environment:
     """Create the environment.
 
@@ -38,12 +46,13 @@ def make(
         tasks: Number of different seeds of ``reset``, which is the number of prompts of an epoch.
         seed: From which these seeds are derived.
         system: System prompt.
-        tag: The action is the text between ``<tag>`` and ``</tag>``, the last ones of a turn; a turn without them is
-            the action as a whole. Default: The whole turn.
+        tag: The action is the text between ``<tag>`` and ``</tag>``, the last ones of a turn; a
+            turn without them is the action as a whole. Default: The whole turn.
         options: Keywords of ``gymnasium.make``.
 
     Raises:
-        EnvironmentProblem: The package is missing, there is no such environment, or it does not speak in texts.
+        EnvironmentProblem: The package is missing, there is no such environment, or it does not
+            speak in texts.
     """
     try:
         import gymnasium
@@ -65,7 +74,9 @@ def make(
 class Gymnasium(SeededTasks):
     """Text environments that ``create`` makes. The other arguments are as in :func:`make`."""
 
-    def __init__(self, create: Callable[[], Any], tasks: int, seed: int, system: str, tag: str) -> None:
+    def __init__(
+        self, create: Callable[[], Any], tasks: int, seed: int, system: str, tag: str
+    ) -> None:
         super().__init__("gymnasium", tasks, seed, system, tag)
         self._create = create
         self._first = create()  # shows the first observations
@@ -97,7 +108,9 @@ class _Episode(Episode):
 
     async def step(self, text: str) -> Step:
         action = self.tasks.action(text)
-        observation, reward, ended, cut, _ = await _call(lambda: self.made.step(action), self.limits)
+        observation, reward, ended, cut, _ = await _call(
+            lambda: self.made.step(action), self.limits
+        )
         if ended or cut:
             return Step(reward=float(reward), done=True)
         return Step([{"role": "user", "content": _text(observation)}], float(reward))
@@ -110,19 +123,25 @@ def _text(observation: object) -> str:
     if isinstance(observation, str) and observation:
         return observation
     raise EnvironmentProblem(
-        f"the observation {observation!r:.80} is a {type(observation).__name__}, not a text: wrap the environment so "
-        "that observations and actions are texts (gymnasium.ObservationWrapper, gymnasium.ActionWrapper)"
+        f"the observation {observation!r:.80} is a {type(observation).__name__}, not a text: wrap "
+        "the environment so that observations and actions are texts "
+        "(gymnasium.ObservationWrapper, gymnasium.ActionWrapper)"
     )
 
 
-async def _call(call: Callable[[], T], limits: StepLimits, abandon: Callable[[T], object] = lambda result: None) -> T:
+async def _call(
+    call: Callable[[], T], limits: StepLimits, abandon: Callable[[T], object] = lambda result: None
+) -> T:
     """Run a call that may block in a thread; see :func:`in_thread`.
 
     Raises:
-        StepFailed: It took longer than the limit. The thread is abandoned, since a thread cannot be ended.
+        StepFailed: It took longer than the limit. The thread is abandoned, since a thread cannot be
+            ended.
     """
     try:
         async with asyncio.timeout(limits.seconds):
             return await in_thread(call, "slime-environment", abandon)
     except TimeoutError as error:
-        raise StepFailed("timeout", f"no answer in {limits.seconds:g} s (--environment-timeout)") from error
+        raise StepFailed(
+            "timeout", f"no answer in {limits.seconds:g} s (--environment-timeout)"
+        ) from error

@@ -1,9 +1,11 @@
-"""The generate function of ``--mcp-server``: tools of MCP servers, which the model calls in several turns.
+"""The generate function of ``--mcp-server``: tools of MCP servers, which the model calls in several
+turns.
 
-Each sample has connections of its own, so a server that is a command is a process of its own for each sample. The
-schemas of the tools go into the chat template; a template without tools gets them in words. Calls are parsed as the
-agents' endpoint parses them (``--agent-tool-parser``). Errors of a tool are messages for the model; a server that
-cannot be reached leaves its sample without a reward.
+Each sample has connections of its own, so a server that is a command is a process of its own for
+each sample. The schemas of the tools go into the chat template; a template without tools gets them
+in words. Calls are parsed as the agents' endpoint parses them (``--agent-tool-parser``). Errors of
+a tool are messages for the model; a server that cannot be reached leaves its sample without a
+reward.
 """
 
 from __future__ import annotations
@@ -37,10 +39,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _SANDBOX = "sandbox:"
 """Begins the value of ``--mcp-server`` for a Python program that runs in the sandbox."""
-_SANDBOX_LIMITS = Limits(seconds=86_400, memory_bytes=2 << 30, disk_bytes=64 << 20, open_files=256, tasks=64)
+_SANDBOX_LIMITS = Limits(
+    seconds=86_400, memory_bytes=2 << 30, disk_bytes=64 << 20, open_files=256, tasks=64
+)
 
 
-async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False) -> Sample:
+async def generate(
+    args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
+) -> Sample:
     """Generate one conversation in which the model may call the tools of ``--mcp-server``.
 
     It ends with the first turn without a call. ``--rm-type`` or ``--custom-rm-path`` scores it.
@@ -52,8 +58,10 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, 
     except StepFailed as failed:
         return give_up(GenerateState(args), sample, failed)
     finally:
-        # Not as a context of the code above: the tasks of a client would wrap an error of an engine in a group.
-        with contextlib.suppress(Exception):  # The conversation does not depend on how a server ends.
+        # Not as a context of the code above: the tasks of a client would wrap an error of an engine
+        # in a group.
+        # The conversation does not depend on how a server ends.
+        with contextlib.suppress(Exception):
             await stack.aclose()
 
 
@@ -63,9 +71,17 @@ async def _converse(
     tokenizer = GenerateState(args).tokenizer
     _show_tools(str(tokenizer.chat_template), sample, servers.schemas)
     talk = Conversation(args, sample, sampling_params, evaluation)
-    parser = tool_parser(parser_name(args.agent_tool_parser, tokenizer, args.hf_checkpoint), servers.schemas)
-    # An aborted sample continues: the new servers are brought to where the old ones were. Servers over HTTP still are.
-    past = [entry["function"] for turn in talk.turns if turn["answered"] for entry in _calls(parser, said(talk, turn))]
+    parser = tool_parser(
+        parser_name(args.agent_tool_parser, tokenizer, args.hf_checkpoint), servers.schemas
+    )
+    # An aborted sample continues: the new servers are brought to where the old ones were. Servers
+    # over HTTP still are.
+    past = [
+        entry["function"]
+        for turn in talk.turns
+        if turn["answered"]
+        for entry in _calls(parser, said(talk, turn))
+    ]
     for function in past:
         if function["name"] in servers.started and servers.lost is None:
             await talk.tools([servers.call(function)], args.environment_timeout)
@@ -78,13 +94,17 @@ async def _converse(
         calls = _calls(parser, said(talk, talk.turns[-1]))
         if not calls:
             break
-        results = await talk.tools([servers.call(entry["function"]) for entry in calls], args.environment_timeout)
+        results = await talk.tools(
+            [servers.call(entry["function"]) for entry in calls], args.environment_timeout
+        )
         if servers.lost is not None:
             mark_unscored(sample, "error", servers.lost)
             break
         # Each result is a message of its own, in the order of the calls.
         names = [entry["function"]["name"] for entry in calls]
-        messages = [{"role": "tool", "name": n, "content": r} for n, r in zip(names, results, strict=True)]
+        messages = [
+            {"role": "tool", "name": n, "content": r} for n, r in zip(names, results, strict=True)
+        ]
         if not talk.reply(messages):
             break
     return sample
@@ -94,7 +114,9 @@ def _calls(parser: ToolParser, text: str) -> list[ToolCall]:
     try:
         return parser.parse(text)[1]
     except Exception:  # a user's parser can raise anything, and the text can be malformed
-        logger.exception("the tool parser failed, so a turn of the model counts as one without calls")
+        logger.exception(
+            "the tool parser failed, so a turn of the model counts as one without calls"
+        )
         return []
 
 
@@ -114,7 +136,9 @@ class Servers:
         self._clients: dict[str, Any] = {}
 
     @classmethod
-    async def connect(cls, stack: AsyncExitStack, addresses: Sequence[str], seconds: float) -> Servers:
+    async def connect(
+        cls, stack: AsyncExitStack, addresses: Sequence[str], seconds: float
+    ) -> Servers:
         """Connect to the servers, until ``stack`` is closed.
 
         Raises:
@@ -130,13 +154,19 @@ class Servers:
                 if not address.startswith(("http://", "https://")):
                     command, *words = _command(address)
                     target = stdio_client(StdioServerParameters(command=command, args=words))
-                client = await stack.enter_async_context(Client(target, read_timeout_seconds=seconds))
+                client = await stack.enter_async_context(
+                    Client(target, read_timeout_seconds=seconds)
+                )
                 listed = await _listed(client, seconds)
-            except Exception as error:  # The package, anyio and the HTTP client raise different errors.
+            # The package, anyio and the HTTP client raise different errors.
+            except Exception as error:
                 cause: BaseException = error
-                while isinstance(cause, BaseExceptionGroup):  # its own text does not say what happened
+                # its own text does not say what happened
+                while isinstance(cause, BaseExceptionGroup):
                     cause = cause.exceptions[0]
-                raise StepFailed("error", f"--mcp-server {address}: {type(cause).__name__}: {cause}"[:2000]) from error
+                raise StepFailed(
+                    "error", f"--mcp-server {address}: {type(cause).__name__}: {cause}"[:2000]
+                ) from error
             for tool in listed:
                 servers.add(tool, client, address)
             if target is not address:
@@ -146,7 +176,9 @@ class Servers:
     def add(self, tool: Any, client: Any, address: str) -> None:
         """Add a tool of a client."""
         if tool.name in self._clients:
-            raise StepFailed("error", f"--mcp-server {address}: another server has a tool {tool.name} too")
+            raise StepFailed(
+                "error", f"--mcp-server {address}: another server has a tool {tool.name} too"
+            )
         self._clients[tool.name] = client
         self.schemas.append({
             "type": "function",
@@ -187,7 +219,8 @@ async def _listed(client: Client, seconds: float) -> list[Any]:
     Raises:
         TimeoutError: The last page did not come within ``seconds``.
     """
-    async with asyncio.timeout(seconds):  # each page has a deadline, but the number of pages has no limit
+    # each page has a deadline, but the number of pages has no limit
+    async with asyncio.timeout(seconds):
         page = await client.list_tools()
         tools = list(page.tools)
         while page.next_cursor:
@@ -197,7 +230,9 @@ async def _listed(client: Client, seconds: float) -> list[Any]:
 
 
 def _command(address: str) -> list[str]:
-    """Return the words of the command of a server: of a value of ``--mcp-server`` that is no URL."""
+    """Return the words of the command of a server: of a value of ``--mcp-server`` that is no
+    URL.
+    """
     if not address.startswith(_SANDBOX):
         return shlex.split(address)
     file, *arguments = shlex.split(address.removeprefix(_SANDBOX))
@@ -208,8 +243,8 @@ def check_servers(addresses: Sequence[str]) -> None:
     """Check what can be known before a run.
 
     Raises:
-        EnvironmentProblem: The package is missing or too old, a program does not exist, or the sandbox does not work on
-            this machine.
+        EnvironmentProblem: The package is missing or too old, a program does not exist, or the
+            sandbox does not work on this machine.
     """
     try:
         from mcp import Client, StdioServerParameters  # noqa: F401
@@ -225,10 +260,14 @@ def check_servers(addresses: Sequence[str]) -> None:
         if not address.startswith(_SANDBOX):
             if not words or shutil.which(words[0]) is None:
                 name = repr(words[0]) if words else "in it"
-                raise EnvironmentProblem(f"{address!r}: there is no program {name}: install it, or correct the command")
+                raise EnvironmentProblem(
+                    f"{address!r}: there is no program {name}: install it, or correct the command"
+                )
             continue
         if not words or not Path(words[0]).is_file():
-            raise EnvironmentProblem(f"{address}: the form is sandbox:FILE.py ARGUMENTS, with the file of the server")
+            raise EnvironmentProblem(
+                f"{address}: the form is sandbox:FILE.py ARGUMENTS, with the file of the server"
+            )
         try:
             _command(address)
         except SandboxUnavailable as error:

@@ -1,8 +1,10 @@
-"""``openenv:URL``: an environment server of OpenEnv, which is started elsewhere and need not be installed here.
+"""``openenv:URL``: an environment server of OpenEnv, which is started elsewhere and need not be
+installed here.
 
-A task is a seed of ``reset``. Its first observation is the prompt, the text of the model is the action, and each
-further observation is a message of the user. An episode has a WebSocket of its own (``/ws``), and with it an
-environment of its own in the server; what is needed before an episode comes over HTTP (``/schema``, ``/reset``).
+A task is a seed of ``reset``. Its first observation is the prompt, the text of the model is the
+action, and each further observation is a message of the user. An episode has a WebSocket of its own
+(``/ws``), and with it an environment of its own in the server; what is needed before an episode
+comes over HTTP (``/schema``, ``/reset``).
 """
 
 from __future__ import annotations
@@ -32,7 +34,14 @@ _MESSAGE_BYTES = 100 << 20  # as in OpenEnv's own client
 
 
 def make(
-    what: str, /, tasks: int = 1000, seed: int = 0, system: str = "", tag: str = "", action: str = "", show: str = ""
+    what: str,
+    /,
+    tasks: int = 1000,
+    seed: int = 0,
+    system: str = "",
+    tag: str = "",
+    action: str = "",
+    show: str = "",
 ) -> Environment:
     """Create the environment.
 
@@ -41,25 +50,29 @@ def make(
         tasks: Number of different seeds of ``reset``, which is the number of prompts of an epoch.
         seed: From which these seeds are derived.
         system: System prompt.
-        tag: The action is the text between ``<tag>`` and ``</tag>``, the last ones of a turn; a turn without them is
-            the action as a whole. Default: The whole turn.
-        action: The field of the action that gets the text; ``json``: the text is a JSON object with all fields.
-            Default: The only field.
-        show: The field of the observation that the model sees. Default: The only text, or else all fields as JSON.
+        tag: The action is the text between ``<tag>`` and ``</tag>``, the last ones of a turn; a
+            turn without them is the action as a whole. Default: The whole turn.
+        action: The field of the action that gets the text; ``json``: the text is a JSON object with
+            all fields. Default: The only field.
+        show: The field of the observation that the model sees. Default: The only text, or else all
+            fields as JSON.
 
     Raises:
-        EnvironmentProblem: No such server answers, or its action has several fields and none is named.
+        EnvironmentProblem: No such server answers, or its action has several fields and none is
+            named.
     """
     if not what.startswith(("http://", "https://")):
         raise EnvironmentProblem(f"openenv:{what}: the form is openenv:http://HOST:PORT")
     url = what.rstrip("/")
     fields = sorted(_http(url, "schema")["action"].get("properties", {}).keys() - {"metadata"})
     if action and action not in (*fields, "json"):
-        raise EnvironmentProblem(f"action={action}: the action of {url} has {', '.join(fields)}, or json for all")
+        raise EnvironmentProblem(
+            f"action={action}: the action of {url} has {', '.join(fields)}, or json for all"
+        )
     if not action and len(fields) != 1:
         raise EnvironmentProblem(
-            f"the action of {url} has the fields {', '.join(fields)}: name the one that gets the text of the model "
-            "(action=...), or let the model write all as JSON (action=json)"
+            f"the action of {url} has the fields {', '.join(fields)}: name the one that gets the "
+            "text of the model (action=...), or let the model write all as JSON (action=json)"
         )
     made = OpenEnv(url, action or fields[0], show, tasks, seed, system, tag)
     made.task(0)
@@ -69,12 +82,15 @@ def make(
 class OpenEnv(SeededTasks):
     """An environment server. Arguments as in :func:`make`."""
 
-    def __init__(self, url: str, action: str, show: str, tasks: int, seed: int, system: str, tag: str) -> None:
+    def __init__(
+        self, url: str, action: str, show: str, tasks: int, seed: int, system: str, tag: str
+    ) -> None:
         super().__init__("openenv", tasks, seed, system, tag)
         self.url = url
         self.field = action
         self.show = show
-        self._first: dict[int, str] = {}  # the first observation of each task, as far as it was shown
+        # the first observation of each task, as far as it was shown
+        self._first: dict[int, str] = {}
 
     def first(self, number: int) -> str:
         if number not in self._first:
@@ -89,7 +105,9 @@ class OpenEnv(SeededTasks):
         """What the model sees of an observation."""
         if self.show:
             if self.show not in observation:
-                raise EnvironmentProblem(f"show={self.show}: an observation of {self.url} has {', '.join(observation)}")
+                raise EnvironmentProblem(
+                    f"show={self.show}: an observation of {self.url} has {', '.join(observation)}"
+                )
             value = observation[self.show]
             return value if isinstance(value, str) else json.dumps(value)
         texts = [value for value in observation.values() if isinstance(value, str)]
@@ -107,9 +125,14 @@ class OpenEnv(SeededTasks):
                     raise
                 await asyncio.sleep(_FULL_SECONDS)  # until the deadline of the caller
                 continue
-            if self.text(data["observation"]) != self._first.get(number, self.text(data["observation"])):
+            if self.text(data["observation"]) != self._first.get(
+                number, self.text(data["observation"])
+            ):
                 await episode.close()
-                raise StepFailed("error", f"reset of {self.url} does not give the same observation for the same seed")
+                raise StepFailed(
+                    "error",
+                    f"reset of {self.url} does not give the same observation for the same seed",
+                )
             return episode
 
 
@@ -118,7 +141,9 @@ class _Refused(RuntimeError):
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.code = str(data.get("code"))
-        details = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in data.get("errors", [])]
+        details = [
+            f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in data.get("errors", [])
+        ]
         super().__init__("; ".join(details) or str(data.get("message")))
 
 
@@ -132,7 +157,9 @@ class OpenEnvEpisode(Episode):
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def connect(self) -> None:
-        self._socket = await self._session.ws_connect(f"{self.made.url}/ws", max_msg_size=_MESSAGE_BYTES)
+        self._socket = await self._session.ws_connect(
+            f"{self.made.url}/ws", max_msg_size=_MESSAGE_BYTES
+        )
 
     async def ask(self, kind: str, data: dict[str, JsonValue]) -> dict[str, Any]:
         """Send a message and return the data of the answer.
@@ -191,5 +218,6 @@ def _http(url: str, path: str, body: dict[str, JsonValue] | None = None) -> dict
             return content
     except (OSError, ValueError) as error:  # URLError is an OSError
         raise EnvironmentProblem(
-            f"no OpenEnv server answers at {url}/{path} ({error}): start it first, or correct the URL"
+            f"no OpenEnv server answers at {url}/{path} ({error}): start it first, or correct the "
+            "URL"
         ) from error

@@ -1,7 +1,8 @@
 """``reasoning_gym:DATASET``: the procedural tasks of reasoning-gym, with its own scorers.
 
-An answer is what stands between ``<answer>`` and ``</answer>``, or the whole response if it has no such tags. Scorers
-run in the killable processes of :mod:`slime.rollout.verifier`, since some of them are symbolic and can take long.
+An answer is what stands between ``<answer>`` and ``</answer>``, or the whole response if it has no
+such tags. Scorers run in the killable processes of :mod:`slime.rollout.verifier`, since some of
+them are symbolic and can take long.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ def make(what: str, /, system: str = SYSTEM, seed: int = 0, **options: JsonValue
 
     Args:
         what: Name of a data set of reasoning-gym, such as ``chain_sum``.
-        system: Name of a system prompt of reasoning-gym (``default``, ``simple``, ``direct``, ...), ``none``, or a
-            system prompt of several words.
+        system: Name of a system prompt of reasoning-gym (``default``, ``simple``, ``direct``, ...),
+            ``none``, or a system prompt of several words.
         seed: Seed of the tasks.
-        options: Fields of the data set's configuration, such as ``min_terms``, and ``size``, the number of tasks.
+        options: Fields of the data set's configuration, such as ``min_terms``, and ``size``, the
+            number of tasks.
 
     Raises:
         EnvironmentProblem: The package is missing, or a name or an option is not valid.
@@ -60,7 +62,9 @@ class ReasoningGym(Environment):
     def task(self, number: int) -> Task:
         entry = self._tasks[number]
         answer = entry["answer"]
-        return Task(opening(self._system, entry["question"]), None if answer is None else str(answer))
+        return Task(
+            opening(self._system, entry["question"]), None if answer is None else str(answer)
+        )
 
     async def start(self, number: int, limits: StepLimits) -> Episode:
         return _Question(self._key, number, limits)
@@ -98,7 +102,9 @@ def score(key: str, number: int, text: str) -> float:
 
     tasks = _tasks(key)
     extracted = extract_answer(text)
-    return float(tasks.score_answer(text.strip() if extracted is None else extracted, tasks[number]))
+    return float(
+        tasks.score_answer(text.strip() if extracted is None else extracted, tasks[number])
+    )
 
 
 @functools.cache
@@ -110,12 +116,16 @@ def _tasks(key: str) -> Any:
         raise missing_package("reasoning-gym", error) from error
     name, options = json.loads(key)
     if name not in DATASETS:
-        raise EnvironmentProblem(f"reasoning_gym has no data set {name!r}; it has {', '.join(sorted(DATASETS))}")
+        raise EnvironmentProblem(
+            f"reasoning_gym has no data set {name!r}; it has {', '.join(sorted(DATASETS))}"
+        )
     try:
         return reasoning_gym.create_dataset(name, **options)
     except (TypeError, AssertionError, ValueError) as error:
         fields = ", ".join(sorted(DATASETS[name][1].__dataclass_fields__))
-        raise EnvironmentProblem(f"reasoning_gym:{name}: {error}; its options are {fields}, and system") from error
+        raise EnvironmentProblem(
+            f"reasoning_gym:{name}: {error}; its options are {fields}, and system"
+        ) from error
 
 
 def _system(name: str) -> str | None:
@@ -127,6 +137,8 @@ def _system(name: str) -> str | None:
         return name
     if name not in SYSTEM_PROMPTS:
         known = ", ".join(SYSTEM_PROMPTS)
-        raise EnvironmentProblem(f"reasoning_gym has no system prompt {name!r}; known are {SYSTEM}, {known}")
+        raise EnvironmentProblem(
+            f"reasoning_gym has no system prompt {name!r}; known are {SYSTEM}, {known}"
+        )
     text: str = SYSTEM_PROMPTS[name]
     return text

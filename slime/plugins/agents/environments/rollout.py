@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from slime.data.reasoning import after_thinking, opened_by_ids
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
-from slime.plugins.agents.environments.base import NUMBER, SPEC, Episode, Step, StepFailed, StepLimits, environment
+from slime.plugins.agents.environments.base import (
+    NUMBER,
+    SPEC,
+    Episode,
+    Step,
+    StepFailed,
+    StepLimits,
+    environment,
+)
 from slime.plugins.agents.trajectory import without_response
 from slime.rollout.ends import text_of
 from slime.rollout.generate import generate as generate_text
@@ -27,12 +35,16 @@ if TYPE_CHECKING:
 _CLOSE_SECONDS = 10.0
 
 
-async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False) -> Sample:
-    """Generate one episode of the task that the sample's metadata names; a sample without a task gets one response.
+async def generate(
+    args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
+) -> Sample:
+    """Generate one episode of the task that the sample's metadata names; a sample without a task
+    gets one response.
 
-    The reward is the sum over the steps, unless ``--custom-rm-path`` is given, which then scores the sample. The sum is
-    in ``metadata["environment_return"]`` in any case. A sample whose environment gave no result is left out and
-    counted, see :func:`slime.rollout.rm_hub.outcome.mark_unscored`.
+    The reward is the sum over the steps, unless ``--custom-rm-path`` is given, which then scores
+    the sample. The sum is in ``metadata["environment_return"]`` in any case. A sample whose
+    environment gave no result is left out and counted, see
+    :func:`slime.rollout.rm_hub.outcome.mark_unscored`.
     """
     if SPEC not in sample.metadata:
         return await generate_text(args, sample, sampling_params)
@@ -42,7 +54,9 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, 
     except StepFailed as failed:
         return give_up(GenerateState(args), sample, failed)
     try:
-        total = await _converse(Conversation(args, sample, sampling_params, evaluation), episode, limits)
+        total = await _converse(
+            Conversation(args, sample, sampling_params, evaluation), episode, limits
+        )
     except StepFailed as failed:
         if sample.status is Sample.Status.ABORTED:  # it would be continued again and again
             sample.status = Sample.Status.FAILED
@@ -57,25 +71,29 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams, 
 
 
 async def _converse(talk: Conversation, episode: Episode, limits: StepLimits) -> float:
-    """Speak until the episode ends or the model has no room left, and return the sum of the rewards."""
+    """Speak until the episode ends or the model has no room left, and return the sum of the
+    rewards.
+    """
     total = 0.0
     for number, turn in enumerate(talk.turns, start=1):
-        if turn["answered"]:  # an aborted sample continues: bring the new episode to where the old one was
+        # an aborted sample continues: bring the new episode to where the old one was
+        if turn["answered"]:
             step = await _step(talk.sample, episode, said(talk, turn), limits)
             if step.done or not talk.was_reply(turn, step.messages):
                 # The reward would be that of another episode than the one which the model saw.
                 answer = "ended the episode" if step.done else "answered otherwise"
                 raise StepFailed(
                     "error",
-                    f"a new episode {answer} at turn {number} than the one of the aborted sample: --partial-rollout "
-                    "needs environments that answer the same texts alike",
+                    f"a new episode {answer} at turn {number} than the one of the aborted sample: "
+                    "--partial-rollout needs environments that answer the same texts alike",
                 )
             total += step.reward
     while await talk.turn() is not None:
         step = await _step(talk.sample, episode, said(talk, talk.turns[-1]), limits)
         total += step.reward
         if step.done:
-            # The environment ended the episode, so nothing is missing even if the last token used up the room.
+            # The environment ended the episode, so nothing is missing even if the last token used
+            # up the room.
             if talk.sample.status is not Sample.Status.TRUNCATED:
                 talk.sample.status = Sample.Status.COMPLETED
             break
@@ -107,7 +125,8 @@ async def _step(sample: Sample, episode: Episode, text: str, limits: StepLimits)
     try:
         with _failures("", "no answer", limits), trace_span(sample, "environment"):
             step = await episode.step(text)
-            step = replace(step, reward=float(step.reward))  # NumPy's numbers cannot be written as JSON
+            # NumPy's numbers cannot be written as JSON
+            step = replace(step, reward=float(step.reward))
     finally:
         sample.non_generation_time += asyncio.get_running_loop().time() - began
     if not math.isfinite(step.reward):
@@ -117,8 +136,8 @@ async def _step(sample: Sample, episode: Episode, text: str, limits: StepLimits)
 
 @contextlib.contextmanager
 def _failures(what: str, late: str, limits: StepLimits) -> Iterator[None]:
-    """Turn any error into a :class:`StepFailed`: environments are programs of others, and one sample must not end the
-    run.
+    """Turn any error into a :class:`StepFailed`: environments are programs of others, and one
+    sample must not end the run.
 
     Args:
         what: Begins the message of an error.
@@ -129,7 +148,9 @@ def _failures(what: str, late: str, limits: StepLimits) -> Iterator[None]:
     except StepFailed:
         raise
     except TimeoutError as error:
-        raise StepFailed("timeout", f"{late} in {limits.seconds:g} s (--environment-timeout)") from error
+        raise StepFailed(
+            "timeout", f"{late} in {limits.seconds:g} s (--environment-timeout)"
+        ) from error
     except Exception as error:
         raise StepFailed("error", f"{what}{type(error).__name__}: {error}"[:2000]) from error
 
@@ -144,6 +165,7 @@ def give_up(state: GenerateState, sample: Sample, failed: StepFailed) -> Sample:
 
 
 async def _close(episode: Episode) -> None:
-    with contextlib.suppress(Exception):  # The episode has ended, and its result does not depend on this.
+    # The episode has ended, and its result does not depend on this.
+    with contextlib.suppress(Exception):
         async with asyncio.timeout(_CLOSE_SECONDS):
             await episode.close()

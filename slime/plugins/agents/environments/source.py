@@ -1,7 +1,8 @@
-"""The data source of ``--environment``: its tasks in the place of the rows of a file. And the check of the flag.
+"""The data source of ``--environment``: its tasks in the place of the rows of a file. And the check
+of the flag.
 
-The order of an epoch depends only on ``--rollout-seed`` and the epoch, as with a file, so the state that is saved for a
-file is all that an exact resume needs.
+The order of an epoch depends only on ``--rollout-seed`` and the epoch, as with a file, so the state
+that is saved for a file is all that an exact resume needs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from slime.data.chunks import shuffled
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer, SourceState
 from slime.data.tokenizers import load_tokenizer
-from slime.plugins.agents.environments.base import EnvironmentProblem, environment, own_seed, task_sample
+from slime.plugins.agents.environments.base import (
+    EnvironmentProblem,
+    environment,
+    own_seed,
+    task_sample,
+)
 from slime.rollout.prompts import encode, render_first
 from slime.types import Tokenizer
 
@@ -61,7 +67,9 @@ class EnvironmentTasks:
     def __getitem__(self, position: int) -> Sample | None:
         number = position
         if self._epoch is not None:
-            (number,) = shuffled([position], self._count, derive_seed(self.seed, "shuffle", self._epoch))
+            (number,) = shuffled(
+                [position], self._count, derive_seed(self.seed, "shuffle", self._epoch)
+            )
         sample = task_sample(self.spec, number)
         sample.apply_chat_template_kwargs = dict(self.template_kwargs)
         return None if self._too_long(sample) else sample
@@ -69,12 +77,18 @@ class EnvironmentTasks:
     def _too_long(self, sample: Sample) -> bool:
         if self.tokenizer is None or self.longest is None:
             return False
-        text = sample.prompt if isinstance(sample.prompt, str) else render_first(self.tokenizer, sample)
+        text = (
+            sample.prompt
+            if isinstance(sample.prompt, str)
+            else render_first(self.tokenizer, sample)
+        )
         return len(encode(self.tokenizer, text)) > self.longest
 
 
 class EnvironmentSource(RolloutDataSourceWithBuffer):
-    """Returns groups of the tasks of ``--environment``, with the buffer and the state of other data sources."""
+    """Returns groups of the tasks of ``--environment``, with the buffer and the state of other data
+    sources.
+    """
 
     def __init__(self, args: Args) -> None:
         self.spec = own_seed(args.environment or "", args.rollout_seed)
@@ -83,7 +97,11 @@ class EnvironmentSource(RolloutDataSourceWithBuffer):
             options = {"trust_remote_code": True} if args.trust_remote_code else {}
             tokenizer = load_tokenizer(args.hf_checkpoint, **options)
         tasks = EnvironmentTasks(
-            self.spec, args.rollout_seed, args.apply_chat_template_kwargs, tokenizer, args.rollout_max_prompt_len
+            self.spec,
+            args.rollout_seed,
+            args.apply_chat_template_kwargs,
+            tokenizer,
+            args.rollout_max_prompt_len,
         )
         super().__init__(args, tasks)
 
@@ -93,15 +111,20 @@ class EnvironmentSource(RolloutDataSourceWithBuffer):
     def load_state_dict(self, state: SourceState) -> None:
         before = state.get("environment")
         if before != self.spec:
-            logger.warning("the run was saved with %s and continues with --environment %s", before, self.spec)
+            logger.warning(
+                "the run was saved with %s and continues with --environment %s", before, self.spec
+            )
         super().load_state_dict(state)
 
 
-# --- the check of --environment and --mcp-server before any process starts --------------------------
+# --- the check of --environment and --mcp-server before any process starts
+# --------------------------
 
 
 def check_environment(args: Args) -> list[str]:
-    """Create the environment, so that a missing package or a wrong option is reported before any process starts."""
+    """Create the environment, so that a missing package or a wrong option is reported before any
+    process starts.
+    """
     if args.mcp_server:
         return _check_mcp(args.mcp_server)
     if args.environment is None:
@@ -112,7 +135,10 @@ def check_environment(args: Args) -> list[str]:
         return [f"--environment {args.environment}: {error}"]
     template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
     if template == "" and not isinstance(first.prompt, str):
-        return [f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, which --environment needs"]
+        return [
+            f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, which "
+            "--environment needs"
+        ]
     return []
 
 

@@ -1,8 +1,10 @@
-"""``verifiers:TASKSET``: tasks, tools and rewards of an installed taskset of verifiers (its design ``verifiers.v1``).
+"""``verifiers:TASKSET``: tasks, tools and rewards of an installed taskset of verifiers (its design
+``verifiers.v1``).
 
-An episode is a rollout of verifiers: its own code prepares the task, serves the task's tools, applies its stop
-conditions and scores the conversation. The program that speaks with the model is :class:`Conversation`, which runs in
-this process and reaches the model at the endpoint of the sample's agent session (:mod:`slime.plugins.agents`).
+An episode is a rollout of verifiers: its own code prepares the task, serves the task's tools,
+applies its stop conditions and scores the conversation. The program that speaks with the model is
+:class:`Conversation`, which runs in this process and reaches the model at the endpoint of the
+sample's agent session (:mod:`slime.plugins.agents`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _COUNTED = 100_000
 """Tasks of an infinite taskset that are used if ``tasks`` is not given."""
 
 
-def make(what: str, /, tasks: int = 0, seed: int | None = None, **options: JsonValue) -> Environment:
+def make(
+    what: str, /, tasks: int = 0, seed: int | None = None, **options: JsonValue
+) -> Environment:
     """Create the environment.
 
     Args:
@@ -43,8 +47,8 @@ def make(what: str, /, tasks: int = 0, seed: int | None = None, **options: JsonV
         options: Fields of the configuration of the taskset.
 
     Raises:
-        EnvironmentProblem: The package or the taskset is missing, an option is not valid, or the taskset needs more
-            than one agent or a container.
+        EnvironmentProblem: The package or the taskset is missing, an option is not valid, or the
+            taskset needs more than one agent or a container.
     """
     try:
         from pydantic import ValidationError
@@ -67,7 +71,8 @@ def make(what: str, /, tasks: int = 0, seed: int | None = None, **options: JsonV
     # What slime cannot run is refused before the run, not in its first episode.
     if environment_class(what) is not SingleAgentEnv:
         raise EnvironmentProblem(
-            f"verifiers:{what} has an environment class of its own; slime runs tasksets of one agent"
+            f"verifiers:{what} has an environment class of its own; slime runs tasksets of one "
+            "agent"
         )
     if taskset.toolsets(taskset.config):
         raise EnvironmentProblem(
@@ -92,7 +97,9 @@ class Verifiers(Environment):
     def task(self, number: int) -> Task:
         data = self._tasks[number].data
         if data.prompt is None:
-            raise EnvironmentProblem(f"verifiers:{self._what}: task {number} has no prompt; a simulated user opens it")
+            raise EnvironmentProblem(
+                f"verifiers:{self._what}: task {number} has no prompt; a simulated user opens it"
+            )
         return Task(_messages(data.system_prompt, data.prompt))
 
     async def start(self, number: int, limits: StepLimits) -> Episode:
@@ -109,21 +116,30 @@ class Verifiers(Environment):
         from verifiers.v1.configs.client import EvalClientConfig
         from verifiers.v1.runtimes import SubprocessConfig
 
-        # The session is part of the URL, so no key of the user's is sent: the variable does not exist.
+        # The session is part of the URL, so no key of the user's is sent: the variable does not
+        # exist.
         client = EvalClientConfig(base_url=base_url, api_key_var="SLIME_HAS_NO_KEY")
-        agent = Agent(AgentConfig(model=model, client=client, runtime=SubprocessConfig(), harness={"id": "null"}))
+        agent = Agent(
+            AgentConfig(
+                model=model, client=client, runtime=SubprocessConfig(), harness={"id": "null"}
+            )
+        )
         agent.harness = _harness_class()(agent.config.harness)
         trace = await agent.run(self._tasks[number])
         if not trace.ok:
             error = trace.last_error
             raise RuntimeError(
-                f"verifiers: {error.type}: {error.message}" if error else "verifiers: the rollout failed"
+                f"verifiers: {error.type}: {error.message}"
+                if error
+                else "verifiers: the rollout failed"
             )
         return float(trace.reward)
 
 
 async def run(program: Program) -> float:
-    """Play the episode that the metadata of a row name: the agent program of ``--environment verifiers:…``."""
+    """Play the episode that the metadata of a row name: the agent program of ``--environment
+    verifiers:…``.
+    """
     from slime.plugins.agents.environments.base import NUMBER, SPEC
 
     made = environment(program.metadata[SPEC])
@@ -149,7 +165,9 @@ def _harness_class() -> Any:
     from verifiers.v1.runtimes import ProgramResult
 
     class Conversation(Harness[Any]):
-        """A chat with the task's tools, until the model answers without a call or its context is full."""
+        """A chat with the task's tools, until the model answers without a call or its context is
+        full.
+        """
 
         APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = True
         EXECUTES_CODE = NEEDS_CONTAINER = False
@@ -157,7 +175,8 @@ def _harness_class() -> Any:
         async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):  # type: ignore[no-untyped-def]
             system, prompt = self.resolve_prompt(data)
             messages: list[Any] = list(_messages(system, prompt))
-            # The tool servers of the task and the client of the model live as long as the conversation.
+            # The tool servers of the task and the client of the model live as long as the
+            # conversation.
             stack = AsyncExitStack()
             try:
                 tools, call = await _tools(stack, mcp_urls, self.config.tool_timeout)
@@ -167,28 +186,38 @@ def _harness_class() -> Any:
                 # One turn of the model after another, until one calls no tool.
                 while True:
                     more: dict[str, Any] = {"tools": tools} if tools else {}
-                    answer = await client.chat.completions.create(model=ctx.model, messages=messages, **more)
+                    answer = await client.chat.completions.create(
+                        model=ctx.model, messages=messages, **more
+                    )
                     message = answer.choices[0].message
                     messages.append(message.model_dump(exclude_none=True))
                     if not message.tool_calls:
                         break
                     for one in message.tool_calls:
                         content = await call(one.function.name, one.function.arguments)
-                        messages.append({"role": "tool", "tool_call_id": one.id, "content": content})
-            # A full context ends the conversation as the model left it; other errors fail the rollout.
+                        messages.append(
+                            {"role": "tool", "tool_call_id": one.id, "content": content}
+                        )
+            # A full context ends the conversation as the model left it; other errors fail the
+            # rollout.
             except APIStatusError as error:
                 if not is_context_overflow(error):
                     raise
             finally:
-                with contextlib.suppress(Exception):  # The conversation is complete, however a tool server ends.
+                # The conversation is complete, however a tool server ends.
+                with contextlib.suppress(Exception):
                     await stack.aclose()
             return ProgramResult(exit_code=0, stdout="", stderr="")
 
     return Conversation
 
 
-async def _tools(stack: AsyncExitStack, urls: dict[str, str], seconds: float) -> tuple[list[Any], Any]:
-    """Connect to the tool servers of a task; return the schemas and a function that calls a tool."""
+async def _tools(
+    stack: AsyncExitStack, urls: dict[str, str], seconds: float
+) -> tuple[list[Any], Any]:
+    """Connect to the tool servers of a task; return the schemas and a function that calls a
+    tool.
+    """
     from slime.plugins.agents.environments.mcp import Servers
     from slime.plugins.agents.messages import RAW_ARGUMENTS
 
@@ -200,7 +229,10 @@ async def _tools(stack: AsyncExitStack, urls: dict[str, str], seconds: float) ->
         except (ValueError, RecursionError):
             arguments = None
         content = await servers.call(
-            {"name": name, "arguments": arguments if isinstance(arguments, dict) else {RAW_ARGUMENTS: text}}
+            {
+                "name": name,
+                "arguments": arguments if isinstance(arguments, dict) else {RAW_ARGUMENTS: text},
+            }
         )
         if servers.lost is not None:
             raise RuntimeError(servers.lost)

@@ -1,7 +1,9 @@
-"""Checkers for IFBench's instructions (Pyatkin et al. 2025, arXiv 2507.02833, table of out-of-domain constraints).
+"""Checkers for IFBench's instructions (Pyatkin et al. 2025, arXiv 2507.02833, table of
+out-of-domain constraints).
 
-Instructions are left out if their check depends on a model or a list that the description does not give (parts of
-speech, syllables, French words, countries, emoji), or if their published wording is ambiguous.
+Instructions are left out if their check depends on a model or a list that the description does not
+give (parts of speech, syllables, French words, countries, emoji), or if their published wording is
+ambiguous.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ _PERSONAL_PRONOUNS = """
 i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his himself she her hers herself
 it its itself they them their theirs themselves
 """
-# English function words, which the usual lists of stop words share: articles, pointing and question words; auxiliaries;
-# conjunctions; prepositions; adverbs and quantifiers; and, as a token is a run of \w, the parts of contractions.
+# English function words, which the usual lists of stop words share: articles, pointing and question
+# words; auxiliaries; conjunctions; prepositions; adverbs and quantifiers; and, as a token is a run
+# of \w, the parts of contractions.
 _FUNCTION_WORDS = """
 a an the this that these those who whom which what when where why how
 am is are was were be been being have has had having do does did doing can will should
@@ -60,25 +63,32 @@ def unique_word_count(response: str, *, N: int) -> bool:
 
 @checker("count:conjunctions")
 def conjunctions(response: str, *, small_n: int) -> bool:
-    """Use at least {small_n} different coordinating conjunctions (for, and, nor, but, or, yet, so)."""
+    """Use at least {small_n} different coordinating conjunctions (for, and, nor, but, or, yet,
+    so).
+    """
     return len(_CONJUNCTIONS.intersection(words(response.lower()))) >= small_n
 
 
 @checker("count:numbers")
 def numbers(response: str, *, N: int) -> bool:
-    """Include exactly {N} numbers: words of digits once punctuation is removed, so 3.14 and 1,000 are one each."""
+    """Include exactly {N} numbers: words of digits once punctuation is removed, so 3.14 and 1,000
+    are one each.
+    """
     return len(re.findall(r"\b\d+\b", without_punctuation(response))) == N
 
 
 @checker("count:pronouns")
 def pronouns(response: str, *, N: int) -> bool:
-    """The response should include at least {N} pronouns (personal, possessive, reflexive; every occurrence counts)."""
+    """The response should include at least {N} pronouns (personal, possessive, reflexive; every
+    occurrence counts).
+    """
     return sum(word in _PRONOUNS for word in words(response.lower().replace("/", " "))) >= N
 
 
 @checker("count:punctuation")
 def punctuation(response: str) -> bool:
-    """Use every standard punctuation mark at least once, including semicolons, colons, and the interrobang (?!).
+    """Use every standard punctuation mark at least once, including semicolons, colons, and the
+    interrobang (?!).
 
     The interrobang stands beside a question mark and an exclamation mark of their own.
     """
@@ -90,29 +100,42 @@ def punctuation(response: str) -> bool:
 def keywords_multiple(
     response: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
 ) -> bool:
-    """Include {keyword1} once, {keyword2} twice, {keyword3} three, {keyword4} five and {keyword5} seven times."""
+    """Include {keyword1} once, {keyword2} twice, {keyword3} three, {keyword4} five and {keyword5}
+    seven times.
+    """
     text = response.lower()
     keywords = (keyword1, keyword2, keyword3, keyword4, keyword5)
-    return all(text.count(word.lower()) == times for word, times in zip(keywords, (1, 2, 3, 5, 7), strict=True))
+    return all(
+        text.count(word.lower()) == times
+        for word, times in zip(keywords, (1, 2, 3, 5, 7), strict=True)
+    )
 
 
 @checker("ratio:stop_words")
 def stop_words(response: str, *, percentage: float) -> bool:
-    """Ensure that stop words constitute no more than {percentage}% of the total words in your response."""
+    """Ensure that stop words constitute no more than {percentage}% of the total words in your
+    response.
+    """
     found = word_tokens(response.lower())
-    return bool(found) and 100 * sum(word in _STOP_WORDS for word in found) <= percentage * len(found)
+    return bool(found) and 100 * sum(word in _STOP_WORDS for word in found) <= percentage * len(
+        found
+    )
 
 
 @checker("ratio:sentence_type")
 def sentence_type(response: str) -> bool:
-    """Maintain a 2:1 ratio of declarative to interrogative sentences (ends in a period, in a question mark)."""
+    """Maintain a 2:1 ratio of declarative to interrogative sentences (ends in a period, in a
+    question mark).
+    """
     ends = Counter(map(sentence_end, sentences(response)))
     return ends["?"] > 0 and ends["."] == 2 * ends["?"]
 
 
 @checker("ratio:sentence_balance")
 def sentence_balance(response: str) -> bool:
-    """Ensure that the ratio of sentence types (declarative, interrogative, exclamatory) is balanced: equally many."""
+    """Ensure that the ratio of sentence types (declarative, interrogative, exclamatory) is
+    balanced: equally many.
+    """
     ends = Counter(map(sentence_end, sentences(response)))
     return ends["."] == ends["?"] == ends["!"] > 0
 
@@ -122,20 +145,26 @@ def alphabet(response: str) -> bool:
     """Each word must start with the next letter of the alphabet, looping back to 'A' after 'Z'."""
     first = [word[0] for word in words(response.lower())]
     letters = string.ascii_lowercase
-    steps = all(after == letters[(letters.find(before) + 1) % 26] for before, after in pairwise(first))
+    steps = all(
+        after == letters[(letters.find(before) + 1) % 26] for before, after in pairwise(first)
+    )
     return bool(first) and first[0] in letters and steps
 
 
 @checker("words:consonants")
 def consonants(response: str) -> bool:
-    """Ensure each word has at least one consonant cluster (two or more consonants together; y is a consonant)."""
+    """Ensure each word has at least one consonant cluster (two or more consonants together; y is a
+    consonant).
+    """
     found = words(response.lower())
     return bool(found) and all(_CONSONANT_CLUSTER.search(word) for word in found)
 
 
 @checker("words:palindrome")
 def palindrome(response: str) -> bool:
-    """Include at least 10 single-word palindromes, each at least 5 characters long (every occurrence counts)."""
+    """Include at least 10 single-word palindromes, each at least 5 characters long (every
+    occurrence counts).
+    """
     found = words(without_punctuation(response.lower()))
     return sum(len(word) >= 5 and word == word[::-1] for word in found) >= 10
 
@@ -149,7 +178,9 @@ def prime_lengths(response: str) -> bool:
 
 @checker("words:repeats")
 def repeats(response: str, *, small_n: int) -> bool:
-    """The response should not repeat any word more than {small_n} times: none occurs more often, in either case."""
+    """The response should not repeat any word more than {small_n} times: none occurs more often, in
+    either case.
+    """
     return max(Counter(words(response.lower())).values(), default=0) <= small_n
 
 
@@ -168,7 +199,9 @@ def last_first(response: str) -> bool:
 
 @checker("words:paragraph_last_first")
 def paragraph_last_first(response: str) -> bool:
-    """Each paragraph must end with the same word it started with, separate paragraphs with a newline."""
+    """Each paragraph must end with the same word it started with, separate paragraphs with a
+    newline.
+    """
     found = [inner for line in lines(response.lower()) if (inner := words(line))]
     return bool(found) and all(inner[0] == inner[-1] for inner in found)
 
@@ -203,8 +236,8 @@ def increment(response: str, *, small_n: int) -> bool:
 def options(response: str, *, options: str) -> bool:
     """Answer with one of the following options: {options}. Do not give any explanation.
 
-    The options are divided by ``/``, else by the word "or", else by commas. Case and the punctuation around the answer
-    do not matter.
+    The options are divided by ``/``, else by the word "or", else by commas. Case and the
+    punctuation around the answer do not matter.
     """
     # The data set writes its options in three ways.
     divider = "/" if "/" in options else r"\bor\b" if re.search(r"\bor\b", options) else ","
@@ -214,7 +247,9 @@ def options(response: str, *, options: str) -> bool:
 
 @checker("format:parentheses")
 def parentheses(response: str) -> bool:
-    """Nest parentheses (and [brackets {and braces}]) at least 5 levels deep: pairs that match and are closed."""
+    """Nest parentheses (and [brackets {and braces}]) at least 5 levels deep: pairs that match and
+    are closed.
+    """
     # One pass with the depth inside of each open mark.
     pairs = {")": "(", "]": "[", "}": "{"}
     open_marks = list[str]()
@@ -245,14 +280,18 @@ def newline(response: str) -> bool:
 
 @checker("format:line_indent")
 def line_indent(response: str) -> bool:
-    """Create stairs by incrementally indenting each new line: every line by more spaces than the one before it."""
+    """Create stairs by incrementally indenting each new line: every line by more spaces than the
+    one before it.
+    """
     indents = [len(line) - len(line.lstrip(" ")) for line in lines(response)]
     return len(indents) > 1 and all(after > before for before, after in pairwise(indents))
 
 
 @checker("format:sub-bullets")
 def sub_bullets(response: str) -> bool:
-    """Bullet points denoted by * and at least one sub-bullet point denoted by - for each bullet point."""
+    """Bullet points denoted by * and at least one sub-bullet point denoted by - for each bullet
+    point.
+    """
     # The marks of all bullets in their order, divided at the main ones.
     marks = "".join(line.lstrip()[0] for line in lines(response) if _BULLET.match(line))
     groups = marks.split("*")[1:]
@@ -261,7 +300,9 @@ def sub_bullets(response: str) -> bool:
 
 @checker("format:no_bullets_bullets")
 def no_bullets_bullets(response: str) -> bool:
-    """At least two sentences ending in a period followed by at least two bullet points denoted by \\*."""
+    """At least two sentences ending in a period followed by at least two bullet points denoted by
+    \\*.
+    """
     found = [line.strip() for line in lines(response)]
     bullets = [place for place, line in enumerate(found) if line[0] == "*" and _BULLET.match(line)]
     if len(bullets) < 2:
@@ -271,7 +312,9 @@ def no_bullets_bullets(response: str) -> bool:
 
 @checker("format:output_template")
 def output_template(response: str) -> bool:
-    """Use this exact template: My Answer: [answer] My Conclusion: [conclusion] Future Outlook: [outlook]."""
+    """Use this exact template: My Answer: [answer] My Conclusion: [conclusion] Future Outlook:
+    [outlook].
+    """
     places = [response.find(label) for label in ("My Answer:", "My Conclusion:", "Future Outlook:")]
     return places[0] >= 0 and places == sorted(places)
 
@@ -298,26 +341,34 @@ def repeat_simple(response: str) -> bool:
 
 @checker("custom:multiples")
 def multiples(response: str) -> bool:
-    """Count from 10 to 50 but only print multiples of 7: these numbers in this order and no others."""
+    """Count from 10 to 50 but only print multiples of 7: these numbers in this order and no
+    others.
+    """
     return re.findall(r"\d+", response) == [str(number) for number in range(14, 51, 7)]
 
 
 @checker("custom:sentence_alphabet")
 def sentence_alphabet(response: str) -> bool:
-    """A 26-sentence story where each sentence's first word starts with the letters of the alphabet in order."""
+    """A 26-sentence story where each sentence's first word starts with the letters of the alphabet
+    in order.
+    """
     found = [words(sentence.lower()) for sentence in sentences(response)]
     return "".join(inner[0][0] if inner else " " for inner in found) == string.ascii_lowercase
 
 
 @checker("custom:csv_city")
 def csv_city(response: str) -> bool:
-    """CSV data, comma delimited: the column names are ID, Country, City, Year, Count; 7 rows below them."""
+    """CSV data, comma delimited: the column names are ID, Country, City, Year, Count; 7 rows below
+    them.
+    """
     try:
         table = list(csv.reader(io.StringIO(response.strip())))
     except csv.Error:
         return False
     header = [["ID", "Country", "City", "Year", "Count"]]
-    return [[cell.strip() for cell in row] for row in table[:1]] == header and [len(row) for row in table] == [5] * 8
+    return [[cell.strip() for cell in row] for row in table[:1]] == header and [
+        len(row) for row in table
+    ] == [5] * 8
 
 
 def _at(sequence: list[str], position: int) -> str:

@@ -1,8 +1,10 @@
-"""The registry of instruction checkers, the check of a row's instructions against it, and how checkers split a response
-into words, sentences and lines, with regular expressions that take linear time.
+"""The registry of instruction checkers, the check of a row's instructions against it, and how
+checkers split a response into words, sentences and lines, with regular expressions that take linear
+time.
 
-The published checkers use nltk's trained models, which must be downloaded. The rules here need no download. They differ
-from nltk only in rare cases: unusual abbreviations, and words that are joined by punctuation without a space.
+The published checkers use nltk's trained models, which must be downloaded. The rules here need no
+download. They differ from nltk only in rare cases: unusual abbreviations, and words that are joined
+by punctuation without a space.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ NEEDS: dict[str, str] = {}  # id -> package that its checker imports
 def checker(instruction_id: str, needs: str | None = None) -> Callable[[Checker], Checker]:
     """Register ``function(response, *, **kwargs) -> bool`` under ``instruction_id``.
 
-    :func:`instruction_problem` checks the ``kwargs`` of a row against the annotations of the keyword arguments.
+    :func:`instruction_problem` checks the ``kwargs`` of a row against the annotations of the
+    keyword arguments.
 
     Args:
         instruction_id: The public id, such as ``count:numbers``.
@@ -53,15 +56,28 @@ def instructions_problem(instructions: object, kwargs: object) -> str | None:
 
     Args:
         instructions: ``instruction_id_list`` of the row: a non-empty list of ids.
-        kwargs: ``kwargs`` of the row: one dict or None for each instruction. None if no instruction has arguments.
+        kwargs: ``kwargs`` of the row: one dict or None for each instruction. None if no instruction
+            has arguments.
     """
     if not isinstance(instructions, Sequence) or isinstance(instructions, str) or not instructions:
-        return f"instruction_id_list must be a non-empty list of instruction ids, not {_short(instructions)}"
+        return (
+            "instruction_id_list must be a non-empty list of instruction ids, not "
+            f"{_short(instructions)}"
+        )
     if kwargs is None:
         kwargs = [{}] * len(instructions)
-    if not isinstance(kwargs, Sequence) or isinstance(kwargs, str) or len(kwargs) != len(instructions):
-        return f"kwargs must be a list of {len(instructions)} dicts, one for each instruction, not {_short(kwargs)}"
-    found = (instruction_problem(name, given) for name, given in zip(instructions, kwargs, strict=True))
+    if (
+        not isinstance(kwargs, Sequence)
+        or isinstance(kwargs, str)
+        or len(kwargs) != len(instructions)
+    ):
+        return (
+            f"kwargs must be a list of {len(instructions)} dicts, one for each instruction, not "
+            f"{_short(kwargs)}"
+        )
+    found = (
+        instruction_problem(name, given) for name, given in zip(instructions, kwargs, strict=True)
+    )
     return next((problem for problem in found if problem), None)
 
 
@@ -71,7 +87,10 @@ def instruction_problem(instruction_id: object, kwargs: object) -> str | None:
         return f"instruction id {_short(instruction_id)} has no built-in checker"
     needs = NEEDS.get(instruction_id)
     if needs and importlib.util.find_spec(needs) is None:
-        return f"instruction {instruction_id} needs the package {needs}, which is not installed (pip install {needs})"
+        return (
+            f"instruction {instruction_id} needs the package {needs}, which is not installed (pip "
+            f"install {needs})"
+        )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         return f"instruction {instruction_id}: kwargs must be a dict, not {_short(kwargs)}"
     try:
@@ -96,7 +115,9 @@ def arguments(instruction_id: str, kwargs: Mapping[str, object] | None) -> dict[
     unknown = [name for name in given if name not in hints]
     if missing or unknown:
         takes = ", ".join(hints) or "none"
-        what = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(unknown)}"] * bool(unknown)
+        what = [f"missing: {', '.join(missing)}"] * bool(missing) + [
+            f"unknown: {', '.join(unknown)}"
+        ] * bool(unknown)
         raise ValueError(f"its kwargs are {takes}; {'; '.join(what)}")
     return {name: _converted(name, given[name], hint) for name, hint in hints.items()}
 
@@ -110,7 +131,9 @@ def _keyword_types(instruction_id: str) -> dict[str, Any]:
 
 
 def _converted(name: str, value: object, hint: object) -> Any:
-    """Convert ``value`` to the annotated type. Whole floats become ints: tables may store ints as floats."""
+    """Convert ``value`` to the annotated type. Whole floats become ints: tables may store ints as
+    floats.
+    """
     # Tables of data sets store numbers in other types than the checkers have.
     if get_origin(hint) is Literal and value in get_args(hint):
         return value
@@ -121,10 +144,16 @@ def _converted(name: str, value: object, hint: object) -> Any:
             return int(value)
     if hint is str and isinstance(value, str) and value.strip():
         return value
-    if hint == list[str] and isinstance(value, list | tuple) and value and all(isinstance(v, str) and v for v in value):
+    if (
+        hint == list[str]
+        and isinstance(value, list | tuple)
+        and value
+        and all(isinstance(v, str) and v for v in value)
+    ):
         return list(value)
     raise ValueError(
-        f"{name} must be {_WORDS.get(hint) or ' or '.join(map(repr, get_args(hint)))}, not {_short(value)}"
+        f"{name} must be {_WORDS.get(hint) or ' or '.join(map(repr, get_args(hint)))}, not "
+        f"{_short(value)}"
     )
 
 
@@ -145,18 +174,24 @@ PUNCTUATION = string.punctuation + "“”‘’«»—–…‽¿¡、。！？
 _REMOVED = str.maketrans("", "", PUNCTUATION)
 _END = re.compile(r"(?<![.!?…‽。！？])[.!?…‽。！？]++[\"'”’»)\]*_]*+(?=\s|\Z)")
 _TOKEN = re.compile(r"\w+(?:['’.\-]\w+)*")
-_TITLES_AND_SIGNS = "mr mrs ms dr prof rev hon st sr jr gen col capt lt sgt vs e.g i.e cf fig vol inc ltd corp approx"
+_TITLES_AND_SIGNS = (
+    "mr mrs ms dr prof rev hon st sr jr gen col capt lt sgt vs e.g i.e cf fig vol inc ltd corp "
+    "approx"
+)
 _ABBREVIATIONS = frozenset(_TITLES_AND_SIGNS.split())
 _LAST_WORD = re.compile(r"[\w.]*\Z")
 
 
 def word_tokens(text: str) -> list[str]:
-    r"""Return the runs of word characters (``\w+``). IFEval counts words this way; ``don't`` is two."""
+    r"""Return the runs of word characters (``\w+``). IFEval counts words this way; ``don't`` is
+    two.
+    """
     return re.findall(r"\w+", text)
 
 
 def words(text: str) -> list[str]:
-    """Split at white space and remove the punctuation around each word. Pieces of only punctuation are dropped.
+    """Split at white space and remove the punctuation around each word. Pieces of only punctuation
+    are dropped.
 
     >>> words("Well -- that's (almost) it!")
     ['Well', "that's", 'almost', 'it']
@@ -165,7 +200,9 @@ def words(text: str) -> list[str]:
 
 
 def tokens(text: str) -> list[str]:
-    """Return the words, including inner hyphens, apostrophes and periods: ``U.S.A``, ``well-known`` and ``I'M``."""
+    """Return the words, including inner hyphens, apostrophes and periods: ``U.S.A``, ``well-known``
+    and ``I'M``.
+    """
     return _TOKEN.findall(text)
 
 
@@ -175,12 +212,13 @@ def without_punctuation(text: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into sentences, with their closing punctuation. As in nltk, a line break alone ends no sentence.
+    """Split a text into sentences, with their closing punctuation. As in nltk, a line break alone
+    ends no sentence.
 
-    A sentence ends with ``.``, ``!``, ``?`` or an ellipsis (and closing quotes and brackets) before white space or the
-    end of the text. A single period after a title, a known abbreviation or an initial does not end a sentence. After
-    ``etc.``, ``a.m.`` and the like, it ends one unless a lower-case letter follows. The rest of the text after the last
-    such end is a sentence, too.
+    A sentence ends with ``.``, ``!``, ``?`` or an ellipsis (and closing quotes and brackets) before
+    white space or the end of the text. A single period after a title, a known abbreviation or an
+    initial does not end a sentence. After ``etc.``, ``a.m.`` and the like, it ends one unless a
+    lower-case letter follows. The rest of the text after the last such end is a sentence, too.
     """
     found = []
     begin = 0
@@ -203,11 +241,17 @@ def _goes_on(text: str, period: int) -> bool:
     before = _LAST_WORD.search(text[max(0, period - 32) : period])
     word = before[0] if before else ""
     initial = len(word) == 1 and word.isupper() and word != "I"
-    return initial or word.lower() in _ABBREVIATIONS or (rest[0].islower() and ("." in word or word.lower() == "etc"))
+    return (
+        initial
+        or word.lower() in _ABBREVIATIONS
+        or (rest[0].islower() and ("." in word or word.lower() == "etc"))
+    )
 
 
 def sentence_end(sentence: str) -> str:
-    """Return the mark before closing quotes and brackets that ends a sentence: ``.``, ``?`` or ``!``, else ""."""
+    """Return the mark before closing quotes and brackets that ends a sentence: ``.``, ``?`` or
+    ``!``, else "".
+    """
     last = sentence.rstrip("\"'”’»)]*_")[-1:]
     return last if last in ".?!" else ""
 
@@ -218,7 +262,8 @@ def lines(text: str) -> list[str]:
 
 
 def enclosed(text: str, opening: str, closing: str) -> list[str]:
-    """Return the texts between ``opening`` and the next ``closing`` on the same line, without overlaps, in linear time.
+    """Return the texts between ``opening`` and the next ``closing`` on the same line, without
+    overlaps, in linear time.
 
     >>> enclosed("[a] and [[b] [c", "[", "]")
     ['a', '[b']

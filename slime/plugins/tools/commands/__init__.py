@@ -1,4 +1,6 @@
-"""The subcommands, each with the function that adds its parser. Heavy packages are imported when a command runs."""
+"""The subcommands, each with the function that adds its parser. Heavy packages are imported when a
+command runs.
+"""
 
 from __future__ import annotations
 

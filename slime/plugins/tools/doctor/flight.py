@@ -1,8 +1,9 @@
-"""The flight recorder of PyTorch's collective operations: which rank is behind, and in which operation.
+"""The flight recorder of PyTorch's collective operations: which rank is behind, and in which
+operation.
 
-A rank that waits too long writes its last operations to ``logs/flight_recorder_<role>_rank_<rank>`` (a pickle; see
-PyTorch's "Flight Recorder for Debugging Stuck Jobs"), or to where ``--train-env-vars`` moves the dumps of NCCL. Reading
-it runs no code of the file.
+A rank that waits too long writes its last operations to ``logs/flight_recorder_<role>_rank_<rank>``
+(a pickle; see PyTorch's "Flight Recorder for Debugging Stuck Jobs"), or to where
+``--train-env-vars`` moves the dumps of NCCL. Reading it runs no code of the file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from slime.plugins.tools.doctor.facts import DUMPS, Facts, Finding, is_inside
 
 _NAME = re.compile(DUMPS + r"(\w+?)_rank_(\d+)")
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Environment variables with the beginning of the dumps' paths, to which PyTorch adds the rank; the second is older."""
+"""Environment variables with the beginning of the dumps' paths, to which PyTorch adds the rank; the
+second is older.
+"""
 MOST_BYTES = 64 * 2**20
 _MOST_SHOWN = 8
 
@@ -28,7 +31,9 @@ class _ValuesOnly(pickle.Unpickler):
     """Reads dicts, lists, numbers and texts; a file that names a class or a function is refused."""
 
     def find_class(self, module: str, name: str, /) -> NoReturn:
-        raise pickle.UnpicklingError(f"the dump refers to {module}.{name}: only plain values are read")
+        raise pickle.UnpicklingError(
+            f"the dump refers to {module}.{name}: only plain values are read"
+        )
 
 
 @dataclass(frozen=True)
@@ -52,34 +57,54 @@ class Operation:
 
 @dataclass(frozen=True)
 class Recording:
-    """The dump of a rank: its operations by process group, oldest first, and the members of each group."""
+    """The dump of a rank: its operations by process group, oldest first, and the members of each
+    group.
+    """
 
     operations: Mapping[str, Sequence[Operation]]
     members: Mapping[str, Sequence[int]]
 
 
 def read_recordings(
-    folder: Path, newer_than: float = 0.0, environment: Mapping[str, str] | None = None, links: bool = True
+    folder: Path,
+    newer_than: float = 0.0,
+    environment: Mapping[str, str] | None = None,
+    links: bool = True,
 ) -> dict[str, dict[int, Recording]]:
-    """Return the dumps in the folder of the logs by role and rank; files that are no dumps are left out.
+    """Return the dumps in the folder of the logs by role and rank; files that are no dumps are left
+    out.
 
     Args:
         newer_than: Wall time in seconds. Older files are of a trouble that the run has survived.
-        environment: The run's ``--train-env-vars``, which may name another place (see :data:`PREFIXES`). The role of
-            those dumps is ``trainer``.
+        environment: The run's ``--train-env-vars``, which may name another place (see
+            :data:`PREFIXES`). The role of those dumps is ``trainer``.
         links: Whether dumps are read to which a link leads out of the folder of the run.
     """
     found: dict[str, dict[int, Recording]] = {}
     for role, rank, path in _dumps(folder, environment or {}):
-        if not path.is_file() or (not links and path.parent == folder and not is_inside(path, folder.parent)):
+        if not path.is_file() or (
+            not links and path.parent == folder and not is_inside(path, folder.parent)
+        ):
             continue
         try:
             status = path.stat()
             if status.st_mtime < newer_than or status.st_size > MOST_BYTES:
                 continue
-            found.setdefault(role, {})[rank] = _recording(_ValuesOnly(io.BytesIO(path.read_bytes())).load())
-        # A rank that was killed while it wrote leaves a part of a pickle, which may fail in many ways.
-        except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, IndexError, AttributeError):
+            found.setdefault(role, {})[rank] = _recording(
+                _ValuesOnly(io.BytesIO(path.read_bytes())).load()
+            )
+        # A rank that was killed while it wrote leaves a part of a pickle, which may fail in many
+        # ways.
+        except (
+            OSError,
+            pickle.UnpicklingError,
+            EOFError,
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+        ):
             continue
     return found
 
@@ -106,12 +131,19 @@ def _recording(dump: Mapping[str, Any]) -> Recording:
         # An operation that has left the ring of the recorder is over.
         done = entry.get("state") == "completed" or bool(entry.get("retired"))
         sizes = "x".join(map(str, entry["input_sizes"][0])) if entry.get("input_sizes") else ""
-        one = Operation(entry["collective_seq_id"], str(entry["profiling_name"]), sizes, done, _where(entry))
+        one = Operation(
+            entry["collective_seq_id"], str(entry["profiling_name"]), sizes, done, _where(entry)
+        )
         operations.setdefault(str(entry["process_group"][0]), []).append(one)
     members = {}
     for name, group in (dump.get("pg_config") or {}).items():
-        members[str(name or "0")] = [int(rank) for rank in re.findall(r"\d+", str(group.get("ranks", "")))]
-    return Recording({name: sorted(some, key=lambda one: one.number) for name, some in operations.items()}, members)
+        members[str(name or "0")] = [
+            int(rank) for rank in re.findall(r"\d+", str(group.get("ranks", "")))
+        ]
+    return Recording(
+        {name: sorted(some, key=lambda one: one.number) for name, some in operations.items()},
+        members,
+    )
 
 
 def _where(entry: Mapping[str, Any]) -> str:
@@ -127,22 +159,33 @@ def collectives(facts: Facts) -> Iterator[Finding]:
     # Dumps from before the last complete step are of a trouble that is over.
     trained = facts.series("time")
     since = trained[-1] if trained else 0.0
-    recordings = read_recordings(facts.folder / "logs", since, facts.train_environment, facts.reads_outside)
+    recordings = read_recordings(
+        facts.folder / "logs", since, facts.train_environment, facts.reads_outside
+    )
     for role, ranks in recordings.items():
         groups = sorted({name for one in ranks.values() for name in one.operations})
-        finding = next((found for name in groups if (found := _compare(role, name, ranks)) is not None), None)
+        finding = next(
+            (found for name in groups if (found := _compare(role, name, ranks)) is not None), None
+        )
         if finding is not None:
             yield finding
             return
 
 
 def _compare(role: str, group: str, ranks: Mapping[int, Recording]) -> Finding | None:
-    """Return what is wrong in a process group; None if every operation that a rank has begun is complete."""
-    # The first operation that some rank has begun and not ended, and the ranks that belong to its group.
+    """Return what is wrong in a process group; None if every operation that a rank has begun is
+    complete.
+    """
+    # The first operation that some rank has begun and not ended, and the ranks that belong to its
+    # group.
     begun = {rank: one.operations.get(group, ()) for rank, one in ranks.items()}
-    members = {member for one in ranks.values() for member in one.members.get(group, ())} or set(ranks)
+    members = {member for one in ranks.values() for member in one.members.get(group, ())} or set(
+        ranks
+    )
     begun = {rank: some for rank, some in begun.items() if rank in members}
-    open_ = {rank: next((one for one in some if not one.done), None) for rank, some in begun.items()}
+    open_ = {
+        rank: next((one for one in some if not one.done), None) for rank, some in begun.items()
+    }
     waiting = [(one.number, rank, one) for rank, one in open_.items() if one is not None]
     if not waiting:
         return None
@@ -154,15 +197,19 @@ def _compare(role: str, group: str, ranks: Mapping[int, Recording]) -> Finding |
     silent = sorted(members - set(ranks))
     kinds = {(one.what, one.sizes) for one in there.values()}
     name = f"operation {number} ({operation.what}) of process group {group}"
-    shown = tuple(_line(rank, begun[rank][-1] if begun[rank] else None) for rank in sorted(begun))[:_MOST_SHOWN]
-    # The order is that of causes: a rank that never came, ranks that called something else, a rank that is gone.
+    shown = tuple(_line(rank, begun[rank][-1] if begun[rank] else None) for rank in sorted(begun))[
+        :_MOST_SHOWN
+    ]
+    # The order is that of causes: a rank that never came, ranks that called something else, a rank
+    # that is gone.
     if behind:
         return Finding(
             "rank_behind",
             f"{_ranks(role, behind)} did not begin {name}, for which rank {asking} waits.",
             shown,
-            "Look at the end of the log of that rank, and at its stack (py-spy dump --pid PID): it does something "
-            "else, such as a longer batch, or an error that it has not reported.",
+            "Look at the end of the log of that rank, and at its stack (py-spy dump --pid PID): "
+            "it does something else, such as a longer batch, or an error that it has not "
+            "reported.",
         )
     if len(kinds) > 1:
         different = tuple(_line(rank, one) for rank, one in sorted(there.items()))[:_MOST_SHOWN]
@@ -170,8 +217,8 @@ def _compare(role: str, group: str, ranks: Mapping[int, Recording]) -> Finding |
             "collective_mismatch",
             f"The ranks of the {role} call different operations as {name[: name.index(' (')]}.",
             different,
-            "The lines name where each rank was: a branch depends on data that differs between ranks, such as the "
-            "number of micro-batches.",
+            "The lines name where each rank was: a branch depends on data that differs between "
+            "ranks, such as the number of micro-batches.",
         )
     if silent:
         return Finding(
@@ -184,7 +231,8 @@ def _compare(role: str, group: str, ranks: Mapping[int, Recording]) -> Finding |
         "collective_stuck",
         f"All ranks of the {role} have begun {name}, and none has seen its end.",
         shown,
-        "The GPUs or the network between them fail: NCCL_DEBUG=INFO names the connection, dmesg has Xid lines.",
+        "The GPUs or the network between them fail: NCCL_DEBUG=INFO names the connection, dmesg "
+        "has Xid lines.",
     )
 
 
@@ -193,7 +241,9 @@ def _line(rank: int, operation: Operation | None) -> str:
         return f"rank {rank}: no operation yet"
     state = "done" if operation.done else "not done"
     where = f", {operation.where}" if operation.where else ""
-    return f"rank {rank}: last {operation.number} {operation.what} [{operation.sizes}], {state}{where}"
+    return (
+        f"rank {rank}: last {operation.number} {operation.what} [{operation.sizes}], {state}{where}"
+    )
 
 
 def _ranks(role: str, ranks: Sequence[int]) -> str:

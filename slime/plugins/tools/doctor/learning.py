@@ -31,8 +31,8 @@ def not_finite(facts: Facts) -> Iterator[Finding]:
                 "not_finite",
                 f"{name} is not a finite number since step {whole(bad[0])}.",
                 (f"{len(bad)} of {len(facts.steps)} steps",),
-                "Continue from a snapshot before that step with a smaller --lr or --clip-grad; the samples of that "
-                "step are in the folder samples.",
+                "Continue from a snapshot before that step with a smaller --lr or --clip-grad; "
+                "the samples of that step are in the folder samples.",
             )
             return
 
@@ -46,15 +46,22 @@ def no_reward(facts: Facts) -> Iterator[Finding]:
     if rewards[0] == 0.0:
         title = "No response has ever got a reward."
         advice = (
-            "Read some responses and labels in the folder samples: the reward may expect another form of answer (slime "
-            "train --dry-run scores the label's own answer), the responses may be cut off, or the task is too hard."
+            "Read some responses and labels in the folder samples: the reward may expect another "
+            "form of answer (slime train --dry-run scores the label's own answer), the responses "
+            "may be cut off, or the task is too hard."
         )
-    elif (_share_without_spread(facts) or 0.0) >= ALL_EQUAL or not facts.samples:  # equal means say less
+    # equal means say less
+    elif (_share_without_spread(facts) or 0.0) >= ALL_EQUAL or not facts.samples:
         title = f"Every response gets the same reward, {rewards[0]:g}."
-        advice = "Check the reward function with slime check-hooks: it seems not to look at the response."
+        advice = (
+            "Check the reward function with slime check-hooks: it seems not to look at the "
+            "response."
+        )
     else:
         return
-    yield Finding("no_reward", title, (f"{REWARD} of {len(rewards)} steps: {rewards[0]:g}",), advice)
+    yield Finding(
+        "no_reward", title, (f"{REWARD} of {len(rewards)} steps: {rewards[0]:g}",), advice
+    )
 
 
 def nothing_trained(facts: Facts) -> Iterator[Finding]:
@@ -67,20 +74,27 @@ def nothing_trained(facts: Facts) -> Iterator[Finding]:
             "no_learning_rate",
             "The learning rate is 0 in all steps.",
             (f"train/lr-pg_0 of {len(rates)} steps: 0",),
-            "Set --lr, and compare --lr-warmup-iters and --lr-decay-iters with the number of steps.",
+            "Set --lr, and compare --lr-warmup-iters and --lr-decay-iters with the number of "
+            "steps.",
         )
-    elif len(norms) >= 3 and max(norms) == 0.0 and (_share_without_spread(facts) or 0.0) < ALL_EQUAL:  # see no_spread
+    # see no_spread
+    elif (
+        len(norms) >= 3 and max(norms) == 0.0 and (_share_without_spread(facts) or 0.0) < ALL_EQUAL
+    ):
         yield Finding(
             "no_gradient",
             "The gradient is 0 in all steps: nothing is trained.",
             (f"train/grad_norm of {len(norms)} steps: 0",),
-            "If the rewards within each group are equal, no group has an advantage; otherwise all tokens are masked: "
-            "slime check-hooks shows the loss mask of your generate function.",
+            "If the rewards within each group are equal, no group has an advantage; otherwise "
+            "all tokens are masked: slime check-hooks shows the loss mask of your generate "
+            "function.",
         )
 
 
 def large_learning_rate(facts: Facts) -> Iterator[Finding]:
-    """A learning rate that breaks the weights in a step: Adam moves each of them by about the rate."""
+    """A learning rate that breaks the weights in a step: Adam moves each of them by about the
+    rate.
+    """
     rates = facts.series("train/lr-pg_0")
     rewards = facts.series(REWARD)
     # A high rate alone is no fault, if the reward rises with it.
@@ -91,8 +105,12 @@ def large_learning_rate(facts: Facts) -> Iterator[Finding]:
         return
     yield Finding(
         "large_learning_rate",
-        f"The learning rate is {max(rates):g}, at which a step changes the weights by as much as they are large.",
-        (f"{REWARD} {rewards[0]:.3f} in the first step, {median(rewards[-3:]):.3f} in the last ones",),
+        f"The learning rate is {max(rates):g}, at which a step changes the weights by as much as "
+        "they are large.",
+        (
+            f"{REWARD} {rewards[0]:.3f} in the first step, {median(rewards[-3:]):.3f} in the last "
+            "ones",
+        ),
         "Start again from the model with a --lr of 1e-6 to 1e-5 (an adapter: 1e-5 to 1e-4).",
     )
 
@@ -108,23 +126,32 @@ def no_spread(facts: Facts) -> Iterator[Finding]:
         "solved" if solved else "no_spread",
         "Nearly all groups have only right answers: the task is solved."
         if solved
-        else "In nearly all groups, all samples have the same reward, so that they have no advantages.",
-        (f"{share:.0%} of the groups of the last {min(len(facts.steps), LATEST)} steps; {REWARD} {reward:.3f}",),
+        else "In nearly all groups, all samples have the same reward, so that they have no "
+        "advantages.",
+        (
+            f"{share:.0%} of the groups of the last {min(len(facts.steps), LATEST)} steps; "
+            f"{REWARD} {reward:.3f}",
+        ),
         "Use harder prompts, or stop here."
         if solved
-        else "Use prompts that the model solves sometimes, more samples per prompt (--n-samples-per-prompt), or drop "
-        "such groups (--dynamic-sampling-filter-path).",
+        else "Use prompts that the model solves sometimes, more samples per prompt "
+        "(--n-samples-per-prompt), or drop such groups (--dynamic-sampling-filter-path).",
         hint=solved,
     )
 
 
 def _share_without_spread(facts: Facts) -> float | None:
-    """The share of the groups of the latest steps whose samples have the same reward; None if it is not known."""
+    """The share of the groups of the latest steps whose samples have the same reward; None if it is
+    not known.
+    """
     prompts = facts.settings.get("rollout_batch_size")
     latest = facts.steps[-LATEST:]
     if not isinstance(prompts, int) or len(latest) < 3 or not facts.learns_from_rewards:
         return None
-    counts = [sum(value or 0 for name, value in row.items() if "zero_std/count_" in name) for row in latest]
+    counts = [
+        sum(value or 0 for name, value in row.items() if "zero_std/count_" in name)
+        for row in latest
+    ]
     return sum(counts) / len(counts) / prompts
 
 
@@ -136,9 +163,12 @@ def weights_differ(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "weights_differ",
             "The engines do not have the weights of the trainer.",
-            (f"perf/audit_logprob_diff {max(audits[-3:]):.2f}: log-probs of the same tokens after the sync",),
-            "Run once with --check-weight-update-equal; it names the first tensor that differs. Custom weight maps and "
-            "quantized engines are the usual causes.",
+            (
+                f"perf/audit_logprob_diff {max(audits[-3:]):.2f}: log-probs of the same tokens "
+                "after the sync",
+            ),
+            "Run once with --check-weight-update-equal; it names the first tensor that differs. "
+            "Custom weight maps and quantized engines are the usual causes.",
         )
         return
     # Tokens of older weights differ because the policy has changed since: see gap_by_age.
@@ -150,14 +180,19 @@ def weights_differ(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "logprob_gap",
             "The engines and the trainer disagree about the log-probs of the generated tokens.",
-            (f"{GAP} {latest:.3f}" + (f", {change[0]:.3f} at first" if change else ""), *worst_tokens(facts, GAP)),
-            "Correct the loss for it (--use-tis), use the same precision and attention on both sides, and with experts "
-            "replay their routes (--use-rollout-routing-replay).",
+            (
+                f"{GAP} {latest:.3f}" + (f", {change[0]:.3f} at first" if change else ""),
+                *worst_tokens(facts, GAP),
+            ),
+            "Correct the loss for it (--use-tis), use the same precision and attention on both "
+            "sides, and with experts replay their routes (--use-rollout-routing-replay).",
         )
 
 
 def _gap_of_fresh_tokens(row: Row) -> float | None:
-    """The log-prob gap of the tokens whose weights are trained; None if a step has no such token."""
+    """The log-prob gap of the tokens whose weights are trained; None if a step has no such
+    token.
+    """
     by_age = any(name.startswith("train/logprob_gap_staleness_") for name in row)
     return row.get("train/logprob_gap_staleness_0") if by_age else row.get(GAP)
 
@@ -172,9 +207,11 @@ def gap_by_age(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         "gap_of_old_tokens",
         "The tokens of older weights have other log-probs by now than when they were generated.",
-        tuple(f"{name} {gap:.3f}" for name, gap in zip(names, gaps, strict=True) if gap is not None),
-        "This is the age of the samples, not an error of the engines: correct the loss for it (--use-tis), or lower "
-        "--max-weight-staleness or --lr.",
+        tuple(
+            f"{name} {gap:.3f}" for name, gap in zip(names, gaps, strict=True) if gap is not None
+        ),
+        "This is the age of the samples, not an error of the engines: correct the loss for it "
+        "(--use-tis), or lower --max-weight-staleness or --lr.",
         hint=True,
     )
 
@@ -186,10 +223,15 @@ def gap_of_tokens(facts: Facts) -> Iterator[Finding]:
     if most is not None and mean is not None and most > 10.0 and mean <= 0.1:
         yield Finding(
             "logprob_outliers",
-            f"Log-probs of single tokens differ by {most:.1f} between engine and trainer, on average by {mean:.3f}.",
-            (f"{GAP}_max: {listed(facts.series(f'{GAP}_max')[-5:])}", *worst_tokens(facts, f"{GAP}_max")),
-            "slime ui shows them in colour (a sample, token by token, with --dump-details). Usual causes: tokens that "
-            "a tool or the chat template wrote are not masked, a forced end token, a sampling mask of one side only.",
+            f"Log-probs of single tokens differ by {most:.1f} between engine and trainer, on "
+            f"average by {mean:.3f}.",
+            (
+                f"{GAP}_max: {listed(facts.series(f'{GAP}_max')[-5:])}",
+                *worst_tokens(facts, f"{GAP}_max"),
+            ),
+            "slime ui shows them in colour (a sample, token by token, with --dump-details). "
+            "Usual causes: tokens that a tool or the chat template wrote are not masked, a "
+            "forced end token, a sampling mask of one side only.",
             hint=True,
         )
 
@@ -204,15 +246,21 @@ def unstable(facts: Facts) -> Iterator[Finding]:
         steps = facts.steps_of("train/grad_norm")
         yield Finding(
             "gradient_spike",
-            f"The gradient norm jumped to {max(norms):.3g} at step {steps[at]}; its median is {usual:.3g}.",
-            (f"train/grad_norm from step {steps[max(at - 2, 0)]}: {listed(norms[max(at - 2, 0) : at + 3])}",),
-            "Lower --lr or --clip-grad, and read the samples of that step: a few extreme rewards or very long "
-            "responses are the usual cause.",
+            f"The gradient norm jumped to {max(norms):.3g} at step {steps[at]}; its median is "
+            f"{usual:.3g}.",
+            (
+                f"train/grad_norm from step {steps[max(at - 2, 0)]}: "
+                f"{listed(norms[max(at - 2, 0) : at + 3])}",
+            ),
+            "Lower --lr or --clip-grad, and read the samples of that step: a few extreme rewards "
+            "or very long responses are the usual cause.",
         )
 
 
 class Threshold(NamedTuple):
-    """A metric that must not be above ``most``, by the median of its latest values. ``title`` gets the value."""
+    """A metric that must not be above ``most``, by the median of its latest values. ``title`` gets
+    the value.
+    """
 
     kind: str
     metric: str
@@ -261,7 +309,12 @@ def thresholds(facts: Facts) -> Iterator[Finding]:
     for kind, metric, most, title, advice in THRESHOLDS:
         latest = facts.lately(metric)
         if latest is not None and abs(latest) > most:
-            yield Finding(kind, title.format(latest), (f"{metric}: {listed(facts.series(metric)[-5:])}",), advice)
+            yield Finding(
+                kind,
+                title.format(latest),
+                (f"{metric}: {listed(facts.series(metric)[-5:])}",),
+                advice,
+            )
 
 
 def entropy(facts: Facts) -> Iterator[Finding]:
@@ -272,20 +325,25 @@ def entropy(facts: Facts) -> Iterator[Finding]:
         return
     # Both ends are a fault only while the task is not solved.
     first, last = change
-    shown = (f"{ENTROPY} {first:.3f} at first, {last:.3f} now; {REWARD} {reward[0]:.3f}, {reward[1]:.3f}",)
+    shown = (
+        f"{ENTROPY} {first:.3f} at first, {last:.3f} now; {REWARD} {reward[0]:.3f}, "
+        f"{reward[1]:.3f}",
+    )
     if last < 0.1 * first and last < 0.1 and reward[1] < 0.9:
         yield Finding(
             "entropy_collapse",
             "The policy has become deterministic before the task is solved.",
             shown,
-            "Lower --lr, raise --eps-clip-high, add --entropy-coef, or sample at a higher --rollout-temperature.",
+            "Lower --lr, raise --eps-clip-high, add --entropy-coef, or sample at a higher "
+            "--rollout-temperature.",
         )
     elif last > 2 * first and last > first + 0.5 and reward[1] <= reward[0] + 0.05:
         yield Finding(
             "entropy_explosion",
             "The responses become random.",
             shown,
-            "Lower --lr and --entropy-coef; check that the engines have the trainer's weights (--audit-weights).",
+            "Lower --lr and --entropy-coef; check that the engines have the trainer's weights "
+            "(--audit-weights).",
         )
 
 
@@ -301,18 +359,22 @@ def reward_falls(facts: Facts) -> Iterator[Finding]:
     best = max(means)
     last = means[-1]
     around = facts.steps_of(REWARD)[means.index(best) + width // 2]
-    if best > 0 and best - last > max(0.3 * abs(best), 0.1, 3 * noise(rewards) * (2 / width) ** 0.5):
+    if best > 0 and best - last > max(
+        0.3 * abs(best), 0.1, 3 * noise(rewards) * (2 / width) ** 0.5
+    ):
         yield Finding(
             "reward_collapse",
             f"The reward has collapsed: {best:.3f} around step {around}, {last:.3f} now.",
             (f"{REWARD}, mean of {width} steps",),
-            "Continue from a snapshot before that step (--load, --ckpt-step) with a lower --lr or a KL term.",
+            "Continue from a snapshot before that step (--load, --ckpt-step) with a lower --lr "
+            "or a KL term.",
         )
 
 
 def noise(values: Sequence[float]) -> float:
-    """The standard deviation of a single value, from the differences of neighbours, of which half are smaller than
-    0.954 of it if they are normal. The median ignores a few jumps, which are no noise.
+    """The standard deviation of a single value, from the differences of neighbours, of which half
+    are smaller than 0.954 of it if they are normal. The median ignores a few jumps, which are no
+    noise.
     """
     return median(abs(after - before) for before, after in pairwise(values)) / 0.954
 
@@ -322,15 +384,21 @@ def _hacking(facts: Facts) -> Iterator[Finding]:
     if change is None or change[1] < change[0] + 0.1:
         return
     # Only a falling evaluation tells a reward that is gamed from one that is learnt.
-    evaluations = [figures({name: x for name, x in row.items() if x is not None}) for row in facts.evaluations]
+    evaluations = [
+        figures({name: x for name, x in row.items() if x is not None}) for row in facts.evaluations
+    ]
     for name in sorted({name for row in evaluations for name in row}):
-        values = [float(row[name]["reward"]) for row in evaluations if "reward" in row.get(name, {})]
+        values = [
+            float(row[name]["reward"]) for row in evaluations if "reward" in row.get(name, {})
+        ]
         if len(values) >= 2 and max(values) - values[-1] > 0.05 and values[-1] <= values[0]:
             yield Finding(
                 "reward_hacking",
-                "The reward rises while the evaluation falls: the model learns what the reward counts, not the task.",
+                "The reward rises while the evaluation falls: the model learns what the reward "
+                "counts, not the task.",
                 (f"{REWARD} {change[0]:.3f} to {change[1]:.3f}", f"eval/{name}: {listed(values)}"),
-                "Read samples with the highest rewards, and make the reward stricter; a KL term slows it down.",
+                "Read samples with the highest rewards, and make the reward stricter; a KL term "
+                "slows it down.",
             )
             return
 
@@ -339,23 +407,33 @@ def lengths(facts: Facts) -> Iterator[Finding]:
     """Responses that are cut off, or shrink to nothing."""
     cut = facts.change("rollout/truncated_ratio", least=6)
     reward = facts.change(REWARD, least=6)
-    if cut is not None and cut[1] > 0.6 and cut[1] >= cut[0] - 0.1 and not (reward and reward[1] > reward[0] + 0.1):
+    if (
+        cut is not None
+        and cut[1] > 0.6
+        and cut[1] >= cut[0] - 0.1
+        and not (reward and reward[1] > reward[0] + 0.1)
+    ):
         yield Finding(
             "truncated",
             f"{cut[1]:.0%} of the responses are cut off at --rollout-max-response-len.",
             (f"rollout/truncated_ratio {cut[0]:.2f} at first, {cut[1]:.2f} now",),
-            "Allow longer responses, ask for shorter ones in the prompt, or give cut ones less reward; a model that "
-            "never ends may lack its end token (--rollout-stop-token-ids).",
+            "Allow longer responses, ask for shorter ones in the prompt, or give cut ones less "
+            "reward; a model that never ends may lack its end token (--rollout-stop-token-ids).",
         )
     # Shorter is no fault where the reward rises.
     length = facts.change("rollout/response_len/mean")
-    if length is not None and length[1] < 0.2 * length[0] and not (reward and reward[1] > reward[0] + 0.05):
+    if (
+        length is not None
+        and length[1] < 0.2 * length[0]
+        and not (reward and reward[1] > reward[0] + 0.05)
+    ):
         yield Finding(
             "length_collapse",
-            f"Responses shrank from {length[0]:.0f} to {length[1]:.0f} tokens, and the reward did not rise.",
+            f"Responses shrank from {length[0]:.0f} to {length[1]:.0f} tokens, and the reward did "
+            "not rise.",
             (f"rollout/response_len/mean; {REWARD} {listed(reward or ())}",),
-            "Look whether the reward punishes length, and at --advantage-estimator: a mean per sample favours "
-            "short ones.",
+            "Look whether the reward punishes length, and at --advantage-estimator: a mean per "
+            "sample favours short ones.",
         )
 
 
@@ -368,7 +446,8 @@ def dropped(facts: Facts) -> Iterator[Finding]:
             "filter_starvation",
             f"For each rollout of {prompts} groups, the filter throws {median(thrown):.0f} away.",
             (f"{FILTERED}*, the sum of all reasons: {listed(thrown)}",),
-            "Filter the data once beforehand, use prompts of another difficulty, or a weaker filter.",
+            "Filter the data once beforehand, use prompts of another difficulty, or a weaker "
+            "filter.",
         )
 
 

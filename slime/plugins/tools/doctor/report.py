@@ -57,8 +57,9 @@ def page(facts: Facts, findings: list[Finding]) -> Iterator[str]:
         yield f"   -> {finding.advice}"
     if facts.outside:
         yield (
-            f"\n{facts.outside} log(s) outside of the run's folder, to which NCCL_DEBUG_FILE or a link leads, were not "
-            "read. If the run is yours: slime doctor --outside"
+            "\n"
+            f"{facts.outside} log(s) outside of the run's folder, to which NCCL_DEBUG_FILE or a "
+            "link leads, were not read. If the run is yours: slime doctor --outside"
         )
 
 
@@ -66,7 +67,11 @@ def _status(facts: Facts) -> str:
     steps = f"{len(facts.steps)} steps"
     state = facts.state
     if state is None:
-        why = "damaged" if (facts.folder / STATE).is_file() else "missing, as in runs of older releases"
+        why = (
+            "damaged"
+            if (facts.folder / STATE).is_file()
+            else "missing, as in runs of older releases"
+        )
         return f"{steps}; how the run ended is not known ({STATE} is {why})"
     if facts.died:
         return f"{steps}; its driver is gone"

@@ -1,4 +1,6 @@
-"""Rules for runs that go on: what failed meanwhile (samples, rewards, engines, training ranks), and what is slow."""
+"""Rules for runs that go on: what failed meanwhile (samples, rewards, engines, training ranks), and
+what is slow.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,21 @@ MOSTLY_FAILED = 0.5
 
 def samples(facts: Facts) -> Iterator[Finding]:
     """Steps most of whose samples failed, so that there was nothing to train."""
-    shares = {row.get("rollout/step"): row.get("rollout/failed_ratio") or 0.0 for row in facts.steps}
+    shares = {
+        row.get("rollout/step"): row.get("rollout/failed_ratio") or 0.0 for row in facts.steps
+    }
     steps = [step for step, share in shares.items() if share >= MOSTLY_FAILED]
     if steps:
         what = "All" if shares[steps[0]] == 1 else f"{shares[steps[0]]:.0%} of the"
         yield Finding(
             "samples_failed",
             f"{what} samples of step {whole(steps[0])} failed or have no token to train.",
-            (f"{len(steps)} of {len(shares)} steps have a rollout/failed_ratio of {MOSTLY_FAILED} or more",),
-            "Read the status and metadata of some samples in the folder samples: most often the generate function "
-            "failed. slime check-hooks calls it on a few prompts.",
+            (
+                f"{len(steps)} of {len(shares)} steps have a rollout/failed_ratio of "
+                f"{MOSTLY_FAILED} or more",
+            ),
+            "Read the status and metadata of some samples in the folder samples: most often the "
+            "generate function failed. slime check-hooks calls it on a few prompts.",
         )
 
 
@@ -44,8 +51,12 @@ def verifiers(facts: Facts) -> Iterator[Finding]:
         if count and facts.samples and count > 0.05 * facts.samples:
             yield Finding(
                 kind,
-                f"The reward of {count / facts.samples:.0%} of the samples {what}; these samples are left out.",
-                (f"{count:.0f} of {facts.samples:.0f} samples of a rollout", *facts.last_lines("reward", most=4)),
+                f"The reward of {count / facts.samples:.0%} of the samples {what}; these samples "
+                "are left out.",
+                (
+                    f"{count:.0f} of {facts.samples:.0f} samples of a rollout",
+                    *facts.last_lines("reward", most=4),
+                ),
                 "slime check-hooks measures a reward function; --reward-timeout is its deadline.",
             )
 
@@ -59,24 +70,27 @@ def engines(facts: Facts) -> Iterator[Finding]:
             "engines_lost",
             f"{lost:.0f} times an engine was lost and started again.",
             facts.last_lines("engine-", most=4),
-            "The log of the engine says why: out of memory (a smaller --sglang-mem-fraction-static) is the usual "
-            "cause.",
+            "The log of the engine says why: out of memory (a smaller "
+            "--sglang-mem-fraction-static) is the usual cause.",
         )
     replaced = sum(facts.series("perf/trainer_restart_count"))
     if replaced >= 2:
         yield Finding(
             "ranks_lost",
-            f"{replaced:.0f} times a training rank was lost, and new ranks went on from the last snapshot.",
+            f"{replaced:.0f} times a training rank was lost, and new ranks went on from the last "
+            "snapshot.",
             facts.last_lines("train-", most=4),
-            "The log of the rank says why: out of memory (a smaller --max-tokens-per-gpu) is the usual cause. Steps "
-            "since the last snapshot were trained again: a smaller --save-interval makes them fewer.",
+            "The log of the rank says why: out of memory (a smaller --max-tokens-per-gpu) is the "
+            "usual cause. Steps since the last snapshot were trained again: a smaller "
+            "--save-interval makes them fewer.",
         )
     # Few retries are usual when engines are started or updated.
     retries = facts.lately("rollout/http_retry_count")
     if retries is not None and facts.samples and retries > 0.2 * facts.samples:
         yield Finding(
             "retries",
-            f"{retries:.0f} requests of a rollout of {facts.samples:.0f} samples had to be sent again.",
+            f"{retries:.0f} requests of a rollout of {facts.samples:.0f} samples had to be sent "
+            "again.",
             (f"rollout/http_retry_count: {listed(facts.series('rollout/http_retry_count')[-5:])}",),
             "The engines or the router refuse connections: lower --sglang-server-concurrency.",
         )
@@ -87,7 +101,8 @@ def engines(facts: Facts) -> Iterator[Finding]:
             "aborted",
             f"{aborted:.0f} groups are aborted per rollout of {prompts}.",
             (f"rollout/aborted_group_count {aborted:.0f}",),
-            "Keep them for the next rollout (--partial-rollout), or lower --over-sampling-batch-size.",
+            "Keep them for the next rollout (--partial-rollout), or lower "
+            "--over-sampling-batch-size.",
             hint=True,
         )
 
@@ -108,10 +123,13 @@ def slower(facts: Facts) -> Iterator[Finding]:
     worst = max(growth, key=lambda name: growth[name])
     yield Finding(
         "slower",
-        f"Steps became slower: {first:.1f} s at first, {last:.1f} s now; most of it in the phase {worst}.",
-        tuple(f"{name}: {seconds:+.1f} s" for name, seconds in growth.items() if seconds > 0.05 * last),
-        "Compare the lengths of the responses, which a rollout's time follows; otherwise another program may use the "
-        "machine, or an engine was lost.",
+        f"Steps became slower: {first:.1f} s at first, {last:.1f} s now; most of it in the phase "
+        f"{worst}.",
+        tuple(
+            f"{name}: {seconds:+.1f} s" for name, seconds in growth.items() if seconds > 0.05 * last
+        ),
+        "Compare the lengths of the responses, which a rollout's time follows; otherwise another "
+        "program may use the machine, or an engine was lost.",
     )
 
 
@@ -122,20 +140,37 @@ def slow_parts(facts: Facts) -> Iterator[Finding]:
     if total is None or total <= 0:
         return
     for name, limit, advice in (
-        ("update_weights", 0.35, "Larger buckets (--update-weight-buffer-size), more senders or another transport."),
-        ("save_model", 0.35, "Save less often (--save-interval), or in the background (--async-save)."),
+        (
+            "update_weights",
+            0.35,
+            "Larger buckets (--update-weight-buffer-size), more senders or another transport.",
+        ),
+        (
+            "save_model",
+            0.35,
+            "Save less often (--save-interval), or in the background (--async-save).",
+        ),
         ("eval", 0.6, "Evaluate less often (--eval-interval), or fewer samples per prompt."),
-        ("audit_weights", 0.3, "Audit less often, or not (--no-audit-weights), once the run is trusted."),
+        (
+            "audit_weights",
+            0.3,
+            "Audit less often, or not (--no-audit-weights), once the run is trusted.",
+        ),
     ):
         seconds = _steady(facts, f"perf/{name}_time")
         if seconds is None:
             continue
-        seconds *= len(facts.series(f"perf/{name}_time")) / len(facts.steps)  # some phases are not in every step
+        # some phases are not in every step
+        seconds *= len(facts.series(f"perf/{name}_time")) / len(facts.steps)
         if seconds > limit * total and seconds > 1.0:
             yield Finding(
                 f"slow_{name}",
-                f"The phase {name} takes {seconds / total:.0%} of a step ({seconds:.1f} of {total:.1f} s).",
-                (f"perf/{name}_time by its share of the steps, perf/step_time: medians without the first step",),
+                f"The phase {name} takes {seconds / total:.0%} of a step ({seconds:.1f} of "
+                f"{total:.1f} s).",
+                (
+                    f"perf/{name}_time by its share of the steps, perf/step_time: medians without "
+                    "the first step",
+                ),
                 advice,
                 hint=True,
             )
@@ -152,11 +187,11 @@ def long_tail(facts: Facts) -> Iterator[Finding]:
     if rollout > 0.6 * total and rollout > 10.0 and longest > 5 * mean:
         yield Finding(
             "long_tail",
-            f"Generation takes {rollout / total:.0%} of a step, and the longest response is {longest / mean:.0f} times "
-            "as long as the mean: most engines wait for few responses.",
+            f"Generation takes {rollout / total:.0%} of a step, and the longest response is "
+            f"{longest / mean:.0f} times as long as the mean: most engines wait for few responses.",
             (f"rollout/response_len/max {longest:.0f}, mean {mean:.0f}",),
-            "Generate while training (train_async.py), or continue cut responses in the next rollout "
-            "(--partial-rollout with --over-sampling-batch-size).",
+            "Generate while training (train_async.py), or continue cut responses in the next "
+            "rollout (--partial-rollout with --over-sampling-batch-size).",
             hint=True,
         )
 
@@ -171,7 +206,8 @@ def clock(facts: Facts) -> Iterator[Finding]:
             "clock",
             f"The clock of the machine was set back by {-min(back):.0f} s during the run.",
             (f"{len(back)} rows of metrics.jsonl are older than the row before",),
-            "Times and speeds of these steps are wrong; synchronize the clock (chrony, systemd-timesyncd).",
+            "Times and speeds of these steps are wrong; synchronize the clock (chrony, "
+            "systemd-timesyncd).",
             hint=True,
         )
 
@@ -183,7 +219,8 @@ def little_room(facts: Facts) -> Iterator[Finding]:
             "little_room",
             f"Only {facts.free_bytes / 2**30:.1f} GiB are free on the disk of the run.",
             (str(facts.folder),),
-            "Make room before the next snapshot; --save-keep-last and --log-keep-last limit what is kept.",
+            "Make room before the next snapshot; --save-keep-last and --log-keep-last limit what "
+            "is kept.",
             hint=True,
         )
 

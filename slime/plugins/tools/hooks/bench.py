@@ -1,5 +1,5 @@
-"""The test environment of hooks: the first prompts of the user's data, responses to them, a real engine, and one whose
-answers are scripted: they call a tool or are interrupted by an abort."""
+"""The test environment of hooks: the first prompts of the user's data, responses to them, a real
+engine, and one whose answers are scripted: they call a tool or are interrupted by an abort."""
 
 from __future__ import annotations
 
@@ -40,21 +40,25 @@ LAST = "The answer is 4."
 
 
 class Bench:
-    """Small versions of a run's arguments and data. It is a context manager, which stops its engine at the end.
+    """Small versions of a run's arguments and data. It is a context manager, which stops its engine
+    at the end.
 
-    The engine is the embedded one with a tiny random model and the user's vocabulary. Its responses make no sense, but
-    all their fields are real.
+    The engine is the embedded one with a tiny random model and the user's vocabulary. Its responses
+    make no sense, but all their fields are real.
 
     Args:
         limit: Deadline of each call in seconds.
-        tool_answer: An answer of the model after which generate functions must continue with a tool turn.
+        tool_answer: An answer of the model after which generate functions must continue with a tool
+            turn.
     """
 
     def __init__(self, args: Args, limit: float, tool_answer: str | None = None) -> None:
         self.limit, self.tool_answer = limit, tool_answer
-        self.resumes = bool(args.partial_rollout) or is_fully_async(args)  # whether aborted samples are continued
+        # whether aborted samples are continued
+        self.resumes = bool(args.partial_rollout) or is_fully_async(args)
         self.notes: list[str] = []
-        self.entries: dict[str, object] = {}  # an answer of the user's reward function, if it returns dicts
+        # an answer of the user's reward function, if it returns dicts
+        self.entries: dict[str, object] = {}
         self.generated: list[Group] | None = None  # the result of the user's generate function
         self._folder = tempfile.TemporaryDirectory(prefix="slime-check-hooks-")
         self._engine: EngineProcess | None = None
@@ -90,16 +94,22 @@ class Bench:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         if not self.args.hf_checkpoint:
-            raise CommandError("--hf-checkpoint is missing: hooks are tested on samples, which need its tokenizer")
+            raise CommandError(
+                "--hf-checkpoint is missing: hooks are tested on samples, which need its tokenizer"
+            )
         try:
             tokenizer: Tokenizer = load_tokenizer(self.args.hf_checkpoint)
             return tokenizer
         except (OSError, ValueError) as error:
-            raise CommandError(f"--hf-checkpoint {self.args.hf_checkpoint} has no tokenizer ({error})") from error
+            raise CommandError(
+                f"--hf-checkpoint {self.args.hf_checkpoint} has no tokenizer ({error})"
+            ) from error
 
     @functools.cached_property
     def source(self) -> RolloutDataSourceWithBuffer:
-        """The built-in data source with the first prompts of ``--prompt-data``, or with artificial ones."""
+        """The built-in data source with the first prompts of ``--prompt-data``, or with artificial
+        ones.
+        """
         from slime.data.source import RolloutDataSourceWithBuffer
 
         # Of a large file, only the first rows are read.
@@ -113,17 +123,28 @@ class Bench:
 
     @property
     def evaluates(self) -> bool:
-        """Whether the reward function is that of an evaluation set, which replaces that of the run in ``args``."""
+        """Whether the reward function is that of an evaluation set, which replaces that of the run
+        in ``args``.
+        """
         return self.args.custom_rm_path != self._reward_of_run
 
     def evaluation(self) -> Args:
-        """Return the arguments with the first prompts of every evaluation set only, and with short responses."""
+        """Return the arguments with the first prompts of every evaluation set only, and with short
+        responses.
+        """
         datasets = []
         for one in resolve_eval_datasets(self.args):
             path = one.path if "@[" in one.path else f"{one.path}@[:{PROMPTS}]"
             few = min(one.n_samples_per_eval_prompt or 1, SAMPLES)
             short = min(one.max_response_len or NEW_TOKENS, NEW_TOKENS)
-            datasets.append({**asdict(one), "path": path, "n_samples_per_eval_prompt": few, "max_response_len": short})
+            datasets.append(
+                {
+                    **asdict(one),
+                    "path": path,
+                    "n_samples_per_eval_prompt": few,
+                    "max_response_len": short,
+                }
+            )
         if not datasets:
             return self.args
         file = Path(self._folder.name) / "evaluation.yaml"
@@ -138,10 +159,11 @@ class Bench:
         return copy.deepcopy(self._first)
 
     def answered(self, rewards: bool = True) -> list[Group]:
-        """Return groups with responses: those of the user's generate function if it was tested, otherwise fixed ones.
+        """Return groups with responses: those of the user's generate function if it was tested,
+        otherwise fixed ones.
 
-        Of the fixed responses, the first one of each group is correct (the label in a box), and the others are wrong or
-        truncated. The reward is 1 for the first response and 0 for the others.
+        Of the fixed responses, the first one of each group is correct (the label in a box), and the
+        others are wrong or truncated. The reward is 1 for the first response and 0 for the others.
         """
         # Each probe gets copies, since hooks change samples.
         groups = copy.deepcopy(self.generated) if self.generated is not None else self.prompts()
@@ -160,11 +182,19 @@ class Bench:
 
     def _answer(self, sample: Sample, place: int) -> None:
         label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
-        texts = [f"</think>The answer is \\boxed{{{label}}}.\nAnswer: {label}", "I do not know.", "So 1 + 1 = 3 and"]
+        texts = [
+            f"</think>The answer is \\boxed{{{label}}}.\nAnswer: {label}",
+            "I do not know.",
+            "So 1 + 1 = 3 and",
+        ]
         text = texts[min(place, 2)] + " then" * max(place - 2, 0)
         prompt = self.encode_prompt(sample)
         response = self.encode(text) or [0]
-        sample.tokens, sample.response, sample.response_length = prompt + response, text, len(response)
+        sample.tokens, sample.response, sample.response_length = (
+            prompt + response,
+            text,
+            len(response),
+        )
         sample.rollout_log_probs = [-0.5] * len(response)
         sample.loss_mask = [1] * len(response)
         sample.weight_versions = ["0.0"]
@@ -178,10 +208,14 @@ class Bench:
             return self.encode(sample.prompt) or [0]
         if self.tokenizer.chat_template:
             return self.encode(self.tokenizer.apply_chat_template(sample.prompt, tokenize=False))
-        return self.encode("\n".join(str(message.get("content")) for message in sample.prompt)) or [0]
+        return self.encode("\n".join(str(message.get("content")) for message in sample.prompt)) or [
+            0
+        ]
 
     def start_engine(self) -> None:
-        """Start the engine, if it is not running, and set ``args.sglang_router_ip`` and ``args.sglang_router_port``."""
+        """Start the engine, if it is not running, and set ``args.sglang_router_ip`` and
+        ``args.sglang_router_port``.
+        """
         if self._engine is not None:
             return
         import torch
@@ -196,7 +230,12 @@ class Bench:
         folder = Path(self._folder.name) / "model"
         tokenizer = load_tokenizer(self.args.hf_checkpoint)
         tokenizer.save_pretrained(folder)
-        shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        shape = {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
         torch.manual_seed(0)
         LlamaForCausalLM(
             LlamaConfig(
@@ -211,9 +250,16 @@ class Bench:
         ).save_pretrained(folder)
         # A real engine on the CPU, which the arguments name as the router.
         settings = EngineSettings(
-            str(folder), dtype="float32", device="cpu", max_running_requests=16, max_total_tokens=1 << 16, threads=1
+            str(folder),
+            dtype="float32",
+            device="cpu",
+            max_running_requests=16,
+            max_total_tokens=1 << 16,
+            threads=1,
         )
-        self._engine = start_embedded_engine(settings, 0, log_path=Path(self._folder.name) / "engine.log")
+        self._engine = start_embedded_engine(
+            settings, 0, log_path=Path(self._folder.name) / "engine.log"
+        )
         self._engine.wait_ready(ENGINE_SECONDS)
         host, port = self._engine.url.removeprefix("http://").split(":")
         self.args = self.args.with_values(
@@ -222,7 +268,9 @@ class Bench:
 
 
 def one_step(data: TrainData) -> dict[str, object]:
-    """Return settings with which all samples of ``data`` form one step, with one sample per micro-batch."""
+    """Return settings with which all samples of ``data`` form one step, with one sample per
+    micro-batch.
+    """
     count = len(set(data["rollout_ids"]))
     return {"global_batch_size": count, "micro_batch_size": 1, "use_dynamic_batch_size": False}
 
@@ -241,7 +289,9 @@ class _MadeUp:
 
     def __getitem__(self, i: int) -> Sample:
         text = f"What is {i + 2} + 2?"
-        prompt: str | list[dict[str, str]] = [{"role": "user", "content": text}] if self.messages else text
+        prompt: str | list[dict[str, str]] = (
+            [{"role": "user", "content": text}] if self.messages else text
+        )
         return Sample(prompt=prompt, label=str(i + 4))
 
 
@@ -258,14 +308,17 @@ class Request:
 
 
 class ScriptedEngine:
-    """A proxy of a real engine that replaces the generated text according to the number of the request.
+    """A proxy of a real engine that replaces the generated text according to the number of the
+    request.
 
-    The real engine also answers each request, with one token, so that errors and all other fields are real.
+    The real engine also answers each request, with one token, so that errors and all other fields
+    are real.
 
     Args:
         url: URL of the real engine.
         answers: Texts of the first answers; all later answers are :data:`LAST`.
-        abort_at: Index of the first request that is aborted, together with all later ones; None for no abort.
+        abort_at: Index of the first request that is aborted, together with all later ones; None for
+            no abort.
         on_abort: Called before the answer to an aborted request.
         refuses: Whether every request is refused, as one with a prompt that is too long.
     """
@@ -290,7 +343,9 @@ class ScriptedEngine:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/generate", self._generate)
         app.router.add_route("*", "/{path:.*}", self._forward)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
+        )
         self._client: ClientSession | None = None
 
     async def __aenter__(self) -> ScriptedEngine:
@@ -313,24 +368,39 @@ class ScriptedEngine:
     async def _send(self, method: str, path: str, body: bytes) -> web.Response:
         assert self._client is not None
         headers = {"Content-Type": "application/json"}
-        async with self._client.request(method, f"{self.url}{path}", data=body or None, headers=headers) as answer:
-            return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+        async with self._client.request(
+            method, f"{self.url}{path}", data=body or None, headers=headers
+        ) as answer:
+            return web.Response(
+                status=answer.status, body=await answer.read(), content_type=answer.content_type
+            )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        single = isinstance(body, dict) and (isinstance(body.get("text"), str) or _flat(body.get("input_ids")))
-        # Only requests for a single sequence are scripted. Others get the answer of the real engine.
+        single = isinstance(body, dict) and (
+            isinstance(body.get("text"), str) or _flat(body.get("input_ids"))
+        )
+        # Only requests for a single sequence are scripted. Others get the answer of the real
+        # engine.
         if not single or (body.get("sampling_params") or {}).get("n", 1) != 1:
             return await self._send("POST", "/generate", json.dumps(body).encode())
         # The number of the request decides about its answer.
         number = len(self.requests)
         params: dict[str, Any] = dict(body.get("sampling_params") or {})
-        asked = Request(body.get("input_ids") or self.tokenizer.encode(body["text"]), of_text=not body.get("input_ids"))
+        asked = Request(
+            body.get("input_ids") or self.tokenizer.encode(body["text"]),
+            of_text=not body.get("input_ids"),
+        )
         self.requests.append(asked)
         if self.refuses:
             return web.json_response({"error": {"message": _TOO_LONG}}, status=400)
         # The real engine answers with one token, which the script replaces.
-        one = {**body, "stream": False, "return_logprob": True, "sampling_params": {**params, "max_new_tokens": 1}}
+        one = {
+            **body,
+            "stream": False,
+            "return_logprob": True,
+            "sampling_params": {**params, "max_new_tokens": 1},
+        }
         one["sampling_params"].pop("min_new_tokens", None)
         sent = await self._send("POST", "/generate", json.dumps(one).encode())
         if sent.status != 200 or not isinstance(sent.body, bytes):
@@ -350,12 +420,15 @@ class ScriptedEngine:
         await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
         return response
 
-    def _write(self, answer: dict[str, Any], number: int, asked: Request, params: dict[str, Any]) -> dict[str, Any]:
+    def _write(
+        self, answer: dict[str, Any], number: int, asked: Request, params: dict[str, Any]
+    ) -> dict[str, Any]:
         """Replace the text of the real engine's answer by the script's."""
         text = self.answers[number] if number < len(self.answers) else LAST
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         asked.aborted = self.abort_at is not None and number >= self.abort_at
-        # An aborted answer has a part of its tokens, and later requests none, as in an engine that stops.
+        # An aborted answer has a part of its tokens, and later requests none, as in an engine that
+        # stops.
         finish: JsonObject
         if asked.aborted:
             ids = ids[: len(ids) // 2] if number == self.abort_at else []
@@ -367,21 +440,33 @@ class ScriptedEngine:
         asked.ids = ids
         asked.log_probs = [-0.5 - (number * 37 + place) % 64 / 64 for place in range(len(ids))]
         scored = [[value, token, None] for value, token in zip(asked.log_probs, ids, strict=True)]
-        meta = {"finish_reason": finish, "completion_tokens": len(ids), "output_token_logprobs": scored}
+        meta = {
+            "finish_reason": finish,
+            "completion_tokens": len(ids),
+            "output_token_logprobs": scored,
+        }
         answer["text"], answer["meta_info"] = text, answer["meta_info"] | meta
         if "output_ids" in answer:
             answer["output_ids"] = ids
         return answer
 
-    def _ended(self, text: str, ids: list[int], params: dict[str, Any]) -> tuple[str, list[int], JsonObject]:
-        """End a text as an engine does: at a stop string, at the token limit, or with the end token."""
+    def _ended(
+        self, text: str, ids: list[int], params: dict[str, Any]
+    ) -> tuple[str, list[int], JsonObject]:
+        """End a text as an engine does: at a stop string, at the token limit, or with the end
+        token.
+        """
         stops = params.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
-        at, stop = min(((text.find(stop), stop) for stop in stops if stop in text), default=(-1, ""))
+        at, stop = min(
+            ((text.find(stop), stop) for stop in stops if stop in text), default=(-1, "")
+        )
         finish: JsonObject = {"type": "stop", "matched": self.tokenizer.eos_token_id}
         # At a stop string, which the answer keeps only if that is asked for.
         if at >= 0:
-            count = next(n for n in range(1, len(ids) + 1) if stop in self.tokenizer.decode(ids[:n]))
+            count = next(
+                n for n in range(1, len(ids) + 1) if stop in self.tokenizer.decode(ids[:n])
+            )
             ids = ids[:count]
             finish = {"type": "stop", "matched": stop}
             text = text[: at + len(stop)] if params.get("no_stop_trim") else text[:at]

@@ -1,4 +1,6 @@
-"""``slime check-hooks <flags of train.py>``: test the user's functions that the flags name before a run."""
+"""``slime check-hooks <flags of train.py>``: test the user's functions that the flags name before a
+run.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from slime.cli.errors import CommandError
-from slime.config.agent import AGENT_GENERATE, ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE, MCP_GENERATE
+from slime.config.agent import (
+    AGENT_GENERATE,
+    ENVIRONMENT_GENERATE,
+    ENVIRONMENT_SOURCE,
+    MCP_GENERATE,
+)
 from slime.config.args import FLAGS, Args
 from slime.config.hooks import CALLS, HOOK_NAMES, HookError, load_function
 from slime.config.parser import check_args
@@ -15,7 +22,8 @@ from slime.plugins.tools.hooks.bench import Bench
 from slime.plugins.tools.hooks.guard import Complaint, check_call, complaint_of
 
 LIMIT_SECONDS = 60.0
-_EXCLUDED = ("eval_function_path",)  # by default it is the rollout function, which is tested already
+# by default it is the rollout function, which is tested already
+_EXCLUDED = ("eval_function_path",)
 
 
 def check_hooks(
@@ -29,7 +37,8 @@ def check_hooks(
     Args:
         say: Called with each line of the report.
         limit: Deadline of each call in seconds.
-        tool_answer: An answer of the model after which a generate function must continue with a tool turn.
+        tool_answer: An answer of the model after which a generate function must continue with a
+            tool turn.
 
     Returns:
         0 if all hooks satisfy their contract, otherwise 1.
@@ -41,14 +50,18 @@ def check_hooks(
     hooks = list(named_hooks(args))
     if not hooks:
         own_class = " (train.py checks the class of --advantage-estimator itself when it starts)"
-        raise CommandError(f"there is nothing to check: these flags name no functions of your own{own_class}")
+        raise CommandError(
+            f"there is nothing to check: these flags name no functions of your own{own_class}"
+        )
     # Each hook in the order of a run, since later ones get the results of those before.
     failed = 0
     with Bench(args, limit, tool_answer) as bench:
         for option, name, path in hooks:
             failed += _report(bench, option, name, path, say)
     # What the start of a run would refuse besides.
-    others = [line for line in problems if not any(line.startswith(option) for option, _, _ in hooks)]
+    others = [
+        line for line in problems if not any(line.startswith(option) for option, _, _ in hooks)
+    ]
     if others:
         say("in addition, train.py would refuse these flags on this machine:")
         for line in others:
@@ -62,13 +75,19 @@ _OWN = (AGENT_GENERATE, ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE, MCP_GENERATE)
 
 
 def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
-    """Yield (option, argument name, path) of the user's functions, in the order in which they are tested."""
+    """Yield (option, argument name, path) of the user's functions, in the order in which they are
+    tested.
+    """
     from slime.data.eval_config import resolve_eval_datasets
     from slime.plugins.tools.hooks.probes import PROBES
 
     # A probe may need the results of those before it.
     first = [name for name in PROBES if name in FLAGS]
-    others = [name for name, flag in FLAGS.items() if flag.kind in ("hook", "repeat") and name not in first]
+    others = [
+        name
+        for name, flag in FLAGS.items()
+        if flag.kind in ("hook", "repeat") and name not in first
+    ]
     for name in (*first, *others):
         flag = FLAGS[name]
         value = getattr(args, name)
@@ -119,7 +138,11 @@ def _try(bench: Bench, option: str, name: str, path: str) -> str:
     try:
         if name in CALLS:
             check_call(name, fn)
-        return "its signature fits, but it is called only in training" if probe is None else probe(bench, fn)
+        return (
+            "its signature fits, but it is called only in training"
+            if probe is None
+            else probe(bench, fn)
+        )
     except (Complaint, CommandError):
         raise
     except Exception as error:  # raised by the run's own code for the result of the hook

@@ -1,4 +1,6 @@
-"""Call a function of the user with a time limit, and report exceptions with their line and a blocked event loop."""
+"""Call a function of the user with a time limit, and report exceptions with their line and a
+blocked event loop.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,14 @@ Hook = Callable[..., object]
 
 _LOOK = 0.02  # seconds between two checks of the thread that runs the function
 HOOK_THREAD = "hook"
-STALL_SECONDS = 0.25  # an event loop that is blocked for longer delays all other requests noticeably
+# an event loop that is blocked for longer delays all other requests noticeably
+STALL_SECONDS = 0.25
 
 
 class Complaint(Exception):
-    """A violation of a hook's contract. ``text`` describes it for the user; ``place`` is the file and line."""
+    """A violation of a hook's contract. ``text`` describes it for the user; ``place`` is the file
+    and line.
+    """
 
     def __init__(self, text: str, place: str = "") -> None:
         super().__init__(text)
@@ -37,8 +42,8 @@ class Complaint(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a call. ``stall`` is the longest time in seconds for which it blocked the event loop, and ``place``
-    the line where it did."""
+    """The result of a call. ``stall`` is the longest time in seconds for which it blocked the event
+    loop, and ``place`` the line where it did."""
 
     result: Any
     seconds: float
@@ -80,11 +85,14 @@ def check_signature(fn: Hook, words: str, *args: object, **keywords: object) -> 
         signature.bind(*args, **keywords)
     except TypeError as error:
         name = getattr(fn, "__name__", type(fn).__name__)
-        raise wrong(fn, f"slime calls it as {words}, but it is defined as {name}{signature}: {error}") from None
+        raise wrong(
+            fn, f"slime calls it as {words}, but it is defined as {name}{signature}: {error}"
+        ) from None
 
 
 def check_call(name: str, fn: Hook) -> None:
-    """Check the signature of a hook of :data:`slime.config.hooks.CALLS`, and that it is no async function.
+    """Check the signature of a hook of :data:`slime.config.hooks.CALLS`, and that it is no async
+    function.
 
     Args:
         name: The name of the hook's argument.
@@ -100,14 +108,16 @@ def not_async(fn: Hook) -> None:
 
 
 def check_picklable(sample: object) -> None:
-    """Check that all attributes can be pickled: samples are saved in snapshots and sent between processes."""
+    """Check that all attributes can be pickled: samples are saved in snapshots and sent between
+    processes.
+    """
     for name, entry in vars(sample).items():
         try:
             pickle.dumps(entry)
         except Exception as error:  # a user's object can raise anything when it is pickled
             raise Complaint(
-                f"sample.{name} cannot be pickled ({type(error).__name__}: {error}): samples are saved and sent "
-                "between processes, so store only plain data in them"
+                f"sample.{name} cannot be pickled ({type(error).__name__}: {error}): samples are "
+                "saved and sent between processes, so store only plain data in them"
             ) from error
 
 
@@ -115,7 +125,8 @@ def guarded(fn: Hook, start: Callable[[], object], limit: float, loop: bool = Fa
     """Run ``start()``, which calls ``fn``, in a separate thread.
 
     Args:
-        fn: The user's function. An exception is reported with the last line of its file in the traceback.
+        fn: The user's function. An exception is reported with the last line of its file in the
+            traceback.
         start: Calls the function.
         limit: Deadline in seconds.
         loop: Whether to run it inside an event loop and await the result.
@@ -133,7 +144,8 @@ def guarded(fn: Hook, start: Callable[[], object], limit: float, loop: bool = Fa
         except BaseException as error:  # a user's function can also raise SystemExit
             answer["error"] = error
 
-    # The thread cannot be ended from outside. If it does not return, the command reports that and ends itself.
+    # The thread cannot be ended from outside. If it does not return, the command reports that and
+    # ends itself.
     thread = threading.Thread(target=work, name=HOOK_THREAD, daemon=True)
     begin = time.monotonic()
     thread.start()
@@ -150,16 +162,21 @@ def guarded(fn: Hook, start: Callable[[], object], limit: float, loop: bool = Fa
 
 
 def complaint_of(error: BaseException, fn: Hook) -> Complaint:
-    """Convert an exception to a complaint. If it was raised in the user's file, it gets the type and the line. The
-    messages of slime's own ValueErrors and TypeErrors describe the problem already and are used alone."""
+    """Convert an exception to a complaint. If it was raised in the user's file, it gets the type
+    and the line. The messages of slime's own ValueErrors and TypeErrors describe the problem
+    already and are used alone."""
     if isinstance(error, Complaint):
         return error
     file = _file(fn)
     # A frame of the user's file says where; without one, the message of slime says what.
-    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    theirs = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
+    ]
     if not theirs:
         ours = isinstance(error, ValueError | TypeError)
-        return Complaint(str(error) if ours else f"it raised {type(error).__name__}: {error}", definition(fn))
+        return Complaint(
+            str(error) if ours else f"it raised {type(error).__name__}: {error}", definition(fn)
+        )
     place = f"{short(file)}:{theirs[-1].lineno} in {theirs[-1].name}"
     return Complaint(f"it raised {type(error).__name__}: {error}", place)
 
@@ -167,8 +184,9 @@ def complaint_of(error: BaseException, fn: Hook) -> Complaint:
 class Watch:
     """Measures how long a call blocks its event loop.
 
-    A task in the loop updates a heartbeat, and another thread checks it. The loop counts as blocked if many checks in a
-    row find the same heartbeat. A single late check is not enough: on a busy machine, both threads may have to wait.
+    A task in the loop updates a heartbeat, and another thread checks it. The loop counts as blocked
+    if many checks in a row find the same heartbeat. A single late check is not enough: on a busy
+    machine, both threads may have to wait.
     """
 
     def __init__(self, file: str) -> None:
@@ -180,7 +198,8 @@ class Watch:
         self._looks = 0
 
     async def inside(self, start: Callable[[], object]) -> object:
-        # The heartbeat shares the loop with the function, so that it stops when the function blocks.
+        # The heartbeat shares the loop with the function, so that it stops when the function
+        # blocks.
         beating = asyncio.ensure_future(self._beat())
         self.beat = time.monotonic()
         try:
@@ -215,9 +234,11 @@ def _file(fn: Hook) -> str:
 
 
 def _position(file: str) -> str:
-    """Return the innermost line of ``file`` in any thread. All threads are searched, because asyncio runs plain
-    functions in threads of its own."""
-    return next((line for frame in sys._current_frames().values() if (line := _line(frame, file))), "")
+    """Return the innermost line of ``file`` in any thread. All threads are searched, because
+    asyncio runs plain functions in threads of its own."""
+    return next(
+        (line for frame in sys._current_frames().values() if (line := _line(frame, file))), ""
+    )
 
 
 def _line(frame: FrameType | None, file: str) -> str:

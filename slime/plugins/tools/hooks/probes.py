@@ -1,7 +1,9 @@
-"""Probes of the hooks of a rollout and of the trainer. A probe calls a hook as a run does, with few samples.
+"""Probes of the hooks of a rollout and of the trainer. A probe calls a hook as a run does, with few
+samples.
 
-It returns a short description of the result, or raises :class:`Complaint`. It adds a note to ``bench.notes`` if the
-hook works but may have an unexpected effect. Probes of generation are in a separate file."""
+It returns a short description of the result, or raises :class:`Complaint`. It adds a note to
+``bench.notes`` if the hook works but may have an unexpected effect. Probes of generation are in a
+separate file."""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from slime.data.source import has_files, is_stateful
 from slime.data.value_files import read_state, write_state
 from slime.plugins.tools.hooks.bench import Bench, one_step
 from slime.plugins.tools.hooks.guard import Hook, check_signature, guarded, not_async, wrong
-from slime.plugins.tools.hooks.probes_generate import agent, check_groups, generate, rollout, sample_hook
+from slime.plugins.tools.hooks.probes_generate import (
+    agent,
+    check_groups,
+    generate,
+    rollout,
+    sample_hook,
+)
 from slime.rollout.base_types import call, parameters, supported_kwargs
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 
@@ -48,7 +56,9 @@ def dynamic_filter(bench: Bench, fn: Hook) -> str:
         kept = guarded(fn, partial(call_dynamic_filter, fn, bench.args, tried), bench.limit).result
         answers.append(f"{name}: {'kept' if kept.keep else 'dropped'}")
     if all(answer.endswith("dropped") for answer in answers):
-        bench.notes.append("it drops all tested groups; a rollout without any group fails after --phase-timeout")
+        bench.notes.append(
+            "it drops all tested groups; a rollout without any group fails after --phase-timeout"
+        )
     return ", ".join(answers)
 
 
@@ -58,23 +68,36 @@ def buffer_filter(bench: Bench, fn: Hook) -> str:
     chosen = bench.call(fn, bench.args, None, buffer, 2)
     # It must choose whole groups of the buffer, and each of them once.
     if not isinstance(chosen, list) or any(isinstance(group, Sample) for group in chosen):
-        raise wrong(fn, f"its result has the type {type(chosen).__name__}, but must be a list of groups")
+        raise wrong(
+            fn, f"its result has the type {type(chosen).__name__}, but must be a list of groups"
+        )
     if len(chosen) > 2 or len({id(group) for group in chosen}) != len(chosen):
-        raise wrong(fn, f"asked for 2 groups, it returned {len(chosen)} groups, or one of them twice")
+        raise wrong(
+            fn, f"asked for 2 groups, it returned {len(chosen)} groups, or one of them twice"
+        )
     if any(group is kept for group in chosen for kept in buffer):
-        bench.notes.append("it does not remove the returned groups from the buffer; slime does this, but others do not")
+        bench.notes.append(
+            "it does not remove the returned groups from the buffer; slime does this, but others "
+            "do not"
+        )
     return f"chose {len(chosen)} of {len(groups)} groups, {len(buffer)} remain"
 
 
 def data_source(bench: Bench, fn: Hook) -> str:
-    """Test a class with ``get_samples, add_samples, __len__`` and the methods that save and restore its state."""
+    """Test a class with ``get_samples, add_samples, __len__`` and the methods that save and restore
+    its state.
+    """
     # What a class needs to be a data source, before it is called.
     missing = [name for name in ("get_samples", "add_samples", "__len__") if not hasattr(fn, name)]
     if missing:
         raise wrong(fn, f"the class has no {', '.join(missing)}")
     stateful, files = is_stateful(fn), has_files(fn)
     if not stateful and not files:
-        raise wrong(fn, "the class has neither state_dict and load_state_dict nor save and load, so it cannot resume")
+        raise wrong(
+            fn,
+            "the class has neither state_dict and load_state_dict nor save and load, so it "
+            "cannot resume",
+        )
     source = bench.call(fn, bench.args)
     groups = bench.call(source.get_samples, PAIR)
     check_groups(fn, groups, bench.args.n_samples_per_prompt)
@@ -99,7 +122,10 @@ def sample_filter(bench: Bench, fn: Hook) -> str:
     groups = bench.answered()
     result = bench.call(fn, bench.args, groups)
     if result is not None:
-        bench.notes.append(f"its return value ({type(result).__name__}) is ignored: set sample.remove_sample = True")
+        bench.notes.append(
+            f"its return value ({type(result).__name__}) is ignored: set sample.remove_sample = "
+            "True"
+        )
     removed = [sample for sample in flatten(groups) if sample.remove_sample]
     if len(removed) == len(flatten(groups)):
         bench.notes.append("it removes all samples, so nothing would be trained on")
@@ -129,12 +155,18 @@ def rollout_log(bench: Bench, fn: Hook) -> str:
 
 def eval_log(bench: Bench, fn: Hook) -> str:
     samples = flatten(bench.answered())
-    part = {"rewards": [1.0] * len(samples), "truncated": [sample.truncated for sample in samples], "samples": samples}
+    part = {
+        "rewards": [1.0] * len(samples),
+        "truncated": [sample.truncated for sample in samples],
+        "samples": samples,
+    }
     return _LOGGED[bool(bench.call(fn, 0, bench.args, {"set": part}, {}))]
 
 
 def reward(bench: Bench, fn: Hook) -> str:
-    """Test ``await fn(args, sample)``, or with ``--group-rm`` ``await fn(args, samples)``, or a class."""
+    """Test ``await fn(args, sample)``, or with ``--group-rm`` ``await fn(args, samples)``, or a
+    class.
+    """
     samples = flatten(bench.answered(rewards=False))
     for sample in samples:
         sample.reward = None
@@ -142,13 +174,17 @@ def reward(bench: Bench, fn: Hook) -> str:
     if isinstance(fn, type):
         rewards, seconds = _model_rewards(bench, fn, samples)
         return _judge_rewards(bench, fn, samples, rewards) + f", {seconds:.1f} s with loading"
-    # As in a run, the function of an evaluation set gets single samples if it has the parameter for one.
+    # As in a run, the function of an evaluation set gets single samples if it has the parameter for
+    # one.
     names = parameters(fn)[0] if callable(fn) else ()
     grouped = bool(bench.args.group_rm) and not (bench.evaluates and "sample" in names)
     words = "fn(args, samples)" if grouped else "fn(args, sample)"
     check_signature(fn, words, bench.args, samples if grouped else samples[0])
     if not grouped and "samples" in names and "sample" not in names:
-        raise wrong(fn, "it has a parameter named samples, but without --group-rm it is called with one sample")
+        raise wrong(
+            fn,
+            "it has a parameter named samples, but without --group-rm it is called with one sample",
+        )
 
     async def score() -> list[Any]:
         if grouped:
@@ -168,8 +204,9 @@ def reward(bench: Bench, fn: Hook) -> str:
     outcome = guarded(fn, score, bench.limit, loop=True)
     if outcome.stall:
         bench.notes.append(
-            f"it blocks its event loop for {outcome.stall:.1f} s at {outcome.place}, so other rewards have to wait. "
-            "slime.rollout.rm_hub.outcome.verify runs such code in processes that can be killed"
+            f"it blocks its event loop for {outcome.stall:.1f} s at {outcome.place}, so other "
+            "rewards have to wait. slime.rollout.rm_hub.outcome.verify runs such code in "
+            "processes that can be killed"
         )
     each = outcome.seconds / max(len(samples), 1)
     return _judge_rewards(bench, fn, samples, outcome.result) + f", {each * 1000:.1f} ms each"
@@ -197,10 +234,15 @@ def _model_rewards(bench: Bench, fn: type, samples: list[Sample]) -> tuple[list[
 def _check_count(fn: Hook, given: object, count: int) -> None:
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
         got = f"{len(given)} rewards" if isinstance(given, list | tuple) else repr(given)
-        raise wrong(fn, f"it returned {got} for a group of {count}: return a list with one reward per sample")
+        raise wrong(
+            fn,
+            f"it returned {got} for a group of {count}: return a list with one reward per sample",
+        )
 
 
-def _judge_rewards(bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: Sequence[object]) -> str:
+def _judge_rewards(
+    bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: Sequence[object]
+) -> str:
     key, option = bench.args.reward_key, "--reward-key"
     if bench.evaluates and bench.args.eval_reward_key:
         key, option = bench.args.eval_reward_key, "--eval-reward-key"
@@ -211,8 +253,9 @@ def _judge_rewards(bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: S
         raise wrong(fn, "it returned None: a return statement is missing on some path")
     if len(scored) < len(rewards):
         bench.notes.append(
-            f"it returned None for {len(rewards) - len(scored)} of {len(rewards)} answers: it abstains, and such "
-            "samples are left out. If it should not, a return statement is missing on some path"
+            f"it returned None for {len(rewards) - len(scored)} of {len(rewards)} answers: it "
+            "abstains, and such samples are left out. If it should not, a return statement is "
+            "missing on some path"
         )
     # Everything else must be one finite number, or a dict with one under the key of the run.
     for reward in scored:
@@ -221,20 +264,28 @@ def _judge_rewards(bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: S
                 keys = ", ".join(map(str, reward))
                 raise wrong(fn, f"it returns a dict with the keys {keys}: select one with {option}")
             if key not in reward:
-                raise wrong(fn, f"its dict has no {key!r} ({option}), only {', '.join(map(str, reward))}")
+                raise wrong(
+                    fn, f"its dict has no {key!r} ({option}), only {', '.join(map(str, reward))}"
+                )
             bench.entries = bench.entries if bench.evaluates else reward
             reward = reward[key]
         try:
             number = float(reward)  # type: ignore[arg-type]  # this tests whether it is a number
         except (TypeError, ValueError):
-            raise wrong(fn, f"it returned {reward!r} ({type(reward).__name__}), which is not a number") from None
+            raise wrong(
+                fn, f"it returned {reward!r} ({type(reward).__name__}), which is not a number"
+            ) from None
         if isinstance(reward, str) or not math.isfinite(number):
             raise wrong(fn, f"it returned {reward!r}, but a reward must be a finite number")
         values.append(number)
-    if len(set(values)) == 1 and bench.generated is None and any(sample.label is not None for sample in samples):
+    if (
+        len(set(values)) == 1
+        and bench.generated is None
+        and any(sample.label is not None for sample in samples)
+    ):
         bench.notes.append(
-            f"it returns {values[0]:g} for all {len(values)} answers, including \\boxed{{label}} and 'I do not know.'; "
-            "without differences the model cannot learn"
+            f"it returns {values[0]:g} for all {len(values)} answers, including \\boxed{{label}} "
+            "and 'I do not know.'; without differences the model cannot learn"
         )
     return f"{len(values)} rewards from {min(values):g} to {max(values):g}"
 
@@ -243,12 +294,18 @@ def reward_post_process(bench: Bench, fn: Hook) -> str:
     samples = flatten(bench.answered())
     result = bench.call(fn, bench.args, samples)
     if not isinstance(result, tuple) or len(result) != 2:
-        raise wrong(fn, f"its result has the type {type(result).__name__}, but must be (raw_rewards, rewards)")
+        raise wrong(
+            fn,
+            f"its result has the type {type(result).__name__}, but must be (raw_rewards, rewards)",
+        )
     for name, values in zip(("raw_rewards", "rewards"), result, strict=True):
         if len(values) != len(samples):
             raise wrong(fn, f"it returned {len(values)} {name} for {len(samples)} samples")
         [float(value) for value in values]
-    return f"{len(samples)} rewards, processed from {min(map(float, result[1])):g} to {max(map(float, result[1])):g}"
+    return (
+        f"{len(samples)} rewards, processed from {min(map(float, result[1])):g} to "
+        f"{max(map(float, result[1])):g}"
+    )
 
 
 def _rank_batch(bench: Bench, args: Args) -> RankBatch:
@@ -259,12 +316,17 @@ def _rank_batch(bench: Bench, args: Args) -> RankBatch:
     from slime.data.fields import to_rank_batch
 
     # slime's own converter: that of the user has a probe of its own.
-    data = samples_to_train_data(args.with_values(custom_convert_samples_to_train_data_path=None), bench.answered())
+    data = samples_to_train_data(
+        args.with_values(custom_convert_samples_to_train_data_path=None), bench.answered()
+    )
     batch = to_rank_batch(split_train_data(args.with_values(**one_step(data)), data, 1)[0])
     generator = torch.Generator().manual_seed(0)
 
     def draw(low: float, high: float) -> list[torch.Tensor]:
-        return [low + (high - low) * torch.rand(n, generator=generator) for n in batch["response_lengths"]]
+        return [
+            low + (high - low) * torch.rand(n, generator=generator)
+            for n in batch["response_lengths"]
+        ]
 
     # No model has scored these samples, but every loss needs log-probs.
     batch["old_log_probs"], batch["ref_log_probs"] = draw(-3, -0.01), draw(-3, -0.01)
@@ -279,10 +341,16 @@ def _check_per_token(fn: Hook, batch: RankBatch, *names: str) -> None:
     for name in names:
         values = batch.get(name)
         if values is None:
-            raise wrong(fn, f"it must set rollout_data[{name!r}] to one tensor [response_length] per sample")
+            raise wrong(
+                fn, f"it must set rollout_data[{name!r}] to one tensor [response_length] per sample"
+            )
         lengths = [len(value) for value in values]
         if lengths != list(batch["response_lengths"]):
-            raise wrong(fn, f"{name} has lengths {lengths}, but the responses {list(batch['response_lengths'])}")
+            raise wrong(
+                fn,
+                f"{name} has lengths {lengths}, but the responses "
+                f"{list(batch['response_lengths'])}",
+            )
 
 
 def advantages(bench: Bench, fn: Hook) -> str:
@@ -307,8 +375,14 @@ def postprocess(bench: Bench, fn: Hook) -> str:
         result = bench.call(fn, args, 0, view)
     if result is not None:
         bench.notes.append("its return value is ignored: it must modify rollout_data in place")
-    _check_per_token(fn, batch, *(name for name in ("advantages", "returns") if args.compute_advantages_and_returns))
-    return "called with " + ", ".join(sorted(name for name, value in view.items() if value is not None))
+    _check_per_token(
+        fn,
+        batch,
+        *(name for name in ("advantages", "returns") if args.compute_advantages_and_returns),
+    )
+    return "called with " + ", ".join(
+        sorted(name for name, value in view.items() if value is not None)
+    )
 
 
 def loss(bench: Bench, fn: Hook) -> str:
@@ -318,18 +392,36 @@ def loss(bench: Bench, fn: Hook) -> str:
 
 def tis(bench: Bench, fn: Hook) -> str:
     """Test ``--custom-tis-function-path``, which is called with keyword arguments only."""
-    names = ("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
-    check_signature(fn, f"fn(args=…, {', '.join(f'{n}=…' for n in names)})", args=None, **dict.fromkeys(names))
+    names = (
+        "pg_loss",
+        "train_log_probs",
+        "rollout_log_probs",
+        "loss_masks",
+        "total_lengths",
+        "response_lengths",
+    )
+    check_signature(
+        fn, f"fn(args=…, {', '.join(f'{n}=…' for n in names)})", args=None, **dict.fromkeys(names)
+    )
     return _backward(bench, fn, {"use_tis": True, "loss_type": "policy_loss"})
 
 
 def reducer(bench: Bench, fn: Hook) -> str:
-    check_signature(fn, "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)", [], [], [], False)
+    check_signature(
+        fn,
+        "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)",
+        [],
+        [],
+        [],
+        False,
+    )
     return _backward(bench, fn, {"loss_type": "policy_loss"})
 
 
 def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
-    """Run :func:`slime.backends.loss.compute_loss`, which all backends use, and the backward pass."""
+    """Run :func:`slime.backends.loss.compute_loss`, which all backends use, and the backward
+    pass.
+    """
     import torch
 
     from slime.backends.advantages import AdvantageSettings, compute_advantages
@@ -358,11 +450,15 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
     loss_settings = LossSettings.from_args(args)
 
     def forward_and_backward() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value, metrics = compute_loss(loss_settings, tokens, num_rollouts=count, num_tokens=float(len(targets)))
+        value, metrics = compute_loss(
+            loss_settings, tokens, num_rollouts=count, num_tokens=float(len(targets))
+        )
         if value.dim() != 0:
             raise wrong(fn, f"the loss has the shape {tuple(value.shape)}, but it must be a scalar")
         if not value.requires_grad:
-            raise wrong(fn, "the loss has no gradient: it was detached, or computed from plain numbers")
+            raise wrong(
+                fn, "the loss has no gradient: it was detached, or computed from plain numbers"
+            )
         value.backward()
         return value.detach(), metrics
 
@@ -397,4 +493,6 @@ PROBES: dict[str, Probe] = {
     "custom_tis_function_path": tis,
     "custom_pg_loss_reducer_function_path": reducer,
 }
-"""The probes by name of the argument. The order matters: later probes use the samples of the generate function."""
+"""The probes by name of the argument. The order matters: later probes use the samples of the
+generate function.
+"""

@@ -1,4 +1,6 @@
-"""Probes of hooks for generation: generate functions, agents, sample hooks, and rollout functions."""
+"""Probes of hooks for generation: generate functions, agents, sample hooks, and rollout
+functions.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from typing import Any
 
 from slime.data.sample import Sample, flatten
 from slime.plugins.tools.hooks.bench import Bench
-from slime.plugins.tools.hooks.guard import Complaint, Hook, check_picklable, check_signature, guarded, wrong
+from slime.plugins.tools.hooks.guard import (
+    Complaint,
+    Hook,
+    check_picklable,
+    check_signature,
+    guarded,
+    wrong,
+)
 from slime.plugins.tools.hooks.turns import check_turns
 from slime.rollout.base_types import call, supported_kwargs
 from slime.rollout.custom_generate import call_list, call_single, takes_list
@@ -20,31 +29,48 @@ AGENT_TOKENS = 512  # limit of a conversation: an untrained model does not end i
 
 
 def generate(bench: Bench, fn: Hook) -> str:
-    """Test ``await fn(args, sample, sampling_params[, evaluation])``, or the form with a list of samples."""
+    """Test ``await fn(args, sample, sampling_params[, evaluation])``, or the form with a list of
+    samples.
+    """
     bench.start_engine()
     args = bench.args
     # First its signature, for a message that says how it is called.
     params: SamplingParams = {**request_params(args), "sampling_seed": 1}
     sample = Sample()
     if takes_list(fn):
-        check_signature(fn, "fn(args, samples, evaluation=…)", args, [sample], **supported_kwargs(fn, evaluation=False))
+        check_signature(
+            fn,
+            "fn(args, samples, evaluation=…)",
+            args,
+            [sample],
+            **supported_kwargs(fn, evaluation=False),
+        )
     else:
         check_signature(
-            fn, "fn(args, sample, sampling_params)", args, sample, params, **supported_kwargs(fn, evaluation=False)
+            fn,
+            "fn(args, sample, sampling_params)",
+            args,
+            sample,
+            params,
+            **supported_kwargs(fn, evaluation=False),
         )
 
     async def whole_group() -> list[Any]:
         group = flatten(bench.prompts()[0])
         if takes_list(fn):
             return list(await call_list(fn, args, group, False))
-        return list(await asyncio.gather(*(call_single(fn, args, one, {**params}, False) for one in group)))
+        return list(
+            await asyncio.gather(*(call_single(fn, args, one, {**params}, False) for one in group))
+        )
 
-    guarded(fn, whole_group, bench.limit, loop=True)  # a first call, so that imports and connections are not measured
+    # a first call, so that imports and connections are not measured
+    guarded(fn, whole_group, bench.limit, loop=True)
     outcome = guarded(fn, whole_group, bench.limit, loop=True)
     if outcome.stall:
         raise Complaint(
-            f"it blocks the event loop for {outcome.stall:.1f} s, in which no other sample can continue. Await async "
-            "clients (slime.utils.http_utils.post), or run blocking code with asyncio.to_thread",
+            f"it blocks the event loop for {outcome.stall:.1f} s, in which no other sample can "
+            "continue. Await async clients (slime.utils.http_utils.post), or run blocking code "
+            "with asyncio.to_thread",
             outcome.place,
         )
     # The samples that it returned, which later probes take as well.
@@ -53,11 +79,17 @@ def generate(bench: Bench, fn: Hook) -> str:
         _check_generated(bench, fn, one)
     bench.generated = [outcome.result]
     if all(one.rollout_log_probs is None for one in leaves):
-        bench.notes.append("without rollout_log_probs, the trainer needs another forward pass for the old log-probs")
+        bench.notes.append(
+            "without rollout_log_probs, the trainer needs another forward pass for the old "
+            "log-probs"
+        )
     turns = check_turns(bench, fn)
     fan_out = f" from {len(outcome.result)} calls" if len(leaves) != len(outcome.result) else ""
     lengths = [one.response_length for one in leaves]
-    return f"{len(leaves)} samples{fan_out}, {min(lengths)} to {max(lengths)} tokens, {outcome.seconds:.1f} s; {turns}"
+    return (
+        f"{len(leaves)} samples{fan_out}, {min(lengths)} to {max(lengths)} tokens, "
+        f"{outcome.seconds:.1f} s; {turns}"
+    )
 
 
 def agent(bench: Bench, fn: Hook) -> str:
@@ -72,7 +104,11 @@ def agent(bench: Bench, fn: Hook) -> str:
     async def whole_group() -> list[Any]:
         try:
             group = flatten(bench.prompts()[0])
-            return list(await asyncio.gather(*(call_single(run_agent, args, one, params, False) for one in group)))
+            return list(
+                await asyncio.gather(
+                    *(call_single(run_agent, args, one, params, False) for one in group)
+                )
+            )
         finally:
             await stop_agent_server()
 
@@ -83,44 +119,72 @@ def agent(bench: Bench, fn: Hook) -> str:
             raise wrong(fn, str(one.metadata["reward_failure"]))
         if one.reward_timed_out:
             bench.notes.append(
-                f"it does not catch the error for a conversation that is too long (here {AGENT_TOKENS} tokens), so "
-                "such samples are left out of training"
+                "it does not catch the error for a conversation that is too long (here "
+                f"{AGENT_TOKENS} tokens), so such samples are left out of training"
             )
         else:
             _check_generated(bench, fn, one)
     bench.generated = [outcome.result]
     own = sum(one.reward is not None for one in leaves)
-    return f"{len(leaves)} samples of {len(outcome.result)} programs, {own} with rewards, {outcome.seconds:.1f} s"
+    return (
+        f"{len(leaves)} samples of {len(outcome.result)} programs, {own} with rewards, "
+        f"{outcome.seconds:.1f} s"
+    )
 
 
 def _check_generated(bench: Bench, fn: Hook, sample: Sample) -> None:
     if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
-        raise wrong(fn, f"a sample has the status {sample.status.value}: set COMPLETED or TRUNCATED")
+        raise wrong(
+            fn, f"a sample has the status {sample.status.value}: set COMPLETED or TRUNCATED"
+        )
     vocabulary = len(bench.tokenizer)
     # Everything that the trainer relies on.
-    bad = [token for token in sample.tokens if not isinstance(token, int) or not 0 <= token < vocabulary]
+    bad = [
+        token
+        for token in sample.tokens
+        if not isinstance(token, int) or not 0 <= token < vocabulary
+    ]
     if bad:
-        raise wrong(fn, f"sample.tokens contains {bad[0]!r}, which is not a token id (an int below {vocabulary})")
+        raise wrong(
+            fn,
+            f"sample.tokens contains {bad[0]!r}, which is not a token id (an int below "
+            f"{vocabulary})",
+        )
     if len(sample.tokens) == sample.response_length:
-        raise wrong(fn, "sample.tokens contains only the response: it must be prompt tokens + response tokens")
+        raise wrong(
+            fn,
+            "sample.tokens contains only the response: it must be prompt tokens + response tokens",
+        )
     mask = sample.loss_mask
     if mask is not None and any(entry not in (0, 1) for entry in mask):
-        raise wrong(fn, f"sample.loss_mask contains {next(m for m in mask if m not in (0, 1))!r}, not only 0 and 1")
+        raise wrong(
+            fn,
+            f"sample.loss_mask contains {next(m for m in mask if m not in (0, 1))!r}, not only 0 "
+            "and 1",
+        )
     if mask is not None and not any(mask):
         bench.notes.append("the loss_mask of a sample is 0 everywhere, so it is not trained on")
     for value in sample.rollout_log_probs or ():
         if not isinstance(value, int | float) or math.isnan(value) or value > 1e-4:
-            raise wrong(fn, f"sample.rollout_log_probs contains {value!r}, but log-probs are at most 0")
+            raise wrong(
+                fn, f"sample.rollout_log_probs contains {value!r}, but log-probs are at most 0"
+            )
     check_picklable(sample)
 
 
 def sample_hook(bench: Bench, fn: Hook) -> str:
     sample = flatten(bench.answered())[0]
     keywords = supported_kwargs(fn, rollout_id=0, evaluation=False)
-    check_signature(fn, "hook(args, sample, rollout_id=…, evaluation=…)", bench.args, sample, **keywords)
+    check_signature(
+        fn, "hook(args, sample, rollout_id=…, evaluation=…)", bench.args, sample, **keywords
+    )
     outcome = guarded(fn, lambda: call(fn, bench.args, sample, **keywords), bench.limit, loop=True)
     if outcome.result is not None and not isinstance(outcome.result, Sample):
-        raise wrong(fn, f"its result has the type {type(outcome.result).__name__}, but must be None or a Sample")
+        raise wrong(
+            fn,
+            f"its result has the type {type(outcome.result).__name__}, but must be None or a "
+            "Sample",
+        )
     check_picklable(outcome.result or sample)
     return "returned " + ("None" if outcome.result is None else "a Sample")
 
@@ -132,7 +196,8 @@ def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
     bench.start_engine()
     source = bench.source
     args = bench.evaluation() if evaluation else bench.args
-    # The tiny model solves nothing, so that a filter would drop groups without end. It has a probe of its own.
+    # The tiny model solves nothing, so that a filter would drop groups without end. It has a probe
+    # of its own.
     args = args.with_values(dynamic_sampling_filter_path=None)
     # The whole function with the data and the engine, as the rollout manager calls it.
     outcome = guarded(fn, lambda: call_rollout_fn(fn, args, 0, source, evaluation), bench.limit)
@@ -151,10 +216,20 @@ def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
 def check_groups(fn: Hook, groups: object, size: int) -> None:
     # The result of any function may be anything, so that nothing of it is assumed.
     first = type(groups[0]).__name__ if isinstance(groups, list) and groups else "nothing"
-    if not isinstance(groups, list) or not groups or not all(isinstance(group, list) and group for group in groups):
-        raise wrong(fn, f"it returned a {type(groups).__name__} of {first}: return a list of samples for each prompt")
+    if (
+        not isinstance(groups, list)
+        or not groups
+        or not all(isinstance(group, list) and group for group in groups)
+    ):
+        raise wrong(
+            fn,
+            f"it returned a {type(groups).__name__} of {first}: return a list of samples for each "
+            "prompt",
+        )
     for sample in flatten(groups):
         if not isinstance(sample, Sample):
             raise wrong(fn, f"a group contains a {type(sample).__name__}, which is not a Sample")
     if len(groups[0]) != size:
-        raise wrong(fn, f"a group has {len(groups[0])} samples, but --n-samples-per-prompt is {size}")
+        raise wrong(
+            fn, f"a group has {len(groups[0])} samples, but --n-samples-per-prompt is {size}"
+        )

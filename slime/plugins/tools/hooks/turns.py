@@ -1,5 +1,6 @@
-"""Check the samples of a generate function against the tokens that the engine sampled, also after a forced tool turn,
-after an abort, with a prompt that is too long and with an answer that is cut off."""
+"""Check the samples of a generate function against the tokens that the engine sampled, also after a
+forced tool turn, after an abort, with a prompt that is too long and with an answer that is cut
+off."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from slime.rollout.custom_generate import call_list, call_single, takes_list
 from slime.rollout.state import GenerateState, request_params
 from slime.types import SamplingParams
 
-TOOL_TURNS = (  # common forms of tool calls besides <tool_call>, all of them harmless if they are executed
+# common forms of tool calls besides <tool_call>, all of them harmless if they are executed
+TOOL_TURNS = (
     "<search>2 + 2</search>",
     "<code>print(2 + 2)</code>",
     "```python\nprint(2 + 2)\n```",
@@ -51,14 +53,16 @@ class _Try:
         most: int = _ROOM,
         refuses: bool = False,
     ) -> tuple[list[list[Sample]], list[list[Sample]], list[Request]]:
-        """Return the results of each sample, the results when it was continued after the abort, and the requests.
+        """Return the results of each sample, the results when it was continued after the abort, and
+        the requests.
 
         Args:
             answers: The model's answer for each turn; all samples get the same.
             abort_at: Index of the turn that is aborted; None for no abort.
             go_on: Whether to call the function again with the aborted samples.
             most: Maximum number of tokens of a response.
-            refuses: Whether the engine refuses all requests, as if the prompts were longer than its context.
+            refuses: Whether the engine refuses all requests, as if the prompts were longer than its
+                context.
         """
         # Every sample asks in each turn, so that each line of the script is there for all of them.
         args = self.bench.args.with_values(rollout_max_response_len=most)
@@ -72,13 +76,19 @@ class _Try:
         async def call(args: Args, samples: list[Sample]) -> list[Any]:
             if self.listed:
                 return list(await call_list(self.fn, args, samples, False))
-            return [await call_single(self.fn, args, one, copy.copy(params), False) for one in samples]
+            return [
+                await call_single(self.fn, args, one, copy.copy(params), False) for one in samples
+            ]
 
         async def work() -> tuple[list[Any], list[Any], list[Request]]:
             state: GenerateState
             stop = lambda: setattr(state, "aborted", True)  # noqa: E731
-            async with ScriptedEngine(self.url, self.bench.tokenizer, script, at, stop, refuses) as engine:
-                here = args.with_values(sglang_router_ip="127.0.0.1", sglang_router_port=engine.port)
+            async with ScriptedEngine(
+                self.url, self.bench.tokenizer, script, at, stop, refuses
+            ) as engine:
+                here = args.with_values(
+                    sglang_router_ip="127.0.0.1", sglang_router_port=engine.port
+                )
                 state = GenerateState(here)
                 first = await self._unless_runaway(call(here, copy.deepcopy(self.samples)), engine)
                 again: list[Any] = []
@@ -93,7 +103,9 @@ class _Try:
         first, again, requests = guarded(self.fn, work, self.bench.limit, loop=True).result
         return [flatten([part]) for part in first], [flatten([part]) for part in again], requests
 
-    async def _unless_runaway(self, work: Coroutine[object, object, list[object]], engine: ScriptedEngine) -> list[Any]:
+    async def _unless_runaway(
+        self, work: Coroutine[object, object, list[object]], engine: ScriptedEngine
+    ) -> list[Any]:
         # A function that ignores aborts would run until its deadline, and say nothing.
         task = asyncio.ensure_future(work)
         runaway = asyncio.ensure_future(engine.runaway.wait())
@@ -102,8 +114,9 @@ class _Try:
             if not task.done():
                 raise wrong(
                     self.fn,
-                    "it keeps sending requests after an abort: if the finish_reason of an answer is abort, set the "
-                    "status ABORTED and return the sample (GenerateState(args).aborted tells that the rollout is over)",
+                    "it keeps sending requests after an abort: if the finish_reason of an answer "
+                    "is abort, set the status ABORTED and return the sample "
+                    "(GenerateState(args).aborted tells that the rollout is over)",
                 )
             return list(task.result())
         finally:
@@ -113,8 +126,8 @@ class _Try:
 
 
 def check_turns(bench: Bench, fn: Hook) -> str:
-    """Test the function with a forced tool turn, with an abort, with a continuation after the abort, with an answer
-    that is cut off, and with a prompt that is too long.
+    """Test the function with a forced tool turn, with an abort, with a continuation after the
+    abort, with an answer that is cut off, and with a prompt that is too long.
 
     Returns:
         A short description of the result.
@@ -136,7 +149,11 @@ def check_turns(bench: Bench, fn: Hook) -> str:
             said = f"a tool turn of {len(requests) // len(tried.samples)} answers"
             break
     if bench.tool_answer and turn is None:
-        raise wrong(fn, f"after the answer {bench.tool_answer!r} (--check-tool-answer), it sent no other request")
+        raise wrong(
+            fn,
+            f"after the answer {bench.tool_answer!r} (--check-tool-answer), it sent no other "
+            "request",
+        )
     _check_abort(bench, fn, tried, turn)
     _check_cut(bench, fn, tried)
     _check_too_long(bench, fn, tried)
@@ -165,14 +182,17 @@ def _check_too_long(bench: Bench, fn: Hook, tried: _Try) -> None:
         if sample.effective_response_length:
             raise wrong(
                 fn,
-                f"for a prompt that the engine refused as too long, it returns {sample.effective_response_length} "
-                "tokens to train on: return the sample without a response and with Sample.Status.TRUNCATED",
+                "for a prompt that the engine refused as too long, it returns "
+                f"{sample.effective_response_length} tokens to train on: return the sample "
+                "without a response and with Sample.Status.TRUNCATED",
             )
 
 
 def _tool_turns(samples: Sequence[Sample]) -> list[str]:
     """Return the forms of calls, with the name of the data's first tool."""
-    tools = next((one.metadata.get("tools") for one in samples if isinstance(one.metadata, dict)), None)
+    tools = next(
+        (one.metadata.get("tools") for one in samples if isinstance(one.metadata, dict)), None
+    )
     tool = tools[0] if isinstance(tools, list) and tools and isinstance(tools[0], dict) else {}
     function = tool.get("function")
     name = str((function if isinstance(function, dict) else tool).get("name") or "python")
@@ -199,14 +219,21 @@ def _check_abort(bench: Bench, fn: Hook, tried: _Try, turn: str | None) -> None:
             )
             if bench.resumes:
                 raise wrong(fn, text)
-            bench.notes.append(f"{text}. These flags discard aborted samples, so the training is not affected")
+            bench.notes.append(
+                f"{text}. These flags discard aborted samples, so the training is not affected"
+            )
     for sample in flatten(again):
         if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
-            raise wrong(fn, f"called again with an aborted sample, it returns the status {sample.status.value}")
+            raise wrong(
+                fn,
+                f"called again with an aborted sample, it returns the status {sample.status.value}",
+            )
         check_sampled(bench, fn, [sample], requests)
 
 
-def check_sampled(bench: Bench, fn: Hook, samples: Sequence[Sample], requests: Sequence[Request]) -> None:
+def check_sampled(
+    bench: Bench, fn: Hook, samples: Sequence[Sample], requests: Sequence[Request]
+) -> None:
     """Compare samples with the requests to the engine and its answers.
 
     Raises:
@@ -227,9 +254,10 @@ def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
     given = np.zeros(len(tokens))
     if sample.rollout_log_probs is not None:
         given[-length:] = sample.rollout_log_probs
-    # A request belongs to the sample if its prompt is a prefix of the sample's tokens. The tokens after the prompt
-    # were sampled as far as they agree with the engine's answer. The samples of a group or a fan-out have the same
-    # prompt and the same scripted answer: of such requests, the one with the nearest log-probs is this sample's.
+    # A request belongs to the sample if its prompt is a prefix of the sample's tokens. The tokens
+    # after the prompt were sampled as far as they agree with the engine's answer. The samples of a
+    # group or a fan-out have the same prompt and the same scripted answer: of such requests, the
+    # one with the nearest log-probs is this sample's.
     nearest: dict[int, tuple[int, float, list[float]]] = {}
     for request in requests:
         begin = len(request.prompt)
@@ -237,7 +265,8 @@ def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
             continue
         pairs = zip(tokens[begin:], request.ids, strict=False)
         count = next(
-            (i for i, (mine, its) in enumerate(pairs) if mine != its), min(len(tokens) - begin, len(request.ids))
+            (i for i, (mine, its) in enumerate(pairs) if mine != its),
+            min(len(tokens) - begin, len(request.ids)),
         )
         theirs = request.log_probs[:count]
         far = float(np.abs(given[begin : begin + count] - theirs).sum())
@@ -248,12 +277,17 @@ def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
     sampled = sampled[-length:]
     scores = scores[-length:]
     given = given[-length:]
-    in_text = _answered_in_text(bench, tokens[-length:], [request for request in requests if request.of_text])
-    scores[~sampled & in_text] = given[~sampled & in_text]  # of tokens that were made anew from a text, none are known
+    in_text = _answered_in_text(
+        bench, tokens[-length:], [request for request in requests if request.of_text]
+    )
+    # of tokens that were made anew from a text, none are known
+    scores[~sampled & in_text] = given[~sampled & in_text]
     sampled |= in_text
     if not sampled.any():
         if any(request.ids for request in requests):
-            bench.notes.append("its tokens are not those that the engine sampled, so its mask cannot be checked")
+            bench.notes.append(
+                "its tokens are not those that the engine sampled, so its mask cannot be checked"
+            )
         return
     # What is trained must have been sampled, with the log-probs of the engine.
     mask = sample.array("loss_mask")
@@ -262,8 +296,9 @@ def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
     if len(foreign):
         ids = [tokens[len(tokens) - length + place] for place in foreign[:8]]
         raise Complaint(
-            f"{len(foreign)} tokens that no engine sampled would be trained, the first at {foreign[0]} of {length} "
-            f"in the response ({bench.tokenizer.decode(ids)!r}): tokens of tools and templates need loss_mask 0",
+            f"{len(foreign)} tokens that no engine sampled would be trained, the first at "
+            f"{foreign[0]} of {length} in the response ({bench.tokenizer.decode(ids)!r}): tokens "
+            "of tools and templates need loss_mask 0",
             wrong(fn, "").place,
         )
     if sample.rollout_log_probs is None:
@@ -272,19 +307,23 @@ def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
     if len(off):
         raise wrong(
             fn,
-            f"rollout_log_probs of {len(off)} trained tokens differ from those of the engine, the first at "
-            f"{off[0]} of {length} in the response: {given[off[0]]:.3f} instead of {scores[off[0]]:.3f}",
+            f"rollout_log_probs of {len(off)} trained tokens differ from those of the engine, the "
+            f"first at {off[0]} of {length} in the response: {given[off[0]]:.3f} instead of "
+            f"{scores[off[0]]:.3f}",
         )
 
 
 def _answered_in_text(bench: Bench, response: list[int], requests: Sequence[Request]) -> np.ndarray:
     """Return for each token of a response whether it belongs to the text of an answer.
 
-    A function that sends texts may tokenize texts again: its tokens, and those of its next prompt, can then differ from
-    those that were sampled, although it trains only what the model said. It may also shorten an answer.
+    A function that sends texts may tokenize texts again: its tokens, and those of its next prompt,
+    can then differ from those that were sampled, although it trains only what the model said. It
+    may also shorten an answer.
     """
     # Where each token ends in the text of the response.
-    ends = np.array([len(bench.tokenizer.decode(response[: place + 1])) for place in range(len(response))])
+    ends = np.array(
+        [len(bench.tokenizer.decode(response[: place + 1])) for place in range(len(response))]
+    )
     starts = np.concatenate([[0], ends[:-1]])
     whole = bench.tokenizer.decode(response)
     belongs = np.zeros(len(response), bool)

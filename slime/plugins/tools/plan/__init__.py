@@ -1,1 +1,3 @@
-"""``slime plan``: whether a run fits on its GPUs, how long its steps take, and which layout suits it; without a GPU."""
+"""``slime plan``: whether a run fits on its GPUs, how long its steps take, and which layout suits
+it; without a GPU.
+"""

@@ -1,4 +1,6 @@
-"""What the parameters of a run take in memory and on the disk, from the headers of its checkpoint."""
+"""What the parameters of a run take in memory and on the disk, from the headers of its
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.hf_config import read_config
-from slime.models.shards import ModelError, TensorHeader, local_folder, quantization_of, read_headers
+from slime.models.shards import (
+    ModelError,
+    TensorHeader,
+    local_folder,
+    quantization_of,
+    read_headers,
+)
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -22,12 +30,16 @@ _BESIDE = re.compile(
 
 
 def count_parameters(checkpoint: str | None) -> int:
-    """Return the number of parameters in the headers of a Hugging Face checkpoint; 0 if they cannot be read."""
+    """Return the number of parameters in the headers of a Hugging Face checkpoint; 0 if they cannot
+    be read.
+    """
     return sum(map(prod, parameter_shapes(checkpoint)))
 
 
 def parameter_shapes(checkpoint: str | None) -> list[tuple[int, ...]]:
-    """Return the shapes of all weights in the headers of a checkpoint; empty if they cannot be read here."""
+    """Return the shapes of all weights in the headers of a checkpoint; empty if they cannot be read
+    here.
+    """
     folder = local_folder(checkpoint) if checkpoint else None
     if folder is None:
         return []
@@ -42,7 +54,9 @@ def parameter_shapes(checkpoint: str | None) -> list[tuple[int, ...]]:
 
 
 def packed_bits(quantization: Mapping[str, object]) -> int:
-    """Return the bits of a weight in a checkpoint with this ``quantization_config``: 4, or 8 if it names no others."""
+    """Return the bits of a weight in a checkpoint with this ``quantization_config``: 4, or 8 if it
+    names no others.
+    """
     found: list[object] = [quantization.get("bits"), quantization.get("num_bits")]
     groups = quantization.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
@@ -54,7 +68,8 @@ def packed_bits(quantization: Mapping[str, object]) -> int:
 
 
 def _unpacked(headers: Mapping[str, TensorHeader], bits: int) -> Iterator[tuple[int, ...]]:
-    """The shapes of the weights of a quantized checkpoint: several integers of ``bits`` bits share a stored one.
+    """The shapes of the weights of a quantized checkpoint: several integers of ``bits`` bits share
+    a stored one.
 
     The tensors beside a weight (scales, zero points, shapes) are no parameters.
     """
@@ -65,7 +80,8 @@ def _unpacked(headers: Mapping[str, TensorHeader], bits: int) -> Iterator[tuple[
         yield (*header.shape[:-1], header.shape[-1] * max(share, 1))
 
 
-# --- what a run takes ------------------------------------------------------------------------------
+# --- what a run takes
+# ------------------------------------------------------------------------------
 
 
 def master_bytes(bfloat16: bool) -> int:
@@ -74,12 +90,16 @@ def master_bytes(bfloat16: bool) -> int:
 
 
 def moment_bytes(kept: bool, eight_bits: bool) -> int:
-    """Bytes per trained parameter of Adam's two moments, without the scales of those in 8 bits (1/32 byte)."""
+    """Bytes per trained parameter of Adam's two moments, without the scales of those in 8 bits
+    (1/32 byte).
+    """
     return (2 if eight_bits else 8) if kept else 0
 
 
 def memory_lines(args: Args) -> Iterator[str]:
-    """One line each for the model, the trainer, an engine and a snapshot; activations and KV caches are left out."""
+    """One line each for the model, the trainer, an engine and a snapshot; activations and KV caches
+    are left out.
+    """
     parameters = count_parameters(args.hf_checkpoint)
     if not parameters:
         yield "not known: the headers of the checkpoint cannot be read here"
@@ -91,13 +111,18 @@ def memory_lines(args: Args) -> Iterator[str]:
         gpus = args.rollout_num_gpus_per_engine or 1
         width = 4 if args.rollout_dtype == "float32" else 2
         split = f" on each of its {gpus} GPUs" if gpus > 1 else ""
-        yield f"an engine       {_gib(parameters * width / gpus)} of weights in {args.rollout_dtype}{split}"
+        yield (
+            f"an engine       {_gib(parameters * width / gpus)} of weights in "
+            f"{args.rollout_dtype}{split}"
+        )
     if args.save:
         yield f"a snapshot      {_gib(snapshot_bytes(args))} on the disk"
 
 
 def snapshot_bytes(args: Args) -> int:
-    """Approximate size of a snapshot in bytes: master weights and Adam's two moments; 0 if it cannot be known."""
+    """Approximate size of a snapshot in bytes: master weights and Adam's two moments; 0 if it
+    cannot be known.
+    """
     moments = moment_bytes(not (args.no_save_optim or args.use_stateless_adam), args.optimizer_8bit)
     each = master_bytes(args.bf16_master_weights) + moments
     return count_trained(args.hf_checkpoint, args.lora_rank) * each * (2 if args.use_critic else 1)
@@ -130,7 +155,11 @@ def _training(args: Args, parameters: int) -> str:
     each += moment_bytes(not args.use_stateless_adam, args.optimizer_8bit)
     dtype = "bfloat16" if args.bf16_master_weights else "float32"
     kept = (
-        "" if args.use_stateless_adam else ", Adam's moments in 8 bits" if args.optimizer_8bit else ", Adam's moments"
+        ""
+        if args.use_stateless_adam
+        else ", Adam's moments in 8 bits"
+        if args.optimizer_8bit
+        else ", Adam's moments"
     )
     parts = f"{dtype} weights and gradients{kept}"
     split = f", over {shards} ranks" if shards > 1 else ""

@@ -21,9 +21,9 @@ def layouts(
 ) -> Iterator[tuple[str, ParallelLayout]]:
     """List the training layouts that ``gpus`` GPUs and the model allow.
 
-    Tensor parallelism stays within a node and divides the heads; pipeline stages have equal numbers of layers; context
-    parallelism is at most 8; expert parallelism divides the experts. The samples of an optimizer step are divisible
-    among the data-parallel ranks.
+    Tensor parallelism stays within a node and divides the heads; pipeline stages have equal numbers
+    of layers; context parallelism is at most 8; expert parallelism divides the experts. The samples
+    of an optimizer step are divisible among the data-parallel ranks.
     """
     shape = run.model.shape
     samples = run.work.count // run.work.steps
@@ -47,28 +47,40 @@ def layouts(
 
 
 def candidates(run: Run, gpus: int) -> Iterator[Run]:
-    """List the runs on ``gpus`` GPUs: each layout, size of an engine, recomputation or none, colocated or apart.
+    """List the runs on ``gpus`` GPUs: each layout, size of an engine, recomputation or none,
+    colocated or apart.
 
     Apart, the run is asynchronous and the engines get one to seven eighths of the GPUs.
     """
     trainer, engines = run.both
     # All GPUs for both sides in turn, or some for each.
     shares = [(gpus, gpus)] + [
-        (gpus - share, share) for share in sorted({gpus * part // 8 for part in range(1, 8)} - {0, gpus})
+        (gpus - share, share)
+        for share in sorted({gpus * part // 8 for part in range(1, 8)} - {0, gpus})
     ]
     for trained, generating in shares:
         if trainer.quantized_base and trained > 1:
             continue  # it is not sharded
         shared = trained == generating == gpus
-        for backend, layout in layouts(run, trained, ("fsdp",) if trainer.fsdp_only else ("fsdp", "megatron")):
+        for backend, layout in layouts(
+            run, trained, ("fsdp",) if trainer.fsdp_only else ("fsdp", "megatron")
+        ):
             for size in (1, 2, 4, 8):
-                if generating % size or size > run.place.gpus_per_node or run.model.shape.heads % size:
+                if (
+                    generating % size
+                    or size > run.place.gpus_per_node
+                    or run.model.shape.heads % size
+                ):
                     continue
                 engine = replace(engines, engines=generating // size, gpus=size)
                 for recomputed in (-1,) if trainer.inputs_on_cpu else (0, -1):
-                    train = replace(trainer, backend=backend, layout=layout, recomputed=recomputed, shards=0)
+                    train = replace(
+                        trainer, backend=backend, layout=layout, recomputed=recomputed, shards=0
+                    )
                     place = replace(run.place, colocate=shared)
-                    yield replace(run, train=train, engine=engine, place=place, asynchronous=not shared)
+                    yield replace(
+                        run, train=train, engine=engine, place=place, asynchronous=not shared
+                    )
 
 
 @lru_cache(maxsize=4)
@@ -78,10 +90,11 @@ def fitting(run: Run, gpus: int) -> tuple[Plan, ...]:
 
 
 def best(run: Run, gpus: int, count: int = 5) -> list[Plan]:
-    """Return the ``count`` fastest plans that fit, one for each backend, size of an engine and share of the GPUs.
+    """Return the ``count`` fastest plans that fit, one for each backend, size of an engine and
+    share of the GPUs.
 
-    Steps that differ by less than a hundredth are equal: what was measured comes before what is extrapolated, and less
-    work of the GPUs before more.
+    Steps that differ by less than a hundredth are equal: what was measured comes before what is
+    extrapolated, and less work of the GPUs before more.
     """
 
     def order(plan: Plan) -> tuple[int, int, float]:
@@ -91,12 +104,16 @@ def best(run: Run, gpus: int, count: int = 5) -> list[Plan]:
     found: dict[tuple[str, int, int, int], Plan] = {}
     for plan in sorted(fitting(run, gpus), key=order):
         train, engine = plan.run.both
-        found.setdefault((train.backend, train.layout.world_size, engine.engines, engine.gpus), plan)
+        found.setdefault(
+            (train.backend, train.layout.world_size, engine.engines, engine.gpus), plan
+        )
     return list(found.values())[:count]
 
 
 def flags(plan: Plan) -> list[str]:
-    """Return the flags of train.py (of train_async.py, if the plan is asynchronous) that set layout and placement."""
+    """Return the flags of train.py (of train_async.py, if the plan is asynchronous) that set layout
+    and placement.
+    """
     run = plan.run
     train, engine = run.both
     layout = train.layout
@@ -119,7 +136,9 @@ def flags(plan: Plan) -> list[str]:
         words.append(f"--expert-tensor-parallel-size {layout.etp}")
     if train.recomputed:
         words.append("--gradient-checkpointing" if train.backend == "fsdp" else _RECOMPUTE)
-    words.append("--colocate" if run.place.colocate else f"--rollout-num-gpus {engine.engines * engine.gpus}")
+    words.append(
+        "--colocate" if run.place.colocate else f"--rollout-num-gpus {engine.engines * engine.gpus}"
+    )
     if engine.gpus > 1:
         words.append(f"--rollout-num-gpus-per-engine {engine.gpus}")
     return [*words, f"--max-tokens-per-gpu {train.tokens}"]
@@ -137,7 +156,8 @@ _OF_LAYOUT = (
 
 
 def left_out(printed: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return the flags of a command that must be left out when the printed ones are added at its end.
+    """Return the flags of a command that must be left out when the printed ones are added at its
+    end.
 
     Args:
         printed: From :func:`flags`.

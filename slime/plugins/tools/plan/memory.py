@@ -1,6 +1,7 @@
 """Device memory of a run: what each phase holds on a GPU, in bytes.
 
-The constants were measured on H200s (benchmarks/README.md); ``benchmarks/plan.md`` compares the model with each row.
+The constants were measured on H200s (benchmarks/README.md); ``benchmarks/plan.md`` compares the
+model with each row.
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ from .setups import GIB, EngineSetup, GpuKind, Packs, Placement, PlannedModel, T
 CONTEXT = 0.6 * GIB
 """CUDA context of a process (h200_nccl_memory)."""
 COMMUNICATORS = 2.6 * GIB
-"""NCCL's buffers in a process that trains on several GPUs: 3.2 GiB with the context (h200_nccl_memory)."""
+"""NCCL's buffers in a process that trains on several GPUs: 3.2 GiB with the context
+(h200_nccl_memory).
+"""
 ENGINE_ASLEEP = 1.7 * GIB
 """What an engine keeps after it released weights and cache (h200_colocate: 1.66)."""
 LIBRARIES = 1.4 * GIB
-"""Compiled code, library handles and the allocator's rest in a trainer after its first step (h200_step)."""
+"""Compiled code, library handles and the allocator's rest in a trainer after its first step
+(h200_step).
+"""
 KEPT_LOGITS = 4.0 * GIB
-"""Logits of a micro-batch up to this size stay for the backward pass; larger ones are computed again in chunks."""
+"""Logits of a micro-batch up to this size stay for the backward pass; larger ones are computed
+again in chunks.
+"""
 CHUNK = 1.0 * GIB
 """A chunk of the LM head's float32 work."""
 GATHERED_BUCKETS = 3.0 * GIB
 BUCKETS = 0.5 * GIB
-"""Trainer's memory in a weight sync with buckets of 512 MiB: FSDP also gathers and casts the parameters (h200_step);
-Megatron has them in bf16 (h200_recipe_qwen3_4b)."""
+"""Trainer's memory in a weight sync with buckets of 512 MiB: FSDP also gathers and casts the
+parameters (h200_step); Megatron has them in bf16 (h200_recipe_qwen3_4b)."""
 FRAGMENTATION = 0.06
 """Share of the tensors that the allocator lost when a run ended out of memory: 7.5 of 122.3 GiB."""
 
@@ -62,7 +69,9 @@ class TrainMemory:
 
     @property
     def scoring(self) -> float:
-        """The largest sum in a log-prob pass, which keeps no activations. Two layers' tensors exist at a time."""
+        """The largest sum in a log-prob pass, which keeps no activations. Two layers' tensors exist
+        at a time.
+        """
         kept = self.gradients if self.together else 0.0
         return self.state + kept + self.head + self.working
 
@@ -80,11 +89,16 @@ class Phase:
 
 
 def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainMemory:
-    """Estimate the tensors of a training rank (of the first pipeline stage, which holds the most activations)."""
+    """Estimate the tensors of a training rank (of the first pipeline stage, which holds the most
+    activations).
+    """
     layout = train.layout
-    dense = model.dense_layers / layout.pp + model.head_and_embedding / min(layout.pp, 2 if not model.tied else 1)
+    dense = model.dense_layers / layout.pp + model.head_and_embedding / min(
+        layout.pp, 2 if not model.tied else 1
+    )
     trained = _trained(model, train)
-    # What the optimizer needs: weights, gradients and moments, each divided over the ranks that share it.
+    # What the optimizer needs: weights, gradients and moments, each divided over the ranks that
+    # share it.
     if train.backend == "fsdp":
         shards = train.shards or layout.world_size
         whole = model.parameters
@@ -95,7 +109,8 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
             weights += 4.0 * trained / shards
         if train.state_on_cpu:
             weights = gradients = optimizer = 0.0
-        # FSDP frees the gradients after a step. Only sums over several micro-batches meet the activations of the next.
+        # FSDP frees the gradients after a step. Only sums over several micro-batches meet the
+        # activations of the next.
         held = train.lora_rank == 0 and batch.count > 1
     else:
         own = dense / layout.tp
@@ -110,31 +125,46 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
         expert_replicas = max(layout.world_size // (layout.ep * layout.etp * layout.pp), 1)
         if not train.distributed_optimizer:
             replicas = expert_replicas = 1
-        optimizer = 0.0 if train.optimizer_on_cpu else 12.0 * (own / replicas + experts / expert_replicas)
+        optimizer = (
+            0.0 if train.optimizer_on_cpu else 12.0 * (own / replicas + experts / expert_replicas)
+        )
         # Megatron's gradient buffers live as long as the model.
         held = True
-    # What the backward pass needs: the inputs of the layers that are computed again, and all of the others.
+    # What the backward pass needs: the inputs of the layers that are computed again, and all of the
+    # others.
     layers = model.shape.layers / layout.pp
     under_way = min(layout.pp, batch.count)
     tokens = batch.tokens / layout.cp
     again = train.recomputed_share(model.shape.layers)
     per_layer = train.dtype_bytes * model.kept_width * tokens / layout.tp
-    inputs = 0.0 if train.inputs_on_cpu else train.dtype_bytes * model.shape.hidden * tokens / layout.tp
+    inputs = (
+        0.0 if train.inputs_on_cpu else train.dtype_bytes * model.shape.hidden * tokens / layout.tp
+    )
     kept = layers * under_way * ((1 - again) * per_layer + again * inputs)
     return TrainMemory(
-        weights, gradients, optimizer, kept, _head(model, train, batch), _working(model, train, per_layer), held
+        weights,
+        gradients,
+        optimizer,
+        kept,
+        _head(model, train, batch),
+        _working(model, train, per_layer),
+        held,
     )
 
 
 def _trained(model: PlannedModel, train: TrainSetup) -> float:
-    """Parameters that the optimizer changes: all, or those of an adapter on each matrix of the layers."""
+    """Parameters that the optimizer changes: all, or those of an adapter on each matrix of the
+    layers.
+    """
     if not train.lora_rank:
         return float(model.parameters)
     # A and B of queries, keys and values, output, and the matrices of the MLP.
     s = model.shape
     q = s.heads * s.key_width
     kv = s.kv_heads * s.key_width
-    widths = (s.hidden + q) + 2 * (s.hidden + kv) + (q + s.hidden) + model.matrices * (s.hidden + s.ffn)
+    widths = (
+        (s.hidden + q) + 2 * (s.hidden + kv) + (q + s.hidden) + model.matrices * (s.hidden + s.ffn)
+    )
     count = train.lora_rank * widths * s.layers
     if train.lora_experts:  # gate and up share the factor of their input
         each = model.matrices * s.expert_width + 2 * s.hidden
@@ -146,7 +176,8 @@ def _head(model: PlannedModel, train: TrainSetup, batch: Packs) -> float:
     split = train.layout.tp * train.layout.cp
     logits = train.dtype_bytes * model.shape.vocab * batch.scored / split
     own = 0.0
-    if train.backend == "fsdp":  # the weight in bf16, and its gradient in bf16 and, unless it is on the CPU, in float32
+    # the weight in bf16, and its gradient in bf16 and, unless it is on the CPU, in float32
+    if train.backend == "fsdp":
         master = 0.0 if train.state_on_cpu else 4.0
         own = (2.0 + (0.0 if train.lora_rank else 2.0 + master)) * model.embedding
     return min(logits, KEPT_LOGITS) + CHUNK + own
@@ -163,7 +194,9 @@ def _working(model: PlannedModel, train: TrainSetup, per_layer: float) -> float:
         elif ranks > 1 or train.state_on_cpu:
             gathered = 2.0 * 2.0 * layer
         if train.lora_experts:  # W + B A of a layer, its gradient, and B A in float32
-            gathered += (2 * train.dtype_bytes + 4) * model.experts / max(model.shape.sparse_layers, 1)
+            gathered += (
+                (2 * train.dtype_bytes + 4) * model.experts / max(model.shape.sparse_layers, 1)
+            )
     return gathered + (per_layer if train.recomputed else 0.0)
 
 
@@ -178,7 +211,8 @@ def phases(
 ) -> list[Phase]:
     """List the device memory by phase, of a GPU that both sides share if they are colocated.
 
-    Otherwise the phase ``generate`` is that of an engine's GPU, and the others are those of a training GPU.
+    Otherwise the phase ``generate`` is that of an engine's GPU, and the others are those of a
+    training GPU.
 
     Args:
         communicators: Bytes of NCCL in a trainer on several GPUs.
@@ -186,13 +220,27 @@ def phases(
     found: list[Phase] = []
     shared = place.colocate and train is not None and engine is not None
     trainer = train_memory(model, train, batch) if train is not None else None
-    outside = CONTEXT + LIBRARIES + (communicators if train is not None and train.layout.world_size > 1 else 0.0)
-    states = {"weights": trainer.weights, "optimizer": trainer.optimizer} if trainer is not None else {}
-    if trainer is not None and trainer.together and train is not None and train.backend == "megatron":
+    outside = (
+        CONTEXT
+        + LIBRARIES
+        + (communicators if train is not None and train.layout.world_size > 1 else 0.0)
+    )
+    states = (
+        {"weights": trainer.weights, "optimizer": trainer.optimizer} if trainer is not None else {}
+    )
+    if (
+        trainer is not None
+        and trainer.together
+        and train is not None
+        and train.backend == "megatron"
+    ):
         states["gradients"] = trainer.gradients  # Megatron's buffers live as long as the model
     # An engine takes its share of the device, whatever it needs of it.
     if engine is not None:
-        parts = {"engine's weights and KV cache": engine.fraction * kind.memory, "engine's context": ENGINE_ASLEEP}
+        parts = {
+            "engine's weights and KV cache": engine.fraction * kind.memory,
+            "engine's context": ENGINE_ASLEEP,
+        }
         if shared:
             parts |= {} if place.offload_train else states
             parts["outside of torch"] = outside
@@ -217,9 +265,14 @@ def phases(
     room = {"fragmentation": FRAGMENTATION * trainer.peak}
     found.append(Phase("train", {**peak, **room, **beside}))
     # The buckets of a weight sync, beside what is still on the device.
-    alone = train.backend == "megatron" or (shared and place.offload_train)  # the optimizer's state has left before
+    # the optimizer's state has left before
+    alone = train.backend == "megatron" or (shared and place.offload_train)
     kept = {"weights": trainer.weights} if alone else states
-    sync = {**kept, "buckets": BUCKETS if train.backend == "megatron" else GATHERED_BUCKETS, **beside}
+    sync = {
+        **kept,
+        "buckets": BUCKETS if train.backend == "megatron" else GATHERED_BUCKETS,
+        **beside,
+    }
     if shared and engine is not None and place.offload_rollout:
         sync["engine's weights"] = engine_weights(model, engine)
     found += [Phase("weight sync", sync), Phase("save", {**states, **beside})]
@@ -235,6 +288,7 @@ def engine_weights(model: PlannedModel, engine: EngineSetup) -> float:
 def cache_tokens(model: PlannedModel, kind: GpuKind, engine: EngineSetup) -> float:
     """Tokens that the KV cache of an engine holds; not positive if not even the weights fit."""
     room = engine.fraction * kind.memory - engine_weights(model, engine)
-    # Beyond the number of heads, ranks hold the same ones; the latent of multi-latent attention is one for all of them.
+    # Beyond the number of heads, ranks hold the same ones; the latent of multi-latent attention is
+    # one for all of them.
     copies = min(engine.gpus, max(model.shape.kv_heads, 1)) if model.shape.kv_rank is None else 1
     return room * copies / max(model.cache_bytes_per_token(), 1)

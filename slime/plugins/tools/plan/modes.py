@@ -1,6 +1,8 @@
-"""Which is faster on a number of GPUs, the synchronous loop or an asynchronous mode, and how many GPUs the engines get.
+"""Which is faster on a number of GPUs, the synchronous loop or an asynchronous mode, and how many
+GPUs the engines get.
 
-The scheduling is simulated with slime's own code; the speed of engines and trainer is that of the planner.
+The scheduling is simulated with slime's own code; the speed of engines and trainer is that of the
+planner.
 """
 
 from __future__ import annotations
@@ -17,16 +19,21 @@ from .simulation import SYNCHRONOUS, Mode, Run, Setting, simulate
 STEPS = 14
 FIRST = 2
 LAST = 5
-"""Simulated steps, and those at the start and at the end that do not count: there, an asynchronous run fills or drains
-its pool."""
+"""Simulated steps, and those at the start and at the end that do not count: there, an asynchronous
+run fills or drains its pool."""
 SAMPLES = 1024
-"""Samples of a simulated step. Of a larger one, a share is simulated, with the same share of the engines."""
+"""Samples of a simulated step. Of a larger one, a share is simulated, with the same share of the
+engines.
+"""
 START_TOGETHER = 1.3e-3
 START_ALONE = 2.2e-3
-"""Seconds for which the start of a short request keeps the others of its engine waiting, at the start of a rollout and
-in a standing pool: 40 tokens at 30k and at 18k tokens/s, in the engine's log of h200_async_two_gpus."""
+"""Seconds for which the start of a short request keeps the others of its engine waiting, at the
+start of a rollout and in a standing pool: 40 tokens at 30k and at 18k tokens/s, in the engine's log
+of h200_async_two_gpus."""
 ABORT = 1.0
-"""Seconds that SGLang 0.5.15 itself waits in a weight sync that interrupts requests (h200_async_two_gpus)."""
+"""Seconds that SGLang 0.5.15 itself waits in a weight sync that interrupts requests
+(h200_async_two_gpus).
+"""
 
 _POOL = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 WAYS: dict[Mode, tuple[str, ...]] = {
@@ -73,7 +80,9 @@ class Way:
 
 
 def unmeasured(way: Way) -> list[str]:
-    """Say what about a way was never measured: besides its plan's, more than one engine with asynchronous training."""
+    """Say what about a way was never measured: besides its plan's, more than one engine with
+    asynchronous training.
+    """
     engine = way.plan.run.engine
     found = [what for what in way.plan.extrapolated if not what.startswith("asynchronous step")]
     if way.mode is not SYNCHRONOUS and engine is not None and engine.engines > 1:
@@ -82,20 +91,25 @@ def unmeasured(way: Way) -> list[str]:
 
 
 def ways(plan: Plan, gpus: int) -> list[Way]:
-    """Simulate the modes on ``gpus`` GPUs, each with the divisions that suit it best; the fastest is first.
+    """Simulate the modes on ``gpus`` GPUs, each with the divisions that suit it best; the fastest
+    is first.
 
     Args:
         plan: Of the run whose model, samples and engines are taken. It has both sides.
     """
-    # Colocated for the synchronous loop; apart for the others, the best layout of each division of the GPUs.
+    # Colocated for the synchronous loop; apart for the others, the best layout of each division of
+    # the GPUs.
     plans = fitting(plan.run, gpus)
     together = [made for made in plans if not made.run.asynchronous]
     apart: dict[int, Plan] = {}
-    for made in sorted((made for made in plans if made.run.asynchronous), key=lambda made: made.step):
+    for made in sorted(
+        (made for made in plans if made.run.asynchronous), key=lambda made: made.step
+    ):
         _, engine = made.run.both
         apart.setdefault(engine.engines * engine.gpus, made)
     found = [simulated(min(together, key=lambda made: made.step), SYNCHRONOUS)] if together else []
-    # One-step training is fast where a step of both sides is short, a pool where both are always busy.
+    # One-step training is fast where a step of both sides is short, a pool where both are always
+    # busy.
     one_step, *pools = [mode for mode in WAYS if mode is not SYNCHRONOUS]
     if apart:
         found.append(simulated(min(apart.values(), key=lambda made: made.step), one_step))
@@ -137,14 +151,22 @@ def setting(plan: Plan, mode: Mode) -> tuple[Setting, float]:
     work = plan.run.work
     _, engine = run.both
     # A large run is simulated in part, with the same samples for each engine.
-    parts = max(size for size in divisors(engine.engines) if size <= max(ceil(work.count / SAMPLES), 1))
+    parts = max(
+        size for size in divisors(engine.engines) if size <= max(ceil(work.count / SAMPLES), 1)
+    )
     parts = min(parts, work.prompts)
     least = START_ALONE if mode.ahead == "groups" else START_TOGETHER
-    start = least + prefill_seconds(run.model, run.kind, engine, work.prompt_tokens / work.samples, work.prompt_tokens)
+    start = least + prefill_seconds(
+        run.model, run.kind, engine, work.prompt_tokens / work.samples, work.prompt_tokens
+    )
     # After an update of the weights, requests in progress compute their KV cache again.
     context = _context(plan)
     refill = START_TOGETHER + prefill_seconds(run.model, run.kind, engine, context, context)
-    moved = sum(seconds for name, seconds in plan.seconds.items() if name in ("weight sync", "wake up and sleep"))
+    moved = sum(
+        seconds
+        for name, seconds in plan.seconds.items()
+        if name in ("weight sync", "wake up and sleep")
+    )
     made = Setting(
         engines=max(engine.engines // parts, 1),
         slots=slots(run, engine),
@@ -170,7 +192,9 @@ def simulated(plan: Plan, mode: Mode, training: float | None = None) -> Way:
     tokens = made.batch * made.samples * sum(made.lengths) / len(made.lengths)
     per_token = (_training(plan) if training is None else training) / tokens
     run = simulate(made, mode, per_token)
-    return Way(mode, plan, steady(run), per_token * _steady_tokens(run), int(max(run.staleness)), share)
+    return Way(
+        mode, plan, steady(run), per_token * _steady_tokens(run), int(max(run.staleness)), share
+    )
 
 
 def steady(run: Run) -> float:
@@ -183,4 +207,6 @@ def _steady_tokens(run: Run) -> float:
     """Tokens per second that were trained meanwhile."""
     size = run.setting.batch * run.setting.samples
     trained = run.trained[FIRST * size : (len(run.ended) - LAST) * size]
-    return sum(run.lengths[index] for index in trained) / (steady(run) * (len(run.ended) - FIRST - LAST))
+    return sum(run.lengths[index] for index in trained) / (
+        steady(run) * (len(run.ended) - FIRST - LAST)
+    )

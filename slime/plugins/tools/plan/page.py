@@ -10,8 +10,11 @@ from .plan import Plan, without_offloading
 from .setups import GIB
 
 
-def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), given: Sequence[str] = ()) -> Iterator[str]:
-    """The lines that ``slime plan`` prints: memory, seconds, what is extrapolated, best layouts and modes.
+def page(
+    plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), given: Sequence[str] = ()
+) -> Iterator[str]:
+    """The lines that ``slime plan`` prints: memory, seconds, what is extrapolated, best layouts and
+    modes.
 
     Args:
         given: The words of the command that was planned.
@@ -22,8 +25,9 @@ def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), give
     yield f"run     {describe(plan)}"
     work = run.work
     yield (
-        f"step    {work.prompts} prompts x {work.samples} samples of {work.prompt_tokens:g} + {work.response_tokens:g} "
-        f"tokens (response at most {work.longest}), {work.steps} optimizer step(s)"
+        f"step    {work.prompts} prompts x {work.samples} samples of {work.prompt_tokens:g} + "
+        f"{work.response_tokens:g} tokens (response at most {work.longest}), {work.steps} "
+        "optimizer step(s)"
     )
     # Memory and seconds by phase.
     yield "\nGiB on each GPU"
@@ -40,8 +44,9 @@ def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), give
     yield from (f"  {problem}" for problem in plan.problems)
     if (resident := without_offloading(plan)) is not None and resident.run.engine is not None:
         yield (
-            f"\nwith the trainer's state left on the GPU a step takes {resident.step:.2f} s: --no-offload-train "
-            f"--sglang-mem-fraction-static {resident.run.engine.fraction:g}"
+            "\n"
+            f"with the trainer's state left on the GPU a step takes {resident.step:.2f} s: "
+            f"--no-offload-train --sglang-mem-fraction-static {resident.run.engine.fraction:g}"
         )
     if plan.extrapolated:
         yield "\nextrapolated: nobody has measured"
@@ -58,21 +63,38 @@ def page(plan: Plan, others: Sequence[Plan] = (), ways: Sequence[Way] = (), give
     elif others:
         program = "train_async.py" if others[0].run.asynchronous else "train.py"
         yield from _to_copy("first", program, flags(others[0]), given)
-        yield "\nsynchronous or asynchronous, simulated: add --sigma, or --lengths-from with the folder of a run"
+        yield (
+            "\n"
+            "synchronous or asynchronous, simulated: add --sigma, or --lengths-from with the "
+            "folder of a run"
+        )
 
 
-def _to_copy(what: str, program: str, printed: Sequence[str], given: Sequence[str]) -> Iterator[str]:
+def _to_copy(
+    what: str, program: str, printed: Sequence[str], given: Sequence[str]
+) -> Iterator[str]:
     unwanted = left_out(printed, given)
-    yield f"\nflags of the {what}, for {program}" + (f", without your {', '.join(unwanted)}" if unwanted else "")
+    yield (f"\nflags of the {what}, for {program}") + (
+        f", without your {', '.join(unwanted)}" if unwanted else ""
+    )
     yield "  " + " \\\n  ".join(printed)
-    if files := sorted({word.partition("=")[0] for word in given} & {"--override", "--custom-config-path"}):
-        yield f"the file of {' and of '.join(files)} takes precedence over these flags: remove from it what they set"
+    if files := sorted(
+        {word.partition("=")[0] for word in given} & {"--override", "--custom-config-path"}
+    ):
+        yield (
+            f"the file of {' and of '.join(files)} takes precedence over these flags: remove from "
+            "it what they set"
+        )
 
 
 def _modes(ways: Sequence[Way]) -> Iterator[str]:
     if not ways:
         return
-    yield f"\nsynchronous or asynchronous on {ways[0].plan.gpus} GPUs, simulated with slime's scheduling"
+    yield (
+        "\n"
+        f"synchronous or asynchronous on {ways[0].plan.gpus} GPUs, simulated with slime's "
+        "scheduling"
+    )
     yield f"  {'s per step':>10}  {'engines have':>14}  {'trainer busy':>12}  oldest token"
     for way in ways:
         colocated = way.plan.run.place.colocate
@@ -93,7 +115,13 @@ def describe(plan: Plan) -> str:
     if run.train is not None:
         layout = run.train.layout
         # Only what is divided.
-        sizes = {"TP": layout.tp, "PP": layout.pp, "CP": layout.cp, "EP": layout.ep, "DP": layout.dp}
+        sizes = {
+            "TP": layout.tp,
+            "PP": layout.pp,
+            "CP": layout.cp,
+            "EP": layout.ep,
+            "DP": layout.dp,
+        }
         parts = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
         words.append(f"{run.train.backend} on {layout.world_size} GPUs {parts}".strip())
         words.append("recomputing" if run.train.recomputed else "no recomputation")
@@ -123,7 +151,11 @@ def as_json(
         }
         for way in ways
     ]
-    return {**_as_json(plan, given), "best": [_as_json(other, given) for other in others], "modes": modes}
+    return {
+        **_as_json(plan, given),
+        "best": [_as_json(other, given) for other in others],
+        "modes": modes,
+    }
 
 
 def _as_json(plan: Plan, given: Sequence[str]) -> dict[str, object]:

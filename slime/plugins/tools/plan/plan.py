@@ -8,15 +8,28 @@ from slime.config.layout import ParallelLayout
 
 from .memory import Phase, cache_tokens, phases, train_memory
 from .seconds import HOST_COPY, rollout_seconds, sync_seconds, train_seconds
-from .setups import EngineSetup, GpuKind, Packs, Placement, PlannedModel, TrainSetup, Workload, packs
+from .setups import (
+    EngineSetup,
+    GpuKind,
+    Packs,
+    Placement,
+    PlannedModel,
+    TrainSetup,
+    Workload,
+    packs,
+)
 
 MEASURED = {"fsdp": ({"dp"}, 4), "megatron": ({"dp", "tp", "ep"}, 4)}
-"""By backend: the parallel sizes above 1 that were measured on H200s, and the largest number of GPUs."""
+"""By backend: the parallel sizes above 1 that were measured on H200s, and the largest number of
+GPUs.
+"""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a plan is computed from. ``train`` or ``engine`` is None in runs with one side alone."""
+    """Everything that a plan is computed from. ``train`` or ``engine`` is None in runs with one
+    side alone.
+    """
 
     model: PlannedModel
     kind: GpuKind
@@ -81,19 +94,27 @@ def make_plan(run: Run) -> Plan:
     if run.asynchronous:
         generation = seconds.get("generate", 0.0)
         step = max(generation, step - generation)
-    return Plan(run, memory, seconds, step, tuple(_extrapolated(run)), tuple(_problems(run, memory)))
+    return Plan(
+        run, memory, seconds, step, tuple(_extrapolated(run)), tuple(_problems(run, memory))
+    )
 
 
 def without_offloading(plan: Plan) -> Plan | None:
-    """Return the plan in which the trainer's state stays on the GPU while engines generate as many responses at once.
+    """Return the plan in which the trainer's state stays on the GPU while engines generate as many
+    responses at once.
 
-    None if this does not fit, is not faster, or is what the run does already. The engines get a twentieth of the GPU
-    more than the responses take at their mean length.
+    None if this does not fit, is not faster, or is what the run does already. The engines get a
+    twentieth of the GPU more than the responses take at their mean length.
     """
     run = plan.run
-    if run.train is None or run.engine is None or not (run.place.colocate and run.place.offload_train):
+    if (
+        run.train is None
+        or run.engine is None
+        or not (run.place.colocate and run.place.offload_train)
+    ):
         return None
-    # The smallest share of the GPU with which engines run as many requests at once, and the next one.
+    # The smallest share of the GPU with which engines run as many requests at once, and the next
+    # one.
     engines = [replace(run.engine, fraction=percent / 100) for percent in range(10, 95, 5)]
     enough = [engine for engine in engines if slots(run, engine) == slots(run, run.engine)][1:2]
     place = replace(run.place, offload_train=False)
@@ -102,8 +123,9 @@ def without_offloading(plan: Plan) -> Plan | None:
 
 
 def full(batch: Packs, train: TrainSetup | None, longest: float) -> Packs:
-    """Return the micro-batches as large as they can be: with several, one may be as large as the token budget, or as
-    the longest sample, which is a micro-batch of its own if the budget is smaller."""
+    """Return the micro-batches as large as they can be: with several, one may be as large as the
+    token budget, or as the longest sample, which is a micro-batch of its own if the budget is
+    smaller."""
     if train is None or batch.count == 1:
         return batch
     budget = max(train.tokens * train.layout.cp, longest)
@@ -111,7 +133,9 @@ def full(batch: Packs, train: TrainSetup | None, longest: float) -> Packs:
 
 
 def slots(run: Run, engine: EngineSetup) -> int:
-    """Requests that fit into the KV cache of an engine at their mean length, at most ``engine.slots``."""
+    """Requests that fit into the KV cache of an engine at their mean length, at most
+    ``engine.slots``.
+    """
     room = cache_tokens(run.model, run.kind, engine) / max(run.work.length, 1.0)
     return max(min(engine.slots, int(room)), 1)
 
@@ -120,13 +144,19 @@ def _seconds(run: Run) -> dict[str, float]:
     found: dict[str, float] = {}
     shared = run.place.colocate and run.train is not None and run.engine is not None
     if run.engine is not None:
-        found["generate"] = rollout_seconds(run.model, run.kind, run.engine, run.work, slots(run, run.engine))
+        found["generate"] = rollout_seconds(
+            run.model, run.kind, run.engine, run.work, slots(run, run.engine)
+        )
     if run.train is None:
         return found
     # The trainer leaves the GPU to the engines, and comes back.
     batch = packs(run.work, run.train)
     step = train_seconds(run.model, run.kind, run.train, batch, run.place.gpus_per_node)
-    moved = train_memory(run.model, run.train, batch).state if shared and run.place.offload_train else 0.0
+    moved = (
+        train_memory(run.model, run.train, batch).state
+        if shared and run.place.offload_train
+        else 0.0
+    )
     if moved:
         found["wake up and sleep"] = 2 * moved / HOST_COPY
     if run.work.log_prob_passes:
@@ -143,16 +173,19 @@ def _problems(run: Run, memory: tuple[Phase, ...]) -> list[str]:
         if phase.total > run.kind.memory:
             largest = max(phase.parts, key=lambda name: phase.parts[name])
             found.append(
-                f"{phase.name} needs {phase.total / 2**30:.1f} GiB of {run.kind.memory / 2**30:.1f} on each GPU, most "
-                f"of it for {largest} ({phase.parts[largest] / 2**30:.1f}): {_remedy(run, largest)}"
+                f"{phase.name} needs {phase.total / 2**30:.1f} GiB of "
+                f"{run.kind.memory / 2**30:.1f} on each GPU, most of it for {largest} "
+                f"({phase.parts[largest] / 2**30:.1f}): {_remedy(run, largest)}"
             )
     if (
         run.engine is not None
-        and cache_tokens(run.model, run.kind, run.engine) < run.work.prompt_tokens + run.work.longest
+        and cache_tokens(run.model, run.kind, run.engine)
+        < run.work.prompt_tokens + run.work.longest
     ):
         found.append(
-            f"the engine's memory ({run.engine.fraction:g} of the GPU) has no room for its weights and the KV cache of "
-            "one response of the largest length: raise --rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
+            f"the engine's memory ({run.engine.fraction:g} of the GPU) has no room for its "
+            "weights and the KV cache of one response of the largest length: raise "
+            "--rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
         )
     return found
 
@@ -171,11 +204,18 @@ def _extrapolated(run: Run) -> list[str]:
     found = []
     # The kind of GPU, the layout and the kind of model of the trainer.
     if not run.kind.measured:
-        found.append(f"GPU {run.kind.name}: no measurement; its data sheet, with the shares that an H200 reaches")
+        found.append(
+            f"GPU {run.kind.name}: no measurement; its data sheet, with the shares that an H200 "
+            "reaches"
+        )
     if run.train is not None:
         layout, (dimensions, most) = run.train.layout, MEASURED[run.train.backend]
         sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
-        new = [f"{name.upper()}{size}" for name, size in sizes.items() if size > 1 and name not in dimensions]
+        new = [
+            f"{name.upper()}{size}"
+            for name, size in sizes.items()
+            if size > 1 and name not in dimensions
+        ]
         if new:
             found.append(f"layout {' '.join(new)} with {run.train.backend}: never measured")
         if layout.tp > 2:
@@ -193,7 +233,10 @@ def _extrapolated(run: Run) -> list[str]:
     if run.model.shape.kv_rank is not None:
         found.append("multi-latent attention: no measurement")
     if run.model.others:
-        found.append(f"layers of kind {', '.join(run.model.others)}: their work is counted as that of attention layers")
+        found.append(
+            f"layers of kind {', '.join(run.model.others)}: their work is counted as that of "
+            "attention layers"
+        )
     if run.engine is not None:
         if run.engine.gpus > 2:
             found.append(f"engines of {run.engine.gpus} GPUs: at most 2 were measured")
@@ -201,36 +244,46 @@ def _extrapolated(run: Run) -> list[str]:
             found.append("generation with experts: no measurement")
         if run.engine.quantized:
             found.append(
-                "--rollout-quantization: the memory counts 8-bit matrices; the seconds are those of unquantized weights"
+                "--rollout-quantization: the memory counts 8-bit matrices; the seconds are those "
+                "of unquantized weights"
             )
     if run.asynchronous:
         found.append(
-            "asynchronous step: the longer of both sides, without what waits for weights and for old samples; with a "
-            "distribution of lengths, the modes below are simulated"
+            "asynchronous step: the longer of both sides, without what waits for weights and for "
+            "old samples; with a distribution of lengths, the modes below are simulated"
         )
     return found
 
 
 def _untimed(train: TrainSetup) -> list[str]:
-    """Name the options whose memory is counted by arithmetic alone, and what their seconds leave out."""
+    """Name the options whose memory is counted by arithmetic alone, and what their seconds leave
+    out.
+    """
     options = {
         "--optimizer-8bit": train.moment_bytes < 8,
         "--bf16-master-weights": train.master_bytes < 4,
         "--offload-activations": train.inputs_on_cpu,
     }
-    found = [f"{name}: the memory is computed, the seconds are those without it" for name, on in options.items() if on]
+    found = [
+        f"{name}: the memory is computed, the seconds are those without it"
+        for name, on in options.items()
+        if on
+    ]
     if train.quantized_base:
         found.append("--lora-base-quantization: memory and seconds are those without it")
     if train.float8:
         found.append("--float8-training: memory and seconds are those without it")
     if train.state_on_cpu:
         found.append(
-            "--fsdp-cpu-offload: the memory is computed; Adam has the rate of Megatron's on 16 CPU cores, and the "
-            "copies have that of one measurement"
+            "--fsdp-cpu-offload: the memory is computed; Adam has the rate of Megatron's on 16 "
+            "CPU cores, and the copies have that of one measurement"
         )
     if train.lora_experts:
         name = "--lora-target-modules experts: "
-        sums = "factors and the sums of one layer are counted, their seconds are not; without recomputation, each "
+        sums = (
+            "factors and the sums of one layer are counted, their seconds are not; without "
+            "recomputation, each "
+        )
         fsdp = f"{name}{sums}layer may keep its sum besides"
         megatron = f"{name}the memory of the factors is counted, their seconds are not"
         found.append(fsdp if train.backend == "fsdp" else megatron)

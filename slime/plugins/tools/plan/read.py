@@ -1,5 +1,5 @@
-"""What a plan is computed from, read from the flags of a run; and whether the run will fit on the GPUs of this machine,
-for ``--dry-run`` and the start of a run."""
+"""What a plan is computed from, read from the flags of a run; and whether the run will fit on the
+GPUs of this machine, for ``--dry-run`` and the start of a run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def read_run(
     sigma: float = 0.0,
     lengths: tuple[int, ...] = (),
 ) -> Run | None:
-    """Read a run from resolved flags; None if config.json of the model is not on this machine. The passes for log-probs
-    are left to the caller.
+    """Read a run from resolved flags; None if config.json of the model is not on this machine. The
+    passes for log-probs are left to the caller.
 
     Args:
-        response_tokens: Mean length, before those above the largest length are cut; None for the largest length, which
-            overestimates memory and seconds.
-        lengths: Measured response lengths in ascending order, instead of ``response_tokens`` and ``sigma``.
+        response_tokens: Mean length, before those above the largest length are cut; None for the
+            largest length, which overestimates memory and seconds.
+        lengths: Measured response lengths in ascending order, instead of ``response_tokens`` and
+            ``sigma``.
     """
     model = PlannedModel.from_checkpoint(args.hf_checkpoint)
     if model is None:
@@ -49,8 +50,11 @@ def read_run(
     # Lengths of responses: measured, drawn from a distribution, or all the same.
     longest = args.rollout_max_response_len
     lengths = tuple(min(length, longest) for length in lengths)
-    if sigma and not lengths:  # cut at the largest length, so that training has the tokens that are generated
-        drawn = Workload(response_tokens=response_tokens or float(longest), longest=longest, sigma=sigma)
+    # cut at the largest length, so that training has the tokens that are generated
+    if sigma and not lengths:
+        drawn = Workload(
+            response_tokens=response_tokens or float(longest), longest=longest, sigma=sigma
+        )
         lengths = tuple(sorted(response_lengths(drawn, MOST)))
     # What a rollout consists of, and how its samples are packed.
     packing = PackingSettings.from_args(args)
@@ -58,7 +62,9 @@ def read_run(
         prompts=args.rollout_batch_size,
         samples=args.n_samples_per_prompt,
         prompt_tokens=prompt_tokens,
-        response_tokens=fmean(lengths) if lengths else min(response_tokens or longest, float(longest)),
+        response_tokens=fmean(lengths)
+        if lengths
+        else min(response_tokens or longest, float(longest)),
         longest=longest,
         sigma=sigma,
         steps=args.num_steps_per_rollout or 1,
@@ -79,15 +85,20 @@ def read_run(
 
 
 def _train(args: Args, micro_batch: float | None) -> TrainSetup:
-    """``micro_batch``: the largest number of tokens of a micro-batch with ``--micro-batch-size``."""
+    """``micro_batch``: the largest number of tokens of a micro-batch with
+    ``--micro-batch-size``.
+    """
     # What is recomputed: Megatron says so in several flags.
     given = args.megatron
     layout = ParallelLayout.from_args(args)
     layers = given.get("recompute_num_layers") if given.get("recompute_method") == "block" else None
     recomputed = int(layers or -1) if args.gradient_checkpointing else 0
     if args.train_backend == "megatron":
-        granularity = given.get("recompute_granularity") or ("selective" * bool(given.get("recompute_activations")))
-        if granularity == "selective":  # attention's inside alone, of which FlashAttention keeps nothing
+        granularity = given.get("recompute_granularity") or (
+            "selective" * bool(given.get("recompute_activations"))
+        )
+        # attention's inside alone, of which FlashAttention keeps nothing
+        if granularity == "selective":
             recomputed = 0
         elif recomputed > 0:  # so many in each stage
             recomputed *= layout.pp
@@ -129,7 +140,9 @@ def _engine(args: Args) -> EngineSetup:
 
 
 def kind_by_name(name: str) -> GpuKind | None:
-    """Return the kind by the driver's name of a GPU (``NVIDIA A100-SXM4-80GB``); None if it is not known."""
+    """Return the kind by the driver's name of a GPU (``NVIDIA A100-SXM4-80GB``); None if it is not
+    known.
+    """
     words = re.split(r"[\s-]+", name.lower())
     if "a100" in words:
         return KINDS["a100-40gb" if "40gb" in words else "a100"]
@@ -137,7 +150,9 @@ def kind_by_name(name: str) -> GpuKind | None:
 
 
 def installed_kind(folder: Path = _DRIVER) -> GpuKind | None:
-    """Return the kind of this machine's first GPU, without torch; None if there is none, or if it is not known."""
+    """Return the kind of this machine's first GPU, without torch; None if there is none, or if it
+    is not known.
+    """
     # The driver writes it there, also where torch is not installed.
     for file in sorted(folder.glob("*/information")):
         found = re.search(r"^Model:\s*(.+)$", file.read_text(errors="replace"), re.MULTILINE)
@@ -146,10 +161,12 @@ def installed_kind(folder: Path = _DRIVER) -> GpuKind | None:
 
 
 def misfits(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) -> list[str]:
-    """Say why a run may not fit on GPUs of a kind, by default this machine's. Empty if it fits, or if it is not known.
+    """Say why a run may not fit on GPUs of a kind, by default this machine's. Empty if it fits, or
+    if it is not known.
 
-    It is not an error, because the estimate can be wrong by a tenth and does not include users' functions. The embedded
-    engine sizes its cache by the memory that is free, so a run with it is not judged.
+    It is not an error, because the estimate can be wrong by a tenth and does not include users'
+    functions. The embedded engine sizes its cache by the memory that is free, so a run with it is
+    not judged.
     """
     kind = kind or installed_kind()
     if kind is None or (args.rollout_backend == "embedded" and not args.debug_train_only):
@@ -159,12 +176,23 @@ def misfits(args: Args, asynchronous: bool = False, kind: GpuKind | None = None)
 
 
 def report(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) -> list[str]:
-    """The memory of each phase of a step on GPUs of a kind, by default this machine's, and why the run does not fit."""
+    """The memory of each phase of a step on GPUs of a kind, by default this machine's, and why the
+    run does not fit.
+    """
     kind = kind or installed_kind()
     if kind is None:
-        return ["whether it fits on GPUs of a certain kind: slime plan --kind KIND, with the same flags"]
+        return [
+            "whether it fits on GPUs of a certain kind: slime plan --kind KIND, with the same flags"
+        ]
     run = read_run(args, kind, asynchronous)
     phases = make_plan(run).phases if run is not None else ()
-    lines = [f"  {phase.name:<15} {phase.total / GIB:.1f} GiB of {kind.memory / GIB:.1f}" for phase in phases]
+    lines = [
+        f"  {phase.name:<15} {phase.total / GIB:.1f} GiB of {kind.memory / GIB:.1f}"
+        for phase in phases
+    ]
     warnings = [f"  warning: {problem}" for problem in misfits(args, asynchronous, kind)]
-    return [f"memory by phase on each GPU ({kind.name}; slime plan shows what it consists of)", *lines, *warnings]
+    return [
+        f"memory by phase on each GPU ({kind.name}; slime plan shows what it consists of)",
+        *lines,
+        *warnings,
+    ]

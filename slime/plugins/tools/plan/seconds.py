@@ -1,7 +1,8 @@
-"""Seconds of the phases of a step, from FLOPs, bytes and a handful of measured rates; of generation, with requests of
-unequal length that share the decode steps of an engine.
+"""Seconds of the phases of a step, from FLOPs, bytes and a handful of measured rates; of
+generation, with requests of unequal length that share the decode steps of an engine.
 
-Each constant holds for all models, layouts and kinds of GPU, as a share of what the data sheet says.
+Each constant holds for all models, layouts and kinds of GPU, as a share of what the data sheet
+says.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from slime.observability.samples import read_samples, sample_files
 from .setups import EngineSetup, GpuKind, Packs, PlannedModel, TrainSetup, Workload
 
 MATMUL = 0.726
-"""Share of the data sheet's FLOP/s that large bf16 products reach under load: 718 of 989 (790 on a cool GPU)."""
+"""Share of the data sheet's FLOP/s that large bf16 products reach under load: 718 of 989 (790 on a
+cool GPU).
+"""
 GROUPED = 0.60
 """The same for the grouped products of experts: 590 TFLOP/s (h200_kernels_experts)."""
 ATTENTION = 0.355
@@ -28,47 +31,70 @@ ATTENTION = 0.355
 ATTENTION_HALF = 525.0
 """Length at which it reaches half of that: 232 TFLOP/s for samples of 1k tokens."""
 ATTENTION_BACKWARD = 1.5
-"""Seconds of its backward pass over those of two forward passes (3.0 forward passes in all; h200_kernels_alone)."""
+"""Seconds of its backward pass over those of two forward passes (3.0 forward passes in all;
+h200_kernels_alone).
+"""
 MEMORY = 0.75
-"""Share of the data sheet's bandwidth that elementwise kernels and Adam reach: Adam moves 3.5 TB/s."""
+"""Share of the data sheet's bandwidth that elementwise kernels and Adam reach: Adam moves 3.5
+TB/s.
+"""
 CACHE_READ = 0.60
 """The same for decode attention with SGLang's Triton kernels."""
 ELEMENTWISE = 5.2
-"""Times that the kept tensors of a layer move through memory, forward and backward; a third of it forward."""
+"""Times that the kept tensors of a layer move through memory, forward and backward; a third of it
+forward.
+"""
 UNCOMPILED = 3.0
 """How often more without compiled layers."""
 ROUTING = 26.0
-"""Times that the rows of all experts move, forward and backward: sorting, gathers, sums (h200_kernels_experts)."""
+"""Times that the rows of all experts move, forward and backward: sorting, gathers, sums
+(h200_kernels_experts).
+"""
 HEAD_BYTES = 12.0
 """Bytes moved per logit for log-probs, entropy and gradient; a third of it forward."""
 LAUNCH = 0.7e-3
-"""Idle seconds of the GPU per layer and micro-batch between kernels, forward and backward; a third of it forward."""
+"""Idle seconds of the GPU per layer and micro-batch between kernels, forward and backward; a third
+of it forward.
+"""
 FSDP_STEP_BYTES = 40.0
 MEGATRON_STEP_BYTES = 56.0
-"""Bytes per parameter and optimizer step: norm, clipping, Adam; Megatron also clears and copies its gradients."""
+"""Bytes per parameter and optimizer step: norm, clipping, Adam; Megatron also clears and copies its
+gradients.
+"""
 CPU_ADAM = 20e9
-"""Bytes/s of Adam on 16 CPU cores, transfers included (h200_optimizer_cpu_offload is the only measurement)."""
+"""Bytes/s of Adam on 16 CPU cores, transfers included (h200_optimizer_cpu_offload is the only
+measurement).
+"""
 TENSOR_PARALLEL = 0.31
-"""Share of the link that the collectives around each layer reach: 140 of 450 GB/s (h200_train_mfu_gpus)."""
+"""Share of the link that the collectives around each layer reach: 140 of 450 GB/s
+(h200_train_mfu_gpus).
+"""
 BULK = 0.75
 """The same for the large messages of data parallelism."""
 HOST_COPY = 45e9
 """Bytes/s between host memory and GPU: 45 GiB of the trainer in 1.0 s (h200_step)."""
 HOST_SHARDS = 16e9
-"""Bytes/s of master weights in CPU memory that are cast and copied for a pass (h200_train_mfu_november_26)."""
+"""Bytes/s of master weights in CPU memory that are cast and copied for a pass
+(h200_train_mfu_november_26).
+"""
 DECODE_STEP = 1.5e-3
-"""Seconds of a decode step besides memory and FLOPs: scheduling, sampling, launches of CUDA graphs."""
+"""Seconds of a decode step besides memory and FLOPs: scheduling, sampling, launches of CUDA
+graphs.
+"""
 DECODE_LAYER = 0.9e-3
 """Seconds per layer and decode step without CUDA graphs, when the host launches each kernel."""
 HOST_STEP = 2.0e-3
 HOST_REQUEST = 31e-6
-"""Seconds of SGLang's scheduler in each decode step, and for each running request. They overlap the GPU's work, so they
-limit small models: 490, 16,200 and 25,500 tokens/s at 1, 64 and 256 requests (synchronous run of h200_async_two_gpus).
+"""Seconds of SGLang's scheduler in each decode step, and for each running request. They overlap the
+GPU's work, so they limit small models: 490, 16,200 and 25,500 tokens/s at 1, 64 and 256 requests
+(synchronous run of h200_async_two_gpus).
 """
 ALL_REDUCE = 20e-6
 """Seconds of one all-reduce of few tokens, of which a layer has two."""
 SYNC_FIXED = 0.35
-"""Seconds of a weight sync besides the copies: calls to the engines, digests, pause (h200_step 0.47)."""
+"""Seconds of a weight sync besides the copies: calls to the engines, digests, pause (h200_step
+0.47).
+"""
 SYNC_RATE = 80e9
 """Bytes/s of a weight sync over CUDA IPC or NCCL (h200_weight_sync: 8.0 GB in 0.10 s)."""
 
@@ -126,13 +152,17 @@ class _Forward:
 
 
 def _backward(forward: _Forward, train: TrainSetup) -> float:
-    """Seconds of the backward pass. Frozen weights have no gradients, which are half of its products."""
+    """Seconds of the backward pass. Frozen weights have no gradients, which are half of its
+    products.
+    """
     return (1 if train.lora_rank else 2) * forward.products + 2 * forward.rest
 
 
-def _forward(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs) -> tuple[_Forward, _Forward]:
-    """Seconds of a micro-batch's forward pass on one group of model-parallel ranks: layers without attention, and the
-    LM head."""
+def _forward(
+    model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs
+) -> tuple[_Forward, _Forward]:
+    """Seconds of a micro-batch's forward pass on one group of model-parallel ranks: layers without
+    attention, and the LM head."""
     s = model.shape
     layout = train.layout
     split = layout.tp * layout.cp
@@ -141,7 +171,15 @@ def _forward(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs
     dense = 2.0 * (model.active - model.active_experts) * tokens / (MATMUL * kind.flops)
     experts = 2.0 * model.active_experts * tokens / (GROUPED * kind.flops)
     # Everything else moves tensors through memory.
-    traffic = ELEMENTWISE / 3 * (1.0 if train.compiled else UNCOMPILED) * 2.0 * model.kept_width * s.layers * tokens
+    traffic = (
+        ELEMENTWISE
+        / 3
+        * (1.0 if train.compiled else UNCOMPILED)
+        * 2.0
+        * model.kept_width
+        * s.layers
+        * tokens
+    )
     if s.experts:
         traffic += ROUTING / 3 * 2.0 * s.experts_per_token * s.hidden * s.sparse_layers * tokens
     moved = traffic / (MEMORY * kind.bandwidth)
@@ -151,9 +189,13 @@ def _forward(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs
 
 
 def _read_from_cpu(model: PlannedModel, train: TrainSetup) -> float:
-    """Seconds in which a pass copies the weights of a rank from CPU memory, or their gradients to it."""
+    """Seconds in which a pass copies the weights of a rank from CPU memory, or their gradients to
+    it.
+    """
     shards = train.shards or train.layout.world_size
-    return train.master_bytes * model.parameters / shards / HOST_SHARDS if train.state_on_cpu else 0.0
+    return (
+        train.master_bytes * model.parameters / shards / HOST_SHARDS if train.state_on_cpu else 0.0
+    )
 
 
 def _attention(model: PlannedModel, kind: GpuKind, batch: Packs) -> float:
@@ -168,8 +210,12 @@ def _link(kind: GpuKind, size: int, gpus_per_node: int) -> float:
     return kind.link if size <= gpus_per_node else kind.network
 
 
-def _exchange(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs, gpus_per_node: int) -> float:
-    """Seconds of a micro-batch's forward pass in which ranks of one model wait for each other's tensors."""
+def _exchange(
+    model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs, gpus_per_node: int
+) -> float:
+    """Seconds of a micro-batch's forward pass in which ranks of one model wait for each other's
+    tensors.
+    """
     s = model.shape
     layout = train.layout
     row = 2.0 * s.hidden * batch.tokens / layout.cp
@@ -178,35 +224,69 @@ def _exchange(model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Pack
         moved = 4.0 * s.layers * row * (layout.tp - 1) / layout.tp
         seconds += moved / (TENSOR_PARALLEL * _link(kind, layout.tp, gpus_per_node))
     if layout.ep > 1:  # rows go to their experts and back
-        moved = 2.0 * s.sparse_layers * row / layout.tp * s.experts_per_token * (layout.ep - 1) / layout.ep
+        moved = (
+            2.0
+            * s.sparse_layers
+            * row
+            / layout.tp
+            * s.experts_per_token
+            * (layout.ep - 1)
+            / layout.ep
+        )
         seconds += moved / (TENSOR_PARALLEL * _link(kind, layout.ep * layout.tp, gpus_per_node))
     if layout.cp > 1:  # keys and values of the other ranks
-        moved = 2.0 * 2.0 * s.layers * s.kv_heads * s.key_width * batch.tokens * (layout.cp - 1) / layout.cp / layout.tp
+        moved = (
+            2.0
+            * 2.0
+            * s.layers
+            * s.kv_heads
+            * s.key_width
+            * batch.tokens
+            * (layout.cp - 1)
+            / layout.cp
+            / layout.tp
+        )
         seconds += moved / (TENSOR_PARALLEL * _link(kind, layout.cp * layout.tp, gpus_per_node))
     if layout.pp > 1:
-        seconds += 2.0 * row * layout.pp / (TENSOR_PARALLEL * _link(kind, layout.world_size, gpus_per_node))
+        seconds += (
+            2.0
+            * row
+            * layout.pp
+            / (TENSOR_PARALLEL * _link(kind, layout.world_size, gpus_per_node))
+        )
     return seconds
 
 
 def _data_parallel(
-    model: PlannedModel, kind: GpuKind, train: TrainSetup, batch: Packs, compute: float, gpus_per_node: int
+    model: PlannedModel,
+    kind: GpuKind,
+    train: TrainSetup,
+    batch: Packs,
+    compute: float,
+    gpus_per_node: int,
 ) -> float:
     """Seconds in which a rank waits for gathered weights and summed gradients."""
     layout = train.layout
     rate = BULK * _link(kind, layout.world_size, gpus_per_node)
     if train.backend == "fsdp":
         ranks = train.shards or layout.world_size
-        moved = (2.0 * 2 + train.gradient_bytes) * model.parameters * (ranks - 1) / ranks * batch.count
+        moved = (
+            (2.0 * 2 + train.gradient_bytes) * model.parameters * (ranks - 1) / ranks * batch.count
+        )
         layers = max(model.shape.layers, 1)
-        # The exchange of one layer overlaps the computation of another; the first gather and the last sum do not.
+        # The exchange of one layer overlaps the computation of another; the first gather and the
+        # last sum do not.
         return max(moved / rate - 0.9 * compute, 0.0) + moved / rate / layers
-    # Megatron sums gradients and gathers parameters once a step; experts have other replicas than the rest.
+    # Megatron sums gradients and gathers parameters once a step; experts have other replicas than
+    # the rest.
     replicas = layout.dp * layout.cp
     own = model.dense_layers / layout.pp / layout.tp + model.head_and_embedding / layout.tp
     expert_replicas = max(layout.world_size // (layout.ep * layout.etp * layout.pp), 1)
     experts = model.experts / (layout.ep * layout.etp * layout.pp)
     each = train.gradient_bytes + 2.0
-    moved = each * (own * (replicas - 1) / replicas + experts * (expert_replicas - 1) / expert_replicas)
+    moved = each * (
+        own * (replicas - 1) / replicas + experts * (expert_replicas - 1) / expert_replicas
+    )
     return moved / rate
 
 
@@ -217,11 +297,20 @@ def _optimizer(model: PlannedModel, kind: GpuKind, train: TrainSetup) -> float:
     if train.backend == "fsdp" and train.state_on_cpu:
         return 28.0 * model.parameters / (train.shards or layout.world_size) / CPU_ADAM
     if train.backend == "fsdp":
-        return FSDP_STEP_BYTES * model.parameters / (train.shards or layout.world_size) / (MEMORY * kind.bandwidth)
+        return (
+            FSDP_STEP_BYTES
+            * model.parameters
+            / (train.shards or layout.world_size)
+            / (MEMORY * kind.bandwidth)
+        )
     own = (model.dense_layers / layout.pp + model.head_and_embedding) / layout.tp
     experts = model.experts / (layout.ep * layout.etp * layout.pp)
     replicas = layout.dp * layout.cp if train.distributed_optimizer else 1
-    expert_replicas = layout.world_size // (layout.ep * layout.etp * layout.pp) if train.distributed_optimizer else 1
+    expert_replicas = (
+        layout.world_size // (layout.ep * layout.etp * layout.pp)
+        if train.distributed_optimizer
+        else 1
+    )
     stepped = own / replicas + experts / max(expert_replicas, 1)
     if train.optimizer_on_cpu:
         return 28.0 * stepped / CPU_ADAM
@@ -230,11 +319,14 @@ def _optimizer(model: PlannedModel, kind: GpuKind, train: TrainSetup) -> float:
     return (local * (own + experts) + FSDP_STEP_BYTES * stepped) / (MEMORY * kind.bandwidth)
 
 
-def decode_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, running: float, context: float) -> float:
-    """Seconds of one decode step of an engine with ``running`` requests of ``context`` tokens (mean, prompt included).
+def decode_seconds(
+    model: PlannedModel, kind: GpuKind, engine: EngineSetup, running: float, context: float
+) -> float:
+    """Seconds of one decode step of an engine with ``running`` requests of ``context`` tokens
+    (mean, prompt included).
 
-    The sum of reading the weights, reading the KV cache, the FLOPs of the tokens, and what a step costs besides; or the
-    time of the scheduler, if that is longer.
+    The sum of reading the weights, reading the KV cache, the FLOPs of the tokens, and what a step
+    costs besides; or the time of the scheduler, if that is longer.
     """
     s = model.shape
     split = engine.gpus
@@ -245,7 +337,10 @@ def decode_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, runn
     # Weights and KV cache are read once for all requests, whose tokens are few products.
     read = engine.dtype_bytes * touched / split / (MEMORY * kind.bandwidth)
     cache = (
-        model.cache_bytes_per_token() * context * running / (min(split, max(s.kv_heads, 1)) if s.kv_rank is None else 1)
+        model.cache_bytes_per_token()
+        * context
+        * running
+        / (min(split, max(s.kv_heads, 1)) if s.kv_rank is None else 1)
     )
     cache /= CACHE_READ * kind.bandwidth
     multiply = 2.0 * (model.active + model.embedding) * running / split / (MATMUL * kind.flops)
@@ -254,7 +349,9 @@ def decode_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, runn
     return max(gpu, HOST_STEP + HOST_REQUEST * running)
 
 
-def prefill_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, tokens: float, length: float) -> float:
+def prefill_seconds(
+    model: PlannedModel, kind: GpuKind, engine: EngineSetup, tokens: float, length: float
+) -> float:
     """Seconds of an engine for the prefill of ``tokens`` tokens in prompts of ``length``."""
     one = forward_flops(model.shape, max(int(length), 1)) / max(length, 1.0) - 2.0 * model.embedding
     return tokens * one / (0.5 * kind.flops * engine.gpus)
@@ -286,21 +383,28 @@ def measured_lengths(run: Path) -> tuple[int, ...]:
             raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from error
     found.sort()
     if not found:
-        raise ValueError(f"{run} has no samples/rollout_*.jsonl: give the folder of a run that finished a rollout")
+        raise ValueError(
+            f"{run} has no samples/rollout_*.jsonl: give the folder of a run that finished a "
+            "rollout"
+        )
     # As many as are needed, evenly, so that the rare long ones are not lost.
     count = min(len(found), MOST)
     return tuple(max(found[(2 * i + 1) * len(found) // (2 * count)], 1) for i in range(count))
 
 
 def response_lengths(work: Workload, count: int) -> list[int]:
-    """Return ``count`` lengths that are spread evenly over their distribution, in an order that is always the same.
+    """Return ``count`` lengths that are spread evenly over their distribution, in an order that is
+    always the same.
 
-    The distribution is log-normal with mean ``response_tokens`` and ``sigma``, cut at ``longest``; the cut lowers the
-    mean. Measured lengths are taken evenly in their order.
+    The distribution is log-normal with mean ``response_tokens`` and ``sigma``, cut at ``longest``;
+    the cut lowers the mean. Measured lengths are taken evenly in their order.
     """
-    # Evenly from the distribution, so that a few lengths stand for it; shuffled, since requests come in no order.
+    # Evenly from the distribution, so that a few lengths stand for it; shuffled, since requests
+    # come in no order.
     if work.lengths:
-        lengths = [work.lengths[(2 * i + 1) * len(work.lengths) // (2 * count)] for i in range(count)]
+        lengths = [
+            work.lengths[(2 * i + 1) * len(work.lengths) // (2 * count)] for i in range(count)
+        ]
         Random(0).shuffle(lengths)
         return lengths
     if not work.sigma:
@@ -314,20 +418,26 @@ def response_lengths(work: Workload, count: int) -> list[int]:
 
 
 @lru_cache(maxsize=512)  # a search plans each set of engines with many layouts
-def rollout_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, work: Workload, slots: int) -> float:
+def rollout_seconds(
+    model: PlannedModel, kind: GpuKind, engine: EngineSetup, work: Workload, slots: int
+) -> float:
     """Estimate a rollout on ``engine.engines`` engines, each with an equal share of the requests.
 
-    The engine has continuous batching: when a request ends, the next one starts. All running requests get one token in
-    each decode step, whose duration follows from their number and mean context.
+    The engine has continuous batching: when a request ends, the next one starts. All running
+    requests get one token in each decode step, whose duration follows from their number and mean
+    context.
 
     Args:
-        slots: Requests that an engine runs at once; the KV cache may hold fewer than ``engine.slots``.
+        slots: Requests that an engine runs at once; the KV cache may hold fewer than
+            ``engine.slots``.
     """
     share = max(ceil(work.count / engine.engines), 1)
     waiting = response_lengths(work, share)[::-1]
-    running: list[tuple[float, float]] = []  # a heap of (step in which it ends, step in which it started)
+    # a heap of (step in which it ends, step in which it started)
+    running: list[tuple[float, float]] = []
     step = seconds = started = 0.0
-    # Time goes on from the end of one request to the next. Between two ends, all running requests decode.
+    # Time goes on from the end of one request to the next. Between two ends, all running requests
+    # decode.
     while waiting or running:
         while waiting and len(running) < slots:
             heapq.heappush(running, (step + waiting.pop(), step))
@@ -338,5 +448,6 @@ def rollout_seconds(model: PlannedModel, kind: GpuKind, engine: EngineSetup, wor
         step = end
         while running and running[0][0] <= step:
             started -= heapq.heappop(running)[1]
-    prompts = share / work.samples * work.prompt_tokens  # the samples of a group share its prompt in the cache
+    # the samples of a group share its prompt in the cache
+    prompts = share / work.samples * work.prompt_tokens
     return seconds + prefill_seconds(model, kind, engine, prompts, work.prompt_tokens)

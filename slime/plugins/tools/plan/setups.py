@@ -1,5 +1,5 @@
-"""What a plan is made of: the kind of GPU by its data sheet, the model by its config.json, the trainer, the engines and
-the samples of a step."""
+"""What a plan is made of: the kind of GPU by its data sheet, the model by its config.json, the
+trainer, the engines and the samples of a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class GpuKind:
         link: Bytes/s in one direction between two GPUs of a node.
         network: Bytes/s in one direction of a GPU's share of the node's network.
         source: Where the figures come from.
-        measured: Whether slime was measured on it. All other figures of it are extrapolated by its data sheet.
+        measured: Whether slime was measured on it. All other figures of it are extrapolated by its
+            data sheet.
     """
 
     name: str
@@ -43,13 +44,42 @@ class GpuKind:
 KINDS = {
     kind.name: kind
     for kind in (
-        GpuKind("h200", 139.8 * GIB, 989e12, 4.8e12, 450e9, 50e9, "NVIDIA H200 data sheet, SXM", measured=True),
+        GpuKind(
+            "h200",
+            139.8 * GIB,
+            989e12,
+            4.8e12,
+            450e9,
+            50e9,
+            "NVIDIA H200 data sheet, SXM",
+            measured=True,
+        ),
         GpuKind("h100", 79.1 * GIB, 989e12, 3.35e12, 450e9, 50e9, "NVIDIA H100 data sheet, SXM5"),
         GpuKind("h20", 95.1 * GIB, 148e12, 4.0e12, 450e9, 50e9, "NVIDIA H20 data sheet"),
-        GpuKind("a100", 79.2 * GIB, 312e12, 2.04e12, 300e9, 25e9, "NVIDIA A100 80 GB data sheet, SXM4"),
-        GpuKind("a100-40gb", 39.4 * GIB, 312e12, 1.56e12, 300e9, 25e9, "NVIDIA A100 40 GB data sheet, SXM4"),
-        GpuKind("b200", 178.4 * GIB, 2250e12, 7.7e12, 900e9, 50e9, "NVIDIA DGX B200 data sheet, per GPU"),
-        GpuKind("l40s", 44.4 * GIB, 362e12, 0.86e12, 32e9, 12.5e9, "NVIDIA L40S data sheet, PCIe 4 without NVLink"),
+        GpuKind(
+            "a100", 79.2 * GIB, 312e12, 2.04e12, 300e9, 25e9, "NVIDIA A100 80 GB data sheet, SXM4"
+        ),
+        GpuKind(
+            "a100-40gb",
+            39.4 * GIB,
+            312e12,
+            1.56e12,
+            300e9,
+            25e9,
+            "NVIDIA A100 40 GB data sheet, SXM4",
+        ),
+        GpuKind(
+            "b200", 178.4 * GIB, 2250e12, 7.7e12, 900e9, 50e9, "NVIDIA DGX B200 data sheet, per GPU"
+        ),
+        GpuKind(
+            "l40s",
+            44.4 * GIB,
+            362e12,
+            0.86e12,
+            32e9,
+            12.5e9,
+            "NVIDIA L40S data sheet, PCIe 4 without NVLink",
+        ),
     )
 }
 """By the name of ``slime plan --kind``."""
@@ -63,11 +93,13 @@ class Workload:
         prompts, samples: Number of groups, and of samples in each.
         prompt_tokens, response_tokens: Mean lengths.
         longest: Largest length of a response.
-        sigma: Standard deviation of the logarithm of the response lengths; 0 if all have the mean length.
+        sigma: Standard deviation of the logarithm of the response lengths; 0 if all have the mean
+            length.
         lengths: Measured response lengths in ascending order, instead of a log-normal distribution.
         steps: Optimizer steps per rollout.
         shared_prompts: Whether a micro-batch holds the prompt of a group once.
-        log_prob_passes: Forward passes over all samples before training: old log-probs, reference, teacher.
+        log_prob_passes: Forward passes over all samples before training: old log-probs, reference,
+            teacher.
     """
 
     prompts: int = 32
@@ -107,13 +139,14 @@ class TrainSetup:
         tokens: Tokens of a micro-batch on each GPU (``--max-tokens-per-gpu``).
         shards: Ranks over which FSDP splits parameters; 0 for all.
         recomputed: Layers whose activations are recomputed; -1 for all.
-        gradient_bytes: 2 or 4 per parameter (``--grad-reduce-in-bf16``). FSDP only sums them over ranks in so many.
+        gradient_bytes: 2 or 4 per parameter (``--grad-reduce-in-bf16``). FSDP only sums them over
+            ranks in so many.
         moments: Whether the optimizer keeps Adam's moments.
         optimizer_on_cpu: ``--optimizer-cpu-offload``.
         lora_rank: 0 without an adapter.
         lora_experts: Whether the adapter has factors for each routed expert.
-        master_bytes, moment_bytes: FSDP's bytes per parameter of master weights (gradients have the same) and of both
-            moments together (``--bf16-master-weights``, ``--optimizer-8bit``).
+        master_bytes, moment_bytes: FSDP's bytes per parameter of master weights (gradients have the
+            same) and of both moments together (``--bf16-master-weights``, ``--optimizer-8bit``).
         state_on_cpu: ``--fsdp-cpu-offload``.
         inputs_on_cpu: ``--offload-activations``.
         float8: ``--float8-training``.
@@ -147,7 +180,9 @@ class TrainSetup:
     def fsdp_only(self) -> bool:
         """Whether an option is on that Megatron refuses."""
         small = self.master_bytes < 4 or self.moment_bytes < 8
-        return small or self.state_on_cpu or self.inputs_on_cpu or self.float8 or self.quantized_base
+        return (
+            small or self.state_on_cpu or self.inputs_on_cpu or self.float8 or self.quantized_base
+        )
 
     def recomputed_share(self, layers: int) -> float:
         return 1.0 if self.recomputed < 0 else min(self.recomputed / layers, 1.0)
@@ -160,11 +195,13 @@ class EngineSetup:
     Attributes:
         engines: Number of engines.
         gpus: GPUs of each, its tensor-parallel size.
-        fraction: Share of a device's memory for weights and KV cache (``--sglang-mem-fraction-static``).
+        fraction: Share of a device's memory for weights and KV cache
+            (``--sglang-mem-fraction-static``).
         slots: Largest number of requests that an engine runs at once.
         cuda_graphs: Whether decode steps are CUDA graphs.
         dtype_bytes: Bytes of a weight.
-        quantized: Whether the matrices of the layers have 1 byte per weight (``--rollout-quantization fp8``).
+        quantized: Whether the matrices of the layers have 1 byte per weight
+            (``--rollout-quantization fp8``).
     """
 
     engines: int = 1
@@ -195,7 +232,8 @@ class Packs:
         tokens: Tokens of a micro-batch on all its context-parallel ranks together.
         scored: Response tokens of a micro-batch.
         length: Mean length of a sample.
-        squares: Mean of the squared lengths over the square of the mean, which attention's cost follows.
+        squares: Mean of the squared lengths over the square of the mean, which attention's cost
+            follows.
     """
 
     count: int
@@ -210,7 +248,8 @@ def packs(work: Workload, train: TrainSetup) -> Packs:
 
     With shared prompts, a group's prompt counts once in each micro-batch that has samples of it.
     """
-    # The samples of a rank, whose prompts count once for all samples of a group that share a micro-batch.
+    # The samples of a rank, whose prompts count once for all samples of a group that share a
+    # micro-batch.
     samples = work.count / work.steps / train.layout.dp
     budget = train.tokens * train.layout.cp
     prompt = work.prompt_tokens
@@ -220,10 +259,18 @@ def packs(work: Workload, train: TrainSetup) -> Packs:
     # Micro-batches are filled evenly, as the scheduler of a run does.
     total = samples * (work.response_tokens + prompt)
     count = max(ceil(total / budget - 1e-6), 1)
-    return Packs(count, total / count, samples * work.response_tokens / count, work.length, work.squares)
+    return Packs(
+        count, total / count, samples * work.response_tokens / count, work.length, work.squares
+    )
 
 
-_WITH_CACHE = ("attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+_WITH_CACHE = (
+    "attention",
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+)
 
 
 @dataclass(frozen=True)
@@ -233,7 +280,8 @@ class PlannedModel:
     Attributes:
         tied: Whether the LM head is the embedding.
         stored: Parameters in the headers of the checkpoint's files; 0 if only config.json is there.
-        others: Kinds of layers that are no attention and keep no KV cache, by their names in config.json.
+        others: Kinds of layers that are no attention and keep no KV cache, by their names in
+            config.json.
         cached_layers: Layers with a KV cache; None for all.
     """
 
@@ -247,7 +295,8 @@ class PlannedModel:
     def from_checkpoint(cls, checkpoint: str | None) -> PlannedModel | None:
         """Read config.json, and headers of weights where they are.
 
-        None if config.json is not on this machine, or if layers, hidden size or vocabulary are not in it.
+        None if config.json is not on this machine, or if layers, hidden size or vocabulary are not
+        in it.
         """
         config = read_config(checkpoint) if checkpoint else None
         if config is None:
@@ -285,7 +334,9 @@ class PlannedModel:
 
         They follow from the FLOPs of one token: 2 per parameter, besides those of attention.
         """
-        attention = self.shape.layers * self.shape.heads * (self.shape.key_width + self.shape.value_width)
+        attention = (
+            self.shape.layers * self.shape.heads * (self.shape.key_width + self.shape.value_width)
+        )
         return int((forward_flops(self.shape, 1) - attention) / 2) - self.embedding
 
     @property
@@ -298,11 +349,16 @@ class PlannedModel:
     def active_experts(self) -> int:
         """Parameters of the routed experts that multiply a token."""
         s = self.shape
-        return s.sparse_layers * s.experts_per_token * self.matrices * s.hidden * s.expert_width if s.experts else 0
+        return (
+            s.sparse_layers * s.experts_per_token * self.matrices * s.hidden * s.expert_width
+            if s.experts
+            else 0
+        )
 
     @property
     def dense_layers(self) -> int:
-        """Parameters of all layers except routed experts: attention, routers, dense and shared MLPs, norms.
+        """Parameters of all layers except routed experts: attention, routers, dense and shared
+        MLPs, norms.
 
         Where the files say how many parameters there are, these are what the other parts leave.
         """
@@ -318,9 +374,10 @@ class PlannedModel:
     def kept_width(self) -> float:
         """Elements per token that a layer keeps for its backward pass, the mean over layers.
 
-        Needed even if everything that can be fused is fused: the layer's input, queries, keys and values, queries and
-        keys after norm and rotation, the output of attention, the middle of the layer, and gate and up. In addition,
-        measured: the outputs of the two norms and a second copy of queries, keys and values.
+        Needed even if everything that can be fused is fused: the layer's input, queries, keys and
+        values, queries and keys after norm and rotation, the output of attention, the middle of the
+        layer, and gate and up. In addition, measured: the outputs of the two norms and a second
+        copy of queries, keys and values.
         """
         s = self.shape
         q = s.heads * s.key_width

@@ -1,7 +1,8 @@
 """Engines and a clock for ``simulation.py``: what schedules is real, only what it waits for is not.
 
-:class:`SimulatedLoop` is asyncio's event loop with a clock that jumps to the next thing that is due, so hours of
-generation pass in the CPU time of the code that schedules them. :class:`Engines` decode under a measured speed curve.
+:class:`SimulatedLoop` is asyncio's event loop with a clock that jumps to the next thing that is
+due, so hours of generation pass in the CPU time of the code that schedules them. :class:`Engines`
+decode under a measured speed curve.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from slime.data.sample import Sample
 
 H200_CURVE = ((1, 271.0), (64, 9690.0), (256, 15660.0))
-"""Output tokens/s of one H200 by the number of running requests: Qwen3-4B shape, bf16, SGLang 0.5.15, 256 tokens in."""
+"""Output tokens/s of one H200 by the number of running requests: Qwen3-4B shape, bf16, SGLang
+0.5.15, 256 tokens in.
+"""
 
 
 class _JumpingSelector(selectors.SelectSelector):
@@ -32,13 +35,17 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("the schedule is stuck: nothing is in progress, so nothing will ever happen")
+            raise RuntimeError(
+                "the schedule is stuck: nothing is in progress, so nothing will ever happen"
+            )
         self.now += max(timeout, 0.0)
         return []
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose ``time()`` is simulated seconds since its start. Threads and sockets would never be heard."""
+    """An event loop whose ``time()`` is simulated seconds since its start. Threads and sockets
+    would never be heard.
+    """
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -50,13 +57,18 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 class SpeedCurve:
-    """Seconds of one decode step by the number of running requests, linear between the measured points."""
+    """Seconds of one decode step by the number of running requests, linear between the measured
+    points.
+    """
 
     def __init__(self, points: Sequence[tuple[int, float]] = H200_CURVE) -> None:
-        # Seconds and not rates are interpolated, because they are nearly linear in the number of requests.
+        # Seconds and not rates are interpolated, because they are nearly linear in the number of
+        # requests.
         running, rate = np.array(points, dtype=np.float64).T
         self.most = int(running[-1])
-        self._seconds: list[float] = np.interp(np.arange(self.most + 1), running, running / rate).tolist()
+        self._seconds: list[float] = np.interp(
+            np.arange(self.most + 1), running, running / rate
+        ).tolist()
 
     def step_seconds(self, running: int) -> float:
         """Raises IndexError beyond what was measured."""
@@ -74,7 +86,8 @@ class _Engine:
         self.number = number
         self.steps = 0.0  # done until ``since``
         self.since = 0.0
-        self.running: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap by the step that ends each
+        # a heap by the step that ends each
+        self.running: list[tuple[float, int, asyncio.Future[None]]] = []
         self.plan = 0  # its newest in Engines._due
 
 
@@ -95,7 +108,8 @@ class Engines:
         self._least = [(0, number) for number in range(count)]  # a heap; entries may be out of date
         self._due: list[tuple[float, int, _Engine]] = []  # likewise: when, which plan, whose
         self._plans = 0
-        self._timer: asyncio.TimerHandle | None = None  # one for all: asyncio's cost more the more there are
+        # one for all: asyncio's cost more the more there are
+        self._timer: asyncio.TimerHandle | None = None
 
     async def generate(self, tokens: int) -> None:
         """Until ``tokens`` are decoded."""
@@ -116,7 +130,8 @@ class Engines:
         """Let all stand still, as they do while they get new weights; then every request goes on.
 
         Args:
-            refill_seconds: For each of its running requests, an engine computes the KV cache again for so long.
+            refill_seconds: For each of its running requests, an engine computes the KV cache again
+                for so long.
         """
         # What was decoded until now counts, then nothing goes on.
         for engine in self.engines:
@@ -157,7 +172,9 @@ class Engines:
         if engine.running and not self.paused:
             steps = max(engine.running[0][0] - engine.steps, 0.0)
             seconds = steps * self.curve.step_seconds(len(engine.running))
-            heapq.heappush(self._due, (max(engine.since, self.loop.time()) + seconds, engine.plan, engine))
+            heapq.heappush(
+                self._due, (max(engine.since, self.loop.time()) + seconds, engine.plan, engine)
+            )
         self._set_timer()
 
     def _set_timer(self) -> None:

@@ -1,8 +1,10 @@
-"""slime's own scheduling on a simulated clock: what asynchronous training gains, for any engines and lengths.
+"""slime's own scheduling on a simulated clock: what asynchronous training gains, for any engines
+and lengths.
 
-Rollout loop, standing pool, admission, data source and rewards are those of a run. Engines decode under a speed curve
-(``simulated_engines.py``), and the trainer needs a constant time per token. What ``train_async.py`` and
-:class:`slime.cluster.prefetch.Prefetcher` do with a thread and Ray is done here with tasks.
+Rollout loop, standing pool, admission, data source and rewards are those of a run. Engines decode
+under a speed curve (``simulated_engines.py``), and the trainer needs a constant time per token.
+What ``train_async.py`` and :class:`slime.cluster.prefetch.Prefetcher` do with a thread and Ray is
+done here with tasks.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Setting:
         lengths: Tokens of responses, of which each sample draws one.
         drop_share: Share of the groups that a dynamic filter drops.
         curve: Output tokens/s of an engine by the number of running requests.
-        start_seconds: Time for which the start of a request keeps the other requests of its engine waiting.
+        start_seconds: Time for which the start of a request keeps the other requests of its engine
+            waiting.
         refill_seconds: The same, for each running request after a weight update.
     """
 
@@ -59,7 +62,9 @@ class Setting:
 
     def draw(self, count: int) -> list[int]:
         """Return the tokens of ``count`` samples, the same for all modes."""
-        return [int(length) for length in np.random.default_rng(self.seed).choice(self.lengths, count)]
+        return [
+            int(length) for length in np.random.default_rng(self.seed).choice(self.lengths, count)
+        ]
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class Mode:
     """How generation and training overlap.
 
     Attributes:
-        ahead: What is generated ahead of training: ``nothing``, ``rollouts`` (one by one), or ``groups`` (of a pool).
+        ahead: What is generated ahead of training: ``nothing``, ``rollouts`` (one by one), or
+            ``groups`` (of a pool).
         buffer: ``--async-buffer-size``.
         interval: ``--update-weights-interval``.
         staleness: ``--max-weight-staleness``.
@@ -132,9 +138,12 @@ class Run:
             rm_type="random",
             phase_timeout=1e7,  # simulated
         )
-        # The functions of a run find the engines and the lengths in the loop, since a run knows them only by name.
+        # The functions of a run find the engines and the lengths in the loop, since a run knows
+        # them only by name.
         self.engines = Engines(setting.engines, SpeedCurve(setting.curve), setting.start_seconds)
-        groups = int((setting.steps + mode.buffer + 2) * setting.batch / (1 - setting.drop_share) * 1.5)
+        groups = int(
+            (setting.steps + mode.buffer + 2) * setting.batch / (1 - setting.drop_share) * 1.5
+        )
         self.lengths = setting.draw(groups * setting.samples)
         self.args: Any = Args(**settings)
         self.fleet = Fleet(self.engines, self.lengths, setting.drop_share)
@@ -187,7 +196,9 @@ class Run:
         await self.engines.pause(self.setting.update_seconds, self.setting.refill_seconds)
         self.fleet.held_step = step + 1
 
-    async def _ahead(self, generate: Callable[[int], Awaitable[Any]], pool: StandingPool | None = None) -> None:
+    async def _ahead(
+        self, generate: Callable[[int], Awaitable[Any]], pool: StandingPool | None = None
+    ) -> None:
         admission = Admission(1, self.mode.buffer, self.mode.interval, self.mode.staleness)
         changed = asyncio.Condition()
         finished: deque[Any] = deque()
@@ -235,7 +246,9 @@ class Run:
         await worker
 
 
-def simulate(setting: Setting, mode: Mode, train_seconds: float = 0.0, kind: type[Run] = Run) -> Run:
+def simulate(
+    setting: Setting, mode: Mode, train_seconds: float = 0.0, kind: type[Run] = Run
+) -> Run:
     """Run it to its end, on a clock of its own."""
     loop = SimulatedLoop()
 

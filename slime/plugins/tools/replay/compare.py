@@ -1,4 +1,6 @@
-"""Compare a replayed step with what the run recorded of it, and say so in the lines that ``slime replay`` prints."""
+"""Compare a replayed step with what the run recorded of it, and say so in the lines that ``slime
+replay`` prints.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ if TYPE_CHECKING:
     from slime.plugins.tools.replay.step import Replayed
 
 ORDER = ("rollout/", "passrate/", "multi_turn/", "train/critic-", "train/")
-"""Metrics in the order in which a step computes them, so that the first difference is the one closest to its cause."""
+"""Metrics in the order in which a step computes them, so that the first difference is the one
+closest to its cause.
+"""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-3}
 """By ``--train-dtype``, the tolerance of a replay with other kernels or another layout."""
 COUNTED = 0.02
-"""The least tolerance, in the same replays, of a fraction of clipped tokens: a ratio at the bound of the clip may come
-to lie on its other side."""
+"""The least tolerance, in the same replays, of a fraction of clipped tokens: a ratio at the bound
+of the clip may come to lie on its other side."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class MetricsCompared:
         names: The metrics that both sides have, in the order of :data:`ORDER`.
         differences: Those beyond the tolerance, in the same order.
         largest: The largest difference, also within the tolerance; None if all are equal.
-        missing: Metrics of the step that the run recorded and the replay does not compute, such as those of filters.
+        missing: Metrics of the step that the run recorded and the replay does not compute, such as
+            those of filters.
     """
 
     names: tuple[str, ...]
@@ -65,8 +70,8 @@ def compare_metrics(
     """Compare the metrics of a step, without those of times and memory.
 
     Args:
-        tolerance: The difference that is allowed, relative to the recorded value or absolute below 1; 0 means that the
-            numbers must be equal bit for bit.
+        tolerance: The difference that is allowed, relative to the recorded value or absolute below
+            1; 0 means that the numbers must be equal bit for bit.
     """
     # Times and memory are never the same.
     kept = [name for name in recorded if name.startswith(ORDER) and not name.endswith("/step")]
@@ -93,7 +98,9 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def matches(sent: SentWeights, digests: Mapping[str, str], frozen: Callable[[str], bool] | None) -> bool | None:
+def matches(
+    sent: SentWeights, digests: Mapping[str, str], frozen: Callable[[str], bool] | None
+) -> bool | None:
     """Return whether weights are those that were sent to the engines.
 
     The result is None if this cannot be decided, because the update had other tensors.
@@ -103,7 +110,9 @@ def matches(sent: SentWeights, digests: Mapping[str, str], frozen: Callable[[str
         frozen: Whether a tensor is frozen, so that an update may have left it out.
     """
     # Updates have all weights, or those that are trained.
-    trained = {name: digest for name, digest in digests.items() if frozen is None or not frozen(name)}
+    trained = {
+        name: digest for name, digest in digests.items() if frozen is None or not frozen(name)
+    }
     chosen = next((some for some in (digests, trained) if len(some) == sent.tensors), None)
     return None if chosen is None else digest_of_digests(chosen) == sent.digest
 
@@ -130,19 +139,35 @@ def page(result: Replayed) -> Iterator[str]:
     """Yield the lines that describe a replay."""
     layout = layout_text(result.layout)
     ranks = result.layout.world_size
-    yield f"step {result.step} again, on the {result.device}, {ranks} rank{'s' * (ranks > 1)}{layout}"
-    through = f", then {steps_text(result.start, result.step)} again" if result.start < result.step else ""
+    yield (
+        f"step {result.step} again, on the {result.device}, {ranks} rank{'s' * (ranks > 1)}{layout}"
+    )
+    through = (
+        f", then {steps_text(result.start, result.step)} again"
+        if result.start < result.step
+        else ""
+    )
     yield f"state before it: {result.state}{through}"
     yield f"samples: {result.samples} in {result.groups} groups"
-    how = "bit for bit" if result.tolerance == 0 else f"within {result.tolerance:g} (relative, absolute below 1)"
+    how = (
+        "bit for bit"
+        if result.tolerance == 0
+        else f"within {result.tolerance:g} (relative, absolute below 1)"
+    )
     compared = result.metrics
     good = len(compared.names) - len(compared.differences)
-    yield f"metrics: {good} of {len(compared.names)} equal {how}{_largest(compared.largest, result.tolerance)}"
+    yield (
+        f"metrics: {good} of {len(compared.names)} equal "
+        f"{how}{_largest(compared.largest, result.tolerance)}"
+    )
     for one in compared.differences[:MOST_DIFFERENCES]:
         yield f"    {one.name}: recorded {one.recorded}, now {one.replayed}"
     if compared.missing:
         count = len(compared.missing)
-        yield f"    {count} metrics of generation are not computed again ({', '.join(compared.missing[:2])}, ...)"
+        yield (
+            f"    {count} metrics of generation are not computed again "
+            f"({', '.join(compared.missing[:2])}, ...)"
+        )
     yield from _weights(result)
     if result.skipped:
         yield "the actor was not trained in this step (--num-critic-only-steps)"
@@ -167,14 +192,20 @@ def _largest(largest: Difference | None, tolerance: float) -> str:
 
 
 def _weights(result: Replayed) -> Iterator[str]:
-    said = {True: "equal those that the engines had", False: "DIFFER from those that the engines had"}
+    said = {
+        True: "equal those that the engines had",
+        False: "DIFFER from those that the engines had",
+    }
     if result.before is not None and (result.exact or result.before):
         yield f"weights before the step: {said[result.before]}"
     if result.after is not None and (result.exact or result.after):
         yield f"weights after the step: {said[result.after]} (version {result.version})"
     if not result.tensors:
         if result.after is None:
-            yield "weights after the step: not recorded (no snapshot after the step, and no digest of an update)"
+            yield (
+                "weights after the step: not recorded (no snapshot after the step, and no digest "
+                "of an update)"
+            )
         return
     # How far the snapshot is, measured by what the step has changed.
     if result.differs is None:
@@ -182,9 +213,9 @@ def _weights(result: Replayed) -> Iterator[str]:
     elif result.distance is not None:
         far, step = result.distance
         yield (
-            f"snapshot after the step: {result.differs} is the first of {result.tensors} weight tensors that differs, "
-            f"by {far:.2g} (the step changed it by {step:.2g}); the largest difference of a tensor is "
-            f"{result.worst:.2g} of its change by the step"
+            f"snapshot after the step: {result.differs} is the first of {result.tensors} weight "
+            f"tensors that differs, by {far:.2g} (the step changed it by {step:.2g}); the largest "
+            f"difference of a tensor is {result.worst:.2g} of its change by the step"
         )
 
 
@@ -198,9 +229,15 @@ def sample_page(sample: SampleFacts, texts: Sequence[str]) -> Iterator[str]:
     prompt = len(sample.tokens) - sample.response_length
     yield f"sample: {prompt} prompt tokens, {sample.response_length} response tokens, {numbers}"
     if not sample.parts:
-        yield "    it adds nothing to the loss: all its advantages are 0, or its loss cannot be divided into samples"
+        yield (
+            "    it adds nothing to the loss: all its advantages are 0, or its loss cannot be "
+            "divided into samples"
+        )
     for part in sample.parts:
-        yield f"    optimizer step {part.step}: it adds {part.loss:.6g} to the loss ({len(part.index)} tokens)"
+        yield (
+            f"    optimizer step {part.step}: it adds {part.loss:.6g} to the loss "
+            f"({len(part.index)} tokens)"
+        )
     # What was recorded of each token, then what the replay found.
     columns: dict[str, torch.Tensor] = {
         title: sample.per_token[name] for name, title in SHOWN.items() if name in sample.per_token
@@ -215,7 +252,9 @@ def sample_page(sample: SampleFacts, texts: Sequence[str]) -> Iterator[str]:
 
 
 def _of_loss(sample: SampleFacts) -> dict[str, torch.Tensor]:
-    """Return the trainer's log-probs and the gradient of the loss for each token, of the first optimizer step."""
+    """Return the trainer's log-probs and the gradient of the loss for each token, of the first
+    optimizer step.
+    """
     import torch
 
     if not sample.parts:

@@ -1,4 +1,6 @@
-"""The work of one training rank in a replay: load the state, train, and say what the weights are then."""
+"""The work of one training rank in a replay: load the state, train, and say what the weights are
+then.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,17 @@ class RoleJob:
     Attributes:
         load: The snapshot of the state before the first step; None for the initial weights.
         rollouts: The rollouts to train, in order. The last one is the replayed step.
-        folder: Where the parts of the rollouts are (:func:`part_file`), and what each role computed for the other.
+        folder: Where the parts of the rollouts are (:func:`part_file`), and what each role computed
+            for the other.
         scores_only: Whether the actor only runs its forward passes on the last rollout.
-        dtype: The dtype of the digests, as the engines held the weights; None for that of the trainer.
-        expected: The snapshot after the replayed step, whose weights are compared; None without one.
+        dtype: The dtype of the digests, as the engines held the weights; None for that of the
+            trainer.
+        expected: The snapshot after the replayed step, whose weights are compared; None without
+            one.
         sample: The index of the sample to look into.
         tensors: The folder for intermediate tensors.
-        asynchronous: Whether the asynchronous loop ran, on which the weights of ``old_actor`` depend.
+        asynchronous: Whether the asynchronous loop ran, on which the weights of ``old_actor``
+            depend.
     """
 
     args: Args
@@ -66,10 +72,10 @@ class RoleResult:
 
     Attributes:
         metrics: Those of the replayed step, equal on all ranks.
-        before, after, expected: Digests of the weights by name: before and after the replayed step, and in the snapshot
-            after it (empty without one).
-        distances: By name, the largest absolute difference between the weights and those of that snapshot, and the
-            largest absolute change by the step.
+        before, after, expected: Digests of the weights by name: before and after the replayed step,
+            and in the snapshot after it (empty without one).
+        distances: By name, the largest absolute difference between the weights and those of that
+            snapshot, and the largest absolute change by the step.
         changing: With an adapter, the tensors that training changes; None without one.
         skipped: Whether the role did not train in this step (``--num-critic-only-steps``).
     """
@@ -90,8 +96,8 @@ def part_file(folder: Path, rollout_id: int, data_rank: int) -> Path:
 
 
 def entries_file(folder: Path, role: str, rollout_id: int, rank: int) -> Path:
-    """The file with what a rank computed for the other role: the critic its values before it was trained on a rollout,
-    and with ``--kl-coef`` the actor its log-probs."""
+    """The file with what a rank computed for the other role: the critic its values before it was
+    trained on a rollout, and with ``--kl-coef`` the actor its log-probs."""
     return folder / f"{role}_entries_{rollout_id}_{rank}.pkl"
 
 
@@ -111,7 +117,9 @@ class _Copies:
 def replay_role(place: Place, job: RoleJob) -> RoleResult:
     """Train one role on the rollouts of the job. All ranks of the role call this together."""
     args = role_args(job.args, job.role)
-    backend = create_backend(args, job.role, place.rank, place.world_size, place.address, place.port, place.rank)
+    backend = create_backend(
+        args, job.role, place.rank, place.world_size, place.address, place.port, place.rank
+    )
     if job.load is not None:
         backend.load(job.load / job.role)
     copies = _Copies(backend)
@@ -125,7 +133,9 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
     for rollout_id in job.rollouts:
         batch = _read_batch(job, place, rollout_id, data_rank)
         replayed = rollout_id == job.rollouts[-1]
-        skipped = job.role == "actor" and args.use_critic and rollout_id < args.num_critic_only_steps
+        skipped = (
+            job.role == "actor" and args.use_critic and rollout_id < args.num_critic_only_steps
+        )
         if job.role == "actor" and not skipped:
             old.before_step(copies)
         if replayed and job.scores_only:
@@ -151,7 +161,11 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
 def _manifest(job: RoleJob) -> Manifest | None:
     """Return the manifest of the snapshot from which the rank continues; None without one."""
     file = job.load / MANIFEST if job.load is not None and not job.args.finetune else None
-    return cast(Manifest, json.loads(file.read_bytes())) if file is not None and file.is_file() else None
+    return (
+        cast(Manifest, json.loads(file.read_bytes()))
+        if file is not None and file.is_file()
+        else None
+    )
 
 
 def _read_batch(job: RoleJob, place: Place, rollout_id: int, data_rank: int) -> RankBatch:
@@ -169,7 +183,12 @@ def _write_entries(job: RoleJob, place: Place, rollout_id: int, entries: TrainDa
 
 
 def _replay(
-    backend: TrainBackend, job: RoleJob, args: Args, batch: RankBatch, place: Place, result: RoleResult
+    backend: TrainBackend,
+    job: RoleJob,
+    args: Args,
+    batch: RankBatch,
+    place: Place,
+    result: RoleResult,
 ) -> None:
     """Train the replayed step and fill in the result."""
     assert isinstance(backend, SharedBackend)
@@ -177,7 +196,9 @@ def _replay(
     first = place.rank == 0
     before = _copy_of_weights(backend, job) if actor else {}
     result.before = _digests(before)
-    result.changing = backend.adapter_sync.changing if actor and backend.adapter_sync is not None else None
+    result.changing = (
+        backend.adapter_sync.changing if actor and backend.adapter_sync is not None else None
+    )
     # Everything that is taken from inside of the step.
     gradients: list[dict[str, Tensor]] = []
     parts: list[InLoss] = []
@@ -199,16 +220,26 @@ def _replay(
     result.after = _digests(after)
     if job.tensors is not None:
         for step, grads in enumerate(gradients):
-            capture.save_tensors(job.tensors, f"{job.role}_gradients_{step}.safetensors", grads if first else {})
+            capture.save_tensors(
+                job.tensors, f"{job.role}_gradients_{step}.safetensors", grads if first else {}
+            )
         capture.save_tensors(job.tensors, capture.BEFORE, before if first else {})
         capture.save_tensors(job.tensors, capture.AFTER, after if first else {})
-        capture.save_tensors(job.tensors, f"{job.role}_batch_{place.rank}.safetensors", capture.tensors_of_batch(batch))
+        capture.save_tensors(
+            job.tensors,
+            f"{job.role}_batch_{place.rank}.safetensors",
+            capture.tensors_of_batch(batch),
+        )
     if job.expected is not None and actor:
         _compare(backend, job, before, after, result)
 
 
-def _write_outputs(backend: TrainBackend, job: RoleJob, batch: RankBatch, place: Place, position: int) -> None:
-    """Write the outputs of all modules for the sample alone. Only on one rank, where no other rank must take part."""
+def _write_outputs(
+    backend: TrainBackend, job: RoleJob, batch: RankBatch, place: Place, position: int
+) -> None:
+    """Write the outputs of all modules for the sample alone. Only on one rank, where no other rank
+    must take part.
+    """
     model: Any = getattr(backend, "scorer", None)
     if backend.world_size > 1 or not isinstance(model, torch.nn.Module) or job.tensors is None:
         return
@@ -226,7 +257,11 @@ def _copy_of_weights(backend: TrainBackend, job: RoleJob) -> dict[str, Tensor]:
         for _ in named:  # every rank takes part in gathering
             pass
         return {}
-    cast = cast_floating(getattr(torch, job.dtype)) if job.dtype is not None else lambda name, t: [(name, t)]
+    cast = (
+        cast_floating(getattr(torch, job.dtype))
+        if job.dtype is not None
+        else lambda name, t: [(name, t)]
+    )
     return {key: t.detach().cpu().clone() for name, whole in named for key, t in cast(name, whole)}
 
 
@@ -235,9 +270,15 @@ def _digests(weights: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _compare(
-    backend: TrainBackend, job: RoleJob, before: dict[str, Tensor], after: dict[str, Tensor], result: RoleResult
+    backend: TrainBackend,
+    job: RoleJob,
+    before: dict[str, Tensor],
+    after: dict[str, Tensor],
+    result: RoleResult,
 ) -> None:
-    """Load the snapshot after the step and compare its weights. This ends the use of the backend."""
+    """Load the snapshot after the step and compare its weights. This ends the use of the
+    backend.
+    """
     assert job.expected is not None
     backend.load(job.expected / job.role)
     recorded = _copy_of_weights(backend, job)

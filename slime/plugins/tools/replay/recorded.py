@@ -18,8 +18,20 @@ from slime.config.parser import ConfigError, load_args, read_command_line
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import SentWeights, Settled
-from slime.plugins.tools.replay.settings import LEFT_OUT, RUNS_CODE, STOOD_FOR, Recorded, recorded_settings
-from slime.plugins.tools.summary.records import Attempt, lineage, no_run, read_attempts, read_weights
+from slime.plugins.tools.replay.settings import (
+    LEFT_OUT,
+    RUNS_CODE,
+    STOOD_FOR,
+    Recorded,
+    recorded_settings,
+)
+from slime.plugins.tools.summary.records import (
+    Attempt,
+    lineage,
+    no_run,
+    read_attempts,
+    read_weights,
+)
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -29,7 +41,9 @@ _GENERATES = LEFT_OUT | STOOD_FOR | {"eval_interval", "save_interval"}
 
 
 class ReplayError(ValueError):
-    """A step cannot be computed again. The message says what is missing, and what can be replayed instead."""
+    """A step cannot be computed again. The message says what is missing, and what can be replayed
+    instead.
+    """
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,8 @@ class RecordedRun:
         dumps: The rollouts whose dumps exist.
         snapshots: The snapshots of the run by their last trained rollout.
         steps: The rows of metrics by rollout.
-        weights: The weights that were sent to the engines, by the number of rollouts that had trained them.
+        weights: The weights that were sent to the engines, by the number of rollouts that had
+            trained them.
         modules: The folders in which the processes look for modules of functions, after all others.
         unrecorded: The environment variables of the run whose values are not known.
     """
@@ -66,9 +81,15 @@ class RecordedRun:
     unrecorded: tuple[str, ...] = ()
 
     def starts(self) -> set[int]:
-        """Return the rollouts before which the state of the trainer is known: after a snapshot, and at the start."""
+        """Return the rollouts before which the state of the trainer is known: after a snapshot, and
+        at the start.
+        """
         # --save-keep-last may have removed what an attempt loaded.
-        begins = {first for first, loaded in self.begins.items() if loaded is None or Path(loaded).is_dir()}
+        begins = {
+            first
+            for first, loaded in self.begins.items()
+            if loaded is None or Path(loaded).is_dir()
+        }
         return begins | {number + 1 for number in self.snapshots}
 
     def replayable(self) -> list[int]:
@@ -79,28 +100,36 @@ class RecordedRun:
         """Return the first rollout to train in order to replay ``step``.
 
         Args:
-            through: Whether earlier steps may be trained again if there is no snapshot right before ``step``.
+            through: Whether earlier steps may be trained again if there is no snapshot right before
+                ``step``.
 
         Raises:
             ReplayError: A dump or a snapshot is missing.
         """
         if step not in self.dumps:
             raise ReplayError(
-                f"there is no dump of the samples of step {step} ({self.template}): {_listed(self.replayable())}"
+                f"there is no dump of the samples of step {step} ({self.template}): "
+                f"{_listed(self.replayable())}"
             )
         # States from which all steps up to this one have dumps, and were trained with its settings.
-        starts = [start for start in self.starts() if start <= step and set(range(start, step)) <= self.dumps]
+        starts = [
+            start
+            for start in self.starts()
+            if start <= step and set(range(start, step)) <= self.dumps
+        ]
         allowed = [start for start in starts if start >= self.earliest]
         if through and starts and not allowed:
             raise ReplayError(
-                f"the run was resumed at step {self.earliest} with other settings, and the snapshot before that step "
-                f"is gone; {_listed(self.replayable())}"
+                f"the run was resumed at step {self.earliest} with other settings, and the "
+                f"snapshot before that step is gone; {_listed(self.replayable())}"
             )
         starts = allowed
         if not starts or (max(starts) != step and not through):
             more = ""
             if starts:
-                more = f", or add --through to train {steps_text(max(starts), step)} again before it"
+                more = (
+                    f", or add --through to train {steps_text(max(starts), step)} again before it"
+                )
             raise ReplayError(
                 f"there is no snapshot of the state before step {step} (after step {step - 1}): "
                 f"{_listed(self.replayable())}{more}"
@@ -108,7 +137,9 @@ class RecordedRun:
         return max(starts)
 
     def state_before(self, start: int) -> Path | None:
-        """Return the snapshot folder of the state before rollout ``start``; None for the initial weights."""
+        """Return the snapshot folder of the state before rollout ``start``; None for the initial
+        weights.
+        """
         if start - 1 in self.snapshots:
             return self.snapshots[start - 1].path
         loaded = self.begins.get(start)
@@ -118,7 +149,8 @@ class RecordedRun:
         """Return the settings with which the state before rollout ``start`` is loaded."""
         if start - 1 not in self.snapshots:
             return self.args
-        # The run's own snapshots hold all of its state, also if the run itself began with the weights of another one.
+        # The run's own snapshots hold all of its state, also if the run itself began with the
+        # weights of another one.
         return self.args.with_values(finetune=False, no_load_optim=False, no_load_rng=False)
 
 
@@ -130,8 +162,8 @@ def steps_text(first: int, end: int) -> str:
 def _listed(steps: Sequence[int]) -> str:
     if not steps:
         return (
-            "no step of this run can be replayed; a run must have --save-debug-rollout-data (or --dump-details) and "
-            "--save-interval"
+            "no step of this run can be replayed; a run must have --save-debug-rollout-data (or "
+            "--dump-details) and --save-interval"
         )
     return f"these steps can be replayed: {', '.join(map(str, steps))}"
 
@@ -145,26 +177,35 @@ def attempts_of(folder: Path) -> list[Attempt]:
     found = lineage(read_attempts(RunDir(folder)))
     if not found:
         name = RunDir(folder).attempts.name
-        raise ReplayError(f"{folder} has no readable {name}: the run is of an older release, or never began")
+        raise ReplayError(
+            f"{folder} has no readable {name}: the run is of an older release, or never began"
+        )
     return found
 
 
 def attempt_of(attempts: Sequence[Attempt], step: int) -> Attempt:
     """Return the attempt that trained a step; the first one for a step before it."""
-    return next((one for one in reversed(attempts) if one.settled.first_rollout <= step), attempts[0])
+    return next(
+        (one for one in reversed(attempts) if one.settled.first_rollout <= step), attempts[0]
+    )
 
 
 def read_run(
-    folder: Path, step: int, flags: Sequence[str] = (), run_its_code: Callable[[Sequence[str]], None] | None = None
+    folder: Path,
+    step: int,
+    flags: Sequence[str] = (),
+    run_its_code: Callable[[Sequence[str]], None] | None = None,
 ) -> RecordedRun:
     """Read the folder of a run, with the settings that were in force at a step.
 
     Args:
         flags: Flags of train.py that replace settings of the run, for example for another layout.
-        run_its_code: Allows code that the folder names, and is called before with a line for each setting and file.
+        run_its_code: Allows code that the folder names, and is called before with a line for each
+            setting and file.
 
     Raises:
-        ReplayError: The folder is not that of a run, it names code that is not allowed, or the flags are wrong.
+        ReplayError: The folder is not that of a run, it names code that is not allowed, or the
+            flags are wrong.
     """
     run = RunDir(folder)
     if not run.config.is_file():
@@ -190,15 +231,24 @@ def read_run(
     if _its_code_runs(list(recorded.lines(directory)), run_its_code):
         modules.append(str(directory))
     sys.path.extend(modules)
-    # The start of a run settles some values by the machine. Those of the run are taken, not those of this machine.
+    # The start of a run settles some values by the machine. Those of the run are taken, not those
+    # of this machine.
     args = _arguments(recorded, changes, template, settled.asynchronous)
     if (given := set(changes.get("train_env_vars", ()))) == set(recorded.unrecorded):
         changes.pop("train_env_vars", None)  # no change: what the run had, and did not record
-    fixed: dict[str, Any] = {"num_rollout": settled.num_rollout, "threads_per_process": settled.threads}
-    fixed |= {"max_tokens_per_gpu": settled.max_tokens, "log_probs_max_tokens_per_gpu": settled.forward_tokens}
+    fixed: dict[str, Any] = {
+        "num_rollout": settled.num_rollout,
+        "threads_per_process": settled.threads,
+    }
+    fixed |= {
+        "max_tokens_per_gpu": settled.max_tokens,
+        "log_probs_max_tokens_per_gpu": settled.forward_tokens,
+    }
     return RecordedRun(
         folder=folder,
-        args=args.with_values(**{name: value for name, value in fixed.items() if name not in changes}),
+        args=args.with_values(
+            **{name: value for name, value in fixed.items() if name not in changes}
+        ),
         settled=settled,
         begins={one.settled.first_rollout: _loaded(one.settled) for one in attempts},
         earliest=_earliest(attempts, chosen),
@@ -206,19 +256,28 @@ def read_run(
         template=template,
         dumps=_all_dumps(attempts),
         snapshots=_all_snapshots(attempts),
-        steps={int(row["rollout/step"]): row for row in rows if row.get("rollout/step") is not None},
+        steps={
+            int(row["rollout/step"]): row for row in rows if row.get("rollout/step") is not None
+        },
         weights=read_weights(run.weights),
         modules=tuple(modules),
         unrecorded=() if given else recorded.unrecorded,
     )
 
 
-def _its_code_runs(lines: Sequence[str], run_its_code: Callable[[Sequence[str]], None] | None) -> bool:
-    """Return whether the step runs code that the folder names, ``lines``; refuse it unless the caller allows it."""
+def _its_code_runs(
+    lines: Sequence[str], run_its_code: Callable[[Sequence[str]], None] | None
+) -> bool:
+    """Return whether the step runs code that the folder names, ``lines``; refuse it unless the
+    caller allows it.
+    """
     if not lines:
         return False
     if run_its_code is None:
-        said = "the step ran code that the folder of the run names, which a replay runs with your rights:"
+        said = (
+            "the step ran code that the folder of the run names, which a replay runs with your "
+            "rights:"
+        )
         hint = "Read it, then add --run-its-code, or replace these settings by flags of your own"
         raise ReplayError("\n  ".join([said, *lines]) + f"\n{hint}")
     run_its_code(lines)
@@ -232,11 +291,17 @@ def _template(attempt: Attempt) -> str | None:
 
 
 def _loaded(settled: Settled) -> str | None:
-    return str(Path(settled.working_directory) / settled.loaded) if settled.loaded is not None else None
+    return (
+        str(Path(settled.working_directory) / settled.loaded)
+        if settled.loaded is not None
+        else None
+    )
 
 
 def _earliest(attempts: Sequence[Attempt], chosen: Attempt) -> int:
-    """Return the first rollout of the attempts right before ``chosen`` that had its settings, or of ``chosen``."""
+    """Return the first rollout of the attempts right before ``chosen`` that had its settings, or of
+    ``chosen``.
+    """
     first = chosen
     for one in reversed(attempts[: attempts.index(chosen)]):
         if _trains_like(one) != _trains_like(chosen):
@@ -246,17 +311,33 @@ def _earliest(attempts: Sequence[Attempt], chosen: Attempt) -> int:
 
 
 def _trains_like(attempt: Attempt) -> dict[str, Any]:
-    """Return all that decides how a step is trained; a resumed run differs from its first attempt in ``load``."""
+    """Return all that decides how a step is trained; a resumed run differs from its first attempt
+    in ``load``.
+    """
     # A resumed run differs in these from its first attempt, and trains the same.
-    of_start = ("load", "ckpt_step", "finetune", "no_load_optim", "no_load_rng", "num_rollout", "start_rollout_id")
-    settings = {name: value for name, value in attempt.settings.items() if name not in {*of_start, *_GENERATES}}
+    of_start = (
+        "load",
+        "ckpt_step",
+        "finetune",
+        "no_load_optim",
+        "no_load_rng",
+        "num_rollout",
+        "start_rollout_id",
+    )
+    settings = {
+        name: value
+        for name, value in attempt.settings.items()
+        if name not in {*of_start, *_GENERATES}
+    }
     settled = asdict(replace(attempt.settled, first_rollout=0, loaded=None))
     return {"settings": settings, "settled": settled}
 
 
 def _ends(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, int | None]]:
     """Yield each attempt with the rollout at which the next one took over; None for the last."""
-    yield from zip(attempts, [*(one.settled.first_rollout for one in attempts[1:]), None], strict=True)
+    yield from zip(
+        attempts, [*(one.settled.first_rollout for one in attempts[1:]), None], strict=True
+    )
 
 
 def _all_dumps(attempts: Sequence[Attempt]) -> frozenset[int]:
@@ -291,14 +372,19 @@ def _changes(flags: Sequence[str]) -> dict[str, Any]:
     return changes | dict(given.megatron)
 
 
-def _arguments(recorded: Recorded, changes: Mapping[str, Any], template: str, asynchronous: bool) -> Args:
-    """Parse the settings of a run again, with changes, so that everything derived from them follows."""
+def _arguments(
+    recorded: Recorded, changes: Mapping[str, Any], template: str, asynchronous: bool
+) -> Args:
+    """Parse the settings of a run again, with changes, so that everything derived from them
+    follows.
+    """
     # Only the trainer runs, on the dump of the run.
     values = {**recorded.data, **(recorded.code | recorded.own if recorded.code else {})}
     values |= {"debug_train_only": True, "load_debug_rollout_data": template}
     values |= {"num_rollout": values.get("num_rollout") or 1, "async_save": False, "inline": False}
     values |= dict.fromkeys(("eval_interval", "save_interval"))
-    # A folder of snapshots is no longer that of the start. The state comes from the snapshot before the step.
+    # A folder of snapshots is no longer that of the start. The state comes from the snapshot before
+    # the step.
     if values.get("load") and not _holds_weights(str(values["load"])):
         values |= {"load": None, "ckpt_step": None}
     values |= changes

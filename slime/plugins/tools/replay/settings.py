@@ -1,7 +1,9 @@
-"""Which settings of a recorded run a replay takes, because somebody else may have made the folder of the run.
+"""Which settings of a recorded run a replay takes, because somebody else may have made the folder
+of the run.
 
-Each flag belongs to exactly one kind: :func:`holds_data` (numbers, switches, names of a list), :data:`TEXTS`,
-:data:`LEFT_OUT`, :data:`STOOD_FOR` or :data:`RUNS_CODE`. A new flag with a free text has to be added to one of them.
+Each flag belongs to exactly one kind: :func:`holds_data` (numbers, switches, names of a list),
+:data:`TEXTS`, :data:`LEFT_OUT`, :data:`STOOD_FOR` or :data:`RUNS_CODE`. A new flag with a free text
+has to be added to one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ RUNS_CODE = frozenset((
     "custom_tis_function_path", "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path",
 ))  # fmt: skip
-"""Settings with which a step runs code that is not slime's own, or that set flags which do (a file per role)."""
+"""Settings with which a step runs code that is not slime's own, or that set flags which do (a file
+per role).
+"""
 TEXTS = frozenset((
     "hf_checkpoint", "model_name", "only_train_params_name_list", "freeze_params_name_list", "lora_target_modules",
     "lora_exclude_modules", "input_key", "label_key", "metadata_key", "tool_key", "multimodal_keys",
@@ -33,8 +37,12 @@ TEXTS = frozenset((
     "ref_load", "opd_teacher_load", "log_reward_category", "update_weight_disk_dir",
 ))  # fmt: skip
 """Texts that are names, patterns or data to read."""
-STOOD_FOR = frozenset(("custom_generate_function_path", "rollout_function_path", "custom_rollout_log_function_path"))
-"""Functions that a replay does not call, but checks and metrics depend on whether they are the user's."""
+STOOD_FOR = frozenset(
+    ("custom_generate_function_path", "rollout_function_path", "custom_rollout_log_function_path")
+)
+"""Functions that a replay does not call, but checks and metrics depend on whether they are the
+user's.
+"""
 LEFT_OUT = frozenset((
     "output_dir", "run_name", "override", "custom_config_path", "prompt_data", "data_source_path",
     "buffer_filter_path", "dynamic_sampling_filter_path", "rollout_sample_hook_path", "rollout_sample_filter_path",
@@ -51,7 +59,9 @@ LEFT_OUT = frozenset((
     "megatron_deepgemm_forward_modules", "megatron_deepgemm_moe_forward_modules", "distributed_backend",
     "megatron_to_hf_mode", "qkv_format", "http_proxy", "fsdp_cpu_backend", "update_weight_local_checkpoint_dir",
 ))  # fmt: skip
-"""Settings of generation, evaluation, snapshots and outputs. The files that they name may be gone, too."""
+"""Settings of generation, evaluation, snapshots and outputs. The files that they name may be gone,
+too.
+"""
 MEGATRON_CODE = frozenset(("spec", "fp4_quantizer_factory", "fp8_quantizer_factory"))
 MEGATRON_LEFT_OUT = frozenset(("config_logger_dir", "tokenizer_type", "tokenizer_model"))
 MEGATRON_TEXTS = frozenset((
@@ -66,7 +76,9 @@ _MODELS = ("hf_checkpoint", "load", "ref_load", "opd_teacher_load")
 
 
 def holds_data(flag: Flag) -> bool:
-    """Whether every value of a flag is a number, a switch or a word of a list, which names neither a file nor code."""
+    """Whether every value of a flag is a number, a switch or a word of a list, which names neither
+    a file nor code.
+    """
     numbers = flag.is_bool or flag.value_type in (int, float, bool)
     return (numbers or (bool(flag.choices) and not flag.or_hook)) and flag.name not in RUNS_CODE
 
@@ -95,10 +107,18 @@ class Recorded:
                     yield f"{name}: {file}"
             elif name == "train_env_vars":
                 shown = redacted("", value)
-                pairs = [f"{one}={text}" for one, text in shown.items()] if isinstance(shown, dict) else [shown]
+                pairs = (
+                    [f"{one}={text}" for one, text in shown.items()]
+                    if isinstance(shown, dict)
+                    else [shown]
+                )
                 yield from (f"{name}: {pair}" for pair in pairs)
             else:
-                module = str(value).partition(":")[0] if ":" in str(value) else str(value).rpartition(".")[0]
+                module = (
+                    str(value).partition(":")[0]
+                    if ":" in str(value)
+                    else str(value).rpartition(".")[0]
+                )
                 file = os.path.join(directory, f"{module.replace('.', '/')}.py")
                 yield f"{name}: {value}" + (f" ({file})" if os.path.isfile(file) else "")
 
@@ -112,7 +132,9 @@ def recorded_settings(settings: Mapping[str, Any], directory: Path, stand_in: st
     data: dict[str, Any] = {}
     code: dict[str, Any] = {}
     unrecorded: tuple[str, ...] = ()
-    known = {name: value for name, value in settings.items() if value is not None and value != HIDDEN}
+    known = {
+        name: value for name, value in settings.items() if value is not None and value != HIDDEN
+    }
     # slime's own flags, each by its kind.
     for name in (name for name in FLAGS if name in known):
         value = known[name]
@@ -133,14 +155,23 @@ def recorded_settings(settings: Mapping[str, Any], directory: Path, stand_in: st
     for name, value in given.items() if isinstance(given, Mapping) else ():
         if name in MEGATRON_CODE:
             code[name] = value
-        elif name in megatron and name not in own_names and (name in MEGATRON_TEXTS or holds_data(megatron[name].flag)):
+        elif (
+            name in megatron
+            and name not in own_names
+            and (name in MEGATRON_TEXTS or holds_data(megatron[name].flag))
+        ):
             data[name] = value
     # Names that are no flags are attributes that the user's functions read.
     left = {*own_names, *RESERVED, *megatron}
-    own = {name: known[name] for name in known if name.isidentifier() and name not in left and name[0] != "_"}
+    own = {
+        name: known[name]
+        for name in known
+        if name.isidentifier() and name not in left and name[0] != "_"
+    }
     # Some of them run code only with certain values.
     running = {name: value for name, value in code.items() if _runs_code(name, value, data)}
-    plain = {"advantage_estimator", "attn_implementation"} & code.keys() - running.keys()  # built-in ones, by name
+    # built-in ones, by name
+    plain = {"advantage_estimator", "attn_implementation"} & code.keys() - running.keys()
     data |= {name: code[name] for name in plain}
     return Recorded(data, running, own, unrecorded)
 
@@ -152,7 +183,8 @@ def _runs_code(name: str, value: object, data: Mapping[str, Any]) -> bool:
         return bool(value)
     if name == "advantage_estimator":
         return is_hook_path(str(value))
-    return name != "attn_implementation" or not str(value).isidentifier()  # org/name is a kernel of the Hub
+    # org/name is a kernel of the Hub
+    return name != "attn_implementation" or not str(value).isidentifier()
 
 
 def _model_code(data: Mapping[str, Any]) -> list[str]:
@@ -160,12 +192,18 @@ def _model_code(data: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for place in dict.fromkeys(str(data[name]) for name in _MODELS if data.get(name)):
         folder = Path(place)
-        found += sorted(map(str, folder.glob("*.py"))) if os.path.isdir(folder) else [f"the Python files of {place}"]
+        found += (
+            sorted(map(str, folder.glob("*.py")))
+            if os.path.isdir(folder)
+            else [f"the Python files of {place}"]
+        )
     return found
 
 
 def _resolved(value: object, directory: Path) -> Any:
-    """Return a path, or a function's ``file.py:name``, in the folder in which the run was started, if it is there."""
+    """Return a path, or a function's ``file.py:name``, in the folder in which the run was started,
+    if it is there.
+    """
     if not isinstance(value, str):
         return value
     # A function is named by its file, which may be relative to where the run was started.

@@ -16,7 +16,13 @@ from slime.data.sample import flatten
 from slime.data.staleness import staleness_metrics
 from slime.observability.debug_data import load_rollout
 from slime.plugins.tools.local_ranks import run_ranks
-from slime.plugins.tools.replay.compare import TOLERANCE, MetricsCompared, compare_metrics, first_unequal, matches
+from slime.plugins.tools.replay.compare import (
+    TOLERANCE,
+    MetricsCompared,
+    compare_metrics,
+    first_unequal,
+    matches,
+)
 from slime.plugins.tools.replay.rank import RoleJob, RoleResult, part_file, replay_role
 from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError
 from slime.rollout.metrics import rollout_metrics
@@ -55,17 +61,23 @@ class Replayed:
     """The result of a replay.
 
     Attributes:
-        start: The first rollout that was trained; the step itself if there was a snapshot right before it.
+        start: The first rollout that was trained; the step itself if there was a snapshot right
+            before it.
         state: Where the state before it came from.
-        exact: Whether the numbers must be equal: on the CPU, with the layout and the settings of the run.
+        exact: Whether the numbers must be equal: on the CPU, with the layout and the settings of
+            the run.
         tolerance: What the metrics were compared with.
-        before: Whether the weights before the step are those that the engines had; None if it is not known.
+        before: Whether the weights before the step are those that the engines had; None if it is
+            not known.
         after: The same after the step.
-        version: The recorded version of the weights after the step; None if the engines did not get them.
-        tensors: The number of weight tensors that were compared with the snapshot after the step; 0 without one.
+        version: The recorded version of the weights after the step; None if the engines did not get
+            them.
+        tensors: The number of weight tensors that were compared with the snapshot after the step; 0
+            without one.
         differs: The first of them that differs.
         distance: Its largest difference, and the largest change of that tensor by the step.
-        worst: The largest difference of all tensors, relative to the change of the same tensor by the step.
+        worst: The largest difference of all tensors, relative to the change of the same tensor by
+            the step.
         skipped: Whether the actor did not train in this step.
     """
 
@@ -92,7 +104,9 @@ class Replayed:
     @property
     def equal(self) -> bool:
         """Whether nothing differs beyond the tolerance."""
-        weights = not self.exact or (self.before is not False and self.after is not False and self.differs is None)
+        weights = not self.exact or (
+            self.before is not False and self.after is not False and self.differs is None
+        )
         return weights and not self.metrics.differences
 
     @property
@@ -116,7 +130,10 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
     """
     start = run.start_of(wanted.step, wanted.through)
     if wanted.step not in run.steps:
-        raise ReplayError(f"{run.folder / 'metrics.jsonl'} has no row of step {wanted.step}: the step did not complete")
+        raise ReplayError(
+            f"{run.folder / 'metrics.jsonl'} has no row of step {wanted.step}: the step did not "
+            "complete"
+        )
     args = run.args_from(start)
     on_gpu = _has_gpu()
     # Kernels that are not deterministic would differ from themselves.
@@ -131,19 +148,25 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
             groups = load_rollout(run.template, rollout_id, args.load_debug_rollout_data_subsample)
             samples = flatten(groups)
             # A function of the user's replaces the metrics of the samples.
-            metrics = {} if args.custom_rollout_log_function_path else rollout_metrics(args, samples)
+            metrics = (
+                {} if args.custom_rollout_log_function_path else rollout_metrics(args, samples)
+            )
             metrics |= staleness_metrics(samples, rollout_id)
             for rank, part in enumerate(parts_of_ranks(args, groups, rollout_id, layout)):
                 part_file(folder, rollout_id, rank).write_bytes(pickle.dumps(part))
         _check_sample(wanted, samples)
         job = _job(run, args, wanted, rollouts, folder)
         ranks = _train(job, folder, layout.world_size, wanted.seconds, metrics, run.modules)
-    return _compared(run, wanted, _Trained(start, layout, on_gpu, ranks, metrics, len(samples), len(groups)))
+    return _compared(
+        run, wanted, _Trained(start, layout, on_gpu, ranks, metrics, len(samples), len(groups))
+    )
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """What the ranks of the actor returned, and the metrics of samples, critic and actor together."""
+    """What the ranks of the actor returned, and the metrics of samples, critic and actor
+    together.
+    """
 
     start: int
     layout: ParallelLayout
@@ -154,7 +177,9 @@ class _Trained:
     groups: int
 
 
-def _job(run: RecordedRun, args: Args, wanted: Wanted, rollouts: tuple[int, ...], folder: Path) -> RoleJob:
+def _job(
+    run: RecordedRun, args: Args, wanted: Wanted, rollouts: tuple[int, ...], folder: Path
+) -> RoleJob:
     sent = run.weights.get(wanted.step + 1) or run.weights.get(wanted.step)
     after = run.snapshots.get(wanted.step)
     return RoleJob(
@@ -172,7 +197,12 @@ def _job(run: RecordedRun, args: Args, wanted: Wanted, rollouts: tuple[int, ...]
 
 
 def _train(
-    job: RoleJob, folder: Path, world_size: int, seconds: float, metrics: dict[str, float], modules: Sequence[str]
+    job: RoleJob,
+    folder: Path,
+    world_size: int,
+    seconds: float,
+    metrics: dict[str, float],
+    modules: Sequence[str],
 ) -> list[RoleResult]:
     """Train the critic, if there is one, then the actor; returns the actor's results by rank."""
     results: list[RoleResult] = []
@@ -195,10 +225,13 @@ def _train(
 
 
 def _jobs(job: RoleJob) -> Iterator[RoleJob]:
-    """Yield what the processes of each role do, one after the other; the last is the job of the actor."""
+    """Yield what the processes of each role do, one after the other; the last is the job of the
+    actor.
+    """
     if job.args.use_critic:
-        # With a KL penalty, each step of the critic needs the actor's log-probs, which need the steps before it, and
-        # these the values of the critic. So both roles begin again for each of the rollouts.
+        # With a KL penalty, each step of the critic needs the actor's log-probs, which need the
+        # steps before it, and these the values of the critic. So both roles begin again for each of
+        # the rollouts.
         both = job.args.kl_coef != 0
         for count in range(1 if both else len(job.rollouts), len(job.rollouts) + 1):
             begun = replace(job, rollouts=job.rollouts[:count])
@@ -212,7 +245,9 @@ def _check_sample(wanted: Wanted, samples: Sequence[Sample]) -> None:
     known = sorted(sample.index for sample in samples if sample.index is not None)
     if wanted.sample is not None and wanted.sample not in known:
         shown = f"{', '.join(map(str, known[:40]))}{', ...' if len(known) > 40 else ''}"
-        raise ReplayError(f"step {wanted.step} has no sample with index {wanted.sample}; its samples: {shown}")
+        raise ReplayError(
+            f"step {wanted.step} has no sample with index {wanted.sample}; its samples: {shown}"
+        )
 
 
 def _has_gpu() -> bool:
@@ -256,7 +291,9 @@ def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
         tensors=len(first.expected),
         differs=differs,
         distance=first.distances[differs] if differs is not None else None,
-        worst=max((far / step if step else far for far, step in first.distances.values()), default=0.0),
+        worst=max(
+            (far / step if step else far for far, step in first.distances.values()), default=0.0
+        ),
         sample=_merged([one.sample for one in trained.ranks if one.sample is not None]),
         skipped=first.skipped,
     )

@@ -24,11 +24,14 @@ _PHASE_COLORS = (
 _EVAL_COLORS = ("#C44E52", "#55A868", "#8172B3", "#DD8452", "#64B5CD", "#8C564B")
 
 
-def bar_chart(values: Sequence[float], height: int = 6, width: int = 60, ascii_only: bool = False) -> list[str]:
+def bar_chart(
+    values: Sequence[float], height: int = 6, width: int = 60, ascii_only: bool = False
+) -> list[str]:
     """Draw one bar per value as lines of text.
 
-    The axis begins at 0, or at the minimum if it is negative. It ends at 1 if the maximum is between 0 and 1, otherwise
-    at the maximum. If there are too many values, they are averaged into ``width // 2`` bars.
+    The axis begins at 0, or at the minimum if it is negative. It ends at 1 if the maximum is
+    between 0 and 1, otherwise at the maximum. If there are too many values, they are averaged into
+    ``width // 2`` bars.
 
     >>> print("\\n".join(bar_chart([0.0, 0.5, 1.0], height=2)))
      1.00 ┤    ██
@@ -43,7 +46,9 @@ def bar_chart(values: Sequence[float], height: int = 6, width: int = 60, ascii_o
     cell = max(min(width // len(bars), 4), 2) - 1  # columns of a bar, without the gap of one column
     lines = []
     for row in reversed(range(height)):
-        text = "".join(_cell((value - low) / span * height - row, ascii_only) * cell + " " for value in bars)
+        text = "".join(
+            _cell((value - low) / span * height - row, ascii_only) * cell + " " for value in bars
+        )
         edge = high if row == height - 1 else low if row == 0 else None
         label = " " * 5 if edge is None else f"{edge:5.2f}"
         axis = "|" if ascii_only else "│" if edge is None else "┤"
@@ -95,8 +100,14 @@ def reward_curve(summary: Summary) -> Figure:
 
     figure = Picture(figsize=(9, 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    phases = {name: seconds for name, seconds in summary["seconds_per_phase"].items() if seconds > 0}
-    rows = figure.subplots(2, 1, gridspec_kw={"height_ratios": [6, 1]}) if phases else [figure.subplots()]
+    phases = {
+        name: seconds for name, seconds in summary["seconds_per_phase"].items() if seconds > 0
+    }
+    rows = (
+        figure.subplots(2, 1, gridspec_kw={"height_ratios": [6, 1]})
+        if phases
+        else [figure.subplots()]
+    )
     _draw_rewards(rows[0], summary)
     if phases:
         _draw_phases(rows[1], phases)
@@ -108,9 +119,19 @@ def _draw_rewards(axes: Axes, summary: Summary) -> None:
 
     rewards = summary["reward_per_rollout"]
     steps = summary.get("rollouts_done") or range(1, len(rewards) + 1)
-    axes.plot(steps, rewards, color="#4C72B0", linewidth=2, marker="o", markersize=4, label="reward while training")
+    axes.plot(
+        steps,
+        rewards,
+        color="#4C72B0",
+        linewidth=2,
+        marker="o",
+        markersize=4,
+        label="reward while training",
+    )
     axes.fill_between(steps, rewards, color="#4C72B0", alpha=0.08)
-    for color, (name, series) in zip(itertools.cycle(_EVAL_COLORS), summary["eval"].items(), strict=False):
+    for color, (name, series) in zip(
+        itertools.cycle(_EVAL_COLORS), summary["eval"].items(), strict=False
+    ):
         points = sorted(zip(series["steps"], series["values"], strict=True))
         x = [point[0] for point in points]
         y = [point[1] for point in points]
@@ -120,12 +141,17 @@ def _draw_rewards(axes: Axes, summary: Summary) -> None:
         for step, value in {points[0], points[-1]}:
             axes.annotate(f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, 10),
                           ha="center", color=color, fontweight="bold")  # fmt: skip
-    title = f"{summary['run']}: {summary['num_rollouts']} rollouts in {summary['seconds_total']:.0f} s"
+    title = (
+        f"{summary['run']}: {summary['num_rollouts']} rollouts in {summary['seconds_total']:.0f} s"
+    )
     axes.set_title(_plain(title), loc="left", fontweight="bold")
     axes.set_xlabel("rollouts done")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.set_ylabel("mean reward")
-    values = [*rewards, *(value for series in summary["eval"].values() for value in series["values"])]
+    values = [
+        *rewards,
+        *(value for series in summary["eval"].values() for value in series["values"]),
+    ]
     if values and min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(0, 1.1)
     axes.grid(alpha=0.25)
@@ -143,8 +169,22 @@ def _draw_phases(axes: Axes, phases: Mapping[str, float]) -> None:
     total = sum(phases.values())
     for index, (name, seconds) in enumerate(phases.items()):
         color = "#D9D9D9" if name == "start_and_rest" else _PHASE_COLORS[index % len(_PHASE_COLORS)]
-        axes.barh(0, seconds, left=left, color=color, label=f"{name.replace('_', ' ')} {seconds:.0f} s", height=0.8)
+        axes.barh(
+            0,
+            seconds,
+            left=left,
+            color=color,
+            label=f"{name.replace('_', ' ')} {seconds:.0f} s",
+            height=0.8,
+        )
         left += seconds
     axes.set_xlim(0, total)
     axes.set_axis_off()
-    axes.legend(ncols=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.0), fontsize=8, handlelength=1)
+    axes.legend(
+        ncols=6,
+        frameon=False,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.0),
+        fontsize=8,
+        handlelength=1,
+    )

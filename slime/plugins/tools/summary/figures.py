@@ -1,4 +1,6 @@
-"""The summary of a run, which is read from its folder: the table at the end, ``summary.json`` and the reward curve."""
+"""The summary of a run, which is read from its folder: the table at the end, ``summary.json`` and
+the reward curve.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,18 @@ PHASES = (
 
 
 class Series(TypedDict):
-    """The values of one evaluation data set, and the number of rollouts that were trained before each."""
+    """The values of one evaluation data set, and the number of rollouts that were trained before
+    each.
+    """
 
     steps: list[float]
     values: list[float]
 
 
 class Summary(TypedDict):
-    """The figures of a run. ``accuracy_*`` are the first and the last value of the first evaluation data set.
-    ``rollouts_done`` are the numbers of rollouts that were trained with each reward; those of older
-    releases have none.
+    """The figures of a run. ``accuracy_*`` are the first and the last value of the first evaluation
+    data set. ``rollouts_done`` are the numbers of rollouts that were trained with each reward;
+    those of older releases have none.
     """
 
     run: str
@@ -57,13 +61,14 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None, since: float 
 
     Args:
         run_dir: The folder of the run.
-        seconds_total: Wall time since ``since``, to which the steps before it are added: those of the attempts that a
-            run continues. Default: the value in ``summary.json`` or the time of all steps, whichever is larger, or else
-            the time between the first and the last row.
+        seconds_total: Wall time since ``since``, to which the steps before it are added: those of
+            the attempts that a run continues. Default: the value in ``summary.json`` or the time of
+            all steps, whichever is larger, or else the time between the first and the last row.
         since: Wall time at which the last attempt began.
 
     Raises:
-        MetricsError: There is no ``metrics.jsonl``, it has no rows, or it or ``config.yaml`` is damaged.
+        MetricsError: There is no ``metrics.jsonl``, it has no rows, or it or ``config.yaml`` is
+            damaged.
     """
     if not run_dir.metrics.is_file():
         raise MetricsError(f"{run_dir.path} is not the folder of a run: it has no metrics.jsonl")
@@ -113,12 +118,19 @@ def write_summary(run_dir: RunDir, summary: Summary) -> list[str]:
         with best_effort("the reward curve"):
             reward_curve_png(run_dir.reward_curve, summary)
     except ModuleNotFoundError as error:
-        return [f"the reward curve was not drawn: {error.name} is not installed (pip install 'slime-rl[plots]')"]
+        return [
+            f"the reward curve was not drawn: {error.name} is not installed (pip install "
+            "'slime-rl[plots]')"
+        ]
     return []
 
 
-def print_summary(run_dir: RunDir, summary: Summary, console: Console, hints: list[str] | None = None) -> None:
-    """Print the table at the end of a run: evaluations, reward curve, time per phase, and where to find the files."""
+def print_summary(
+    run_dir: RunDir, summary: Summary, console: Console, hints: list[str] | None = None
+) -> None:
+    """Print the table at the end of a run: evaluations, reward curve, time per phase, and where to
+    find the files.
+    """
     parts: list[RenderableType] = []
     if summary["eval"]:
         parts.append(_eval_table(summary))
@@ -142,16 +154,23 @@ def _eval_table(summary: Summary) -> Table:
         after = series["values"][-1]
         style = "green" if after > before else "red" if after < before else ""
         change = Text(f"{after - before:+.3f}", style=style)
-        table.add_row(Text(shown(name)), f"{before:.3f}", Text(f"{after:.3f}", style="bold"), change)
+        table.add_row(
+            Text(shown(name)), f"{before:.3f}", Text(f"{after:.3f}", style="bold"), change
+        )
     return table
 
 
 def _reward_chart(summary: Summary, console: Console) -> Group:
     rewards = summary["reward_per_rollout"]
-    title = Text.assemble(("reward per rollout", "bold"), f"   {rewards[0]:.3f} → {rewards[-1]:.3f}")
+    title = Text.assemble(
+        ("reward per rollout", "bold"), f"   {rewards[0]:.3f} → {rewards[-1]:.3f}"
+    )
     plain = not console.encoding.lower().startswith("utf")
     width = max(min(console.width - 18, 64), 16)
-    return Group(title, *(Text(line, style="cyan") for line in bar_chart(rewards, width=width, ascii_only=plain)))
+    return Group(
+        title,
+        *(Text(line, style="cyan") for line in bar_chart(rewards, width=width, ascii_only=plain)),
+    )
 
 
 def _phase_table(summary: Summary) -> Table:
@@ -189,7 +208,9 @@ def _evaluations(rows: list[Row]) -> dict[str, Series]:
     for row in rows:
         if _reward(row) is not None:
             rollouts_done += 1
-        for name, found in figures({name: value for name, value in row.items() if value is not None}).items():
+        for name, found in figures(
+            {name: value for name, value in row.items() if value is not None}
+        ).items():
             if "reward" in found:
                 entry = series.setdefault(name, {"steps": [], "values": []})
                 step = row.get("eval/step")
@@ -207,10 +228,11 @@ def _reward(row: Row) -> float | None:
 
 
 def _phases(rows: list[Row], total: float) -> dict[str, float]:
-    """Return the seconds of each phase of the loop, and the rest of the total as ``start_and_rest``.
+    """Return the seconds of each phase of the loop, and the rest of the total as
+    ``start_and_rest``.
 
-    A phase can be logged twice: by the driver, and by the process that did the work. These are rows of different kinds,
-    so the larger sum of both kinds is taken.
+    A phase can be logged twice: by the driver, and by the process that did the work. These are rows
+    of different kinds, so the larger sum of both kinds is taken.
     """
     known: dict[str, float] = {}
     for name in PHASES:
@@ -240,5 +262,6 @@ def _total_on_disk(run_dir: RunDir) -> float | None:
     try:
         seconds = parse_json(regular(run_dir.summary).read_text(encoding="utf-8"))["seconds_total"]
         return float(seconds) if seconds is not None and math.isfinite(seconds) else None
-    except (OSError, ValueError, TypeError, KeyError, OverflowError):  # the run was killed while it wrote it
+    # the run was killed while it wrote it
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None

@@ -1,4 +1,6 @@
-"""Read a ledger file, and check that it is consistent, using only its rows and not the sums of the run."""
+"""Read a ledger file, and check that it is consistent, using only its rows and not the sums of the
+run.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Report:
 
     @property
     def asked(self) -> int:
-        return sum(self.counts.values()) + (len(self.cut["open"]) + len(self.cut["ahead"]) if self.cut else 0)
+        return sum(self.counts.values()) + (
+            len(self.cut["open"]) + len(self.cut["ahead"]) if self.cut else 0
+        )
 
 
 def read_ledger(path: Path) -> Report:
@@ -58,14 +62,17 @@ def read_ledger(path: Path) -> Report:
         for number, raw in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
             try:
                 closed = _line(report, parse_line(raw), closed, again, number)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:  # a file that was damaged or edited
+            # a file that was damaged or edited
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
                 report.problems.append(f"line {number} is damaged: {type(error).__name__}: {error}")
     if report.cut is None:
         report.problems.append(UNCHECKED)
     return report
 
 
-def _line(report: Report, line: Line, closed: Numbers, again: set[tuple[int, int]], number: int) -> Numbers:
+def _line(
+    report: Report, line: Line, closed: Numbers, again: set[tuple[int, int]], number: int
+) -> Numbers:
     """Count one line, and return the groups that are closed after it."""
     if "group" in line:
         _row(report, line, closed, again, number)
@@ -82,15 +89,21 @@ def _line(report: Report, line: Line, closed: Numbers, again: set[tuple[int, int
     return closed
 
 
-def _row(report: Report, row: Line, closed: Numbers, again: set[tuple[int, int]], number: int) -> None:
+def _row(
+    report: Report, row: Line, closed: Numbers, again: set[tuple[int, int]], number: int
+) -> None:
     group = row["group"]
     turn = row.get("again", 0)
     if (turn and (group, turn) in again) or (not turn and group in closed):
         report.problems.append(f"line {number}: group {group} is closed a second time")
     if row["state"] not in CLOSED:
-        report.problems.append(f"line {number}: group {group} is {row['state']!r}, which is not a final state")
+        report.problems.append(
+            f"line {number}: group {group} is {row['state']!r}, which is not a final state"
+        )
     if row["state"] == "trained" and report.cut is not None and row["rollout"] <= report.cut["cut"]:
-        report.problems.append(f"line {number}: group {group} trained in step {row['rollout']}, before the checkpoint")
+        report.problems.append(
+            f"line {number}: group {group} trained in step {row['rollout']}, before the checkpoint"
+        )
     again.add((group, turn)) if turn else closed.add(group)
     report.counts[row["state"]] += 1
     report.beyond += 1
@@ -115,7 +128,8 @@ def _cut(report: Report, line: Line, closed: Numbers) -> None:
         missing = Numbers(line["given"]).missing_in(everything)[:8]
         strange = everything.missing_in(Numbers(line["given"]))[:8]
         report.problems.append(
-            f"{where}: groups that were lost: {missing or 'none'}; groups never supplied: {strange or 'none'}"
+            f"{where}: groups that were lost: {missing or 'none'}; groups never supplied: "
+            f"{strange or 'none'}"
         )
     report.cut = line
     report.beyond = 0

@@ -1,4 +1,6 @@
-"""Reads what a run has recorded in its folder: its state, attempts, sent weights, traces and dumps."""
+"""Reads what a run has recorded in its folder: its state, attempts, sent weights, traces and
+dumps.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ MOST_NAMED = 6
 def runs_in(place: Path) -> list[Path]:
     """Return the folders of runs that a path means: itself, or those in it.
 
-    Links such as ``latest`` in a folder of runs are not followed, since they point to another run of it.
+    Links such as ``latest`` in a folder of runs are not followed, since they point to another run
+    of it.
     """
     if (place / "config.yaml").is_file():
         return [place.resolve()]
@@ -29,11 +32,17 @@ def runs_in(place: Path) -> list[Path]:
         inside = sorted(place.iterdir())
     except OSError:
         return []
-    return [folder.resolve() for folder in inside if not folder.is_symlink() and (folder / "config.yaml").is_file()]
+    return [
+        folder.resolve()
+        for folder in inside
+        if not folder.is_symlink() and (folder / "config.yaml").is_file()
+    ]
 
 
 def no_run(place: Path) -> str:
-    """Return a text that says why a path is not the folder of a run, and which runs are near it, the newest first."""
+    """Return a text that says why a path is not the folder of a run, and which runs are near it,
+    the newest first.
+    """
     if place.is_dir():
         why = f"{place} is not the folder of a run: it has no config.yaml"
     elif place.exists():
@@ -43,7 +52,10 @@ def no_run(place: Path) -> str:
     near = next((found for folder in (place, place.parent) if (found := runs_in(folder))), [])
     near.sort(key=lambda folder: -(folder / "config.yaml").stat().st_mtime)
     if not near:
-        return f"{why}; a run writes its folder to --output-dir (default: outputs, where the run was started)"
+        return (
+            f"{why}; a run writes its folder to --output-dir (default: outputs, where the run was "
+            "started)"
+        )
     more = f" and {len(near) - MOST_NAMED} more" if len(near) > MOST_NAMED else ""
     return f"{why}; runs near it: {', '.join(map(str, near[:MOST_NAMED]))}{more}"
 
@@ -57,13 +69,16 @@ class Attempt:
 
 
 def read_attempts(run: RunDir) -> list[Attempt]:
-    """Return the attempts, oldest first; none for a run of an older release, or one that ended during its start."""
+    """Return the attempts, oldest first; none for a run of an older release, or one that ended
+    during its start.
+    """
     found = []
     for line in _lines(run.attempts):
         try:
             values = parse_json(line)
             attempt = Attempt(Settled(**values["settled"]), dict(values["settings"]))
-        except (ValueError, TypeError, KeyError):  # the driver was killed while it wrote the last line
+        # the driver was killed while it wrote the last line
+        except (ValueError, TypeError, KeyError):
             continue
         if _is_settled(attempt.settled):
             found.append(attempt)
@@ -85,7 +100,9 @@ def _is_settled(settled: Settled) -> bool:
     return (
         all(type(flag) is bool for flag in flags)
         and all(type(count) is int and 0 <= count < 2**63 for count in counts)
-        and all(budget is None or (type(budget) is int and 0 < budget < 2**63) for budget in budgets)
+        and all(
+            budget is None or (type(budget) is int and 0 < budget < 2**63) for budget in budgets
+        )
         and isinstance(settled.working_directory, str)
         and (settled.loaded is None or isinstance(settled.loaded, str))
     )
@@ -94,7 +111,8 @@ def _is_settled(settled: Settled) -> bool:
 def lineage(attempts: Sequence[Attempt]) -> list[Attempt]:
     """Return the attempts that made the steps of the run, by their first rollouts.
 
-    An attempt that is resumed before the first rollout of an earlier one has trained all steps of that one again.
+    An attempt that is resumed before the first rollout of an earlier one has trained all steps of
+    that one again.
     """
     kept: list[Attempt] = []
     for attempt in attempts:
@@ -104,7 +122,9 @@ def lineage(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def read_weights(path: Path) -> dict[int, SentWeights]:
-    """Return the last record for each number of trained rollouts; a resumed run replaces what it trained again."""
+    """Return the last record for each number of trained rollouts; a resumed run replaces what it
+    trained again.
+    """
     found: dict[int, SentWeights] = {}
     for line in _lines(path):
         try:
@@ -117,7 +137,9 @@ def read_weights(path: Path) -> dict[int, SentWeights]:
 
 
 def read_state(folder: Path) -> RunState | None:
-    """Return the state in the folder of a run; None if there is none (a run of an older release), or it is damaged."""
+    """Return the state in the folder of a run; None if there is none (a run of an older release),
+    or it is damaged.
+    """
     try:
         state = RunState(**parse_json(regular(folder / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -144,11 +166,16 @@ def _is_progress(value: object) -> bool:
     if not isinstance(value, Mapping):
         return False
     numbers = value.get("numbers", {})
-    counts = [value[key] for key in ("done", "total", "since", "updated") if value.get(key) is not None]
+    counts = [
+        value[key] for key in ("done", "total", "since", "updated") if value.get(key) is not None
+    ]
     return (
         isinstance(value.get("phase", ""), str)
         and isinstance(numbers, Mapping)
-        and all(isinstance(number, int | float) and abs(number) < 1e18 for number in (*counts, *numbers.values()))
+        and all(
+            isinstance(number, int | float) and abs(number) < 1e18
+            for number in (*counts, *numbers.values())
+        )
     )
 
 
@@ -167,10 +194,12 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def find_dump(template: object, folder: Path, run_name: object, step: int) -> Path | None:
-    """Return the dump of a step, also if the folder of the run was moved or copied with the dumps in it.
+    """Return the dump of a step, also if the folder of the run was moved or copied with the dumps
+    in it.
 
     Args:
-        template: The value of ``--save-debug-train-data`` or ``--save-debug-rollout-data``, as the run recorded it.
+        template: The value of ``--save-debug-train-data`` or ``--save-debug-rollout-data``, as the
+            run recorded it.
         folder: The folder of the run.
         run_name: Its ``--run-name``.
     """
@@ -182,5 +211,9 @@ def find_dump(template: object, folder: Path, run_name: object, step: int) -> Pa
         return None
     places = [named, folder / named, folder.parent.parent / named]
     names = [folder.name, run_name] if isinstance(run_name, str) else [folder.name]
-    places += [folder / Path(*named.parts[named.parts.index(name) + 1 :]) for name in names if name in named.parts]
+    places += [
+        folder / Path(*named.parts[named.parts.index(name) + 1 :])
+        for name in names
+        if name in named.parts
+    ]
     return next((place for place in places if place.is_file()), None)

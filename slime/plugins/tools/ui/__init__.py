@@ -1,1 +1,3 @@
-"""``slime ui``: a local page that shows runs from the files that they leave, also while they go on."""
+"""``slime ui``: a local page that shows runs from the files that they leave, also while they go
+on.
+"""

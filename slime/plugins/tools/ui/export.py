@@ -22,10 +22,11 @@ class Limits:
     """What an export may hold.
 
     Attributes:
-        steps: Number of steps of each run with their groups and time lines: the first, the last, and others between
-            them at even distances.
+        steps: Number of steps of each run with their groups and time lines: the first, the last,
+            and others between them at even distances.
         samples: Number of samples of each of these steps with their texts and tokens.
-        megabytes: Of JSON before compression, of all runs together. Samples are left out when it is reached.
+        megabytes: Of JSON before compression, of all runs together. Samples are left out when it is
+            reached.
     """
 
     steps: int = 12
@@ -56,10 +57,12 @@ def export(runs: Runs, limits: Limits) -> str:
         answers[path] = orjson.loads(encoded)
         room -= len(encoded)
     made = (
-        f"Exported on {time.strftime('%Y-%m-%d %H:%M')}. It holds {limits.steps} steps of each run at even distances, "
-        f"with up to {limits.samples} samples of each."
+        f"Exported on {time.strftime('%Y-%m-%d %H:%M')}. It holds {limits.steps} steps of each "
+        f"run at even distances, with up to {limits.samples} samples of each."
     )
-    made += f" Some samples were left out, to stay below {limits.megabytes:g} MB." if left_out else ""
+    made += (
+        f" Some samples were left out, to stay below {limits.megabytes:g} MB." if left_out else ""
+    )
     return alone(answers, made)
 
 
@@ -72,8 +75,12 @@ def _paths(runs: Runs, limits: Limits) -> Iterator[tuple[str, bool]]:
         for name in run.series.names:
             yield path_of("run", run.key, "series", name), True
     for run in runs.all():
-        rows = run.index.rows("select distinct step from samples where kind = 'rollout' order by step")
-        chosen = evenly([row["step"] for row in rows] or range(run.series.last_step + 1), limits.steps)
+        rows = run.index.rows(
+            "select distinct step from samples where kind = 'rollout' order by step"
+        )
+        chosen = evenly(
+            [row["step"] for row in rows] or range(run.series.last_step + 1), limits.steps
+        )
         for number in chosen:
             yield path_of("run", run.key, "step", number), True
         yield from ((path, False) for path in _comparisons(run, limits.samples))
@@ -83,7 +90,10 @@ def _paths(runs: Runs, limits: Limits) -> Iterator[tuple[str, bool]]:
 
 
 def _samples(run: Run, number: int, most: int) -> Iterator[str]:
-    query = "select position, sample_index, prompt from samples where kind = 'rollout' and step = ? order by position"
+    query = (
+        "select position, sample_index, prompt from samples where kind = 'rollout' and step = ? "
+        "order by position"
+    )
     rows = evenly(run.index.rows(query, (number,)), most)
     for row in rows:
         yield path_of("run", run.key, "sample", "rollout", number, row["position"])
@@ -94,7 +104,9 @@ def _samples(run: Run, number: int, most: int) -> Iterator[str]:
 
 
 def _comparisons(run: Run, most: int) -> Iterator[str]:
-    """Yield the first and the last evaluation of each data set side by side, with some of their samples."""
+    """Yield the first and the last evaluation of each data set side by side, with some of their
+    samples.
+    """
     texts = views.evaluations(run)["texts"]
     assert isinstance(texts, dict)
     for name, steps in texts.items():

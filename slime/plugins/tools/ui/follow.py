@@ -1,4 +1,6 @@
-"""The files of lines that a run appends to, followed while it goes on: metrics, the load of its engines, its ledger."""
+"""The files of lines that a run appends to, followed while it goes on: metrics, the load of its
+engines, its ledger.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from slime.plugins.tools.summary.ledger_report import Report, read_ledger
 from slime.types import JsonObject
 
 MARK = 64
-"""So many bytes before the position are compared, to notice that the file was cut and written again."""
+"""So many bytes before the position are compared, to notice that the file was cut and written
+again.
+"""
 STEP_KEYS = ("rollout/step", "eval/step", "train/step")
 CURVE_POINTS = 1000
 POINTS = 600
@@ -28,8 +32,8 @@ _MOST_CHANGES = 200
 class Tail:
     """Returns the complete lines that were added to a file since the last call.
 
-    A resume of a run replaces ``metrics.jsonl``, and cuts ``ledger.jsonl`` before it appends to it again. In both cases
-    the file is read from its beginning.
+    A resume of a run replaces ``metrics.jsonl``, and cuts ``ledger.jsonl`` before it appends to it
+    again. In both cases the file is read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +42,9 @@ class Tail:
         self._mark = b""
 
     def read(self) -> tuple[bool, list[bytes]]:
-        """Return whether what was read before is no longer valid, and the new lines. A missing file has none."""
+        """Return whether what was read before is no longer valid, and the new lines. A missing file
+        has none.
+        """
         restarted = False
         lines: list[bytes] = []
         try:
@@ -48,7 +54,8 @@ class Tail:
                 if inode != self._inode or file.read(len(self._mark)) != self._mark:
                     restarted = self._restart()
                     self._inode = inode
-                # Whole lines in pieces. A line that is longer than a piece is waited for, and never read.
+                # Whole lines in pieces. A line that is longer than a piece is waited for, and never
+                # read.
                 while True:
                     file.seek(self._offset)
                     data = file.read(LONGEST_LINE)
@@ -90,7 +97,8 @@ class Followed:
                 try:
                     self._add(shallow(orjson.loads(line)))
                 except (ValueError, TypeError, LookupError, AttributeError, StopIteration):
-                    self.unreadable += 1  # such as the last line of a run that was killed while it wrote
+                    # such as the last line of a run that was killed while it wrote
+                    self.unreadable += 1
             self.version += bool(restarted or lines)
 
     def _clear(self) -> None:
@@ -143,7 +151,9 @@ class Series(Followed):
             return sorted(self._columns)
 
     def at(self, step: int) -> dict[str, float | None]:
-        """Return the metrics of a training step or evaluation by name, without those of other steps."""
+        """Return the metrics of a training step or evaluation by name, without those of other
+        steps.
+        """
         found: dict[str, float | None] = {}
         with self._lock:
             for name, column in sorted(self._columns.items()):
@@ -167,14 +177,16 @@ class Series(Followed):
     def curve(self, name: str, points: int = CURVE_POINTS) -> dict[str, object] | None:
         """Return a metric as at most ``points`` points; None if the run has no such metric.
 
-        If there are more values, neighbours are joined: ``values`` are then means, and ``low`` and ``high`` the extreme
-        values. Times are seconds since the first step of the run began.
+        If there are more values, neighbours are joined: ``values`` are then means, and ``low`` and
+        ``high`` the extreme values. Times are seconds since the first step of the run began.
         """
         with self._lock:
             column = self._columns.get(name)
             if column is None:
                 return None
-            steps, times, values = (np.array(part) for part in (column.steps, column.times, column.values))
+            steps, times, values = (
+                np.array(part) for part in (column.steps, column.times, column.values)
+            )
             start = self.first_time
         curve: dict[str, object] = {"name": name, "count": len(values)}
         if len(values) > points:
@@ -202,7 +214,9 @@ def _or_none(value: float) -> float | None:
 
 
 def numbers(values: np.ndarray) -> list[float | None]:
-    """Return numbers for JSON with six significant digits, and None for those that are not finite."""
+    """Return numbers for JSON with six significant digits, and None for those that are not
+    finite.
+    """
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
@@ -215,7 +229,9 @@ class EngineColumns:
     """
 
     times: array[float] = field(default_factory=lambda: array("d"))
-    numbers: tuple[array[float], ...] = field(default_factory=lambda: (array("d"), array("d"), array("d")))
+    numbers: tuple[array[float], ...] = field(
+        default_factory=lambda: (array("d"), array("d"), array("d"))
+    )
     changes: list[tuple[float, str]] = field(default_factory=list)
     state: str = ""
     silent: int = 0
@@ -242,11 +258,13 @@ class EngineLoads(Followed):
                 engine.changes.append((moment, str(state)))
 
     def values(self, start: float) -> list[dict[str, object]]:
-        """Return each engine with at most :data:`POINTS` points; of more, the largest value in each stretch remains.
+        """Return each engine with at most :data:`POINTS` points; of more, the largest value in each
+        stretch remains.
 
         Args:
-            start: Wall time from which seconds are counted, 0 if it is not known. Engines that were asked before it, as
-                in the first step of a run, move it to the first time at which one was asked.
+            start: Wall time from which seconds are counted, 0 if it is not known. Engines that were
+                asked before it, as in the first step of a run, move it to the first time at which
+                one was asked.
         """
         with self._lock:
             start = min([start or inf, *(engine.times[0] for engine in self._engines.values())])
@@ -268,7 +286,9 @@ def _load(index: int, engine: EngineColumns, start: float) -> dict[str, object]:
         "busy": sum(value > 0 for value in running) / len(running) if running else None,
         "times": [round(engine.times[at] - start, 1) for at in starts],
         **dict(zip(("running", "waiting", "tokens"), columns, strict=True)),
-        "changes": [[round(moment - start, 1), state] for moment, state in engine.changes[-_MOST_CHANGES:]],
+        "changes": [
+            [round(moment - start, 1), state] for moment, state in engine.changes[-_MOST_CHANGES:]
+        ],
     }
 
 
@@ -277,7 +297,9 @@ def _largest(values: array[float]) -> float | None:
 
 
 class Ledger(Followed):
-    """The newest row of each prompt group in ``ledger.jsonl``, and the line of the last snapshot."""
+    """The newest row of each prompt group in ``ledger.jsonl``, and the line of the last
+    snapshot.
+    """
 
     def _clear(self) -> None:
         self.rows: dict[int, JsonObject] = {}
@@ -298,7 +320,10 @@ class Ledger(Followed):
             try:
                 self._report = stamp, read_ledger(regular(self.path))
             except OSError as error:
-                self._report = stamp, Report(problems=[f"it cannot be read: {error.strerror or error}"])
+                self._report = (
+                    stamp,
+                    Report(problems=[f"it cannot be read: {error.strerror or error}"]),
+                )
         return self._report[1]
 
     def _add(self, row: JsonObject) -> None:

@@ -1,7 +1,8 @@
 """An index of the samples of a run, in SQLite in the user's cache folder.
 
-The texts stay in the run's files: the index has the numbers of each sample, and where its line begins. A file is read
-once, and again only if it was replaced. So a page of a run with 100,000 samples needs no more than a query.
+The texts stay in the run's files: the index has the numbers of each sample, and where its line
+begins. A file is read once, and again only if it was replaced. So a page of a run with 100,000
+samples needs no more than a query.
 """
 
 from __future__ import annotations
@@ -49,10 +50,13 @@ class SampleIndex:
     Args:
         folder: The folder of the run.
         cache: The folder for the index. None, or one that cannot be written: it is kept in memory.
-        settings: The flags of the run, of which ``reward_key`` and ``eval_reward_key`` say what a reward is.
+        settings: The flags of the run, of which ``reward_key`` and ``eval_reward_key`` say what a
+            reward is.
     """
 
-    def __init__(self, folder: Path, cache: Path | None, settings: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self, folder: Path, cache: Path | None, settings: Mapping[str, object] | None = None
+    ) -> None:
         self.folder = folder
         self.settings = settings or {}
         self._lock = threading.RLock()
@@ -70,7 +74,8 @@ class SampleIndex:
                 return _connect(str(cache / name))
         return _connect(":memory:")
 
-    # --- building ------------------------------------------------------------------------------------
+    # --- building
+    # ------------------------------------------------------------------------------------
 
     def refresh(self, most: int | None = None) -> int:
         """Read new and changed files, the newest first.
@@ -113,7 +118,9 @@ class SampleIndex:
         for kind, step in known.keys() - found.keys():
             self._forget(kind, step)
         changed = [
-            (kind, step, path) for (kind, step), path in found.items() if known.get((kind, step)) != _stamp(path)
+            (kind, step, path)
+            for (kind, step), path in found.items()
+            if known.get((kind, step)) != _stamp(path)
         ]
         return sorted(changed, key=lambda entry: (-entry[1], entry[0]))
 
@@ -124,7 +131,9 @@ class SampleIndex:
         self.version += 1
 
     def ensure(self, kind: str, step: int) -> Path | None:
-        """Read the file of one step now, if it is new or changed, and return its path; None if there is none."""
+        """Read the file of one step now, if it is new or changed, and return its path; None if
+        there is none.
+        """
         query = "select mtime, size from files where kind = ? and step = ?"
         path = self._path(kind, step)
         if path is None:
@@ -136,10 +145,13 @@ class SampleIndex:
         return path
 
     def _path(self, kind: str, step: int) -> Path | None:
-        """Return the file of a step. ``kind`` comes from a request, so it is compared with names that exist."""
+        """Return the file of a step. ``kind`` comes from a request, so it is compared with names
+        that exist.
+        """
         name = f"{kind}_{step:06d}.jsonl"
         for path in (self.folder / "samples" / name, self.folder / "samples" / (name + COMPRESSED)):
-            with contextlib.suppress(OSError, ValueError):  # a name that is too long, or that has a NUL
+            # a name that is too long, or that has a NUL
+            with contextlib.suppress(OSError, ValueError):
                 if path.parent == self.folder / "samples" and "/" not in kind and path.is_file():
                     return path
         return None
@@ -150,14 +162,18 @@ class SampleIndex:
             lines = _lines(path)
         except OSError:
             return
-        except ValueError as error:  # remembered as one bad line, so that it is not read for every request
+        # remembered as one bad line, so that it is not read for every request
+        except ValueError as error:
             logger.warning("not indexed: %s", error)
             lines = [b"-"]
-        # Numbers of each sample go to the index with the place of its line; its texts stay in the file.
+        # Numbers of each sample go to the index with the place of its line; its texts stay in the
+        # file.
         rows: list[tuple[object, ...]] = []
         prompts: dict[str, tuple[str, str, str]] = {}
         key = self.settings.get("reward_key")
-        reward_key = self.settings.get("eval_reward_key") or key if kind.startswith("eval-") else key
+        reward_key = (
+            self.settings.get("eval_reward_key") or key if kind.startswith("eval-") else key
+        )
         bad = offset = 0
         for position, line in enumerate(lines):
             record = _record(line)
@@ -166,18 +182,33 @@ class SampleIndex:
             else:
                 name, text = _prompt_of(record)
                 prompts[name] = (name, text[:_HEAD], _text(record.get("label"))[:_HEAD])
-                rows.append((kind, step, position, *_numbers(record, step, reward_key), name, offset, len(line)))
+                rows.append(
+                    (
+                        kind,
+                        step,
+                        position,
+                        *_numbers(record, step, reward_key),
+                        name,
+                        offset,
+                        len(line),
+                    )
+                )
             offset += len(line) + 1
         # A file is replaced as a whole, so that its old rows go first.
         with self._lock, self.connection as connection:
             connection.execute("delete from samples where kind = ? and step = ?", (kind, step))
             marks = ", ".join("?" * 14)
             connection.executemany(f"insert into samples values ({marks})", rows)
-            connection.executemany("insert or ignore into prompts values (?, ?, ?)", prompts.values())
-            connection.execute("insert or replace into files values (?, ?, ?, ?, ?)", (kind, step, *stamp, bad))
+            connection.executemany(
+                "insert or ignore into prompts values (?, ?, ?)", prompts.values()
+            )
+            connection.execute(
+                "insert or replace into files values (?, ?, ?, ?, ?)", (kind, step, *stamp, bad)
+            )
             self.version += 1
 
-    # --- queries -------------------------------------------------------------------------------------
+    # --- queries
+    # -------------------------------------------------------------------------------------
 
     def rows(self, query: str, values: Sequence[object] = ()) -> list[Row]:
         """Return the rows of a query as dicts."""
@@ -213,7 +244,8 @@ class SampleIndex:
 def _connect(name: str) -> sqlite3.Connection:
     connection = sqlite3.connect(name, check_same_thread=False, timeout=30)
     try:
-        connection.execute("pragma synchronous = off")  # after a crash of the machine, the index is made again
+        # after a crash of the machine, the index is made again
+        connection.execute("pragma synchronous = off")
         connection.executescript(_TABLES)
         connection.execute("select count(*) from files").fetchone()
     except sqlite3.OperationalError:
@@ -256,9 +288,15 @@ def _prompt_of(record: JsonObject) -> tuple[str, str]:
     prompt = record.get("prompt")
     # Equal prompts of different rows have their keys in any order.
     packed = json.dumps(prompt, sort_keys=True, separators=(",", ":")).encode()
-    messages = [message for message in prompt if isinstance(message, Mapping)] if isinstance(prompt, list) else None
+    messages = (
+        [message for message in prompt if isinstance(message, Mapping)]
+        if isinstance(prompt, list)
+        else None
+    )
     text = last_user_text(messages if messages is not None else _text(prompt))
-    return xxhash.xxh64_hexdigest(packed), " ".join(text.split()).encode("utf-8", "replace").decode()
+    return xxhash.xxh64_hexdigest(packed), " ".join(text.split()).encode(
+        "utf-8", "replace"
+    ).decode()
 
 
 def _text(value: JsonValue) -> str:
@@ -288,19 +326,25 @@ def _numbers(record: JsonObject, step: int, reward_key: object) -> tuple[object,
 def _versions(record: JsonObject) -> list[str]:
     spans = record.get("version_spans")
     versions = record.get("weight_versions")
-    found = [str(span[0]) for span in spans if isinstance(span, list) and span] if isinstance(spans, list) else []
+    found = (
+        [str(span[0]) for span in spans if isinstance(span, list) and span]
+        if isinstance(spans, list)
+        else []
+    )
     return sorted({*found, *(map(str, versions) if isinstance(versions, list) else ())})
 
 
 def _integer(value: JsonValue) -> int | None:
-    return value if isinstance(value, int) and abs(value) < 2**63 else None  # as large as SQLite takes
+    # as large as SQLite takes
+    return value if isinstance(value, int) and abs(value) < 2**63 else None
 
 
 def reward_number(reward: JsonValue, key: object = None) -> float | None:
     """Return a reward as a number; None if there is none, or if it is not finite.
 
     Args:
-        key: ``--reward-key``, which names the entry of a dict. Without it, the entry is ``score`` or the first number.
+        key: ``--reward-key``, which names the entry of a dict. Without it, the entry is ``score``
+            or the first number.
     """
     if isinstance(reward, dict):
         first = next((value for value in reward.values() if isinstance(value, int | float)), None)

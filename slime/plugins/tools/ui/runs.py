@@ -47,8 +47,8 @@ class Run:
         self.tokens = TokenDumps(folder, self.settings)
 
     def refresh(self) -> None:
-        """Read what the run has appended to its metrics, its ledger and the load of its engines; and its settings, if a
-        resume or a new run of this name has replaced them."""
+        """Read what the run has appended to its metrics, its ledger and the load of its engines;
+        and its settings, if a resume or a new run of this name has replaced them."""
         # A resume replaces the settings.
         if (configured := _modified(self.files.config)) != self._configured:
             self._configured, self.settings = configured, read_settings(self.files.config)
@@ -60,8 +60,8 @@ class Run:
     def state(self) -> tuple[RunState | None, str]:
         """Return what the driver wrote last, and its status in one word: that of the state, or
 
-        ``dead`` (the driver ended without saying so), ``remote`` (it runs on another machine, and is not seen from
-        here), or ``unknown`` (a run of an older release, without ``state.json``).
+        ``dead`` (the driver ended without saying so), ``remote`` (it runs on another machine, and
+        is not seen from here), or ``unknown`` (a run of an older release, without ``state.json``).
         """
         state = read_state(self.folder)
         if state is None:
@@ -113,7 +113,9 @@ class Runs:
         return next(key for key in keys if key not in self._runs)
 
     def all(self) -> list[Run]:
-        """Return the runs, those with the newest metrics first; also before these have been read."""
+        """Return the runs, those with the newest metrics first; also before these have been
+        read.
+        """
         return sorted(self._runs.values(), key=lambda run: -_modified(run.files.metrics))
 
     def get(self, key: str) -> Run | None:
@@ -131,9 +133,11 @@ class Runs:
         return left
 
     def prepare(self) -> None:
-        """Load what reads dumps, if a run has any: importing torch takes seconds, which the first reader of a sample
-        should not wait for."""
-        if "torch" not in sys.modules and any(run.tokens.recorded(run.series.last_step) for run in self.all()):
+        """Load what reads dumps, if a run has any: importing torch takes seconds, which the first
+        reader of a sample should not wait for."""
+        if "torch" not in sys.modules and any(
+            run.tokens.recorded(run.series.last_step) for run in self.all()
+        ):
             import torch  # noqa: F401
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""The page itself (its files, and the HTML that loads them from the server or has them all inside) and its server.
+"""The page itself (its files, and the HTML that loads them from the server or has them all inside)
+and its server.
 
-The server only reads, and it answers no request that another web page can make. It listens on the loopback address. If
-it is opened to other machines, each request needs the token that the address in the terminal has; the browser keeps it
-in a cookie.
+The server only reads, and it answers no request that another web page can make. It listens on the
+loopback address. If it is opened to other machines, each request needs the token that the address
+in the terminal has; the browser keeps it in a cookie.
 """
 
 from __future__ import annotations
@@ -61,12 +62,16 @@ class Door:
 
     @classmethod
     def at(cls, host: str, port: int, always: bool = False) -> Door:
-        """Return the door for ``--host`` and ``--port``, with a new token if the address is not a loopback one.
+        """Return the door for ``--host`` and ``--port``, with a new token if the address is not a
+        loopback one.
 
         Args:
-            always: A loopback address gets a token as well, since other users of the machine can reach it.
+            always: A loopback address gets a token as well, since other users of the machine can
+                reach it.
         """
-        return cls(host, port, secrets.token_urlsafe(24) if always or not is_loopback(host) else None)
+        return cls(
+            host, port, secrets.token_urlsafe(24) if always or not is_loopback(host) else None
+        )
 
     @property
     def cookie(self) -> str:
@@ -76,7 +81,13 @@ class Door:
     @property
     def address(self) -> str:
         """The address to open, with the token."""
-        name = self.host if is_loopback(self.host) else socket.gethostname() if _is_any(self.host) else self.host
+        name = (
+            self.host
+            if is_loopback(self.host)
+            else socket.gethostname()
+            if _is_any(self.host)
+            else self.host
+        )
         name = f"[{name}]" if ":" in name else name
         return f"http://{name}:{self.port}/" + (f"?token={self.token}" if self.token else "")
 
@@ -105,7 +116,9 @@ def make_app(runs: Runs, door: Door) -> web.Application:
             assert door.token is not None
             response.set_cookie(door.cookie, door.token, httponly=True, samesite="Lax", path="/")
             return response
-        return web.Response(text=html, content_type="text/html", headers={"Content-Security-Policy": policy})
+        return web.Response(
+            text=html, content_type="text/html", headers={"Content-Security-Policy": policy}
+        )
 
     # The files are known beforehand, so that no address names a file of the machine.
     async def static(request: web.Request) -> web.Response:
@@ -113,7 +126,10 @@ def make_app(runs: Runs, door: Door) -> web.Application:
         if found is None:
             raise web.HTTPNotFound
         return web.Response(
-            body=found[1], content_type=found[0], charset="utf-8", headers={"Cache-Control": "no-cache"}
+            body=found[1],
+            content_type=found[0],
+            charset="utf-8",
+            headers={"Cache-Control": "no-cache"},
         )
 
     # A view reads files and may take a while; meanwhile other requests are answered.
@@ -130,7 +146,9 @@ def make_app(runs: Runs, door: Door) -> web.Application:
             status = 500
         return _json(request, value, status)
 
-    app.add_routes([web.get("/", index), web.get("/static/{name}", static), web.get("/api/{path:.*}", api)])
+    app.add_routes(
+        [web.get("/", index), web.get("/static/{name}", static), web.get("/api/{path:.*}", api)]
+    )
     return app
 
 
@@ -214,7 +232,9 @@ def bind(host: str, port: int | None) -> socket.socket:
 
 def _listening(host: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except UnicodeError as error:  # a part of the name is empty or too long
         raise OSError(errno.EINVAL, "not the name of a machine") from error
     family, kind, protocol, _, address = found[0]
@@ -226,7 +246,9 @@ def _listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortTaken(f"port {port} of {host} is used by another program; give another --port") from error
+            raise PortTaken(
+                f"port {port} of {host} is used by another program; give another --port"
+            ) from error
         raise
     return listener
 
@@ -244,8 +266,9 @@ async def serve(runs: Runs, door: Door, listener: socket.socket, stop: asyncio.E
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 ICON = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath d='M1 12c3 0 3-8 7-8s3 "
-    "5 7 5' fill='none' stroke='%232f7d5b' stroke-width='2.5' stroke-linecap='round'/%3E%3C/svg%3E"
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath "
+    "d='M1 12c3 0 3-8 7-8s3 5 7 5' fill='none' stroke='%232f7d5b' stroke-width='2.5' "
+    "stroke-linecap='round'/%3E%3C/svg%3E"
 )
 _MAIN = 'import "slime/main.js";'
 _VENDOR = "uplot.min.js"
@@ -253,7 +276,9 @@ _VENDOR = "uplot.min.js"
 
 @cache
 def assets() -> Mapping[str, tuple[str, bytes]]:
-    """Return the content type and the content of each file of the page, by its name in an address."""
+    """Return the content type and the content of each file of the page, by its name in an
+    address.
+    """
     found = {}
     static = files("slime.plugins.tools.ui") / "static"
     for folder in (static, static / "vendor"):
@@ -267,20 +292,25 @@ def assets() -> Mapping[str, tuple[str, bytes]]:
 def modules() -> dict[str, str]:
     """Return the page's own JavaScript modules by name."""
     return {
-        name: content.decode() for name, (_, content) in assets().items() if name.endswith(".js") and name != _VENDOR
+        name: content.decode()
+        for name, (_, content) in assets().items()
+        if name.endswith(".js") and name != _VENDOR
     }
 
 
 def served() -> tuple[str, str]:
     """Return the HTML for the server, and its content security policy."""
     imports = {f"slime/{name}": f"/static/{name}" for name in sorted(modules())}
-    head = '<link rel="stylesheet" href="/static/uplot.min.css"><link rel="stylesheet" href="/static/app.css">'
+    head = (
+        '<link rel="stylesheet" href="/static/uplot.min.css"><link rel="stylesheet" '
+        'href="/static/app.css">'
+    )
     script = f'<script src="/static/{_VENDOR}"></script>'
     html, hashes = _document(head, script, imports, "")
     # Scripts are the files of this server and the two in the document, which their hashes name.
     policy = (
-        f"default-src 'none'; script-src 'self' {hashes}; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src 'self' {hashes}; style-src 'self'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return html, policy
 
@@ -294,16 +324,23 @@ def alone(answers: Mapping[str, object], made: str) -> str:
     """
     # Modules are imported from data addresses, since a file has no server to ask.
     encoded = {name: base64.b64encode(text.encode()).decode() for name, text in modules().items()}
-    imports = {f"slime/{name}": f"data:text/javascript;base64,{text}" for name, text in sorted(encoded.items())}
-    style = "".join(f"<style>{assets()[name][1].decode()}</style>" for name in ("uplot.min.css", "app.css"))
+    imports = {
+        f"slime/{name}": f"data:text/javascript;base64,{text}"
+        for name, text in sorted(encoded.items())
+    }
+    style = "".join(
+        f"<style>{assets()[name][1].decode()}</style>" for name in ("uplot.min.css", "app.css")
+    )
     vendor = assets()[_VENDOR][1].decode()
     # Compressed and encoded, so that no text of a sample stands in the HTML.
-    packed = base64.b64encode(gzip.compress(orjson.dumps({"made": made, "answers": answers}), 9)).decode()
+    packed = base64.b64encode(
+        gzip.compress(orjson.dumps({"made": made, "answers": answers}), 9)
+    ).decode()
     data = f'<script type="application/octet-stream" id="slime-export">{packed}</script>'
     _, hashes = _document("", "", imports, "")
     policy = (
-        f"default-src 'none'; script-src {hashes} '{_hash(vendor)}' data:; style-src 'unsafe-inline'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {hashes} '{_hash(vendor)}' data:; style-src "
+        "'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">{style}'
     return _document(head, f"<script>{vendor}</script>", imports, data)[0]

@@ -1,7 +1,8 @@
-"""From the path of a request to what it answers. The server, the export and the tests use the same function.
+"""From the path of a request to what it answers. The server, the export and the tests use the same
+function.
 
-A part of a path is a key of a run, a number, or a name that is looked up in what is known; none of them becomes part of
-a path of the file system without being compared with what exists.
+A part of a path is a key of a run, a number, or a name that is looked up in what is known; none of
+them becomes part of a path of the file system without being compared with what exists.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class NotFound(LookupError):
 
 
 def answer(runs: Runs, path: str) -> views.View:
-    """Return the value for JSON under a path such as ``/api/run/NAME/step/3``, whose parts are percent-encoded.
+    """Return the value for JSON under a path such as ``/api/run/NAME/step/3``, whose parts are
+    percent-encoded.
 
     Raises:
         NotFound: There is no such run, step, sample, metric or page.
@@ -42,7 +44,9 @@ def answer(runs: Runs, path: str) -> views.View:
 
 
 def as_json(value: object) -> bytes:
-    """Return a value as JSON in UTF-8. NaN becomes null, and a lone surrogate of a text becomes a question mark."""
+    """Return a value as JSON in UTF-8. NaN becomes null, and a lone surrogate of a text becomes a
+    question mark.
+    """
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
     except TypeError:  # a lone surrogate, or an integer of more than 64 bits

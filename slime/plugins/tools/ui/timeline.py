@@ -1,5 +1,5 @@
-"""The trace of a step as the page draws it: what driver, training ranks and engines did, the samples of each group, and
-who waited for whom."""
+"""The trace of a step as the page draws it: what driver, training ranks and engines did, the
+samples of each group, and who waited for whom."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _SHORT = 0.01  # seconds; shorter waits are not worth a sentence
 Span = tuple[str, float, float]
 """Name, start and end; in seconds since the first event of the step."""
 LoadAt = tuple[float, int, int]
-"""A moment in seconds since the first event of the step, and an engine's running and waiting requests."""
+"""A moment in seconds since the first event of the step, and an engine's running and waiting
+requests.
+"""
 T = TypeVar("T")
 
 
@@ -63,7 +65,11 @@ def _drawn(step: int, events: Sequence[Mapping[str, Any]]) -> dict[str, object] 
     # Divide the events among the driver, the training ranks and the lanes of samples.
     phases: list[Span] = []
     ranks: dict[str, list[Span]] = {}
-    names = {e["tid"]: str(e["args"]["name"]) for e in events if e["pid"] == DRIVER and e["name"] == "thread_name"}
+    names = {
+        e["tid"]: str(e["args"]["name"])
+        for e in events
+        if e["pid"] == DRIVER and e["name"] == "thread_name"
+    }
     lanes: dict[tuple[int, int], Lane] = {}
     for event in complete:
         process = int(event["pid"])
@@ -78,7 +84,8 @@ def _drawn(step: int, events: Sequence[Mapping[str, Any]]) -> dict[str, object] 
             phases.append(span)
     # Calls that only wrap others say when a sample began and ended, and are not drawn.
     for lane in lanes.values():
-        own = [s for s in lane.spans if s[0] != GROUP] or lane.spans  # a group ends with its last sample
+        # a group ends with its last sample
+        own = [s for s in lane.spans if s[0] != GROUP] or lane.spans
         lane.whole = min(s[1] for s in own), max(s[2] for s in own)
         lane.spans = [s for s in lane.spans if s[0] not in WRAPPERS] or lane.spans
     # A long step is drawn in part; the sentences are about all of it.
@@ -96,7 +103,11 @@ def _drawn(step: int, events: Sequence[Mapping[str, Any]]) -> dict[str, object] 
         "groups": shown,
         "hidden": len(groups) - len(shown),
         "active": _active(samples, end),
-        "notes": [*_notes(phases, samples), *_idle_ranks(ranks, phases, end), *_idle_engines(engines)],
+        "notes": [
+            *_notes(phases, samples),
+            *_idle_ranks(ranks, phases, end),
+            *_idle_engines(engines),
+        ],
     }
 
 
@@ -118,14 +129,22 @@ def _some(processes: Mapping[str, T]) -> dict[str, T]:
 def _process(name: str, spans: Sequence[Span], end: float) -> dict[str, object]:
     """A training rank: what it did, and the fraction of the time line in which it did anything."""
     busy = sum(stop - begin for begin, stop in _union(spans, end))
-    return {"name": name, "busy": round(busy / end, 4) if end else 0.0, "spans": [_rounded(span) for span in spans]}
+    return {
+        "name": name,
+        "busy": round(busy / end, 4) if end else 0.0,
+        "spans": [_rounded(span) for span in spans],
+    }
 
 
 def _engine(name: str, loads: Sequence[LoadAt], end: float) -> dict[str, object]:
     """An engine: its requests over time, and the fraction of the moments at which it ran any."""
     inside = [running > 0 for moment, running, _ in loads if 0 <= moment <= end]
     points = [[round(moment, 3), running, waiting] for moment, running, waiting in loads]
-    return {"name": name, "busy": round(sum(inside) / len(inside), 4) if inside else 0.0, "loads": points}
+    return {
+        "name": name,
+        "busy": round(sum(inside) / len(inside), 4) if inside else 0.0,
+        "loads": points,
+    }
 
 
 def _union(spans: Sequence[Span], end: float) -> list[tuple[float, float]]:
@@ -139,7 +158,9 @@ def _union(spans: Sequence[Span], end: float) -> list[tuple[float, float]]:
     return joined
 
 
-def _idle_ranks(ranks: Mapping[str, Sequence[Span]], phases: Sequence[Span], end: float) -> list[str]:
+def _idle_ranks(
+    ranks: Mapping[str, Sequence[Span]], phases: Sequence[Span], end: float
+) -> list[str]:
     """Say for what the training ranks waited, and which of them was the last."""
     if not ranks or not end:
         return []
@@ -157,9 +178,16 @@ def _idle_ranks(ranks: Mapping[str, Sequence[Span]], phases: Sequence[Span], end
                     idle[name] = idle.get(name, 0.0) + shared
                     left -= shared
             rest += max(left, 0.0)
-    shown = [(name, seconds / len(ranks)) for name, seconds in sorted(idle.items(), key=lambda entry: -entry[1])]
+    shown = [
+        (name, seconds / len(ranks))
+        for name, seconds in sorted(idle.items(), key=lambda entry: -entry[1])
+    ]
     during = [f"{seconds:.2f} s in {name}" for name, seconds in shown if seconds >= _SHORT][:4]
-    between = [f"{rest / len(ranks):.2f} s between phases of the driver"] if rest / len(ranks) >= _SHORT else []
+    between = (
+        [f"{rest / len(ranks):.2f} s between phases of the driver"]
+        if rest / len(ranks) >= _SHORT
+        else []
+    )
     notes = []
     if during or between:
         notes.append(
@@ -174,7 +202,9 @@ def _last_rank(ranks: Mapping[str, Sequence[Span]]) -> list[str]:
     widest = _SHORT
     note = ""
     for name in dict.fromkeys(span[0] for spans in ranks.values() for span in spans):
-        begins = {rank: next((s[1] for s in spans if s[0] == name), None) for rank, spans in ranks.items()}
+        begins = {
+            rank: next((s[1] for s in spans if s[0] == name), None) for rank, spans in ranks.items()
+        }
         known = {rank: begin for rank, begin in begins.items() if begin is not None}
         first = min(known, key=lambda rank: known[rank])
         last = max(known, key=lambda rank: known[rank])
@@ -189,7 +219,10 @@ def _idle_engines(engines: Mapping[str, Sequence[LoadAt]]) -> list[str]:
     if len(engines) < 2:
         return []
     # An engine without requests while another still runs some had too little to do.
-    ends = {name: max((m for m, running, _ in loads if running), default=0.0) for name, loads in engines.items()}
+    ends = {
+        name: max((m for m, running, _ in loads if running), default=0.0)
+        for name, loads in engines.items()
+    }
     first = min(ends, key=lambda name: ends[name])
     last = max(ends, key=lambda name: ends[name])
     if ends[last] - ends[first] < _SHORT:
@@ -213,7 +246,10 @@ def _groups(samples: Sequence[Lane]) -> list[dict[str, Any]]:
             "group": group,
             "start": round(min(lane.whole[0] for lane in lanes), 4),
             "end": round(max(lane.whole[1] for lane in lanes), 4),
-            "samples": [{"sample": lane.sample, "spans": [_rounded(s) for s in lane.spans]} for lane in lanes],
+            "samples": [
+                {"sample": lane.sample, "spans": [_rounded(s) for s in lane.spans]}
+                for lane in lanes
+            ],
         }
         for group, lanes in groups.items()
     ]
@@ -221,9 +257,13 @@ def _groups(samples: Sequence[Lane]) -> list[dict[str, Any]]:
 
 
 def _last_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first of the groups with at most :data:`MOST_SPANS` spans, by the time at which they began."""
+    """Return the first of the groups with at most :data:`MOST_SPANS` spans, by the time at which
+    they began.
+    """
     ends = accumulate(sum(len(sample["spans"]) for sample in group["samples"]) for group in groups)
-    shown = [group for group, spans in zip(groups, ends, strict=True) if spans <= MOST_SPANS] or list(groups[:1])
+    shown = [
+        group for group, spans in zip(groups, ends, strict=True) if spans <= MOST_SPANS
+    ] or list(groups[:1])
     return sorted(shown, key=lambda group: group["start"])
 
 
@@ -246,8 +286,8 @@ def _notes(phases: Sequence[Span], samples: Sequence[Lane]) -> list[str]:
         last = max(samples, key=lambda lane: lane.whole[1])
         half = median(ends)
         notes.append(
-            f"Half of the {len(samples)} samples were ready after {half:.2f} s. The last one, sample {last.sample} of "
-            f"group {last.group}, came {ends[-1] - half:.2f} s later."
+            f"Half of the {len(samples)} samples were ready after {half:.2f} s. The last one, "
+            f"sample {last.sample} of group {last.group}, came {ends[-1] - half:.2f} s later."
         )
         notes += _share_of_calls(samples)
     if phases:
@@ -264,7 +304,9 @@ def _share_of_calls(samples: Sequence[Lane]) -> list[str]:
             seconds[name] = seconds.get(name, 0.0) + end - begin
     total = sum(seconds.values())
     parts = [
-        f"{name} {100 * took / total:.0f}%" for name, took in sorted(seconds.items(), key=lambda e: -e[1]) if total
+        f"{name} {100 * took / total:.0f}%"
+        for name, took in sorted(seconds.items(), key=lambda e: -e[1])
+        if total
     ]
     return [f"The samples' time by call: {', '.join(parts)}."] if len(parts) > 1 else []
 
@@ -281,11 +323,15 @@ def _waits(phases: Sequence[Span], samples: Sequence[Lane]) -> list[str]:
             if end - begin >= _SHORT:
                 took = f"{end - begin:.2f} s"
                 notes.append(
-                    f"The driver waited {took} in {name}, {waited:.2f} s of it while samples of this step ran."
+                    f"The driver waited {took} in {name}, {waited:.2f} s of it while samples of "
+                    "this step ran."
                 )
     trained = [(begin, end) for name, begin, end in phases if name == "train"]
-    if len(trained) == 1:  # in an asynchronous run the file has several, and samples of later steps run meanwhile
+    # in an asynchronous run the file has several, and samples of later steps run meanwhile
+    if len(trained) == 1:
         begin, end = trained[0]
         idle = end - min(max(begin, last), end)
-        notes.append(f"Training took {end - begin:.2f} s; for {idle:.2f} s of it no sample of this step ran.")
+        notes.append(
+            f"Training took {end - begin:.2f} s; for {idle:.2f} s of it no sample of this step ran."
+        )
     return notes

@@ -1,7 +1,9 @@
-"""The tokens of a sample with what the engine and the trainer computed for each: read from the dumps of a run.
+"""The tokens of a sample with what the engine and the trainer computed for each: read from the
+dumps of a run.
 
-A run writes these only with ``--save-debug-train-data`` or ``--save-debug-rollout-data``, which ``--dump-details`` both
-sets. Each file is read when the first of its samples is shown, and the newest one is kept.
+A run writes these only with ``--save-debug-train-data`` or ``--save-debug-rollout-data``, which
+``--dump-details`` both sets. Each file is read when the first of its samples is shown, and the
+newest one is kept.
 """
 
 from __future__ import annotations
@@ -19,12 +21,18 @@ MOST_BYTES = 2 << 30
 MOST_TOKENS = 20_000
 """Of one sample; later ones are not shown."""
 _CONTEXT = 6
-ENGINE_ONLY = "The trainer's side was not recorded: --save-debug-train-data or --dump-details records it."
-NO_DUMP = "This run did not record its tokens: --dump-details FOLDER records them (ids, log-probs, mask, advantages)."
+ENGINE_ONLY = (
+    "The trainer's side was not recorded: --save-debug-train-data or --dump-details records it."
+)
+NO_DUMP = (
+    "This run did not record its tokens: --dump-details FOLDER records them (ids, log-probs, "
+    "mask, advantages)."
+)
 NO_TRAINER = (
-    "The trainer's log-probs are not in the dump: a run that makes one optimizer step per rollout uses those of the "
-    "loss and keeps none. With --num-steps-per-rollout 2 or more, or with --get-mismatch-metrics and a "
-    "--custom-tis-function-path, it recomputes and records them."
+    "The trainer's log-probs are not in the dump: a run that makes one optimizer step per "
+    "rollout uses those of the loss and keeps none. With --num-steps-per-rollout 2 or more, or "
+    "with --get-mismatch-metrics and a --custom-tis-function-path, it recomputes and records "
+    "them."
 )
 
 
@@ -52,39 +60,61 @@ class TokenDumps:
         """Return the tokens of the sample with ``Sample.index`` ``index``.
 
         Returns:
-            ``notes`` (what was not recorded, and which flag records it) and, unless nothing was, ``ids``, ``texts`` and
-            ``prompt`` (number of prompt tokens), and ``columns``: for each recorded quantity one number per token of
-            the response, with its meaning in ``meanings``.
+            ``notes`` (what was not recorded, and which flag records it) and, unless nothing was,
+            ``ids``, ``texts`` and ``prompt`` (number of prompt tokens), and ``columns``: for each
+            recorded quantity one number per token of the response, with its meaning in
+            ``meanings``.
         """
         with self._lock:
             try:
                 found = self._find("save_debug_train_data", "sample_indices", step, index)
                 if found is not None:
                     notes = [] if "log_probs" in found else [NO_TRAINER]
-                    notes += [] if "rollout_log_probs" in found else ["The engine's log-probs were not recorded."]
+                    notes += (
+                        []
+                        if "rollout_log_probs" in found
+                        else ["The engine's log-probs were not recorded."]
+                    )
                     return self._shown(found, notes)
                 found = self._find("save_debug_rollout_data", "index", step, index)
                 if found is not None:
                     # The attributes of a sample, which a batch has under other names.
-                    names = {"tokens": "tokens", "response_length": "response_lengths", "loss_mask": "loss_masks"}
+                    names = {
+                        "tokens": "tokens",
+                        "response_length": "response_lengths",
+                        "loss_mask": "loss_masks",
+                    }
                     names |= {name: name for name in ("rollout_log_probs", "teacher_log_probs")}
-                    return self._shown({names[name]: found.get(name) for name in names}, [ENGINE_ONLY])
+                    return self._shown(
+                        {names[name]: found.get(name) for name in names}, [ENGINE_ONLY]
+                    )
                 return {"notes": [self._reason(step)]}
             except (ValueError, OSError) as error:
                 return {"notes": [str(error)]}
             except (LookupError, TypeError, AttributeError, OverflowError) as error:
-                return {"notes": [f"The dump of this step is damaged ({type(error).__name__}: {error})."]}
+                return {
+                    "notes": [
+                        f"The dump of this step is damaged ({type(error).__name__}: {error})."
+                    ]
+                }
 
     def recorded(self, step: int) -> bool:
         """Return whether there is a dump of a step."""
-        return any(self._path(flag, step) for flag in ("save_debug_train_data", "save_debug_rollout_data"))
+        return any(
+            self._path(flag, step) for flag in ("save_debug_train_data", "save_debug_rollout_data")
+        )
 
     def _reason(self, step: int) -> str:
-        if not self.settings.get("save_debug_train_data") and not self.settings.get("save_debug_rollout_data"):
+        if not self.settings.get("save_debug_train_data") and not self.settings.get(
+            "save_debug_rollout_data"
+        ):
             return NO_DUMP
         if self.recorded(step):
             return "The dump of this step does not have this sample: it was not trained."
-        return f"The dump of step {step} is not where config.yaml names it; it may have been moved or removed."
+        return (
+            f"The dump of step {step} is not where config.yaml names it; it may have been moved "
+            "or removed."
+        )
 
     def _path(self, flag: str, step: int) -> Path | None:
         return find_dump(self.settings.get(flag), self.folder, self.settings.get("run_name"), step)
@@ -92,7 +122,9 @@ class TokenDumps:
     def _find(self, flag: str, key: str, step: int, index: int) -> dict[str, Any] | None:
         path = self._path(flag, step)
         samples = self._load(path) if path is not None else ()
-        return next((one for one in samples if isinstance(one.get(key), int) and one[key] == index), None)
+        return next(
+            (one for one in samples if isinstance(one.get(key), int) and one[key] == index), None
+        )
 
     def _load(self, path: Path) -> list[dict[str, Any]]:
         from slime.data.value_files import load_plain
@@ -103,7 +135,8 @@ class TokenDumps:
             return self._loaded[2]
         if status.st_size > MOST_BYTES:
             raise ValueError(
-                f"{path} has {status.st_size >> 20} MiB; the page reads dumps up to {MOST_BYTES >> 20} MiB"
+                f"{path} has {status.st_size >> 20} MiB; the page reads dumps up to "
+                f"{MOST_BYTES >> 20} MiB"
             )
         dump = load_plain(path)
         samples = dump.get("samples") if isinstance(dump, dict) else None
@@ -122,11 +155,14 @@ class TokenDumps:
         shown = ids[:MOST_TOKENS]
         decoder = self._tokenizer()
         if decoder is None:
-            notes.append("The tokenizer is not on this machine, so that tokens are shown as their ids.")
+            notes.append(
+                "The tokenizer is not on this machine, so that tokens are shown as their ids."
+            )
         if len(ids) > MOST_TOKENS:
             notes.append(f"Only the first {MOST_TOKENS} of {len(ids)} tokens are shown.")
         texts = pieces(decoder, shown) if decoder is not None else [f"⟨{token}⟩" for token in shown]
-        # What was computed for each token of the response. A damaged dump may have columns of other lengths.
+        # What was computed for each token of the response. A damaged dump may have columns of other
+        # lengths.
         columns: dict[str, list[float | None]] = {}
         meanings: dict[str, str] = {}
         for field in FIELDS:
@@ -134,7 +170,10 @@ class TokenDumps:
             if field.per == "response token" and sample.get(name) is not None:
                 values = _numbers(sample[name])
                 if len(values) == length:
-                    finite = [float(f"{value:.5g}") if abs(value) < inf else None for value in values[:MOST_TOKENS]]
+                    finite = [
+                        float(f"{value:.5g}") if abs(value) < inf else None
+                        for value in values[:MOST_TOKENS]
+                    ]
                     columns[name] = finite
                     meanings[name] = field.meaning
         prompt = min(len(ids) - length, len(shown))
@@ -196,6 +235,10 @@ def _numbers(column: object) -> list[float]:
 
 
 def spans_of(record: JsonObject) -> list[list[object]]:
-    """Return ``[version, start, end]`` of a sample's record: which weights generated which tokens of the response."""
+    """Return ``[version, start, end]`` of a sample's record: which weights generated which tokens
+    of the response.
+    """
     spans = record.get("version_spans")
-    return [list(span) for span in spans if isinstance(span, list)] if isinstance(spans, list) else []
+    return (
+        [list(span) for span in spans if isinstance(span, list)] if isinstance(spans, list) else []
+    )

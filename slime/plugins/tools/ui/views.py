@@ -1,4 +1,6 @@
-"""What the page shows of one run, as values for JSON. Every function reads the index or a small file."""
+"""What the page shows of one run, as values for JSON. Every function reads the index or a small
+file.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,18 @@ SHOWN_SETTINGS = (
     "train_backend", "rollout_backend", "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "seed",
 )  # fmt: skip
 View = dict[str, object]
-_SAMPLE = "position, group_index, sample_index, reward, reward_text, length, status, staleness, version, prompt"
+_SAMPLE = (
+    "position, group_index, sample_index, reward, reward_text, length, status, staleness, "
+    "version, prompt"
+)
 
 
 def summary(run: Run) -> View:
     """The line of a run in the list of runs."""
     state, status = run.state()
-    reward = next((value for key in REWARD_KEYS if (value := run.series.latest(key)) is not None), None)
+    reward = next(
+        (value for key in REWARD_KEYS if (value := run.series.latest(key)) is not None), None
+    )
     return {
         "key": run.key,
         "name": run.folder.name,
@@ -62,7 +69,11 @@ def overview(run: Run) -> View:
         "host": state.host if state else "",
         "pid": state.pid if state else None,
         "names": run.series.names,
-        "settings": {name: run.settings[name] for name in SHOWN_SETTINGS if run.settings.get(name) is not None},
+        "settings": {
+            name: run.settings[name]
+            for name in SHOWN_SETTINGS
+            if run.settings.get(name) is not None
+        },
         "samples": total,
         "unreadable": run.series.unreadable + int(counted[0]["bad"] or 0),
         "evaluations": _evaluation_names(run),
@@ -71,11 +82,18 @@ def overview(run: Run) -> View:
 
 
 def _waiting(state: RunState) -> View | None:
-    """What the driver waits for, and what the processes that it waits for said last; None if it waits for nothing."""
+    """What the driver waits for, and what the processes that it waits for said last; None if it
+    waits for nothing.
+    """
     if not state.waiting:
         return None
     said = [{"name": name, **progress} for name, progress in state.said.items()]
-    return {"what": state.waiting, "since": state.waiting_since, "deadline": state.deadline, "said": said}
+    return {
+        "what": state.waiting,
+        "since": state.waiting_since,
+        "deadline": state.deadline,
+        "said": said,
+    }
 
 
 def recorded(run: Run, samples: int) -> list[View]:
@@ -83,11 +101,31 @@ def recorded(run: Run, samples: int) -> list[View]:
     dumped = any(run.settings.get(f"save_debug_{side}_data") for side in ("train", "rollout"))
     return [
         {"what": "texts of samples", "there": samples > 0, "how": "--log-samples all"},
-        {"what": "traces", "there": any(run.files.traces.glob("rollout_*")), "how": "written by every run"},
-        {"what": "tokens", "there": dumped, "how": "--dump-details FOLDER (or --save-debug-train-data)"},
-        {"what": "evaluations", "there": bool(_evaluation_names(run)), "how": "--eval-prompt-data, --eval-interval"},
-        {"what": "ledger", "there": bool(run.ledger.rows or run.ledger.cut), "how": "written by every run"},
-        {"what": "state", "there": (run.folder / "state.json").is_file(), "how": "written by every run"},
+        {
+            "what": "traces",
+            "there": any(run.files.traces.glob("rollout_*")),
+            "how": "written by every run",
+        },
+        {
+            "what": "tokens",
+            "there": dumped,
+            "how": "--dump-details FOLDER (or --save-debug-train-data)",
+        },
+        {
+            "what": "evaluations",
+            "there": bool(_evaluation_names(run)),
+            "how": "--eval-prompt-data, --eval-interval",
+        },
+        {
+            "what": "ledger",
+            "there": bool(run.ledger.rows or run.ledger.cut),
+            "how": "written by every run",
+        },
+        {
+            "what": "state",
+            "there": (run.folder / "state.json").is_file(),
+            "how": "written by every run",
+        },
     ]
 
 
@@ -104,18 +142,30 @@ def doctor(run: Run) -> View:
         return {"findings": [], "problem": str(error)}
 
 
-# --- steps and samples -------------------------------------------------------------------------------
+# --- steps and samples
+# -------------------------------------------------------------------------------
 
 
 def steps(run: Run) -> View:
-    """The steps of which there are samples, with the number of samples and the mean reward of each."""
-    query = "select step, count(*) as n, avg(reward) as reward from samples where kind = 'rollout' group by step"
+    """The steps of which there are samples, with the number of samples and the mean reward of
+    each.
+    """
+    query = (
+        "select step, count(*) as n, avg(reward) as reward from samples where kind = 'rollout' "
+        "group by step"
+    )
     rows = run.index.rows(query)
-    return {"steps": [row["step"] for row in rows], "samples": [row["n"] for row in rows], "last": run.series.last_step}
+    return {
+        "steps": [row["step"] for row in rows],
+        "samples": [row["n"] for row in rows],
+        "last": run.series.last_step,
+    }
 
 
 def step(run: Run, number: int) -> View:
-    """The groups of a step, with those that the ledger has and that were not trained, and the metrics of the step."""
+    """The groups of a step, with those that the ledger has and that were not trained, and the
+    metrics of the step.
+    """
     run.index.ensure("rollout", number)
     query = f"select {_SAMPLE} from samples where kind = 'rollout' and step = ? order by position"
     # Samples without a group stand alone.
@@ -123,12 +173,19 @@ def step(run: Run, number: int) -> View:
     for row in run.index.rows(query, (number,)):
         key = row["group_index"] if row["group_index"] is not None else f"alone {row['position']}"
         groups.setdefault(key, []).append(row)
-    prompts = _prompts(run, "select distinct prompt from samples where kind = 'rollout' and step = ?", (number,))
+    prompts = _prompts(
+        run, "select distinct prompt from samples where kind = 'rollout' and step = ?", (number,)
+    )
     shown = [_group(run, key, rows, prompts) for key, rows in groups.items()]
     # Groups that were dropped have no samples, and the ledger says why.
     others = [group for group in run.ledger.of_rollout.get(number, ()) if group not in groups]
     shown += [_group(run, key, [], prompts) for key in dict.fromkeys(others)]
-    return {"step": number, "groups": shown, "metrics": run.series.at(number), "last": run.series.last_step}
+    return {
+        "step": number,
+        "groups": shown,
+        "metrics": run.series.at(number),
+        "last": run.series.last_step,
+    }
 
 
 def _prompts(run: Run, query: str, values: tuple[object, ...]) -> dict[object, Row]:
@@ -138,7 +195,9 @@ def _prompts(run: Run, query: str, values: tuple[object, ...]) -> dict[object, R
 
 def _texts(prompt: Row | None) -> View:
     """The beginnings of a prompt and of its label."""
-    return {"head": prompt["head"], "label": prompt["label"]} if prompt else {"head": "", "label": ""}
+    return (
+        {"head": prompt["head"], "label": prompt["label"]} if prompt else {"head": "", "label": ""}
+    )
 
 
 def _mean(rows: Iterable[Row], name: str) -> float | None:
@@ -196,7 +255,10 @@ def sample(run: Run, kind: str, number: int, position: int) -> View | None:
     if record is None or not rows:
         return None
     group = rows[0]["group_index"]
-    query = "select position from samples where kind = ? and step = ? and group_index is ? order by position"
+    query = (
+        "select position from samples where kind = ? and step = ? and group_index is ? order by "
+        "position"
+    )
     siblings = run.index.rows(query, (kind, number, group)) if group is not None else []
     return {
         "kind": kind,
@@ -206,15 +268,20 @@ def sample(run: Run, kind: str, number: int, position: int) -> View | None:
         "row": rows[0],
         "spans": spans_of(record),
         "siblings": [row["position"] for row in siblings],
-        "ledger": run.ledger.rows.get(group) if isinstance(group, int) and kind == "rollout" else None,
+        "ledger": run.ledger.rows.get(group)
+        if isinstance(group, int) and kind == "rollout"
+        else None,
     }
 
 
-# --- prompts -----------------------------------------------------------------------------------------
+# --- prompts
+# -----------------------------------------------------------------------------------------
 
 
 def prompts(run: Run) -> View:
-    """The prompts of the training steps that came most often, with their first and last mean rewards."""
+    """The prompts of the training steps that came most often, with their first and last mean
+    rewards.
+    """
     query = """
         with seen as (select prompt, step, count(*) as n, avg(reward) as reward, avg(length) as length
                       from samples where kind = 'rollout' group by prompt, step),
@@ -227,7 +294,9 @@ def prompts(run: Run) -> View:
              join seen b on b.prompt = ends.prompt and b.step = last
         order by ends.n desc, ends.prompt"""
     rows = run.index.rows(query, (MOST_PROMPTS,))
-    total = run.index.rows("select count(distinct prompt) as n from samples where kind = 'rollout'")[0]["n"]
+    total = run.index.rows(
+        "select count(distinct prompt) as n from samples where kind = 'rollout'"
+    )[0]["n"]
     return {"prompts": rows, "total": total, "pending": run.index.pending}
 
 
@@ -236,7 +305,10 @@ def prompt(run: Run, key: str) -> View | None:
     known = run.index.rows("select key, head, label from prompts where key = ?", (key,))
     if not known:
         return None
-    query = f"select kind, step, {_SAMPLE} from samples where prompt = ? order by kind desc, step, position limit ?"
+    query = (
+        f"select kind, step, {_SAMPLE} from samples where prompt = ? order by kind desc, step, "
+        "position limit ?"
+    )
     rows = run.index.rows(query, (key, MOST_OF_PROMPT))
     _add_responses(run, rows[:MOST_TEXTS])
     total = run.index.rows("select count(*) as n from samples where prompt = ?", (key,))[0]["n"]
@@ -246,12 +318,15 @@ def prompt(run: Run, key: str) -> View | None:
 def _add_responses(run: Run, rows: list[Row]) -> None:
     """Add the beginning of each response as ``response``."""
     for row in rows:
-        record = run.index.sample(str(row["kind"]), int(row["step"] or 0), int(row["position"] or 0))
+        record = run.index.sample(
+            str(row["kind"]), int(row["step"] or 0), int(row["position"] or 0)
+        )
         text = record.get("response") if record is not None else None
         row["response"] = " ".join(text[:_HEAD].split()) if isinstance(text, str) else None
 
 
-# --- evaluations -------------------------------------------------------------------------------------
+# --- evaluations
+# -------------------------------------------------------------------------------------
 
 
 def _evaluation_names(run: Run) -> list[str]:
@@ -266,7 +341,9 @@ def evaluations(run: Run) -> View:
         for name, part in _evaluation(path).items():
             figures = part.get("metrics") if isinstance(part, Mapping) else None
             found.setdefault(name, []).append({"step": _number_in(path), "figures": figures or {}})
-    files = run.index.rows("select kind, step from files where kind like 'eval-%' order by kind, step")
+    files = run.index.rows(
+        "select kind, step from files where kind like 'eval-%' order by kind, step"
+    )
     texts: dict[str, list[object]] = {}
     for row in files:
         texts.setdefault(str(row["kind"]).removeprefix("eval-"), []).append(row["step"])
@@ -318,13 +395,16 @@ def _side(rows: list[Row]) -> View:
     }
 
 
-# --- ledger and engines ------------------------------------------------------------------------------
+# --- ledger and engines
+# ------------------------------------------------------------------------------
 
 
 def ledger(run: Run) -> View:
     """What became of each group of prompts, by step; and whether the ledger is consistent."""
     if not run.files.ledger.is_file():
-        return {"missing": "This run has no ledger yet: a row is written when a rollout is trained."}
+        return {
+            "missing": "This run has no ledger yet: a row is written when a rollout is trained."
+        }
     report = run.ledger.report()
     # By step and state for the chart, and the reasons of all steps together.
     by_step: dict[int, Counter[str]] = {}
@@ -362,14 +442,20 @@ ENGINE_METRICS = (
 
 
 def engines(run: Run) -> View:
-    """The metrics that tell the load and the health of the engines, and the end of each log of the run."""
+    """The metrics that tell the load and the health of the engines, and the end of each log of the
+    run.
+    """
     # Only the end of each log: its beginning is the start of the run.
     names = set(run.series.names)
     logs = []
     for path in sorted(run.files.logs.glob("*.log")):
         text, size = _end_of(path)
         logs.append({"name": path.name, "bytes": size, "lines": text.splitlines()[-_LOG_LINES:]})
-    totals = {name: run.series.total(name) for name in ENGINE_METRICS if name in names and name.endswith("_count")}
+    totals = {
+        name: run.series.total(name)
+        for name in ENGINE_METRICS
+        if name in names and name.endswith("_count")
+    }
     loads = run.loads.values(run.series.first_time or 0.0)
     shown = [name for name in ENGINE_METRICS if name in names]
     return {"metrics": shown, "totals": totals, "loads": loads, "logs": logs}

@@ -1,8 +1,9 @@
-"""Compare a backend and layout with the reference, say where they differ first, and find the part of the model whose
-outputs are wrong, without looking into the backend.
+"""Compare a backend and layout with the reference, say where they differ first, and find the part
+of the model whose outputs are wrong, without looking into the backend.
 
-A *variant* of the model has zeros in all projections that write to the residual stream, except those of one part: the
-attention or the MLP of one layer. If only the variant of one part differs from the reference, this part is wrong.
+A *variant* of the model has zeros in all projections that write to the residual stream, except
+those of one part: the attention or the MLP of one layer. If only the variant of one part differs
+from the reference, this part is wrong.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ LOG_PROB = 2e-4
 """Allowed absolute difference of a log-prob in float32."""
 LOSS = 2e-5
 GRADIENT = 1e-3
-"""Allowed norm of the difference of a parameter's gradient, relative to the norm of its gradient."""
+"""Allowed norm of the difference of a parameter's gradient, relative to the norm of its
+gradient.
+"""
 NEGLIGIBLE = 1e-5
-"""Gradients are compared in full only above this fraction of the norm of the whole gradient: below, they are rounding
-(that of a key's bias is 0)."""
+"""Gradients are compared in full only above this fraction of the norm of the whole gradient: below,
+they are rounding (that of a key's bias is 0)."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,40 @@ class Check:
 
 
 def check_round_trip(expected: Mapping[str, Tensor], ranks: Sequence[Scores]) -> Check:
-    """Compare the weights that a backend has loaded and gathered again with those of the checkpoint, bit for bit."""
+    """Compare the weights that a backend has loaded and gathered again with those of the
+    checkpoint, bit for bit.
+    """
     for number, rank in enumerate(ranks):
         for name, tensor in expected.items():
             mine = rank.weights.get(name)
             if mine is None or mine.shape != tensor.shape or not torch.equal(mine, tensor):
                 why = "is missing" if mine is None else "has other values"
-                far = math.inf if mine is None or mine.shape != tensor.shape else _largest(mine - tensor)
-                return Check("weights round trip", False, far, 0.0, name, f"it {why} on rank {number}")
+                far = (
+                    math.inf
+                    if mine is None or mine.shape != tensor.shape
+                    else _largest(mine - tensor)
+                )
+                return Check(
+                    "weights round trip", False, far, 0.0, name, f"it {why} on rank {number}"
+                )
         if extra := [name for name in rank.weights if name not in expected]:
-            return Check("weights round trip", False, math.inf, 0.0, extra[0], "the checkpoint has no such tensor")
+            return Check(
+                "weights round trip",
+                False,
+                math.inf,
+                0.0,
+                extra[0],
+                "the checkpoint has no such tensor",
+            )
     return Check("weights round trip", True, 0.0, 0.0)
 
 
-def check_log_probs(expected: Mapping[int, Tensor], found: Sequence[Mapping[int, Tensor]], what: str) -> Check:
-    """Compare log-probs of all samples. ``found`` has those of each rank, which may be of a part of the samples."""
+def check_log_probs(
+    expected: Mapping[int, Tensor], found: Sequence[Mapping[int, Tensor]], what: str
+) -> Check:
+    """Compare log-probs of all samples. ``found`` has those of each rank, which may be of a part of
+    the samples.
+    """
     # Ranks have parts of the samples, and all together every one.
     worst = 0.0
     where = ""
@@ -111,24 +133,38 @@ def check_gradients(expected: Scores, ranks: Sequence[Scores]) -> Check:
         return Check("gradients", True, worst, GRADIENT)
     first = next(name for name in expected.gradients if name in wrong)
     trained = [name for name, g in expected.gradients.items() if float(g.double().norm()) > least]
-    note = f"{len(wrong)} of {len(expected.gradients)} parameters differ, the first on rank {wrong[first]}"
+    note = (
+        f"{len(wrong)} of {len(expected.gradients)} parameters differ, the first on rank "
+        f"{wrong[first]}"
+    )
     # If all are wrong, the fault is in what they share.
     if set(trained) <= set(wrong):
-        note += ": all of them, so look at the sum of gradients over data-parallel ranks and at the divisor of the loss"
+        note += (
+            ": all of them, so look at the sum of gradients over data-parallel ranks and at the "
+            "divisor of the loss"
+        )
         known = [ratio for ratio in ratios if ratio is not None]
         if known and len(known) == len(ratios) and max(known) - min(known) < 1e-2 * abs(known[0]):
             note += f" (each is {known[0]:.4g} times the right one)"
     else:
-        note += ": a sum over tensor-, sequence- or context-parallel ranks is missing there, or its backward is wrong"
-        note += f"; in the backward pass, {', '.join(_begin_of_error(wrong, expected.gradients))} differ first"
+        note += (
+            ": a sum over tensor-, sequence- or context-parallel ranks is missing there, or its "
+            "backward is wrong"
+        )
+        note += (
+            f"; in the backward pass, {', '.join(_begin_of_error(wrong, expected.gradients))} "
+            "differ first"
+        )
     return Check("gradients", False, worst, GRADIENT, first, note)
 
 
 def _begin_of_error(wrong: Collection[str], everything: Collection[str]) -> list[str]:
-    """Return the wrong parameters of the last part of the model, where the backward pass meets the error first.
+    """Return the wrong parameters of the last part of the model, where the backward pass meets the
+    error first.
 
-    An error of a gradient spreads to all parts before it. Parameters outside of layers are returned only if there are
-    no others: the embedding comes before all layers, and may be shared with the output layer.
+    An error of a gradient spreads to all parts before it. Parameters outside of layers are returned
+    only if there are no others: the embedding comes before all layers, and may be shared with the
+    output layer.
     """
     part_of = parts_of(everything)
     parts = dict[str, list[str]]()
@@ -173,7 +209,9 @@ def _nan_last(value: Any) -> float:
 
 
 _LAYER = re.compile(r"\.(\d+)\.")
-_WRITES = re.compile(r"\.(o_proj|down_proj|out_proj|c_proj|dense_4h_to_h|w2|wo|dense)([._](weight|bias))?$")
+_WRITES = re.compile(
+    r"\.(o_proj|down_proj|out_proj|c_proj|dense_4h_to_h|w2|wo|dense)([._](weight|bias))?$"
+)
 OUTSIDE = "embeddings, final norm or output layer"
 
 
@@ -193,7 +231,9 @@ class Place:
 
 
 def write_variants(model: Path, folder: Path) -> list[Place]:
-    """Write a variant for every part of the model below ``folder``; none if its projections have unknown names."""
+    """Write a variant for every part of the model below ``folder``; none if its projections have
+    unknown names.
+    """
     # Every part of a layer that writes to the residual stream can be silenced by zeros.
     weights = load_weights(model)
     parts = parts_of(weights)
@@ -205,14 +245,17 @@ def write_variants(model: Path, folder: Path) -> list[Place]:
     for number, part in enumerate([OUTSIDE, *sorted(writers, key=in_order)] if writers else []):
         silent = {name for other, names in writers.items() if other != part for name in names}
         variant = folder / f"variant_{number}"
-        write_model({name: t * 0 if name in silent else t for name, t in weights.items()}, model, variant)
+        write_model(
+            {name: t * 0 if name in silent else t for name, t in weights.items()}, model, variant
+        )
         inside = [name for name in weights if parts.get(name, OUTSIDE) == part]
         places.append(Place(part, tuple(inside), variant))
     return places
 
 
 def parts_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the parts of all tensors in numbered layers. A norm of the layer belongs to the part that it surrounds.
+    """Return the parts of all tensors in numbered layers. A norm of the layer belongs to the part
+    that it surrounds.
 
     >>> list(parts_of(["layers.1.mlp.experts.0.w2.weight", "layers.1.ln_2.weight"]).values())
     ['layers.1.mlp', 'layers.1.mlp']
@@ -224,7 +267,9 @@ def parts_of(names: Iterable[str]) -> dict[str, str]:
     }
     # Norms belong to what they surround: zeros there would hide a wrong norm.
     kinds = set(found.values())
-    return {name: f"{layer}.{_surrounded(layer, part, kinds)}" for name, (layer, part) in found.items()}
+    return {
+        name: f"{layer}.{_surrounded(layer, part, kinds)}" for name, (layer, part) in found.items()
+    }
 
 
 def _surrounded(layer: str, part: str, kinds: set[tuple[str, str]]) -> str:
@@ -234,7 +279,9 @@ def _surrounded(layer: str, part: str, kinds: set[tuple[str, str]]) -> str:
         return part
     inside = [other for place, other in kinds if place == layer]
     # Where the MLP has norms of its own, the one with this name follows the attention.
-    before = part == "post_attention_layernorm" and not any("feedforward" in other for other in inside)
+    before = part == "post_attention_layernorm" and not any(
+        "feedforward" in other for other in inside
+    )
     of_mlp = before or part == "ln_2" or "mlp" in part or "feedforward" in part
     others = [other for other in inside if not is_norm(other) and _is_mlp(other) == of_mlp]
     return min(others, default="mlp" if of_mlp else "self_attn")
@@ -245,7 +292,9 @@ def _is_mlp(part: str) -> bool:
 
 
 def in_order(part: str) -> tuple[int, bool, str]:
-    """Return a key that sorts parts of layers by the order in which they run: a layer's attention before its MLP."""
+    """Return a key that sorts parts of layers by the order in which they run: a layer's attention
+    before its MLP.
+    """
     match = _LAYER.search(f"{part}.")
     return int(match[1]) if match else -1, _is_mlp(part), part
 
@@ -259,7 +308,9 @@ class Guess:
 
 
 def guesses(place: Place) -> Iterator[Guess]:
-    """Yield models with one mistake in a part: two kinds of its tensors swapped, a norm or a bias left out."""
+    """Yield models with one mistake in a part: two kinds of its tensors swapped, a norm or a bias
+    left out.
+    """
     # Mistakes that converters make: tensors of one shape that are swapped, a norm or bias left out.
     weights = load_weights(place.variant)
     kinds: dict[str, list[str]] = {}
@@ -267,14 +318,17 @@ def guesses(place: Place) -> Iterator[Guess]:
         kinds.setdefault(_kind(name), []).append(name)
     for one, other in itertools.combinations(kinds, 2):
         pairs = list(zip(kinds[one], kinds[other], strict=False))
-        if len(kinds[one]) == len(kinds[other]) and all(weights[a].shape == weights[b].shape for a, b in pairs):
+        if len(kinds[one]) == len(kinds[other]) and all(
+            weights[a].shape == weights[b].shape for a, b in pairs
+        ):
             swapped = {a: weights[b] for a, b in pairs} | {b: weights[a] for a, b in pairs}
             yield Guess(f"as if {one} and {other} were swapped", weights | swapped)
     for kind, names in kinds.items():
         if weights[names[0]].dim() == 1:
             bias = kind.endswith("bias")
             plain = {
-                name: torch.zeros_like(weights[name]) if bias else torch.ones_like(weights[name]) for name in names
+                name: torch.zeros_like(weights[name]) if bias else torch.ones_like(weights[name])
+                for name in names
             }
             yield Guess(f"as if {kind} were {'0' if bias else '1'} everywhere", weights | plain)
 
@@ -283,14 +337,19 @@ def write_model(weights: dict[str, Tensor], like: Path, folder: Path) -> None:
     """Write a model with other weights than the model ``like``."""
     folder.mkdir(parents=True)
     for file in like.iterdir():
-        if ".safetensors" not in file.name:  # the code of the model, if it has its own, is modeling_*.py
+        # the code of the model, if it has its own, is modeling_*.py
+        if ".safetensors" not in file.name:
             shutil.copy(file, folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_weights(model: Path) -> dict[str, Tensor]:
     """Return the tensors of a model, in the order of its files."""
-    return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(model.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def _kind(name: str) -> str:

@@ -19,9 +19,10 @@ from slime.plugins.tools.verify.reference import Scores, batch_of_rank
 
 LARGE = 1e6
 STEP = 16.0
-"""One step of Adam with an epsilon of :data:`LARGE` and a learning rate of ``LARGE · STEP`` changes each weight by
-``-STEP · gradient`` (its relative error is |gradient| / ``LARGE``). So the change of the weights shows the gradient
-that the whole path has computed, with every sum over ranks, in the same way for every backend and layout."""
+"""One step of Adam with an epsilon of :data:`LARGE` and a learning rate of ``LARGE · STEP`` changes
+each weight by ``-STEP · gradient`` (its relative error is |gradient| / ``LARGE``). So the change of
+the weights shows the gradient that the whole path has computed, with every sum over ranks, in the
+same way for every backend and layout."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,17 @@ def settings(job: VerifyJob, model: Path, world_size: int) -> Args:
 
 
 def verify_rank(place: Place, job: VerifyJob) -> list[Scores]:
-    """Return the scores of the model and of its variants on this rank. All ranks call this together.
+    """Return the scores of the model and of its variants on this rank. All ranks call this
+    together.
 
     Log-probs are those of this rank's samples; weights and gradients are whole on every rank.
     """
     found = []
     for number, model in enumerate([job.model, *job.variants]):
         args = settings(job, model, place.world_size)
-        backend = create_backend(args, "actor", place.rank, place.world_size, place.address, place.port, place.rank)
+        backend = create_backend(
+            args, "actor", place.rank, place.world_size, place.address, place.port, place.rank
+        )
         found.append(_scores(backend, args, whole=number == 0))
         del backend
         leave_model()
@@ -98,9 +102,13 @@ def _scores(backend: TrainBackend, args: Args, whole: bool) -> Scores:
     batch = batch_of_rank(rank, size)
     found = Scores()
     batch.pop("rollout_log_probs")  # with them, the loss would be corrected for a gap to an engine
-    everyone = [i for i, group in enumerate(batch_of_rank(0, 1)["group_indices"]) if group % size == rank]
+    everyone = [
+        i for i, group in enumerate(batch_of_rank(0, 1)["group_indices"]) if group % size == rank
+    ]
     scored = backend.log_probs(batch, temperature=1.0)["log_probs"]
-    found.log_probs = {position: values.cpu() for position, values in zip(everyone, scored, strict=True)}
+    found.log_probs = {
+        position: values.cpu() for position, values in zip(everyone, scored, strict=True)
+    }
     if not whole:
         return found
     # The difference of the weights is the gradient, see STEP.

@@ -1,5 +1,6 @@
-"""The reference: plain transformers and autograd, one sample at a time, on one rank in float32 on the CPU; and its
-fixed batch of random samples: groups that share a prompt, responses of unequal lengths, masked tokens."""
+"""The reference: plain transformers and autograd, one sample at a time, on one rank in float32 on
+the CPU; and its fixed batch of random samples: groups that share a prompt, responses of unequal
+lengths, masked tokens."""
 
 from __future__ import annotations
 
@@ -34,9 +35,13 @@ class Scores:
 
 
 def reference_scores(
-    folder: Path, samples: list[RandomSample], with_gradients: bool = True, trust_remote_code: bool = False
+    folder: Path,
+    samples: list[RandomSample],
+    with_gradients: bool = True,
+    trust_remote_code: bool = False,
 ) -> Scores:
-    """Return the scores of the policy-gradient loss −Σᵢ rewardᵢ · meanₜ(ratio) / n, where each ratio is 1.
+    """Return the scores of the policy-gradient loss −Σᵢ rewardᵢ · meanₜ(ratio) / n, where each
+    ratio is 1.
 
     The mean is over the tokens in the mask of the sample.
     """
@@ -45,39 +50,56 @@ def reference_scores(
     from slime.backends.fsdp.hf_weights import iter_hf_weights
 
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        trust_remote_code=trust_remote_code,
     ).eval()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # a response may contain the padding token, which is trained like any other
+            # a response may contain the padding token, which is trained like any other
+            module.padding_idx = None
     found = Scores()
     if with_gradients:
-        found.weights = {name: t.detach().clone() for name, t in iter_hf_weights(model, torch.float32)}
-    # One sample at a time, without padding: nothing but the model and autograd decides about the numbers.
+        found.weights = {
+            name: t.detach().clone() for name, t in iter_hf_weights(model, torch.float32)
+        }
+    # One sample at a time, without padding: nothing but the model and autograd decides about the
+    # numbers.
     for position, sample in enumerate(samples):
         tokens = torch.tensor(sample["tokens"])
         mask = torch.tensor(sample["mask"], dtype=torch.float32)
         with torch.set_grad_enabled(with_gradients):
             logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
-            scored = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None])[:, 0][-len(mask) :]
+            scored = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None])[:, 0][
+                -len(mask) :
+            ]
             ratio = (scored - scored.detach()).exp()
             loss = -sample["reward"] * (ratio * mask).sum() / mask.sum().clamp(min=1) / len(samples)
         found.log_probs[position] = scored.detach()
         if with_gradients:
             found.loss += float(loss.detach())
             loss.backward()
-    # Why gradients take the place of the weights: they need the names and shapes of the checkpoint, which may differ
-    # from those of the modules (experts in one tensor, transposed matrices), and the export knows how to rename and
-    # reshape weights. Buffers have no gradient: they are filled with infinity, which marks what came from them.
+    # Why gradients take the place of the weights: they need the names and shapes of the checkpoint,
+    # which may differ from those of the modules (experts in one tensor, transposed matrices), and
+    # the export knows how to rename and reshape weights. Buffers have no gradient: they are filled
+    # with infinity, which marks what came from them.
     if with_gradients:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for buffer in model.buffers():  # they have no gradient, and may have other names in the checkpoint
-                buffer.data = torch.full_like(buffer, math.inf) if buffer.is_floating_point() else buffer
+                parameter.data = (
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                )
+            # they have no gradient, and may have other names in the checkpoint
+            for buffer in model.buffers():
+                buffer.data = (
+                    torch.full_like(buffer, math.inf) if buffer.is_floating_point() else buffer
+                )
         gradients = {name: t.detach().clone() for name, t in iter_hf_weights(model, torch.float32)}
         found.gradients = {name: g for name, g in gradients.items() if not g.isinf().all()}
-        found.grad_norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in found.gradients.values()))
+        found.grad_norm = math.sqrt(
+            sum(float((g.double() ** 2).sum()) for g in found.gradients.values())
+        )
     return found
 
 
@@ -86,7 +108,9 @@ SIZE = 4
 
 
 class RandomSample(TypedDict):
-    """A sample. ``mask`` has one entry for each response token; ``tokens`` are prompt and response."""
+    """A sample. ``mask`` has one entry for each response token; ``tokens`` are prompt and
+    response.
+    """
 
     tokens: list[int]
     mask: list[int]
@@ -97,7 +121,9 @@ class RandomSample(TypedDict):
 def make_samples(
     groups: int = 4, size: int = SIZE, seed: int = 0, zero_groups: int = 0, vocabulary: int = 61
 ) -> list[RandomSample]:
-    """Return samples of groups that share a prompt; the last ``zero_groups`` have reward 0 everywhere."""
+    """Return samples of groups that share a prompt; the last ``zero_groups`` have reward 0
+    everywhere.
+    """
     rng = random.Random(seed)
     samples: list[RandomSample] = []
     for group in range(groups):
@@ -108,7 +134,9 @@ def make_samples(
             if k == 1:
                 mask[0] = 0
             reward = 0.0 if group >= groups - zero_groups else rng.choice([-1.0, 0.5, 1.0])
-            samples.append(RandomSample(tokens=prompt + response, mask=mask, reward=reward, group=group))
+            samples.append(
+                RandomSample(tokens=prompt + response, mask=mask, reward=reward, group=group)
+            )
     return samples
 
 
@@ -144,8 +172,12 @@ def make_batch(
 
 
 def batch_of_rank(rank: int, size: int, seed: int = 0, zero_groups: int = 0) -> RankBatch:
-    """Return the batch of a data-parallel rank: group g goes to rank g mod ``size``, with a micro-batch per group."""
+    """Return the batch of a data-parallel rank: group g goes to rank g mod ``size``, with a
+    micro-batch per group.
+    """
     samples = make_samples(seed=seed, zero_groups=zero_groups)
     # Groups stay together, since they share a prompt.
     mine = [s for s in samples if s["group"] % size == rank]
-    return make_batch(mine, [[list(range(i, i + SIZE)) for i in range(0, len(mine), SIZE)]], samples)
+    return make_batch(
+        mine, [[list(range(i, i + SIZE)) for i in range(0, len(mine), SIZE)]], samples
+    )

@@ -27,8 +27,19 @@ from slime.plugins.tools.verify.check import (
     write_variants,
 )
 from slime.plugins.tools.verify.rank import VerifyJob, settings, verify_rank
-from slime.plugins.tools.verify.reference import RandomSample, Scores, make_samples, reference_scores
-from slime.plugins.tools.verify.small import UNKNOWN, SmallModel, VerifyError, make_small, unknown_family
+from slime.plugins.tools.verify.reference import (
+    RandomSample,
+    Scores,
+    make_samples,
+    reference_scores,
+)
+from slime.plugins.tools.verify.small import (
+    UNKNOWN,
+    SmallModel,
+    VerifyError,
+    make_small,
+    unknown_family,
+)
 from slime.weights.audit import score
 
 RANKS = f"{verify_rank.__module__}:{verify_rank.__name__}"
@@ -42,7 +53,8 @@ class Target:
 
     Attributes:
         model: A folder or hub id.
-        sizes: Sizes of the parallel dimensions by Megatron's names, such as ``tensor_model_parallel_size``.
+        sizes: Sizes of the parallel dimensions by Megatron's names, such as
+            ``tensor_model_parallel_size``.
         data: The data-parallel size.
         engine: ``embedded``, ``sglang``, or None for no engine.
         layers: The number of layers of the cut-down model.
@@ -93,7 +105,8 @@ class Verified:
 
 
 def verify(target: Target) -> Verified:
-    """Compare a cut-down model on a backend, a layout and an engine with plain transformers on one rank.
+    """Compare a cut-down model on a backend, a layout and an engine with plain transformers on one
+    rank.
 
     Raises:
         VerifyError: The model cannot be cut down, or the layout is impossible.
@@ -103,18 +116,23 @@ def verify(target: Target) -> Verified:
     # The smallest model that this layout can divide.
     heads = max(2, target.size("tensor_model"))
     # As many layers on each stage.
-    stages = target.size("pipeline_model") * int(target.sizes.get("virtual_pipeline_model_parallel_size") or 1)
+    stages = target.size("pipeline_model") * int(
+        target.sizes.get("virtual_pipeline_model_parallel_size") or 1
+    )
     layers = -(-target.layers // stages) * stages
     samples = make_samples()
     with tempfile.TemporaryDirectory(prefix="slime-verify-") as name:
         folder = Path(name)
         small = make_small(target.model, folder / "model", layers, heads, target.trust_remote_code)
         try:
-            expected = reference_scores(small.folder, samples, trust_remote_code=target.trust_remote_code)
+            expected = reference_scores(
+                small.folder, samples, trust_remote_code=target.trust_remote_code
+            )
         except UNKNOWN as error:
             raise unknown_family(target.model, small.description, error) from error
         flags = {"trust_remote_code": target.trust_remote_code, **target.flags}
-        # The same batch on the backend; and if its outputs are wrong, on models of which only one part has an effect.
+        # The same batch on the backend; and if its outputs are wrong, on models of which only one
+        # part has an effect.
         job = VerifyJob(target.backend, dict(target.sizes), flags, small.folder)
         ranks = _train(target, job, folder / "ranks")
         checks = all_checks(expected, [scores[0] for scores in ranks])
@@ -125,10 +143,18 @@ def verify(target: Target) -> Verified:
             guess = _explain(target, wrong[0], folder, samples) if wrong else ""
         # The engine has the same model, and no part in the training.
         if target.engine is not None:
-            found = engine_log_probs(small.folder, target.engine, samples, folder, target.trust_remote_code)
-            checks.append(check_log_probs(expected.log_probs, [found], f"log-probs of the {target.engine} engine"))
+            found = engine_log_probs(
+                small.folder, target.engine, samples, folder, target.trust_remote_code
+            )
+            checks.append(
+                check_log_probs(
+                    expected.log_probs, [found], f"log-probs of the {target.engine} engine"
+                )
+            )
     parameters = wrong[0].place.parameters if wrong else ()
-    return Verified(small, target.world_size, checks, [one.place.name for one in wrong], parameters, guess)
+    return Verified(
+        small, target.world_size, checks, [one.place.name for one in wrong], parameters, guess
+    )
 
 
 def _check_layout(target: Target) -> None:
@@ -136,10 +162,15 @@ def _check_layout(target: Target) -> None:
     layout = ParallelLayout.from_args(settings(job, job.model, target.world_size))
     problems = layout.problems()
     if target.data > MOST_DATA_RANKS:
-        problems.append(f"data-parallel size {target.data}: at most {MOST_DATA_RANKS}, one for each group of the batch")
+        problems.append(
+            f"data-parallel size {target.data}: at most {MOST_DATA_RANKS}, one for each group of "
+            "the batch"
+        )
     others = [name for name in target.sizes if name != "context_parallel_size"]
     if target.backend == "fsdp" and others:
-        problems.append(f"FSDP has no {', '.join(others)}: use --backend megatron, or --cp and --dp")
+        problems.append(
+            f"FSDP has no {', '.join(others)}: use --backend megatron, or --cp and --dp"
+        )
     if problems:
         raise VerifyError("\n".join(problems))
 
@@ -151,30 +182,41 @@ def _train(target: Target, job: VerifyJob, folder: Path) -> list[list[Scores]]:
 
 @dataclass(frozen=True)
 class _Wrong:
-    """A part whose outputs are wrong, and the log-probs that each rank has computed with its variant."""
+    """A part whose outputs are wrong, and the log-probs that each rank has computed with its
+    variant.
+    """
 
     place: Place
     log_probs: Sequence[Mapping[int, Tensor]]
 
 
-def _wrong_places(target: Target, job: VerifyJob, folder: Path, samples: list[RandomSample]) -> list[_Wrong]:
+def _wrong_places(
+    target: Target, job: VerifyJob, folder: Path, samples: list[RandomSample]
+) -> list[_Wrong]:
     """Return the parts of the model whose variant differs from the reference."""
     places = write_variants(job.model, folder / "variants")
     if not places:
         return []
-    ranks = _train(target, replace(job, variants=tuple(place.variant for place in places)), folder / "of_variants")
+    ranks = _train(
+        target,
+        replace(job, variants=tuple(place.variant for place in places)),
+        folder / "of_variants",
+    )
     wrong = []
     for number, place in enumerate(places, start=1):
         expected = reference_scores(place.variant, samples, False, target.trust_remote_code)
         found = [scores[number].log_probs for scores in ranks]
         if not check_log_probs(expected.log_probs, found, place.name).good:
             wrong.append(_Wrong(place, found))
-    # What is outside of the layers is a part of every variant. If it is wrong, nothing is known about the others.
+    # What is outside of the layers is a part of every variant. If it is wrong, nothing is known
+    # about the others.
     return wrong[:1] if wrong and wrong[0].place is places[0] else wrong
 
 
 def _explain(target: Target, wrong: _Wrong, folder: Path, samples: list[RandomSample]) -> str:
-    """Return the mistake with which the reference computes the same as the backend; empty if none was found."""
+    """Return the mistake with which the reference computes the same as the backend; empty if none
+    was found.
+    """
     # Only a guess with the very log-probs of the backend is told.
     for number, guess in enumerate(guesses(wrong.place)):
         model = folder / f"guess_{number}"
@@ -189,19 +231,31 @@ START_SECONDS = 300.0
 
 
 def engine_log_probs(
-    model: Path, engine: str, samples: list[RandomSample], logs: Path, trust_remote_code: bool = False
+    model: Path,
+    engine: str,
+    samples: list[RandomSample],
+    logs: Path,
+    trust_remote_code: bool = False,
 ) -> dict[int, Tensor]:
-    """Start a server with the model, and return its log-probs by position, float32 ``[response_length]``.
+    """Start a server with the model, and return its log-probs by position, float32
+    ``[response_length]``.
 
     Args:
         engine: ``embedded`` or ``sglang``.
         logs: The folder for the log of the server.
     """
-    values = {"hf_checkpoint": str(model), "rollout_backend": engine, "rollout_dtype": "float32", "deterministic": True}
+    values = {
+        "hf_checkpoint": str(model),
+        "rollout_backend": engine,
+        "rollout_dtype": "float32",
+        "deterministic": True,
+    }
     values |= {"rollout_num_gpus": 1, "rollout_num_gpus_per_engine": 1, "threads_per_process": 1}
     values |= {"trust_remote_code": trust_remote_code}
     args = Args().with_values(**values)
-    process = start_engine(EngineSettings.from_args(args), plan_engines(args)[0], log_path=logs / f"{engine}.log")
+    process = start_engine(
+        EngineSettings.from_args(args), plan_engines(args)[0], log_path=logs / f"{engine}.log"
+    )
     try:
         process.wait_ready(START_SECONDS)
         handle = EngineHandle(process.url)

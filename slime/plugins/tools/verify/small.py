@@ -41,9 +41,13 @@ LIMITS = {
 }
 """The largest value of each size. A smaller value of the model itself is kept."""
 SPECIAL = {"pad_token_id": 7, "bos_token_id": 1, "eos_token_id": 2}
-"""Where the special tokens go if the small vocabulary does not contain them; a model without one keeps none."""
+"""Where the special tokens go if the small vocabulary does not contain them; a model without one
+keeps none.
+"""
 HEAD = 8
-"""The size of an attention head, and 12 if the model's heads together are not as wide as its hidden states."""
+"""The size of an attention head, and 12 if the model's heads together are not as wide as its hidden
+states.
+"""
 MOST_GROUP = 8
 
 
@@ -51,7 +55,15 @@ class VerifyError(ValueError):
     """A model or a layout cannot be verified. The message says why."""
 
 
-UNKNOWN = (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+UNKNOWN = (
+    ArithmeticError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """What transformers raises for a small config whose sizes do not fit together."""
 
 
@@ -59,8 +71,8 @@ def unknown_family(model: str, family: str, error: Exception) -> VerifyError:
     """The error for a model whose config has sizes that :data:`LIMITS` does not know."""
     reason = next(iter(str(error).splitlines()), "")[:300]
     return VerifyError(
-        f"{model}: slime verify cannot make a small model of this family ({family}) that transformers runs: "
-        f"{type(error).__name__}: {reason}"
+        f"{model}: slime verify cannot make a small model of this family ({family}) that "
+        f"transformers runs: {type(error).__name__}: {reason}"
     )
 
 
@@ -76,12 +88,14 @@ class SmallModel:
 def cut_down(config: PreTrainedConfig, layers: int, heads: int = 2) -> PreTrainedConfig:
     """Return a small config with the structure of another. ``config`` is that of a language model.
 
-    The ratio of query to key heads, biases, norms, tied embeddings, the kinds of layers and experts, the scaling of
-    positions and the presence of special tokens are kept.
+    The ratio of query to key heads, biases, norms, tied embeddings, the kinds of layers and
+    experts, the scaling of positions and the presence of special tokens are kept.
 
     Args:
-        layers: The number of layers. It is the least number that has every kind of layer, if that is larger.
-        heads: The number of key heads, if the model has as many. A tensor-parallel size must divide it.
+        layers: The number of layers. It is the least number that has every kind of layer, if that
+            is larger.
+        heads: The number of key heads, if the model has as many. A tensor-parallel size must divide
+            it.
     """
     small = copy.deepcopy(config)
     given: dict[str, Any] = config.to_dict()
@@ -100,7 +114,8 @@ def cut_down(config: PreTrainedConfig, layers: int, heads: int = 2) -> PreTraine
         if isinstance(token, int) and token >= VOCAB:
             setattr(small, name, place)
     if "initializer_range" in given:
-        small.initializer_range = 0.2  # otherwise the outputs of a small model hardly depend on its weights
+        # otherwise the outputs of a small model hardly depend on its weights
+        small.initializer_range = 0.2
     small.dtype = torch.float32
     return small
 
@@ -151,7 +166,9 @@ def _set_layers(small: PreTrainedConfig, given: dict[str, Any], layers: int) -> 
         small.num_nextn_predict_layers = 0
 
 
-def save_small(config: PreTrainedConfig, folder: Path, seed: int = 0, trust_remote_code: bool = False) -> None:
+def save_small(
+    config: PreTrainedConfig, folder: Path, seed: int = 0, trust_remote_code: bool = False
+) -> None:
     """Write a random model. Norms and biases are random too, so that a wrong one is found."""
     from transformers import AutoModelForCausalLM
 
@@ -163,7 +180,8 @@ def save_small(config: PreTrainedConfig, folder: Path, seed: int = 0, trust_remo
             if tensor.dim() < 2 and tensor.is_floating_point():
                 tensor.add_(torch.randn(tensor.shape) * 0.2)
         for module in model.modules():
-            # transformers makes it zero, and the gradient of a norm of zeros would be larger than all others.
+            # transformers makes it zero, and the gradient of a norm of zeros would be larger than
+            # all others.
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 module.weight[module.padding_idx] = torch.randn(module.embedding_dim) * 0.2
     model.save_pretrained(folder)
@@ -175,11 +193,17 @@ def _save_tokenizer(folder: Path, size: int) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"<{number}>": number for number in range(size)}, unk_token="<0>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<2>", pad_token="<7>").save_pretrained(folder)
+    words = Tokenizer(
+        models.WordLevel({f"<{number}>": number for number in range(size)}, unk_token="<0>")
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<2>", pad_token="<7>"
+    ).save_pretrained(folder)
 
 
-def make_small(model: str, folder: Path, layers: int, heads: int, trust_remote_code: bool = False) -> SmallModel:
+def make_small(
+    model: str, folder: Path, layers: int, heads: int, trust_remote_code: bool = False
+) -> SmallModel:
     """Read the config of a model, and write the cut-down model to ``folder``.
 
     Raises:
@@ -189,7 +213,9 @@ def make_small(model: str, folder: Path, layers: int, heads: int, trust_remote_c
     from transformers import AutoConfig
 
     try:
-        config = plain_config(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
+        config = plain_config(
+            AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        )
         text = config.get_text_config()
         kind = config.model_type
     except (OSError, StrictDataclassError, *UNKNOWN) as error:
@@ -208,7 +234,7 @@ def make_small(model: str, folder: Path, layers: int, heads: int, trust_remote_c
     what = (
         f"{small.model_type}{'' if text is config else f', the language model of {kind}'}: "
         f"{small.num_hidden_layers} of {text.num_hidden_layers} layers, hidden size "
-        f"{small.hidden_size}, {small.num_attention_heads} heads, {keys} key heads"
-        f"{f', {experts} experts' if experts else ''}{', tied embeddings' if small.tie_word_embeddings else ''}"
+        f"{small.hidden_size}, {small.num_attention_heads} heads, {keys} key "
+        f"heads{f', {experts} experts' if experts else ''}{', tied embeddings' if small.tie_word_embeddings else ''}"
     )
     return SmallModel(folder, small.num_hidden_layers, what)

@@ -1,6 +1,8 @@
-"""First on PYTHONPATH of a training process: megatron-core finds its CPU (``cpu_shim.py``) when slime imports it.
+"""First on PYTHONPATH of a training process: megatron-core finds its CPU (``cpu_shim.py``) when
+slime imports it.
 
-Not before: Ray wants its workers to answer within a minute, and the imports may take longer on a busy machine.
+Not before: Ray wants its workers to answer within a minute, and the imports may take longer on a
+busy machine.
 """
 
 import importlib.abc

@@ -1,4 +1,6 @@
-"""Fixtures of the environments: the scripted engine of the examples' tests, and a tokenizer of bytes."""
+"""Fixtures of the environments: the scripted engine of the examples' tests, and a tokenizer of
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ def bytes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> Callable[..., Any]:
-    """``await play(spec, texts, number=0, **flags)``: one episode in which the model says these texts."""
+    """``await play(spec, texts, number=0, **flags)``: one episode in which the model says these
+    texts.
+    """
 
-    async def run(spec: str, says: list[str], number: int = 0, **flags: Any) -> tuple[Sample, Script]:
+    async def run(
+        spec: str, says: list[str], number: int = 0, **flags: Any
+    ) -> tuple[Sample, Script]:
         script = Script(monkeypatch, bytes_dir, environment=spec, **flags)
         script.says = [text if text.endswith("ABORT") else f"{text}<eos>" for text in says]
         sample = task_sample(own_seed(spec, 42), number)

@@ -1,4 +1,5 @@
-"""A text environment for Gymnasium: guess a number between 1 and 9; each answer says higher or lower.
+"""A text environment for Gymnasium: guess a number between 1 and 9; each answer says higher or
+lower.
 
 The guide (docs/en/environments.md) uses a shorter one.
 """
@@ -21,7 +22,9 @@ class Guess(gymnasium.Env[str, str]):
     def __init__(self, guesses: int = 4) -> None:
         self.guesses = guesses
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self.number, self.used = int(self.np_random.integers(1, 10)), 0
         return "Guess a number from 1 to 9. Answer with the number only.", {"number": self.number}

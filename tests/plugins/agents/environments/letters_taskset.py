@@ -55,7 +55,10 @@ class Letters(vf.Taskset[Letter, LettersConfig]):
             letter = "abcd"[number % 4]
             yield Letter(
                 LetterData(
-                    prompt=f"Write {letter}.", system_prompt="Be brief.", letter=letter, fails=self.config.fails
+                    prompt=f"Write {letter}.",
+                    system_prompt="Be brief.",
+                    letter=letter,
+                    fails=self.config.fails,
                 ),
                 self.config.task,
             )

@@ -11,14 +11,24 @@ from mcp.server.stdio import stdio_server
 NAMES = ("first", "second", "third")
 
 
-async def list_tools(context: object, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
+async def list_tools(
+    context: object, params: types.PaginatedRequestParams | None
+) -> types.ListToolsResult:
     page = int(params.cursor) if params is not None and params.cursor else 0
-    tool = types.Tool(name=NAMES[page], description="Say its name.", input_schema={"type": "object", "properties": {}})
-    return types.ListToolsResult(tools=[tool], next_cursor=str(page + 1) if page + 1 < len(NAMES) else None)
+    tool = types.Tool(
+        name=NAMES[page],
+        description="Say its name.",
+        input_schema={"type": "object", "properties": {}},
+    )
+    return types.ListToolsResult(
+        tools=[tool], next_cursor=str(page + 1) if page + 1 < len(NAMES) else None
+    )
 
 
 async def call_tool(context: object, params: types.CallToolRequestParams) -> types.CallToolResult:
-    return types.CallToolResult(content=[types.TextContent(type="text", text=f"I am {params.name}")])
+    return types.CallToolResult(
+        content=[types.TextContent(type="text", text=f"I am {params.name}")]
+    )
 
 
 async def main() -> None:

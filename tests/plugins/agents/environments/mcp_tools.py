@@ -1,4 +1,6 @@
-"""An MCP server: ``python mcp_tools.py`` on the standard input and output, ``python mcp_tools.py PORT`` over HTTP."""
+"""An MCP server: ``python mcp_tools.py`` on the standard input and output, ``python mcp_tools.py
+PORT`` over HTTP.
+"""
 
 from __future__ import annotations
 

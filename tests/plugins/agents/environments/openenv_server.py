@@ -1,4 +1,6 @@
-"""An environment server of OpenEnv: guess a number from 1 to 9. ``python openenv_server.py PORT SESSIONS``."""
+"""An environment server of OpenEnv: guess a number from 1 to 9. ``python openenv_server.py PORT
+SESSIONS``.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,17 @@ class Number(Environment[Guess, Hint, State]):
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **more: object) -> Hint:
         self.steps, self.number = 0, random.Random(seed).randint(1, 9)
-        return Hint(text=f"Guess a number from 1 to 9. It is {'odd' if self.number % 2 else 'even'}.")
+        return Hint(
+            text=f"Guess a number from 1 to 9. It is {'odd' if self.number % 2 else 'even'}."
+        )
 
     def step(self, action: Guess, timeout_s: float | None = None, **more: object) -> Hint:
         self.steps += 1
         if action.number == self.number:
             return Hint(text="Right.", reward=1.0, done=True)
-        return Hint(text="It is higher." if action.number < self.number else "It is lower.", reward=-0.125)
+        return Hint(
+            text="It is higher." if action.number < self.number else "It is lower.", reward=-0.125
+        )
 
     @property
     def state(self) -> State:

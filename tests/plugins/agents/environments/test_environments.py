@@ -1,4 +1,6 @@
-"""What all environments share: the flag, the order of tasks and its state, a class of the user's."""
+"""What all environments share: the flag, the order of tasks and its state, a class of the
+user's.
+"""
 
 from __future__ import annotations
 
@@ -87,19 +89,34 @@ def test_the_full_form_is_read_as_it_was_written(options: dict[str, Any]) -> Non
     assert Spec.parse(str(spec)) == spec
 
 
-@pytest.mark.parametrize("text", ["Write: <a>4</a>", "Solve # it", "yes", "*Be* brief", "[x]", "5", "it's", "a: 'b'"])
+@pytest.mark.parametrize(
+    "text", ["Write: <a>4</a>", "Solve # it", "yes", "*Be* brief", "[x]", "5", "it's", "a: 'b'"]
+)
 @pytest.mark.parametrize("option", ["system", "tag"])
 def test_a_text_is_taken_as_it_is(option: str, text: str) -> None:
     """YAML would make a mapping, a shorter text, a truth value or an error of these."""
     for name in parts("environment"):
         spec = Spec.parse(f"{name}:x?{option}={quote(text)}")
-        assert spec.options == {option: text} and Spec.parse(own_seed(str(spec), 1)).options[option] == text
+        assert (
+            spec.options == {option: text}
+            and Spec.parse(own_seed(str(spec), 1)).options[option] == text
+        )
     assert Spec.parse(f"gymnasium:x?{option}='a: b'").options == {option: "a: b"}
-    assert Spec.parse(f"own.py:Mine?{option}=5").options == {option: 5}, "the user's own classes get YAML"
+    assert Spec.parse(f"own.py:Mine?{option}=5").options == {option: 5}, (
+        "the user's own classes get YAML"
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["", ":x", "reasoning_gym:a?b", "reasoning_gym:a?b=", "reasoning_gym:a?b=1&b=2", "reasoning_gym:a?b=["]
+    "text",
+    [
+        "",
+        ":x",
+        "reasoning_gym:a?b",
+        "reasoning_gym:a?b=",
+        "reasoning_gym:a?b=1&b=2",
+        "reasoning_gym:a?b=[",
+    ],
 )
 def test_what_is_no_environment_is_told(text: str) -> None:
     with pytest.raises(EnvironmentProblem):
@@ -108,7 +125,10 @@ def test_what_is_no_environment_is_told(text: str) -> None:
 
 def test_the_flag_selects_the_source_and_the_generate_function(echo: str, bytes_dir: Path) -> None:
     args = source_args(echo, bytes_dir)
-    assert (args.data_source_path, args.custom_generate_function_path) == (ENVIRONMENT_SOURCE, ENVIRONMENT_GENERATE)
+    assert (args.data_source_path, args.custom_generate_function_path) == (
+        ENVIRONMENT_SOURCE,
+        ENVIRONMENT_GENERATE,
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,13 +154,17 @@ def test_a_restored_source_goes_on_with_the_same_tasks(echo: str, bytes_dir: Pat
     again = EnvironmentSource(args)
     again.load_state_dict(state)
     assert [group[0].label for group in again.get_samples(20)] == expected
-    assert sorted(expected[3:13]) == sorted(f"word{i}" for i in range(10)), "an epoch has each task once"
+    assert sorted(expected[3:13]) == sorted(f"word{i}" for i in range(10)), (
+        "an epoch has each task once"
+    )
     other = EnvironmentSource(source_args(echo, bytes_dir, rollout_shuffle=True, rollout_seed=7))
     other.get_samples(7)
     assert [group[0].label for group in other.get_samples(20)] != expected
 
 
-def test_a_change_of_the_environment_is_told(echo: str, bytes_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_of_the_environment_is_told(
+    echo: str, bytes_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = EnvironmentSource(source_args(echo, bytes_dir)).state_dict()
     EnvironmentSource(source_args(f"{echo}?count=10", bytes_dir)).load_state_dict(state)
     assert "saved with" in caplog.text
@@ -149,11 +173,15 @@ def test_a_change_of_the_environment_is_told(echo: str, bytes_dir: Path, caplog:
 def test_long_prompts_are_left_out_and_metadata_come_along(echo: str, bytes_dir: Path) -> None:
     source = EnvironmentSource(
         source_args(
-            f"{echo}?count=11", bytes_dir, rollout_max_prompt_len=len("<user>Say word0.") + 1 + len("<assistant>")
+            f"{echo}?count=11",
+            bytes_dir,
+            rollout_max_prompt_len=len("<user>Say word0.") + 1 + len("<assistant>"),
         )
     )
     labels = [group[0].label for group in source.get_samples(11)]
-    assert labels == [*(f"word{i}" for i in range(10)), "word0"], "the prompt of word10 has a token more"
+    assert labels == [*(f"word{i}" for i in range(10)), "word0"], (
+        "the prompt of word10 has a token more"
+    )
     assert source.get_samples(1)[0][0].metadata["level"] == 1
 
 
@@ -180,8 +208,12 @@ async def test_failures_are_counted_and_no_reward(
     echo: str, play: Any, says: list[str], number: int, said: str
 ) -> None:
     sample, _ = await play(echo, says, number=number)
-    assert sample.reward is None and sample.remove_sample and said in sample.metadata["reward_failure"]
-    assert sample.response_length == sum(sample.loss_mask or [1] * sample.response_length) or not says
+    assert (
+        sample.reward is None and sample.remove_sample and said in sample.metadata["reward_failure"]
+    )
+    assert (
+        sample.response_length == sum(sample.loss_mask or [1] * sample.response_length) or not says
+    )
 
 
 CHANGING = """
@@ -220,18 +252,27 @@ class Talk(Episode):
     ("options", "reward", "told"),
     [
         ("", 1.5, ""),
-        ("?numbers=73", None, "a new episode answered otherwise at turn 1 than the one of the aborted sample"),
+        (
+            "?numbers=73",
+            None,
+            "a new episode answered otherwise at turn 1 than the one of the aborted sample",
+        ),
         ("?ends=true", None, "a new episode ended the episode at turn 1"),
     ],
 )
-@pytest.mark.parametrize("says", [["hi", "7", "ABORT"], ["hi", "7", "ABORTED"], ["hi", "7", "7ABORT"]], ids=str)
+@pytest.mark.parametrize(
+    "says", [["hi", "7", "ABORT"], ["hi", "7", "ABORTED"], ["hi", "7", "7ABORT"]], ids=str
+)
 async def test_an_aborted_episode_continues_only_as_the_one_that_the_model_saw(
     tmp_path: Path, play: Any, says: list[str], options: str, reward: float | None, told: str
 ) -> None:
     """Otherwise the transcript would be that of one episode, and the reward that of another."""
     (tmp_path / f"changing{len(options)}.py").write_text(CHANGING)
     sample, script = await play(
-        f"{tmp_path}/changing{len(options)}.py:Changing{options}", says, max_turns=9, rollout_max_response_len=3100
+        f"{tmp_path}/changing{len(options)}.py:Changing{options}",
+        says,
+        max_turns=9,
+        rollout_max_response_len=3100,
     )
     assert sample.status is Sample.Status.ABORTED and len(sample.metadata["model_turns"]) == 3
     script.says = ["<eos>" if "7ABORT" in says else "7<eos>"]

@@ -1,4 +1,6 @@
-"""``--environment gymnasium:…`` with the real package: several turns, their rewards, and environments that fail."""
+"""``--environment gymnasium:…`` with the real package: several turns, their rewards, and
+environments that fail.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
-from slime.plugins.agents.environments.base import EnvironmentProblem, StepFailed, StepLimits, environment
+from slime.plugins.agents.environments.base import (
+    EnvironmentProblem,
+    StepFailed,
+    StepLimits,
+    environment,
+)
 from slime.plugins.agents.environments.gymnasium import Gymnasium
 from slime.plugins.agents.environments.rollout import generate
 
@@ -34,11 +41,15 @@ async def test_the_model_and_the_environment_speak_in_turn(play: Any) -> None:
     wrong = "9" if number < 9 else "1"
     hint = "lower" if wrong == "9" else "higher"
     sample, script = await play(GUESS, [wrong, "x", f" {number}\n"], number=3)
-    assert sample.reward == pytest.approx(-0.125 + 1 / 3) and sample.status is Sample.Status.COMPLETED
+    assert (
+        sample.reward == pytest.approx(-0.125 + 1 / 3) and sample.status is Sample.Status.COMPLETED
+    )
     assert [turn.count("<user>") for turn in script.asked] == [1, 2, 3]
     last = f"<user>It is {hint}.<eos><assistant>x<eos><user>That is not a number.<eos><assistant>"
     assert script.asked[-1].endswith(last)
-    assert script.trained(sample) == f"{wrong}<eos>x<eos> {number}\n<eos>", "what the environment says has no loss"
+    assert script.trained(sample) == (f"{wrong}<eos>x<eos> {number}\n<eos>"), (
+        "what the environment says has no loss"
+    )
 
 
 async def test_an_episode_that_the_environment_cuts_has_its_reward(play: Any) -> None:
@@ -49,12 +60,18 @@ async def test_an_episode_that_the_environment_cuts_has_its_reward(play: Any) ->
 
 async def test_without_room_for_another_turn_the_reward_so_far_counts(play: Any) -> None:
     sample, script = await play(GUESS, ["x"], max_turns=1)
-    assert sample.reward == -0.125 and sample.status is Sample.Status.TRUNCATED and len(script.asked) == 1
+    assert (
+        sample.reward == -0.125
+        and sample.status is Sample.Status.TRUNCATED
+        and len(script.asked) == 1
+    )
 
 
 async def test_a_tag_names_the_action(play: Any) -> None:
     number = hidden(1, f"{GUESS}?tag=act")
-    sample, _ = await play(f"{GUESS}?tag=act", [f"first <act>0</act> then <act> {number} </act>."], number=1)
+    sample, _ = await play(
+        f"{GUESS}?tag=act", [f"first <act>0</act> then <act> {number} </act>."], number=1
+    )
     assert sample.reward == 1.0
 
 
@@ -64,11 +81,17 @@ async def test_an_aborted_episode_continues_where_it_was(play: Any) -> None:
     assert sample.status is Sample.Status.ABORTED and sample.reward is None
     script.says = [f"{number}<eos>"]
     await generate(script.args, sample, script.params)
-    assert sample.reward == pytest.approx(-0.125 + 1 / 2), "the first guess was played again for the new episode"
+    assert sample.reward == pytest.approx(-0.125 + 1 / 2), (
+        "the first guess was played again for the new episode"
+    )
 
 
-async def test_an_aborted_episode_that_cannot_be_played_again_ends(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ABORTED sample would be continued again and again, until too many attempts without a token end the run."""
+async def test_an_aborted_episode_that_cannot_be_played_again_ends(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ABORTED sample would be continued again and again, until too many attempts without a token
+    end the run.
+    """
     sample, script = await play(GUESS, ["x", "ABORT"], number=3)
 
     def broken(*_: object) -> None:
@@ -76,7 +99,9 @@ async def test_an_aborted_episode_that_cannot_be_played_again_ends(play: Any, mo
 
     monkeypatch.setattr("guess_number.Guess.step", broken)
     await generate(script.args, sample, script.params)
-    assert sample.status is Sample.Status.FAILED and sample.reward_timed_out and sample.remove_sample
+    assert (
+        sample.status is Sample.Status.FAILED and sample.reward_timed_out and sample.remove_sample
+    )
 
 
 async def test_an_environment_that_fails_costs_its_sample_only(play: Any) -> None:
@@ -134,7 +159,9 @@ def test_mistakes_are_told(spec: str, said: str) -> None:
         environment(spec)
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(EnvironmentProblem, match=r"pip install 'slime-rl\[gymnasium\]'"):
         environment("gymnasium:Guess-v0?seed=98765")

@@ -32,7 +32,9 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call><eos>"
 
 
-async def talk(monkeypatch: pytest.MonkeyPatch, folder: Path, server: str, says: list[str], **flags: Any) -> Any:
+async def talk(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, server: str, says: list[str], **flags: Any
+) -> Any:
     script = Script(monkeypatch, folder, mcp_server=[server], **flags)
     script.says = says
     sample = Sample(prompt=[{"role": "user", "content": "Go."}], index=0, group_index=0)
@@ -61,17 +63,28 @@ def url() -> Iterator[str]:
 async def test_calls_reach_a_command_and_errors_reach_the_model(
     monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
 ) -> None:
-    says = [call("add", a=2, b=40), call("fail"), call("nothing"), call("add", a="x", b=1), "It is 42.<eos>"]
+    says = [
+        call("add", a=2, b=40),
+        call("fail"),
+        call("nothing"),
+        call("add", a="x", b=1),
+        "It is 42.<eos>",
+    ]
     spoken = "".join(says)
     sample, script = await talk(monkeypatch, bytes_dir, COMMAND, says)
     assert '"name": "add"' in script.asked[0] and "Add two numbers." in script.asked[0]
     assert script.asked[1].endswith("<tool>42<eos><assistant>")
     assert "error: " in script.asked[2].rpartition("<tool>")[2] and "tool fail" in script.asked[2]
     assert script.asked[3].endswith(
-        "<tool>error: there is no tool 'nothing'; there are add, count, fail, look, die<eos><assistant>"
+        "<tool>error: there is no tool 'nothing'; there are add, count, fail, look, "
+        "die<eos><assistant>"
     )
     assert "error: " in script.asked[4].rpartition("<tool>")[2], "arguments of the wrong type"
-    assert sample.status is Sample.Status.COMPLETED and sample.reward is None and not sample.reward_timed_out
+    assert (
+        sample.status is Sample.Status.COMPLETED
+        and sample.reward is None
+        and not sample.reward_timed_out
+    )
     assert script.trained(sample) == spoken, "results of tools have no loss"
 
 
@@ -107,21 +120,30 @@ def test_a_program_for_the_sandbox_must_exist() -> None:
     ],
 )
 def test_a_command_that_cannot_be_started_is_told_before_the_run(value: str, told: str) -> None:
-    assert check_environment(make_args(mcp_server=[COMMAND, "http://127.0.0.1:1/mcp"], rm_type="f1")) == []
+    assert (
+        check_environment(make_args(mcp_server=[COMMAND, "http://127.0.0.1:1/mcp"], rm_type="f1"))
+        == []
+    )
     (problem,) = check_environment(make_args(mcp_server=[COMMAND, value], rm_type="f1"))
     assert told in problem
 
 
-async def test_each_sample_has_a_server_of_its_own(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:
+async def test_each_sample_has_a_server_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
+) -> None:
     for _ in range(2):
-        _, script = await talk(monkeypatch, bytes_dir, COMMAND, [call("count"), call("count"), "Done.<eos>"])
+        _, script = await talk(
+            monkeypatch, bytes_dir, COMMAND, [call("count"), call("count"), "Done.<eos>"]
+        )
         assert "<tool>call 1<" in script.asked[1] and "<tool>call 2<" in script.asked[2]
 
 
 async def test_a_continued_conversation_has_a_server_that_knows_the_calls_before(
     monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
 ) -> None:
-    sample, _ = await talk(monkeypatch, bytes_dir, COMMAND, [call("count"), call("add", a=1, b=1), "I wasABORT"])
+    sample, _ = await talk(
+        monkeypatch, bytes_dir, COMMAND, [call("count"), call("add", a=1, b=1), "I wasABORT"]
+    )
     assert sample.status is Sample.Status.ABORTED
     script = Script(monkeypatch, bytes_dir, mcp_server=[COMMAND])
     script.says = [" there." + call("count"), "Done.<eos>"]
@@ -133,8 +155,14 @@ async def test_a_continued_conversation_has_a_server_that_knows_the_calls_before
 async def test_a_discarded_response_leaves_the_tools_in_the_prompt_once(
     monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
 ) -> None:
-    """An abort discards the response of a sample whose server was lost, and the sample starts again."""
-    for prompt in ([{"role": "user", "content": "Go."}], [{"role": "system", "content": "Be brief."}], "Go."):
+    """An abort discards the response of a sample whose server was lost, and the sample starts
+    again.
+    """
+    for prompt in (
+        [{"role": "user", "content": "Go."}],
+        [{"role": "system", "content": "Be brief."}],
+        "Go.",
+    ):
         script = Script(monkeypatch, bytes_dir, mcp_server=[COMMAND])
         script.says = [call("die"), "Done.<eos>"]
         sample = Sample(prompt=prompt, index=0, group_index=0)
@@ -144,12 +172,16 @@ async def test_a_discarded_response_leaves_the_tools_in_the_prompt_once(
         assert script.asked[1] == script.asked[0] and script.asked[0].count("Add two numbers.") == 1
 
 
-async def test_calls_reach_a_server_over_http(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path, url: str) -> None:
+async def test_calls_reach_a_server_over_http(
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path, url: str
+) -> None:
     _, script = await talk(monkeypatch, bytes_dir, url, [call("add", a=1, b=1), "2<eos>"])
     assert script.asked[1].endswith("<tool>2<eos><assistant>")
 
 
-async def test_a_server_may_list_its_tools_in_pages(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:
+async def test_a_server_may_list_its_tools_in_pages(
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
+) -> None:
     command = f"{sys.executable} {SERVER.with_name('mcp_pages.py')}"
     _, script = await talk(monkeypatch, bytes_dir, command, [call("third"), "Done.<eos>"])
     assert all(f'"name": "{name}"' in script.asked[0] for name in ("first", "second", "third"))
@@ -182,11 +214,18 @@ async def test_a_server_that_cannot_be_reached_costs_its_sample_only(
     monkeypatch: pytest.MonkeyPatch, bytes_dir: Path, server: str, reason: str
 ) -> None:
     sample, _ = await talk(monkeypatch, bytes_dir, server, [])
-    assert sample.remove_sample and f"--mcp-server {server}: {reason}" in sample.metadata["reward_failure"]
+    assert (
+        sample.remove_sample
+        and f"--mcp-server {server}: {reason}" in sample.metadata["reward_failure"]
+    )
 
 
-async def test_a_server_that_dies_costs_its_sample_only(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:
-    sample, _ = await talk(monkeypatch, bytes_dir, COMMAND, [call("die"), "x<eos>"], environment_timeout=20.0)
+async def test_a_server_that_dies_costs_its_sample_only(
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
+) -> None:
+    sample, _ = await talk(
+        monkeypatch, bytes_dir, COMMAND, [call("die"), "x<eos>"], environment_timeout=20.0
+    )
     assert sample.remove_sample and "tool die" in sample.metadata["reward_failure"]
 
 
@@ -202,12 +241,19 @@ def test_the_flag_selects_the_generate_function() -> None:
         assert any("--mcp-server" in problem for problem in problems), more
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    assert "pip install 'slime-rl[mcp]'" in check_environment(make_args(mcp_server=["x"], rm_type="f1"))[0]
+    assert (
+        "pip install 'slime-rl[mcp]'"
+        in check_environment(make_args(mcp_server=["x"], rm_type="f1"))[0]
+    )
 
 
-async def test_an_error_of_an_engine_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, bytes_dir: Path) -> None:
+async def test_an_error_of_an_engine_is_raised_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, bytes_dir: Path
+) -> None:
     script = Script(monkeypatch, bytes_dir, mcp_server=[COMMAND])
 
     async def refuse(*_: object) -> None:

@@ -1,7 +1,7 @@
 """``--environment openenv:…`` with the real server, and what is said where there is none.
 
-The server runs where ``openenv-core`` is installed: in this environment, or with the Python that SLIME_OPENENV_PYTHON
-names, since the package brings a hundred others.
+The server runs where ``openenv-core`` is installed: in this environment, or with the Python that
+SLIME_OPENENV_PYTHON names, since the package brings a hundred others.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ def server() -> Iterator[str]:
     """URL of a server with two sessions."""
     python = os.environ.get("SLIME_OPENENV_PYTHON")
     if python is None and importlib.util.find_spec("openenv") is None:
-        pytest.skip("openenv-core is not installed: pip install openenv-core in an environment of its own, and set "
-                    "SLIME_OPENENV_PYTHON to its Python")  # fmt: skip
+        pytest.skip(
+            "openenv-core is not installed: pip install openenv-core in an environment of its "
+            "own, and set SLIME_OPENENV_PYTHON to its Python")  # fmt: skip
     port = get_free_port()
-    process = subprocess.Popen([python or sys.executable, str(HERE / "openenv_server.py"), str(port), "2"])
+    process = subprocess.Popen(
+        [python or sys.executable, str(HERE / "openenv_server.py"), str(port), "2"]
+    )
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + 200
     try:
         while True:
@@ -43,7 +46,9 @@ def server() -> Iterator[str]:
                 environment(f"openenv:{url}?tasks=1")
                 break
             except EnvironmentProblem:
-                assert process.poll() is None and time.monotonic() < until, "the server does not answer"
+                assert process.poll() is None and time.monotonic() < until, (
+                    "the server does not answer"
+                )
                 time.sleep(0.2)
         yield url
     finally:
@@ -66,7 +71,9 @@ async def test_the_model_and_the_server_speak_in_turn(play: Any, server: str) ->
     assert script.asked[0].startswith("<user>Guess a number from 1 to 9. It is ")
     assert script.asked[1].endswith(f"{wrong}<eos><user>It is {hint}.<eos><assistant>")
     assert "<user>error: number: " in script.asked[2]
-    assert script.trained(sample) == f"{wrong}<eos>x<eos> {number}\n<eos>", "what the environment says has no loss"
+    assert script.trained(sample) == (f"{wrong}<eos>x<eos> {number}\n<eos>"), (
+        "what the environment says has no loss"
+    )
 
 
 @pytest.mark.real

@@ -1,4 +1,6 @@
-"""``--environment verifiers:…`` with the real package: its rollouts against the agents' endpoint."""
+"""``--environment verifiers:…`` with the real package: its rollouts against the agents'
+endpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ sys.path.append(str(Path(__file__).parents[1]))
 from agent_parts import ScriptedEngine, arguments, make_tokenizer
 
 from slime.data.sample import Sample
-from slime.plugins.agents.environments.base import EnvironmentProblem, environment, own_seed, task_sample
+from slime.plugins.agents.environments.base import (
+    EnvironmentProblem,
+    environment,
+    own_seed,
+    task_sample,
+)
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("verifiers") is None,
@@ -69,20 +76,34 @@ async def test_a_reward_function_that_fails_leaves_the_sample_out(play: Any) -> 
 
 @installed
 @pytest.mark.real
-async def test_the_model_calls_the_tools_of_a_task(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")  # of the server
+async def test_the_model_calls_the_tools_of_a_task(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # of the server
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
     call = '<tool_call>{"name": "letter_at", "arguments": {"place": %s}}</tool_call>'
-    sample, asked = await play(f"{LETTERS}?task=%7Blooks_up%3A%20true%7D", [call % 0, call % '"x"', "a"])
+    sample, asked = await play(
+        f"{LETTERS}?task=%7Blooks_up%3A%20true%7D", [call % 0, call % '"x"', "a"]
+    )
     assert sample.reward == pytest.approx(1.0 + 0.5) and sample.metadata["session"]["turns"] == 3
     assert "[letter_at ]" in asked[0]
-    assert asked[1].endswith("<|tool|> a<|end|>\n[letter_at ]<|assistant|> ") and "<|tool|> error:" in asked[2]
+    assert (
+        asked[1].endswith("<|tool|> a<|end|>\n[letter_at ]<|assistant|> ")
+        and "<|tool|> error:" in asked[2]
+    )
 
 
 @installed
 def test_tasks_and_options() -> None:
-    assert len(environment(f"{LETTERS}?count=7")) == 7 and len(environment(f"{LETTERS}?count=7&tasks=2")) == 2
+    assert (
+        len(environment(f"{LETTERS}?count=7")) == 7
+        and len(environment(f"{LETTERS}?count=7&tasks=2")) == 2
+    )
     prompt = task_sample(own_seed(LETTERS, 1), 2).prompt
-    assert prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Write c."}]
+    assert prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Write c."},
+    ]
 
 
 @installed
@@ -106,7 +127,9 @@ def test_the_flag_selects_the_endpoint_and_the_program(tmp_path: Path) -> None:
     assert args.data_source_path == "slime.plugins.agents.environments.source.EnvironmentSource"
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "verifiers"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "verifiers", None)

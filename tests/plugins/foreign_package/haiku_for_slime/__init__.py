@@ -1,11 +1,18 @@
-"""A package of a stranger with one part of each kind. Nothing of it is imported before a run names a part."""
+"""A package of a stranger with one part of each kind. Nothing of it is imported before a run names
+a part.
+"""
 
 from slime.registry import register
 
 
 def parts() -> None:
     """Register the parts: the entry point of this package."""
-    register("algorithm", "share", "haiku_for_slime.algorithm:Share", flags="haiku_for_slime.algorithm:ShareFlags")
+    register(
+        "algorithm",
+        "share",
+        "haiku_for_slime.algorithm:Share",
+        flags="haiku_for_slime.algorithm:ShareFlags",
+    )
     register("reward", "vowels", "haiku_for_slime.reward:VOWELS")
     register("environment", "counting", "haiku_for_slime.environment:make")
     register("engine", "scripted", "haiku_for_slime.engine:start")

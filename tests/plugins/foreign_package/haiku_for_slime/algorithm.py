@@ -13,7 +13,9 @@ from slime.config.flag import flag
 class ShareFlags:
     _title = "estimator share"
 
-    baseline_share: float = flag(1.0, low=0, high=1, help="Part of the group's mean that is subtracted")
+    baseline_share: float = flag(
+        1.0, low=0, high=1, help="Part of the group's mean that is subtracted"
+    )
 
 
 class Share(Grpo):

@@ -1,4 +1,6 @@
-"""An engine whose answers are written here. It speaks the part of SGLang's native HTTP that a run needs."""
+"""An engine whose answers are written here. It speaks the part of SGLang's native HTTP that a run
+needs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def start(
 ) -> EngineProcess:
     port = free_port(host)
     command = [sys.executable, "-m", "haiku_for_slime.engine", settings.model, host, str(port)]
-    return EngineProcess(f"scripted engine {spec.index}", command, f"http://{host}:{port}", log_path, {})
+    return EngineProcess(
+        f"scripted engine {spec.index}", command, f"http://{host}:{port}", log_path, {}
+    )
 
 
 class Scripted:
@@ -37,7 +41,9 @@ class Scripted:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
 
     async def server_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": "0.5.15", "tp_size": 1, "device": "cpu", "dtype": "float32"})
+        return web.json_response(
+            {"version": "0.5.15", "tp_size": 1, "device": "cpu", "dtype": "float32"}
+        )
 
     async def model_info(self, _: web.Request) -> web.Response:
         return web.json_response({"model_path": self.model, "weight_version": self.version})
@@ -59,7 +65,13 @@ class Scripted:
 
     async def load(self, request: web.Request) -> web.Response:
         body = await request.json()
-        print("read", Path(body["model_path"]).read_text(), "tensors of", body["weight_version"], flush=True)
+        print(
+            "read",
+            Path(body["model_path"]).read_text(),
+            "tensors of",
+            body["weight_version"],
+            flush=True,
+        )
         self.version = body["weight_version"]
         return web.json_response({"success": True, "message": ""})
 

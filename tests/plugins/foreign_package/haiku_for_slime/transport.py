@@ -23,7 +23,10 @@ class NoteTransport:
         return {}
 
     async def send(
-        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+        self,
+        update: WeightUpdate,
+        engines: Sequence[EngineHandle],
+        open_window: OpenWindow | None = None,
     ) -> SendResult:
         result = SendResult()
         async for bucket in stream(update.buckets):
@@ -32,7 +35,10 @@ class NoteTransport:
         note.write_text(str(result.tensors))
         ready = await open_window() if open_window is not None else engines
         _, result.failed = await on_each(
-            ready, lambda engine: engine.load_from_disk(str(note), update.version), "read the note", self.deadline
+            ready,
+            lambda engine: engine.load_from_disk(str(note), update.version),
+            "read the note",
+            self.deadline,
         )
         return result
 

@@ -1,4 +1,6 @@
-"""Faults that are planted into recordings of healthy runs, for the tests and for ``tools/doctor_page.py``."""
+"""Faults that are planted into recordings of healthy runs, for the tests and for
+``tools/doctor_page.py``.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,14 @@ HEALTHY = sorted(
         *(CHECKOUT / "benchmarks" / "results").glob("h200_*_metrics.jsonl"),
     ]
 )
-"""Real runs that ended well. On the CPU: quickstarts, asynchronous ones, an environment, an agent, LoRA, PPO, two
-engines, two ranks, one that was resumed, supervised fine-tuning. On two GPUs: FSDP and Megatron with SGLang, one
-resumed in another layout, one whose engine was killed. And on H200s."""
+"""Real runs that ended well. On the CPU: quickstarts, asynchronous ones, an environment, an agent,
+LoRA, PPO, two engines, two ranks, one that was resumed, supervised fine-tuning. On two GPUs: FSDP
+and Megatron with SGLang, one resumed in another layout, one whose engine was killed. And on
+H200s."""
 FAULTY = sorted((Path(__file__).parent / "faulty").glob("*.jsonl"))
-"""Runs that something really happened to (``benchmarks/doctor_runs.py``), named by the first finding."""
+"""Runs that something really happened to (``benchmarks/doctor_runs.py``), named by the first
+finding.
+"""
 HOSTS = (
     "quickstart_cpu",
     "async_filter_cpu",
@@ -63,11 +68,14 @@ def kinds(found: Facts) -> list[str]:
     return [finding.kind for finding in diagnose(found)]
 
 
-def state(status: str = "running", phase: str = "train", error: str = "", since: float = 1000.0) -> RunState:
+def state(
+    status: str = "running", phase: str = "train", error: str = "", since: float = 1000.0
+) -> RunState:
     return RunState(status, 1234, "host", phase, since, error)  # type: ignore[arg-type]
 
 
-# --- runs that learn nothing, or stop to ------------------------------------------------------------
+# --- runs that learn nothing, or stop to
+# ------------------------------------------------------------
 
 
 def set_all(name: str, value: Callable[[int, int], float | None]) -> Callable[[Rows], None]:
@@ -106,7 +114,9 @@ LEARNING = {
     "no_reward": constant("rollout/raw_reward", 0.0),
     "no_learning_rate": constant("train/lr-pg_0", 0.0),
     "no_gradient": constant("train/grad_norm", 0.0),
-    "weights_differ": set_all("perf/audit_logprob_diff", lambda step, steps: 0.0 if step < 4 else 4.2),
+    "weights_differ": set_all(
+        "perf/audit_logprob_diff", lambda step, steps: 0.0 if step < 4 else 4.2
+    ),
     "logprob_gap": both(
         constant("train/train_rollout_logprob_abs_diff", 0.3),
         *(constant(f"train/logprob_gap_staleness_{age}", 0.3) for age in ("0", "1", "2+")),
@@ -127,7 +137,8 @@ LEARNING = {
         "rollout/raw_reward", lambda step, steps: 0.8 if step < steps // 2 else 0.1 + step / 1e4
     ),
     "truncated": both(
-        constant("rollout/truncated_ratio", 0.95), set_all("rollout/raw_reward", lambda step, steps: 0.2 + step / 1000)
+        constant("rollout/truncated_ratio", 0.95),
+        set_all("rollout/raw_reward", lambda step, steps: 0.2 + step / 1000),
     ),
     "length_collapse": both(
         set_all("rollout/response_len/mean", lambda step, steps: 300.0 if step < 6 else 4.0),
@@ -143,7 +154,9 @@ LEARNING = {
     "samples_failed": set_all("rollout/failed_ratio", lambda step, steps: float(step == 4)),
     "reward_timeouts": constant("rollout/reward_timeout_count", 20.0),
     "reward_errors": constant("rollout/reward_error_count", 20.0),
-    "engines_lost": set_all("rollout/engine_lost_count", lambda step, steps: float(step in (3, 7, 9))),
+    "engines_lost": set_all(
+        "rollout/engine_lost_count", lambda step, steps: float(step in (3, 7, 9))
+    ),
     "ranks_lost": set_all("perf/trainer_restart_count", lambda step, steps: float(step in (3, 7))),
     "retries": constant("rollout/http_retry_count", 50.0),
     "slower": both(
@@ -152,8 +165,12 @@ LEARNING = {
     ),
 }
 HINTS = {
-    "slow_update_weights": both(constant("perf/step_time", 20.0), constant("perf/update_weights_time", 12.0)),
-    "slow_save_model": both(constant("perf/step_time", 20.0), constant("perf/save_model_time", 12.0)),
+    "slow_update_weights": both(
+        constant("perf/step_time", 20.0), constant("perf/update_weights_time", 12.0)
+    ),
+    "slow_save_model": both(
+        constant("perf/step_time", 20.0), constant("perf/save_model_time", 12.0)
+    ),
     "long_tail": both(
         constant("perf/step_time", 100.0),
         constant("perf/rollout_time", 80.0),
@@ -161,7 +178,8 @@ HINTS = {
         constant("rollout/response_len/mean", 300.0),
     ),
     "gap_of_old_tokens": both(
-        constant("train/logprob_gap_staleness_0", 0.01), constant("train/logprob_gap_staleness_2+", 0.4)
+        constant("train/logprob_gap_staleness_0", 0.01),
+        constant("train/logprob_gap_staleness_2+", 0.4),
     ),
     "logprob_outliers": both(
         constant("train/train_rollout_logprob_abs_diff", 0.02),
@@ -176,30 +194,35 @@ HINTS = {
 }
 
 
-TRACE = f'Traceback (most recent call last):\n  File "{CHECKOUT}/slime/cluster/x.py", line 3, in f\n'
+TRACE = (
+    f'Traceback (most recent call last):\n  File "{CHECKOUT}/slime/cluster/x.py", line 3, in f\n'
+)
 ERRORS = {
-    "gpu_memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity",
+    "gpu_memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a "
+    "total capacity",
     "host_memory": "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
     "shared_memory": "OSError: [Errno 28] No space left on device: '/dev/shm/slime-12-0'",
     "disk_full": "OSError: [Errno 28] No space left on device: '/data/iter_0000010/__0_0.distcp'",
     "open_files": "OSError: [Errno 24] Too many open files",
     "port_in_use": "OSError: [Errno 98] error while attempting to bind: address already in use",
-    "collective_timeout": "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)",
+    "collective_timeout": "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+    "OpType=ALLREDUCE)",
     "gpu_fault": "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
     "gpu_software": "RuntimeError: CUDA error: no kernel image is available for execution on the device",
     "bad_checkpoint": "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
     "data_exhausted": "RuntimeError: the data source has no more groups: rollout 3 has accepted 4 of 8",
     "ledger": "slime.checkpoint.ledger.LedgerError: group 7 was asked for and has no outcome",
     "hidden_module": "AttributeError: module 'random' has no attribute 'Random'",
-    "wait_expired": "slime.cluster.ray_wait.WaitExpired: waited 3600 s (deadline 3600 s, --phase-timeout) for rank 1 "
-    "to train rollout 3",
+    "wait_expired": "slime.cluster.ray_wait.WaitExpired: waited 3600 s (deadline 3600 s, --phase-timeout) "
+    "for rank 1 to train rollout 3",
     "process_lost": "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
     "server_failed": "slime.engines.process.ServerFailed: engine 0 (pid 41) was not healthy after 600 s:",
     "error": "ValueError: something that nobody has foreseen",
 }
 
 
-# --- the measurement --------------------------------------------------------------------------------
+# --- the measurement
+# --------------------------------------------------------------------------------
 
 WORDS = {
     "not_finite": "the loss is NaN from step 6 on",
@@ -250,7 +273,10 @@ class Fault:
     @property
     def right(self) -> int:
         """In how many of the runs the first diagnosis is right."""
-        return sum((found := self.first(run)) is not None and found.kind == self.expected for run in self.runs)
+        return sum(
+            (found := self.first(run)) is not None and found.kind == self.expected
+            for run in self.runs
+        )
 
 
 def recording(name: str) -> Rows:
@@ -273,19 +299,32 @@ def faults() -> Iterator[Fault]:
         yield Fault(words, {host: planted(kind, host) for host in HOSTS}, kind)
     for kind, text in ERRORS.items():
         if kind != "error":
-            yield Fault(f"the run ends with `{text}`", {host: ended(kind, host) for host in HOSTS}, kind)
+            yield Fault(
+                f"the run ends with `{text}`", {host: ended(kind, host) for host in HOSTS}, kind
+            )
     for words, kind, known in KILLED:
         begun = kind != "long_wait"  # whose run has no step yet
-        yield Fault(words, {host: facts(recording(host) if begun else [], **known) for host in HOSTS}, kind)
+        yield Fault(
+            words, {host: facts(recording(host) if begun else [], **known) for host in HOSTS}, kind
+        )
 
 
 LIVING = [Process(1234, "python train.py", False)]
 OWN = TRACE + "  File \"/home/me/reward.py\", line 12, in score\nKeyError: 'answer'"
 MISSING = OWN.replace("KeyError: 'answer'", "ModuleNotFoundError: No module named 'grader'")
-LOST = TRACE + "slime.cluster.ray_wait.ProcessLost: rank 1 of the actor was lost: its process has ended"
-WAITING = RunState("running", 1234, "host", "rollout", 0.0, "", "rollout 4 to be generated", 1000.0, 3600.0)
+LOST = (
+    TRACE
+    + "slime.cluster.ray_wait.ProcessLost: rank 1 of the actor was lost: its process has ended"
+)
+WAITING = RunState(
+    "running", 1234, "host", "rollout", 0.0, "", "rollout 4 to be generated", 1000.0, 3600.0
+)
 KILLED: tuple[tuple[str, str, dict[str, object]], ...] = (
-    ("the driver gets SIGKILL", "driver_killed", {"state": state(phase="rollout"), "processes": []}),
+    (
+        "the driver gets SIGKILL",
+        "driver_killed",
+        {"state": state(phase="rollout"), "processes": []},
+    ),
     (
         "the driver gets SIGKILL after an engine's log has said that the disk is full",
         "disk_full",
@@ -297,25 +336,37 @@ KILLED: tuple[tuple[str, str, dict[str, object]], ...] = (
         {
             "state": state("failed", error=LOST),
             "processes": [],
-            "logs": {"train-actor-0.log": "step 3\n", "train-actor-1.log": ERRORS["gpu_memory"] + "\n"},
+            "logs": {
+                "train-actor-0.log": "step 3\n",
+                "train-actor-1.log": ERRORS["gpu_memory"] + "\n",
+            },
         },
     ),
     (
         "a rank gets SIGSEGV; the driver only sees that it died",
         "process_lost",
-        {"state": state("failed", error=LOST), "processes": [], "logs": {"train-actor-1.log": "Segmentation fault\n"}},
+        {
+            "state": state("failed", error=LOST),
+            "processes": [],
+            "logs": {"train-actor-1.log": "Segmentation fault\n"},
+        },
     ),
     (
         "the user's reward function raises KeyError; a log has a survived error of another kind",
         "own_function",
-        {"state": state("failed", error=OWN), "processes": [], "logs": {"a.log": ERRORS["port_in_use"]}},
+        {
+            "state": state("failed", error=OWN),
+            "processes": [],
+            "logs": {"a.log": ERRORS["port_in_use"]},
+        },
     ),
     (
         "the user's reward function imports a package that is not installed",
         "own_function",
         {
             "state": state(
-                "failed", error=OWN.replace("KeyError: 'answer'", "ModuleNotFoundError: No module named 'x'")
+                "failed",
+                error=OWN.replace("KeyError: 'answer'", "ModuleNotFoundError: No module named 'x'"),
             ),
             "processes": [],
         },

@@ -1,4 +1,6 @@
-"""Dumps of PyTorch's flight recorder: the rank that is behind is named, and no code of a dump runs."""
+"""Dumps of PyTorch's flight recorder: the rank that is behind is named, and no code of a dump
+runs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ os._exit(0)
 """
 
 
-def entry(number: int, done: bool = True, what: str = "nccl:all_reduce", size: int = 4) -> dict[str, object]:
+def entry(
+    number: int, done: bool = True, what: str = "nccl:all_reduce", size: int = 4
+) -> dict[str, object]:
     """An operation in the shape of PyTorch's dumps (version 2.10)."""
     return {
         "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": number,
@@ -50,7 +54,9 @@ def entry(number: int, done: bool = True, what: str = "nccl:all_reduce", size: i
     }  # fmt: skip
 
 
-def plant(folder: Path, ranks: dict[int, list[dict[str, object]]], world: int = 2) -> Finding | None:
+def plant(
+    folder: Path, ranks: dict[int, list[dict[str, object]]], world: int = 2
+) -> Finding | None:
     """Write the dumps of the ranks, and return the finding for a run that failed."""
     (folder / "logs").mkdir(exist_ok=True)
     members = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(world)))}}
@@ -68,15 +74,28 @@ def failed(folder: Path, *steps: dict[str, float | None], status: str = "failed"
 def test_the_rank_that_is_behind_is_named_with_the_operation(tmp_path: Path) -> None:
     found = plant(tmp_path, {0: [entry(1), entry(2, done=False)], 1: [entry(1)]})
     assert found is not None and found.kind == "rank_behind"
-    assert found.title == "Rank 1 of the actor did not begin operation 2 (nccl:all_reduce) of process group 0, for which rank 0 waits."  # noqa: E501  # fmt: skip
-    assert found.evidence[0].endswith("last 2 nccl:all_reduce [4], not done, /home/me/loop.py:12, in train")
+    assert found.title == (
+        "Rank 1 of the actor did not begin operation 2 (nccl:all_reduce) of process group 0, for "
+        "which rank 0 waits."
+    )  # fmt: skip
+    assert found.evidence[0].endswith(
+        "last 2 nccl:all_reduce [4], not done, /home/me/loop.py:12, in train"
+    )
 
 
 def test_ranks_that_call_different_operations(tmp_path: Path) -> None:
-    found = plant(tmp_path, {0: [entry(1, done=False)], 1: [entry(1, done=False, what="nccl:broadcast")]})
-    assert found is not None and found.kind == "collective_mismatch" and "nccl:broadcast" in found.evidence[1]
+    found = plant(
+        tmp_path, {0: [entry(1, done=False)], 1: [entry(1, done=False, what="nccl:broadcast")]}
+    )
+    assert (
+        found is not None
+        and found.kind == "collective_mismatch"
+        and "nccl:broadcast" in found.evidence[1]
+    )
     found = plant(tmp_path, {0: [entry(1, done=False)], 1: [entry(1, done=False, size=5)]})
-    assert found is not None and found.kind == "collective_mismatch", "the same operation of other sizes"
+    assert found is not None and found.kind == "collective_mismatch", (
+        "the same operation of other sizes"
+    )
 
 
 def test_a_rank_without_a_record_and_ranks_that_all_wait(tmp_path: Path) -> None:
@@ -90,7 +109,9 @@ def test_a_rank_without_a_record_and_ranks_that_all_wait(tmp_path: Path) -> None
 def test_no_alarm_where_all_is_done_or_the_run_went_on(tmp_path: Path) -> None:
     assert plant(tmp_path, {0: [entry(1)], 1: [entry(1)]}) is None
     assert plant(tmp_path, {0: [entry(1), entry(2, done=False)], 1: [entry(1)]}) is not None
-    assert list(collectives(failed(tmp_path, {"time": time.time() + 60}))) == [], "a step was trained after the dump"
+    assert list(collectives(failed(tmp_path, {"time": time.time() + 60}))) == [], (
+        "a step was trained after the dump"
+    )
     assert list(collectives(failed(tmp_path, status="completed"))) == []
 
 
@@ -118,9 +139,15 @@ def test_dumps_of_nccl_in_a_folder_of_the_users_own(tmp_path: Path) -> None:
 
 def test_what_nccl_wrote_to_its_own_file_is_read_like_a_log(tmp_path: Path) -> None:
     (tmp_path / "nccl").mkdir()
-    (tmp_path / "config.yaml").write_text(f"train_env_vars: {{NCCL_DEBUG_FILE: '{tmp_path}/nccl/%h.%p.txt'}}\n")
-    (tmp_path / "nccl" / "node1.77.txt").write_text("NCCL WARN Call to ibv_modify_qp failed\nncclSystemError\n")
-    (tmp_path / "state.json").write_text(json.dumps(asdict(RunState("running", 1, "elsewhere", "train", 0.0))))
+    (tmp_path / "config.yaml").write_text(
+        f"train_env_vars: {{NCCL_DEBUG_FILE: '{tmp_path}/nccl/%h.%p.txt'}}\n"
+    )
+    (tmp_path / "nccl" / "node1.77.txt").write_text(
+        "NCCL WARN Call to ibv_modify_qp failed\nncclSystemError\n"
+    )
+    (tmp_path / "state.json").write_text(
+        json.dumps(asdict(RunState("running", 1, "elsewhere", "train", 0.0)))
+    )
     found = read_facts(tmp_path)
     assert list(found.logs) == ["node1.77.txt"]
     (first, *_) = diagnose(replace(found, processes=[]))
@@ -170,11 +197,18 @@ def test_links_out_of_the_folder_are_not_followed(
     (run / "logs" / "within.log").write_text("x\n")
     (run / "logs" / "kept.log").symlink_to(run / "logs" / "within.log")
     facts = read_facts(run)
-    assert "driver.log" not in facts.logs and facts.outside == {"driver.log": 1, "dump": 2, "folder": 5}[linked]
+    assert (
+        "driver.log" not in facts.logs
+        and facts.outside == {"driver.log": 1, "dump": 2, "folder": 5}[linked]
+    )
     assert (set(facts.logs) == {"kept.log", "within.log"}) is (linked != "folder")
     main(["doctor", str(run)])
     page = capsys.readouterr().out
-    assert "token-of-mine" not in page and f"{facts.outside} log(s) outside" in page and "--outside" in page
+    assert (
+        "token-of-mine" not in page
+        and f"{facts.outside} log(s) outside" in page
+        and "--outside" in page
+    )
     main(["doctor", str(run), "--outside"])
     page = capsys.readouterr().out
     assert "token-of-mine" in page and "were not read" not in page
@@ -216,9 +250,14 @@ class Payload:
         return os.mkdir, ("made_by_the_dump",)
 
 
-def test_a_dump_runs_no_code_and_a_broken_one_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_runs_no_code_and_a_broken_one_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    files = {"0": pickle.dumps({"entries": [], "x": Payload()}), "1": pickle.dumps({"entries": [entry(1)]})[:-40]}
+    files = {
+        "0": pickle.dumps({"entries": [], "x": Payload()}),
+        "1": pickle.dumps({"entries": [entry(1)]})[:-40],
+    }
     for rank, content in files.items():
         (tmp_path / f"flight_recorder_actor_rank_{rank}").write_bytes(content)
     assert read_recordings(tmp_path) == {} and not (tmp_path / "made_by_the_dump").exists()
@@ -235,7 +274,9 @@ def test_dumps_that_pytorch_has_written(tmp_path: Path) -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     address["TORCH_FR_DUMP_TEMP_FILE"] = str(tmp_path / "logs" / "flight_recorder_actor_rank_")
     ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK], env={**os.environ, **address, "RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, "-c", RANK], env={**os.environ, **address, "RANK": str(rank)}
+        )
         for rank in (0, 1)
     ]
     try:

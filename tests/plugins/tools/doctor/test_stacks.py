@@ -37,7 +37,10 @@ def test_a_waiting_process_shows_the_function_in_which_it_waits() -> None:
     if "CAP_SYS_PTRACE" in lines[0]:
         pytest.skip(f"this machine does not let a process look into another one: {lines[0]}")
     assert len(lines) == 1, "Ray's own servers are left out"
-    assert lines[0].startswith(f"pid {process.pid} (rank 0): ") and "waits_for_the_engine (" in lines[0]
+    assert (
+        lines[0].startswith(f"pid {process.pid} (rank 0): ")
+        and "waits_for_the_engine (" in lines[0]
+    )
 
 
 def test_without_py_spy_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,16 +57,23 @@ def test_the_frames_of_the_main_thread_and_the_innermost_of_slime() -> None:
         f'Thread 7 (idle): "MainThread"\n{deep}    step (slime/cluster/run.py:4)\n    <module> (train.py:1)\n'
     )
     frames = module._main_thread(dump, 7)
-    assert frames == [*(f"f{i} (lib/other.py:{i})" for i in range(4)), "...", "step (slime/cluster/run.py:4)"]
+    assert frames == [
+        *(f"f{i} (lib/other.py:{i})" for i in range(4)),
+        "...",
+        "step (slime/cluster/run.py:4)",
+    ]
     assert module._main_thread("Error: no permission", 7) == []
 
 
-# --- named waits ------------------------------------------------------------------------------------
+# --- named waits
+# ------------------------------------------------------------------------------------
 
 
 def waiting(seconds: float, deadline: float = 1000.0, times: int = 0) -> Facts:
     said = {"engine-0": {"phase": "generate", "done": 3, "total": 64, "updated": 940.0}}
-    state = RunState("running", 7, "host", "rollout", 0.0, "", "rollout 4", 1000.0 - seconds, deadline, said)  # type: ignore[arg-type]
+    state = RunState(
+        "running", 7, "host", "rollout", 0.0, "", "rollout 4", 1000.0 - seconds, deadline, said
+    )  # type: ignore[arg-type]
     return Facts(
         Path("run"), steps=[{"perf/rollout_time": 1.0}] * times, state=state, now=1000.0,
         processes=[Process(7, "train.py", False)], stacks=lambda them: [f"stack of {pid}" for pid, _ in them],

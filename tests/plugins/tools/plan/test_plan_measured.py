@@ -1,4 +1,6 @@
-"""The planner's predictions against every H200 row of benchmarks/results, and the table in the docs."""
+"""The planner's predictions against every H200 row of benchmarks/results, and the table in the
+docs.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,26 @@ def tool(name: str = "plan_page") -> ModuleType:
 def test_memory_is_within_a_tenth_and_time_within_a_fifth_of_each_row() -> None:
     rows = [row for row in tool().rows() if not row.outside]
     assert len(rows) > 80
-    wrong = [f"{row.file}: {row.what}: {row.figure} {row.error:+.1%}" for row in rows if abs(row.error) > row.tolerance]
+    wrong = [
+        f"{row.file}: {row.what}: {row.figure} {row.error:+.1%}"
+        for row in rows
+        if abs(row.error) > row.tolerance
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_measured_modes_are_predicted_in_their_order() -> None:
     found = [row for row in tool().rows() if row.file == "h200_async_two_gpus"]
     assert len(found) == 4
-    assert sorted(found, key=lambda row: row.predicted) == sorted(found, key=lambda row: row.measured)
+    assert sorted(found, key=lambda row: row.predicted) == sorted(
+        found, key=lambda row: row.measured
+    )
 
 
 def test_only_rows_that_give_a_constant_or_have_none_are_outside() -> None:
-    """Besides the times of expert kernels that have been replaced, which the table of the docs leaves out."""
+    """Besides the times of expert kernels that have been replaced, which the table of the docs
+    leaves out.
+    """
     outside = [row for row in tool().rows() if row.outside]
     old = [row for row in outside if row.outside == tool().OLD_EXPERTS]
     assert len(old) == 12
@@ -57,7 +67,12 @@ def test_every_measurement_on_h200s_is_in_the_table_or_has_a_reason() -> None:
     reasons = re.findall(r"`(h200_\w+)(…)?`", text)
     known = {row.file for row in tool().rows()}
     files = {path.stem for path in tool().RESULTS.glob("h200_*")}
-    named = {file for file in files for name, more in reasons if file == name or (more and file.startswith(name))}
+    named = {
+        file
+        for file in files
+        for name, more in reasons
+        if file == name or (more and file.startswith(name))
+    }
     missing = files - known - named
     assert not missing, "add rows to tools/plan_page.py, or a reason below the table"
     assert known <= files

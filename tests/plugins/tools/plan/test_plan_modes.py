@@ -31,38 +31,60 @@ WORDS = [
 
 def a_plan(folder: Path, work: Workload, engines: int = 1) -> Plan:
     train = TrainSetup("fsdp", ParallelLayout(world_size=2))
-    return make_plan(Run(read(folder, DENSE), KINDS["h200"], train, EngineSetup(engines), Placement(), work))
+    return make_plan(
+        Run(read(folder, DENSE), KINDS["h200"], train, EngineSetup(engines), Placement(), work)
+    )
 
 
 def fastest(found: list[Way], start: str) -> Way:
     return next(way for way in found if way.mode.name.startswith(start))
 
 
-def test_with_a_long_tail_a_standing_pool_is_faster_and_its_flags_are_those_of_a_run(tmp_path: Path) -> None:
+def test_with_a_long_tail_a_standing_pool_is_faster_and_its_flags_are_those_of_a_run(
+    tmp_path: Path,
+) -> None:
     found = ways(a_plan(tmp_path, Workload(16, 4, 100, 1000.0, 8000, sigma=1.0)), 4)
     assert [way.step for way in found] == sorted(way.step for way in found)
     pool, one_step = fastest(found, "fully"), fastest(found, "one-step")
     synchronous = fastest(found, "synchronous")
     assert found[0] is pool and pool.step < 0.8 * one_step.step
-    assert synchronous.mode is SYNCHRONOUS and synchronous.staleness == 0 and synchronous.plan.run.place.colocate
+    assert (
+        synchronous.mode is SYNCHRONOUS
+        and synchronous.staleness == 0
+        and synchronous.plan.run.place.colocate
+    )
     assert one_step.staleness == 1 and one_step.engine_gpus < 4
     for way in found:
         assert 0 < way.busy <= 1.001 and way.share == 1
-        words = ["--rollout-backend", "sglang", "--rm-type", "random", "--num-rollout", "4", "--n-samples-per-prompt"]
+        words = [
+            "--rollout-backend",
+            "sglang",
+            "--rm-type",
+            "random",
+            "--num-rollout",
+            "4",
+            "--n-samples-per-prompt",
+        ]
         words += ["4", "--rollout-batch-size", "16", "--hf-checkpoint", str(tmp_path)]
         args, problems = read_command_line([*words, *" ".join(way.flags).split()])
-        problems += resolve_defaults(args, asynchronous=way.program == "train_async.py", machine=Machine(8, 16, False))
+        problems += resolve_defaults(
+            args, asynchronous=way.program == "train_async.py", machine=Machine(8, 16, False)
+        )
         assert not problems
         assert args.world_size + (0 if args.colocate else args.rollout_num_gpus) == 4
 
 
 def test_where_the_trainer_is_slower_a_pool_gains_little_over_one_step(tmp_path: Path) -> None:
-    found = ways(a_plan(tmp_path, Workload(16, 4, 4000, 50.0, 100, sigma=0.2, shared_prompts=False)), 2)
+    found = ways(
+        a_plan(tmp_path, Workload(16, 4, 4000, 50.0, 100, sigma=0.2, shared_prompts=False)), 2
+    )
     assert fastest(found, "fully").step > 0.9 * fastest(found, "one-step").step
     assert fastest(found, "fully").busy > 0.9
 
 
-def test_thousands_of_gpus_are_simulated_with_a_share_of_samples_and_engines(tmp_path: Path) -> None:
+def test_thousands_of_gpus_are_simulated_with_a_share_of_samples_and_engines(
+    tmp_path: Path,
+) -> None:
     plan = a_plan(tmp_path, Workload(4096, 8, 100, 1000.0, 8000, sigma=1.0), engines=2048)
     made, share = setting(plan, SYNCHRONOUS)
     assert share == 1 / 32 and made.engines == 64 and made.batch * made.samples == SAMPLES
@@ -82,7 +104,9 @@ def test_lengths_of_a_run_replace_the_distribution(tmp_path: Path) -> None:
     assert work.squares > replace(work, lengths=(100, 100)).squares == 1.0
 
 
-def test_the_command_compares_modes_once_it_knows_the_tail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_modes_once_it_knows_the_tail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     read(tmp_path, DENSE | {"model_type": "qwen3"})
     words = [*WORDS, "--hf-checkpoint", str(tmp_path)]
     main(words)
@@ -97,7 +121,11 @@ def test_the_command_compares_modes_once_it_knows_the_tail(tmp_path: Path, capsy
     assert main([*words, "--lengths-from", str(tmp_path / "none")]) == 1
     assert "--lengths-from" in capsys.readouterr().err
     (tmp_path / "run" / "samples").mkdir(parents=True)
-    for name, content in (("0.jsonl", b"{}\n"), ("0.jsonl", b'{"response_length": null}\n'), ("1.jsonl.zst", b"x")):
+    for name, content in (
+        ("0.jsonl", b"{}\n"),
+        ("0.jsonl", b'{"response_length": null}\n'),
+        ("1.jsonl.zst", b"x"),
+    ):
         (damaged := tmp_path / "run" / "samples" / f"rollout_00000{name}").write_bytes(content)
         assert main([*words, "--lengths-from", str(tmp_path / "run")]) == 1
         assert f"{damaged} " in capsys.readouterr().err

@@ -41,9 +41,19 @@ def test_the_start_of_a_run_warns_only_if_it_will_not_fit(
 
     def started(config: dict[str, object], kind: str | None, engine: str = "sglang") -> str:
         read(tmp_path, config)
-        words = ["--hf-checkpoint", str(tmp_path), "--train-backend", "fsdp", "--colocate", "--rm-type", "random"]
+        words = [
+            "--hf-checkpoint",
+            str(tmp_path),
+            "--train-backend",
+            "fsdp",
+            "--colocate",
+            "--rm-type",
+            "random",
+        ]
         words += ["--rollout-backend", engine]
-        args, problems = read_command_line([*words, "--actor-num-gpus-per-node", "1", "--num-rollout", "1"])
+        args, problems = read_command_line(
+            [*words, "--actor-num-gpus-per-node", "1", "--num-rollout", "1"]
+        )
         assert not problems + resolve_defaults(args, machine=Machine(1, 16, False))
         monkeypatch.setattr(warn, "installed_kind", lambda: KINDS[kind] if kind else None)
         print_warnings(args)

@@ -1,4 +1,6 @@
-"""What is taken from inside of a step: the parts of the loss, gradients and the outputs of modules."""
+"""What is taken from inside of a step: the parts of the loss, gradients and the outputs of
+modules.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from safetensors.torch import load_file
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "backends"))
 
-from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_llama, weights_of, whole_batch
+from fsdp_helpers import (
+    make_args,
+    make_backend,
+    make_samples,
+    save_tiny_llama,
+    weights_of,
+    whole_batch,
+)
 
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import train_on_rollout
@@ -47,13 +56,16 @@ def test_the_samples_add_up_to_the_loss_and_looking_changes_nothing(model: Path)
     assert all(torch.equal(after[name], looked_at[name]) for name in after)
 
 
-def test_the_gradient_of_a_token_is_its_advantage_divided_by_what_the_loss_divides_by(model: Path) -> None:
+def test_the_gradient_of_a_token_is_its_advantage_divided_by_what_the_loss_divides_by(
+    model: Path,
+) -> None:
     backend, parts, batch = backend_of(model), [], whole_batch(make_samples())
     with capture.losses_of(backend, 1, parts):
         train_on_rollout(backend, backend.args, batch)
     facts = capture.facts_of(batch, 1)
     mask, advantages = facts.per_token["loss_masks"], facts.per_token["advantages"]
-    # With one step and no recomputed log-probs the ratio is 1, so that dloss/dlogp = -advantage · mask / (tokens · 16).
+    # With one step and no recomputed log-probs the ratio is 1, so that dloss/dlogp = -advantage ·
+    # mask / (tokens · 16).
     torch.testing.assert_close(parts[0].gradient, -advantages * mask / mask.sum() / 16)
     assert parts[0].gradient[0] == 0, "the first token of this sample is masked"
     assert facts.numbers["sample_indices"] == 1 and len(facts.tokens) > facts.response_length
@@ -76,7 +88,9 @@ def test_outputs_of_modules_are_written_for_one_sample(model: Path, tmp_path: Pa
     torch.testing.assert_close(alone, backend.log_probs(batch)["log_probs"][2])
     capture.save_tensors(tmp_path / "new", "outputs.safetensors", found)
     names = load_file(tmp_path / "new" / "outputs.safetensors").keys()
-    assert {"hf.model.layers.0.mlp", "hf.model.layers.1.self_attn.q_proj", "hf.model.norm"} <= set(names)
+    assert {"hf.model.layers.0.mlp", "hf.model.layers.1.self_attn.q_proj", "hf.model.norm"} <= set(
+        names
+    )
 
 
 def test_the_tensors_of_a_batch_have_the_index_of_their_sample(model: Path) -> None:

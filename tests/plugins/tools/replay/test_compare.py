@@ -1,4 +1,6 @@
-"""Which numbers of a replayed step differ from the recorded ones, and in which order they are named."""
+"""Which numbers of a replayed step differ from the recorded ones, and in which order they are
+named.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,22 @@ ROW = {
     "train/ratio": None,
     "rollout/surplus_group_count": 0.0,
 }
-SAME = {"train/loss": 0.5, "rollout/raw_reward": 0.25, "train/critic-value_loss": 2.0, "train/ratio": math.nan}
+SAME = {
+    "train/loss": 0.5,
+    "rollout/raw_reward": 0.25,
+    "train/critic-value_loss": 2.0,
+    "train/ratio": math.nan,
+}
 
 
 def test_equal_steps_have_no_difference_and_times_are_not_compared() -> None:
     found = compare_metrics(ROW, SAME | {"perf/step_time": 9.0}, 0.0)
-    assert found.names == ("rollout/raw_reward", "train/critic-value_loss", "train/loss", "train/ratio")
+    assert found.names == (
+        "rollout/raw_reward",
+        "train/critic-value_loss",
+        "train/loss",
+        "train/ratio",
+    )
     assert not found.differences and found.largest is None
     assert found.missing == ("rollout/surplus_group_count",)
 
@@ -61,7 +73,9 @@ def test_weights_are_compared_with_what_an_update_contained() -> None:
     assert matches(sent, whole, None) is True
     assert matches(sent, whole | {"b": "3"}, None) is False
     part = SentWeights("0.1", digest_of_digests({"a": "1"}), None, 1)
-    assert matches(part, whole, lambda name: name == "b") is True, "the update left out a frozen tensor"
+    assert matches(part, whole, lambda name: name == "b") is True, (
+        "the update left out a frozen tensor"
+    )
     assert matches(part, whole, None) is None
     held = {"l.q_proj.w": "1", "l.k_proj.w": "2", "l.v_proj.w": "3", "n.w": "4"}
     fused = {name: digest for name, digest in held.items() if name != "n.w"}

@@ -17,8 +17,20 @@ from slime.config.agent import AGENT_GENERATE
 from slime.config.args import Args
 from slime.config.rollout import FULLY_ASYNC_FUNCTION
 from slime.observability.run_dir import RunDir, public_settings
-from slime.observability.run_state import SentWeights, Settled, append_attempt, append_weights, digest_of_digests
-from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError, attempt_of, dumps_of, read_run
+from slime.observability.run_state import (
+    SentWeights,
+    Settled,
+    append_attempt,
+    append_weights,
+    digest_of_digests,
+)
+from slime.plugins.tools.replay.recorded import (
+    RecordedRun,
+    ReplayError,
+    attempt_of,
+    dumps_of,
+    read_run,
+)
 from slime.plugins.tools.summary.records import Attempt, lineage, read_attempts, read_weights
 
 SETTLED = Settled(False, False, 9, 2, 4096, 4096, 0, None, "/somewhere")
@@ -26,11 +38,23 @@ SETTLED = Settled(False, False, 9, 2, 4096, 4096, 0, None, "/somewhere")
 
 def recorded(dumps: set[int], saved: set[int], **settled: Any) -> RecordedRun:
     manifests = {number: cast(Manifest, {"rollout_id": number}) for number in saved}
-    snapshots = {number: Snapshot(Path(f"iter_{number}"), manifest) for number, manifest in manifests.items()}
+    snapshots = {
+        number: Snapshot(Path(f"iter_{number}"), manifest) for number, manifest in manifests.items()
+    }
     new = replace(SETTLED, **settled)
     begins = {new.first_rollout: new.loaded}
     return RecordedRun(
-        Path("run"), Args(), new, begins, 0, {}, "d/{rollout_id}.pt", frozenset(dumps), snapshots, {}, {}
+        Path("run"),
+        Args(),
+        new,
+        begins,
+        0,
+        {},
+        "d/{rollout_id}.pt",
+        frozenset(dumps),
+        snapshots,
+        {},
+        {},
     )
 
 
@@ -38,11 +62,16 @@ def test_a_step_needs_its_dump_and_the_state_before_it() -> None:
     run = recorded({0, 1, 2, 3, 7}, {1, 5, 6})
     assert run.replayable() == [0, 2, 7]
     assert run.start_of(2, through=False) == 2 and run.state_before(2) == Path("iter_1")
-    assert run.start_of(0, through=False) == 0 and run.state_before(0) is None, "the initial weights"
+    assert run.start_of(0, through=False) == 0 and run.state_before(0) is None, (
+        "the initial weights"
+    )
 
 
 def test_a_removed_snapshot_of_the_start_is_no_start(tmp_path: Path) -> None:
-    assert recorded({4, 5}, set(), first_rollout=4, loaded=str(tmp_path / "removed")).replayable() == []
+    assert (
+        recorded({4, 5}, set(), first_rollout=4, loaded=str(tmp_path / "removed")).replayable()
+        == []
+    )
 
 
 def test_a_missing_snapshot_says_which_steps_can_be_replayed() -> None:
@@ -68,7 +97,9 @@ def test_a_run_that_began_with_a_snapshot_starts_there(tmp_path: Path) -> None:
 
 def test_the_own_snapshots_of_a_finetuned_run_are_loaded_completely() -> None:
     run = recorded({0, 1}, {0})
-    changed = replace(run, args=run.args.with_values(finetune=True, no_load_optim=True, no_load_rng=True))
+    changed = replace(
+        run, args=run.args.with_values(finetune=True, no_load_optim=True, no_load_rng=True)
+    )
     later = changed.args_from(1)
     assert (later.finetune, later.no_load_optim, later.no_load_rng) == (False, False, False)
     assert changed.args_from(0).finetune
@@ -127,7 +158,8 @@ def test_folders_that_cannot_be_replayed_say_why(tmp_path: Path) -> None:
         read_run(tmp_path, 0, ["--lrr", "1"])
 
 
-# --- runs that were resumed -------------------------------------------------------------------------
+# --- runs that were resumed
+# -------------------------------------------------------------------------
 
 
 def attempt(first: int, loaded: str | None = None, **settings: Any) -> Attempt:
@@ -137,23 +169,40 @@ def attempt(first: int, loaded: str | None = None, **settings: Any) -> Attempt:
 def test_a_step_has_the_settings_of_the_attempt_that_trained_it_last() -> None:
     tried = [attempt(0, lr=1), attempt(4, lr=2), attempt(8, lr=3), attempt(6, lr=4)]
     kept = lineage(tried)
-    assert [one.settings["lr"] for one in kept] == [1, 2, 4], "the third attempt's steps were all trained again"
-    assert [attempt_of(kept, step).settings["lr"] for step in (0, 3, 4, 5, 6, 9)] == [1, 1, 2, 2, 4, 4]
+    assert [one.settings["lr"] for one in kept] == [1, 2, 4], (
+        "the third attempt's steps were all trained again"
+    )
+    assert [attempt_of(kept, step).settings["lr"] for step in (0, 3, 4, 5, 6, 9)] == [
+        1,
+        1,
+        2,
+        2,
+        4,
+        4,
+    ]
 
 
 def resumed(folder: Path, second: dict[str, object], asynchronous: bool = False) -> RunDir:
-    """A run of six steps that was resumed at step 3; each attempt has its own flags, dumps and snapshots."""
+    """A run of six steps that was resumed at step 3; each attempt has its own flags, dumps and
+    snapshots.
+    """
     model = folder / "model"
     LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2).save_pretrained(model)
     (model / "model.safetensors").touch()
     run, base = RunDir(folder), public_settings(vars(make_args(hf_checkpoint=str(model))))
     snapshot = folder / "saved" / "iter_2"
-    for first, loaded, changes in ((0, None, {}), (3, str(snapshot), {"load": str(folder / "saved"), **second})):
+    for first, loaded, changes in (
+        (0, None, {}),
+        (3, str(snapshot), {"load": str(folder / "saved"), **second}),
+    ):
         dumps = changes.get("save_debug_rollout_data", str(folder / "{rollout_id}.pt"))
         run.config.write_text(yaml.safe_dump({**base, "save_debug_rollout_data": dumps, **changes}))
-        settled = replace(SETTLED, first_rollout=first, loaded=loaded, working_directory=str(folder))
+        settled = replace(
+            SETTLED, first_rollout=first, loaded=loaded, working_directory=str(folder)
+        )
         append_attempt(run, replace(settled, asynchronous=asynchronous))
-        for step in range(first, first + 4):  # the first attempt trained step 3 too, which the second trained again
+        # the first attempt trained step 3 too, which the second trained again
+        for step in range(first, first + 4):
             Path(str(dumps).replace("{rollout_id}", str(step))).touch()
     return run
 
@@ -183,7 +232,9 @@ def test_earlier_steps_of_a_resumed_run_are_read_with_their_own_settings(tmp_pat
     ],
 )
 def test_what_only_generates_is_not_needed(tmp_path: Path, generation: dict[str, Any]) -> None:
-    """Derived settings are recorded as well, and the files of a program's functions are removed when it ends."""
+    """Derived settings are recorded as well, and the files of a program's functions are removed
+    when it ends.
+    """
     derived = make_args(**generation) if "gone" not in str(generation) else None
     names = ("data_source_path", "custom_generate_function_path", "agent_function_path")
     known = {name: getattr(derived, name) for name in names} if derived is not None else {}
@@ -192,7 +243,9 @@ def test_what_only_generates_is_not_needed(tmp_path: Path, generation: dict[str,
     resumed(tmp_path, known | generation)
     run = read_run(tmp_path, 4)
     assert run.args.debug_train_only and run.start_of(4, through=True) == 0
-    assert bool(run.args.custom_rollout_log_function_path) == ("custom_rollout_log_function_path" in generation)
+    assert bool(run.args.custom_rollout_log_function_path) == (
+        "custom_rollout_log_function_path" in generation
+    )
 
 
 def test_a_fully_asynchronous_run_is_read_as_one(tmp_path: Path) -> None:
@@ -205,7 +258,9 @@ def test_steps_of_attempts_with_equal_settings_may_be_trained_through(tmp_path: 
     assert read_run(tmp_path, 4).start_of(4, through=True) == 0
     (tmp_path / "saved" / "iter_2").mkdir(parents=True)
     run = read_run(tmp_path, 4)
-    assert run.start_of(4, through=True) == 3 and run.state_before(3) == tmp_path / "saved" / "iter_2"
+    assert (
+        run.start_of(4, through=True) == 3 and run.state_before(3) == tmp_path / "saved" / "iter_2"
+    )
 
 
 def test_a_line_that_a_full_disk_has_cut_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:

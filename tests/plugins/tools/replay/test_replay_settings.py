@@ -1,4 +1,6 @@
-"""What a replay takes from the folder of a run, which somebody else may have made: data, and no code."""
+"""What a replay takes from the folder of a run, which somebody else may have made: data, and no
+code.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from slime.plugins.tools.replay import settings
 from slime.plugins.tools.replay.recorded import ReplayError, read_run
 from slime.plugins.tools.replay.settings import holds_data
 
-EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\ndef f(*args, **keywords): raise SystemExit\n"
+EVIL = (
+    "from pathlib import Path\n"
+    "Path(__file__).with_name('ran').touch()\n"
+    "def f(*args, **keywords): raise SystemExit\n"
+)
 
 
 def folder_of_a_run(folder: Path, **changes: Any) -> Path:
@@ -43,16 +49,27 @@ def folder_of_a_run(folder: Path, **changes: Any) -> Path:
 def test_every_setting_belongs_to_one_kind() -> None:
     for name, flag in FLAGS.items():
         kinds = (settings.TEXTS, settings.LEFT_OUT, settings.STOOD_FOR, settings.RUNS_CODE)
-        assert holds_data(flag) + sum(name in kind for kind in kinds) == 1, f"{name} belongs to none, or to several"
+        assert holds_data(flag) + sum(name in kind for kind in kinds) == 1, (
+            f"{name} belongs to none, or to several"
+        )
     for name, option in by_name("megatron").items():
-        kinds = (settings.MEGATRON_TEXTS, settings.MEGATRON_LEFT_OUT, settings.MEGATRON_CODE, frozenset())
+        kinds = (
+            settings.MEGATRON_TEXTS,
+            settings.MEGATRON_LEFT_OUT,
+            settings.MEGATRON_CODE,
+            frozenset(),
+        )
         assert holds_data(option.flag) + sum(name in kind for kind in kinds) == 1, name
-    hooks = {name for name, flag in FLAGS.items() if flag.kind in ("hook", "repeat") or flag.or_hook}
+    hooks = {
+        name for name, flag in FLAGS.items() if flag.kind in ("hook", "repeat") or flag.or_hook
+    }
     assert not hooks & settings.TEXTS
 
 
 HOOKS = sorted(
-    name for name, flag in FLAGS.items() if (flag.kind == "hook" or flag.or_hook) and name in settings.RUNS_CODE
+    name
+    for name, flag in FLAGS.items()
+    if (flag.kind == "hook" or flag.or_hook) and name in settings.RUNS_CODE
 )
 
 
@@ -75,7 +92,9 @@ HOOKS = sorted(
     ],
     ids=str,
 )
-def test_code_that_a_folder_names_is_refused_by_its_name(tmp_path: Path, hostile: dict[str, Any]) -> None:
+def test_code_that_a_folder_names_is_refused_by_its_name(
+    tmp_path: Path, hostile: dict[str, Any]
+) -> None:
     folder = folder_of_a_run(tmp_path, **hostile)
     with pytest.raises(ReplayError, match="--run-its-code") as refused:
         read_run(folder, 0)
@@ -96,8 +115,17 @@ def test_code_that_a_folder_names_is_refused_by_its_name(tmp_path: Path, hostile
         {"megatron": {"custom_loss_function_path": "evil.py:f", "trust_remote_code": True}},
         {"sglang": {"x": 1}, "router": 3, "megatron": ["custom_loss_function_path"]},
         {"override": "evil.yaml", "custom_config_path": "evil.yaml"},
-        {"tracker": ["evil.py:f"], "rollout_sample_hook_path": ["evil.py:f"], "custom_rm_path": "evil.py:f"},
-        {"save_debug_train_data": "evil.txt", "dump_details": "evil", "save_hf": "evil", "output_dir": "evil"},
+        {
+            "tracker": ["evil.py:f"],
+            "rollout_sample_hook_path": ["evil.py:f"],
+            "custom_rm_path": "evil.py:f",
+        },
+        {
+            "save_debug_train_data": "evil.txt",
+            "dump_details": "evil",
+            "save_hf": "evil",
+            "output_dir": "evil",
+        },
         {"trust_remote_code": True},
         {"train_env_vars": {"OMP_SCHEDULE": "***"}},
         {"own_setting": 3, "__class__": "evil"},
@@ -121,11 +149,15 @@ def test_built_in_estimators_and_attentions_are_those_of_the_run(tmp_path: Path)
 
 
 def test_a_run_in_one_process_is_replayed_on_any_number_of_ranks(tmp_path: Path) -> None:
-    run = read_run(folder_of_a_run(tmp_path, inline=True), 0, flags=["--actor-num-gpus-per-node", "2"])
+    run = read_run(
+        folder_of_a_run(tmp_path, inline=True), 0, flags=["--actor-num-gpus-per-node", "2"]
+    )
     assert run.args.actor_num_gpus_per_node == 2
 
 
-def test_giving_the_variables_whose_values_the_run_did_not_record_is_no_change(tmp_path: Path) -> None:
+def test_giving_the_variables_whose_values_the_run_did_not_record_is_no_change(
+    tmp_path: Path,
+) -> None:
     folder = folder_of_a_run(tmp_path, train_env_vars={"A": "***"})
     run = read_run(folder, 0, flags=["--train-env-vars", '{"A": "1"}'])
     assert (dict(run.changes), run.unrecorded, run.args.train_env_vars) == ({}, (), {"A": "1"})
@@ -146,8 +178,14 @@ def test_allowed_code_is_listed_before_it_runs_and_reads_the_own_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    hooks = {"custom_tis_function_path": "evil.py:f", "custom_loss_function_path": "evil.f", "loss_type": "custom_loss"}
-    folder = folder_of_a_run(tmp_path, **hooks, own_setting=3, train_env_vars={"A": "1", "MY_API_KEY": "s3cret"})
+    hooks = {
+        "custom_tis_function_path": "evil.py:f",
+        "custom_loss_function_path": "evil.f",
+        "loss_type": "custom_loss",
+    }
+    folder = folder_of_a_run(
+        tmp_path, **hooks, own_setting=3, train_env_vars={"A": "1", "MY_API_KEY": "s3cret"}
+    )
     told: list[str] = []
 
     def tell(lines: list[str]) -> None:
@@ -164,7 +202,9 @@ def test_allowed_code_is_listed_before_it_runs_and_reads_the_own_settings(
 
 
 def test_a_flag_of_the_caller_takes_the_place_of_code(tmp_path: Path) -> None:
-    folder = folder_of_a_run(tmp_path, train_env_vars={"PYTHONPATH": "."}, custom_tis_function_path="evil.py:f")
+    folder = folder_of_a_run(
+        tmp_path, train_env_vars={"PYTHONPATH": "."}, custom_tis_function_path="evil.py:f"
+    )
     mine = tmp_path / "mine.py"
     mine.write_text("def tis(*args):\n    pass\n")
     flags = ["--train-env-vars", "{}", "--custom-tis-function-path", f"{mine}:tis"]

@@ -20,15 +20,23 @@ from slime.plugins.tools.summary.figures import print_summary, summarize
 
 
 def finished_run(tmp_path: Path, rollouts: int = 3) -> RunDir:
-    """Rows as the driver writes them: evaluation before, a row a step, evaluation before the last row."""
+    """Rows as the driver writes them: evaluation before, a row a step, evaluation before the last
+    row.
+    """
     args = make_args().with_values(output_dir=str(tmp_path), run_name="r", rollout_seed=7, seed=1)
     run = RunDir.create(args)
     log = MetricsLogger(args, run)
-    log.log({"eval/products": 0.25, "eval/products-truncated_ratio": 0.5, "perf/eval_time": 2.0}, 0, "eval/step")
+    log.log(
+        {"eval/products": 0.25, "eval/products-truncated_ratio": 0.5, "perf/eval_time": 2.0},
+        0,
+        "eval/step",
+    )
     for i in range(rollouts):
         if i == rollouts - 1:
             log.log(
-                {"eval/products": 0.75, "eval/products/response_len": 9, "perf/eval_time": 3.0}, rollouts, "eval/step"
+                {"eval/products": 0.75, "eval/products/response_len": 9, "perf/eval_time": 3.0},
+                rollouts,
+                "eval/step",
             )
         times = {"perf/rollout_time": 4.0, "perf/train_time": 5.0, "perf/eval_time": 5.0 / rollouts}
         log.log({"rollout/raw_reward": 0.2 + 0.1 * i, "rollout/rewards": 0.0, **times}, i)
@@ -41,8 +49,15 @@ def test_figures_come_from_the_rows(tmp_path: Path) -> None:
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
     assert summary["reward_per_rollout"] == pytest.approx([0.2, 0.3, 0.4])
     assert summary["eval"] == {"products": {"steps": [0, 3], "values": [0.25, 0.75]}}
-    assert summary["seed"] == 7 and summary["num_rollouts"] == 3 and summary["seconds_total"] == 40.0
-    assert summary["seconds_per_phase"] == {"rollout": 12.0, "train": 15.0, "eval": 5.0, "start_and_rest": 8.0}
+    assert (
+        summary["seed"] == 7 and summary["num_rollouts"] == 3 and summary["seconds_total"] == 40.0
+    )
+    assert summary["seconds_per_phase"] == {
+        "rollout": 12.0,
+        "train": 15.0,
+        "eval": 5.0,
+        "start_and_rest": 8.0,
+    }
 
 
 def test_a_folder_without_rows_is_named(tmp_path: Path) -> None:
@@ -79,7 +94,11 @@ def test_bars() -> None:
     assert bar_chart([]) == []
     rows = bar_chart([float(i) for i in range(500)], width=40)
     assert len(rows) == 6 and max(map(len, rows)) <= 48 and rows[0].startswith("487")
-    assert all(character.isascii() for line in bar_chart([0.1, -0.2], ascii_only=True) for character in line)
+    assert all(
+        character.isascii()
+        for line in bar_chart([0.1, -0.2], ascii_only=True)
+        for character in line
+    )
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([]) == ""
 
 
@@ -101,11 +120,14 @@ def step_row(step: int, time: float) -> dict[str, float]:
 
 
 def test_the_phases_of_a_resumed_run_are_shares_of_the_time_of_all_attempts(tmp_path: Path) -> None:
-    run = written_run(tmp_path / "r", *(step_row(i, 1000.0 + 100 * i) for i in range(9)), step_row(9, 9000.0))
+    run = written_run(
+        tmp_path / "r", *(step_row(i, 1000.0 + 100 * i) for i in range(9)), step_row(9, 9000.0)
+    )
     summary = summarize(run, seconds_total=120.0, since=8000.0)
     assert summary["seconds_total"] == 9 * 100 + 120
     assert summary["seconds_per_phase"] == {"rollout": 900.0, "start_and_rest": 120.0}
-    run.summary.write_text(json.dumps({"seconds_total": 250.0}))  # of the first attempt; the second one was killed
+    # of the first attempt; the second one was killed
+    run.summary.write_text(json.dumps({"seconds_total": 250.0}))
     assert summarize(run)["seconds_total"] == 1000.0
 
 
@@ -140,11 +162,15 @@ def test_the_name_of_a_data_set_may_have_slashes(tmp_path: Path) -> None:
 
 
 def test_the_picture_has_all_evaluations_at_the_steps_of_the_run(tmp_path: Path) -> None:
-    """Of a run that continues the snapshot of another one, the first reward is not that of the first rollout."""
+    """Of a run that continues the snapshot of another one, the first reward is not that of the
+    first rollout.
+    """
     evaluations = {f"eval/{name}": 0.5 for name in "abcde"}
     rows = (step_row(100, 1.0), step_row(101, 2.0), {"eval/step": 102, "time": 3.0, **evaluations})
     axes = reward_curve(summarize(written_run(tmp_path / "r", *rows))).axes[0]
-    assert list(axes.lines[0].get_xdata()) == [101, 102] and list(axes.lines[1].get_xdata()) == [102]
+    assert list(axes.lines[0].get_xdata()) == [101, 102] and list(axes.lines[1].get_xdata()) == [
+        102
+    ]
     labels = axes.get_legend_handles_labels()[1]
     assert labels == ["reward while training", *(f"evaluation: {name}" for name in "abcde")]
 

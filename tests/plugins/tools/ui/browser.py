@@ -1,4 +1,6 @@
-"""Debian's Chromium, driven by the DevTools protocol. Tests that use it are skipped where it is not installed."""
+"""Debian's Chromium, driven by the DevTools protocol. Tests that use it are skipped where it is not
+installed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ FLAGS = (
 
 def chromium() -> str | None:
     """The program, or None if it is not installed (``apt-get install chromium``)."""
-    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    return (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
 
 
 class Browser:
@@ -49,8 +55,12 @@ class Browser:
             port = await self._port()
             self._session = aiohttp.ClientSession()
             async with self._session.get(f"http://127.0.0.1:{port}/json") as answer:
-                pages = [page for page in await answer.json(content_type=None) if page["type"] == "page"]
-            self._socket = await self._session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0)
+                pages = [
+                    page for page in await answer.json(content_type=None) if page["type"] == "page"
+                ]
+            self._socket = await self._session.ws_connect(
+                pages[0]["webSocketDebuggerUrl"], max_msg_size=0
+            )
             for domain in ("Page", "Runtime", "Log"):
                 await self.call(f"{domain}.enable")
         except BaseException:
@@ -106,7 +116,9 @@ class Browser:
 
     async def run(self, script: str) -> object:
         """Evaluate an expression in the page."""
-        result = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        result = await self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
@@ -118,7 +130,9 @@ class Browser:
                 return value
             await asyncio.sleep(0.05)
         text = await self.run("document.body.innerText.slice(0, 1500)")
-        raise AssertionError(f"this did not become true: {condition}; errors: {self.errors}; the page: {text}")
+        raise AssertionError(
+            f"this did not become true: {condition}; errors: {self.errors}; the page: {text}"
+        )
 
     async def view(self, start: str) -> None:
         """Wait until the view whose address begins with ``start`` is drawn."""
@@ -126,7 +140,9 @@ class Browser:
 
     async def click(self, selector: str) -> None:
         await self.until(f"document.querySelector({json.dumps(selector)}) !== null")
-        await self.run(f"document.querySelector({json.dumps(selector)}).dispatchEvent(new MouseEvent('click', {{bubbles: true, cancelable: true}}))")  # fmt: skip  # noqa: E501
+        await self.run(
+            f"document.querySelector({json.dumps(selector)}).dispatchEvent(new "
+            f"MouseEvent('click', {{bubbles: true, cancelable: true}}))")  # fmt: skip
 
     async def enter(self, selector: str, value: str) -> None:
         """Give a field a value, as typing or choosing would."""
@@ -137,7 +153,9 @@ class Browser:
         )
 
     async def text(self, selector: str) -> str:
-        return str(await self.run(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''"))
+        return str(
+            await self.run(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
+        )
 
     async def picture(self, path: Path, whole: bool = False) -> None:
         clip: dict[str, object] = {}
@@ -148,7 +166,11 @@ class Browser:
                 "captureBeyondViewport": True,
                 "clip": {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1},
             }
-        path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", format="png", **clip))["data"]))
+        path.write_bytes(
+            base64.b64decode(
+                (await self.call("Page.captureScreenshot", format="png", **clip))["data"]
+            )
+        )
 
 
 def film(pictures: list[Path], file: Path, size: tuple[int, int] = (1280, 800)) -> None:
@@ -160,4 +182,6 @@ def film(pictures: list[Path], file: Path, size: tuple[int, int] = (1280, 800)) 
         frame = Image.new("RGB", size, "white")
         frame.paste(Image.open(path).convert("RGB").crop((0, 0, *size)))
         frames.append(frame)
-    frames[0].save(file, save_all=True, append_images=frames[1:], duration=2000, loop=0, quality=60, method=6)
+    frames[0].save(
+        file, save_all=True, append_images=frames[1:], duration=2000, loop=0, quality=60, method=6
+    )

@@ -1,4 +1,6 @@
-"""``run`` is the folder of a real run of four asynchronous steps, with dumps, a filter and two evaluations."""
+"""``run`` is the folder of a real run of four asynchronous steps, with dumps, a filter and two
+evaluations.
+"""
 
 from __future__ import annotations
 

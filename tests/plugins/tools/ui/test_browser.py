@@ -1,4 +1,6 @@
-"""A click path through every view in headless Chromium, at the width of a desktop and of a phone."""
+"""A click path through every view in headless Chromium, at the width of a desktop and of a
+phone.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.plugins.tools.ui.test_server import served
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.skipif(chromium() is None, reason="Chromium is not installed (apt-get install chromium)"),
+    pytest.mark.skipif(
+        chromium() is None, reason="Chromium is not installed (apt-get install chromium)"
+    ),
 ]
 PICTURES = Path(os.environ["SLIME_UI_PICTURES"]) if "SLIME_UI_PICTURES" in os.environ else None
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -33,7 +37,13 @@ def make_hostile(folder: Path) -> None:
     path = folder / "samples" / "rollout_000001.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows[:4]:
-        row.update(response=HOSTILE, prompt=HOSTILE, label=HOSTILE, status=HOSTILE, metadata={HOSTILE: HOSTILE})
+        row.update(
+            response=HOSTILE,
+            prompt=HOSTILE,
+            label=HOSTILE,
+            status=HOSTILE,
+            metadata={HOSTILE: HOSTILE},
+        )
     with replacing(path) as temporary:  # as a run does
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
     state = json.loads((folder / "state.json").read_text())
@@ -42,12 +52,16 @@ def make_hostile(folder: Path) -> None:
 
 
 def plant_processes(folder: Path) -> None:
-    """Add two training ranks and two engines, which the recorded run is too old to have, to its trace and its load."""
+    """Add two training ranks and two engines, which the recorded run is too old to have, to its
+    trace and its load.
+    """
     path = trace_of(folder, 1)
     events = read_trace(path)
     start = min(event["ts"] for event in events if event["ph"] == "X") / 1e6
     ranks = [
-        Span(name="actor_train", start=start + 8 + rank, end=start + 14, process=f"actor rank {rank}")
+        Span(
+            name="actor_train", start=start + 8 + rank, end=start + 14, process=f"actor rank {rank}"
+        )
         for rank in (0, 1)
     ]
     loads = [
@@ -56,8 +70,13 @@ def plant_processes(folder: Path) -> None:
     ]  # fmt: skip
     added = [*phase_events(ranks), *load_events(loads)]
     with replacing(path) as temporary:
-        temporary.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, *added]}).encode()))
-    rows = [{"time": one["time"], "engines": [[one["engine"], "serving", one["running"], 1, 9]]} for one in loads]
+        temporary.write_bytes(
+            gzip.compress(json.dumps({"traceEvents": [*events, *added]}).encode())
+        )
+    rows = [
+        {"time": one["time"], "engines": [[one["engine"], "serving", one["running"], 1, 9]]}
+        for one in loads
+    ]
     rows.append({"time": start + 30, "engines": [[1, "lost", None, None, None]]})
     (folder / "engines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -83,16 +102,28 @@ PIXELS = """[...document.querySelectorAll('.chart canvas')].reduce((count, canva
 
 
 async def unharmed(browser: Browser) -> None:
-    """Nothing of a run became HTML, nothing failed in the page, and nothing is wider than the window."""
-    assert await browser.run("document.title !== 'owned' && !document.querySelector('main script, main img')")
+    """Nothing of a run became HTML, nothing failed in the page, and nothing is wider than the
+    window.
+    """
+    assert await browser.run(
+        "document.title !== 'owned' && !document.querySelector('main script, main img')"
+    )
     assert not browser.errors
-    assert not await browser.run("/\\b(null|undefined|NaN)\\b/.test(document.querySelector('main').innerText)")
-    wide = "[...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest('.scroll, nav, pre')).map((e) => e.outerHTML.slice(0, 200))"  # fmt: skip  # noqa: E501
+    assert not await browser.run(
+        "/\\b(null|undefined|NaN)\\b/.test(document.querySelector('main').innerText)"
+    )
+    wide = (
+        "[...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right "
+        "> innerWidth + 1 && !e.closest('.scroll, nav, pre')).map((e) => e.outerHTML.slice(0, "
+        "200))"
+    )  # fmt: skip
     assert await browser.run(wide) == []
     if PICTURES is not None:  # a recording of the click path
         PICTURES.mkdir(parents=True, exist_ok=True)
         view = str(await browser.run("document.body.dataset.ready.split('/')[0]"))
-        await browser.picture(PICTURES / f"{len(list(PICTURES.iterdir())):03d}_{view}.png", whole=True)
+        await browser.picture(
+            PICTURES / f"{len(list(PICTURES.iterdir())):03d}_{view}.png", whole=True
+        )
 
 
 async def walk(browser: Browser) -> None:
@@ -113,7 +144,9 @@ async def walk(browser: Browser) -> None:
     assert await browser.run(PIXELS.replace("COLOUR", "--c2")) == 0
     await browser.click("input[name=compare][value=other]")
     await browser.until("document.querySelector('.u-legend')?.textContent.includes('other (raw)')")
-    labels = await browser.run("[...document.querySelectorAll('.u-legend th')].map((one) => one.textContent)")
+    labels = await browser.run(
+        "[...document.querySelectorAll('.u-legend th')].map((one) => one.textContent)"
+    )
     assert labels == ["step", "tiny (raw)", "tiny", "other (raw)", "other"]
     for colour in ("--c1", "--c2"):
         await browser.until(f"{PIXELS.replace('COLOUR', colour)} > 20")
@@ -132,15 +165,26 @@ async def walk(browser: Browser) -> None:
     who = "[...document.querySelectorAll('#timeline .who')].map((one) => one.textContent)"
     await browser.until(f"{who}.length >= 5")
     lanes = await browser.run(who)
-    assert isinstance(lanes, list) and {"driver", "actor rank 0", "actor rank 1", "engine 0", "engine 1"} <= set(lanes)
+    assert isinstance(lanes, list) and {
+        "driver",
+        "actor rank 0",
+        "actor rank 1",
+        "engine 0",
+        "engine 1",
+    } <= set(lanes)
     assert await browser.run("document.querySelectorAll('#timeline .running').length > 10")
     fill = "fill: var(--c2);"  # of the phase train, in every step
-    assert await browser.run(f"document.querySelectorAll('#timeline rect[style=\"{fill}\"]').length > 0")
+    assert await browser.run(
+        f"document.querySelectorAll('#timeline rect[style=\"{fill}\"]').length > 0"
+    )
     assert "rank worked" in await browser.text("#notes")
     await browser.enter("#filter-state", "trained")
     assert await browser.text("#count") == "2 of 5 groups"
     await browser.click("#groups th:nth-child(4) button")  # the reward
-    assert await browser.run("document.querySelector('#groups th:nth-child(4)').ariaSort") == "descending"
+    assert (
+        await browser.run("document.querySelector('#groups th:nth-child(4)').ariaSort")
+        == "descending"
+    )
     rewards = await browser.run(
         "[...document.querySelectorAll('#groups tbody tr')].map((row) => +row.cells[3].textContent)"
     )
@@ -215,13 +259,21 @@ async def test_ticks_have_as_many_digits_as_they_need(runs: Runs, tmp_path: Path
             ([-0.5, 0, 0.5], ["-0.5", "0", "0.5"]),
             ([12400, 12450], ["12.40k", "12.45k"]),
         ):
-            assert await browser.run(f"import('slime/chart.js').then((one) => one.tickTexts({ticks}))") == texts
+            assert (
+                await browser.run(f"import('slime/chart.js').then((one) => one.tickTexts({ticks}))")
+                == texts
+            )
         for steps, shown in (([0], [0, 1]), ([7], [6, 8]), ([2, 9], [2, 5]), ([], [0, 1])):
             asked = f"{{ data: [{steps}] }}, 2, 5"
-            assert await browser.run(f"import('slime/chart.js').then((one) => one.xRange({asked}))") == shown
+            assert (
+                await browser.run(f"import('slime/chart.js').then((one) => one.xRange({asked}))")
+                == shown
+            )
         last = "one.ticks(SECONDS, (x) => 9 * x, 50).at(-1).getAttribute('text-anchor')"
         last = f"import('slime/timeline.js').then((one) => {last})"
-        assert await browser.run(last.replace("SECONDS", "100.5")) == "end", "it would be cut off at the right edge"
+        assert await browser.run(last.replace("SECONDS", "100.5")) == "end", (
+            "it would be cut off at the right edge"
+        )
         assert await browser.run(last.replace("SECONDS", "109")) == "start"
 
 
@@ -236,7 +288,11 @@ async def test_the_page_follows_a_run(runs: Runs, folder: Path, tmp_path: Path) 
             await browser.open(f"{address}/#/overview/tiny")
             await browser.view("overview/tiny")
             assert "4 of 4 steps" in await browser.text("header")
-            last = next(line for line in reversed(metrics.read_text().splitlines()) if '"rollout/step": 3' in line)
+            last = next(
+                line
+                for line in reversed(metrics.read_text().splitlines())
+                if '"rollout/step": 3' in line
+            )
             with metrics.open("a") as file:
                 file.write(re.sub(r'"rollout/step": 3', '"rollout/step": 4', last) + "\n")
             waiting = {
@@ -246,8 +302,13 @@ async def test_the_page_follows_a_run(runs: Runs, folder: Path, tmp_path: Path) 
                 "deadline": 60.0,
             }
             (folder / "state.json").write_text(json.dumps({**state, **waiting}))
-            await browser.until("document.querySelector('header')?.textContent.includes('5 of 4 steps')")
-            await browser.until("document.querySelector('#waits')?.textContent.includes('rollout 5 to be generated')")
+            await browser.until(
+                "document.querySelector('header')?.textContent.includes('5 of 4 steps')"
+            )
+            await browser.until(
+                "document.querySelector('#waits')?.textContent.includes('rollout 5 to be "
+                "generated')"
+            )
             assert not browser.errors
     finally:
         refresher.stop()

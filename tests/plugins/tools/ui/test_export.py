@@ -33,7 +33,16 @@ def answers_in(html: str) -> dict[str, dict]:
 
 def test_the_file_holds_every_view(runs: Runs) -> None:
     answers = answers_in(export(runs, Limits()))
-    for name in ("overview", "doctor", "steps", "step/3", "timeline/0", "evaluation/products/0/4", "ledger", "engines"):
+    for name in (
+        "overview",
+        "doctor",
+        "steps",
+        "step/3",
+        "timeline/0",
+        "evaluation/products/0/4",
+        "ledger",
+        "engines",
+    ):
         assert f"/api/run/tiny/{name}" in answers
     assert sum("/sample/rollout/" in path for path in answers) == 32
     assert sum("/tokens/" in path for path in answers) == 32
@@ -41,7 +50,10 @@ def test_the_file_holds_every_view(runs: Runs) -> None:
 
 def test_the_limits_hold(runs: Runs) -> None:
     answers = answers_in(export(runs, Limits(steps=2, samples=3)))
-    assert [path for path in answers if "/step/" in path] == ["/api/run/tiny/step/0", "/api/run/tiny/step/3"]
+    assert [path for path in answers if "/step/" in path] == [
+        "/api/run/tiny/step/0",
+        "/api/run/tiny/step/3",
+    ]
     assert sum("/sample/rollout/" in path for path in answers) == 6
     html = export(runs, Limits(megabytes=0))
     assert not any("/sample/" in path for path in answers_in(html))
@@ -72,11 +84,28 @@ def test_no_text_of_a_run_is_html(runs: Runs, folder: Path) -> None:
 
 
 def test_the_command(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     file = tmp_path / "run.html"
-    assert main(["ui", str(folder), "--export", str(file), "--export-steps", "1", "--export-samples", "2"]) == 0
+    assert (
+        main(
+            [
+                "ui",
+                str(folder),
+                "--export",
+                str(file),
+                "--export-steps",
+                "1",
+                "--export-samples",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.strip() == str(file)
     assert sum("/sample/rollout/" in path for path in answers_in(file.read_text())) == 2
     assert list((tmp_path / "home" / "slime" / "ui").iterdir())

@@ -19,8 +19,12 @@ from slime.plugins.tools.ui.runs import Runs
 from slime.plugins.tools.ui.site import NotFound, answer, path_of
 
 
-def sample(index: int, reward: object = 1.0, response: str = "two", prompt: object = "1 + 1?") -> Sample:
-    made = Sample(group_index=index // 2, index=index, prompt=prompt, response=response, response_length=3)  # type: ignore[arg-type]
+def sample(
+    index: int, reward: object = 1.0, response: str = "two", prompt: object = "1 + 1?"
+) -> Sample:
+    made = Sample(
+        group_index=index // 2, index=index, prompt=prompt, response=response, response_length=3
+    )  # type: ignore[arg-type]
     made.reward, made.status, made.version_spans = reward, Sample.Status.COMPLETED, [("0.1", 0, 3)]  # type: ignore[assignment]
     return made
 
@@ -33,7 +37,10 @@ def count(index: SampleIndex) -> object:
 def test_a_sample_is_found_by_its_place(tmp_path: Path, compressed: bool) -> None:
     texts = ["line\nbreak and \u2028", "\ud83d lone surrogate", "<script>alert(1)</script>", ""]
     write_samples(
-        tmp_path, 3, [sample(i, response=text) for i, text in enumerate(texts)], kept=KeptTexts(compressed=compressed)
+        tmp_path,
+        3,
+        [sample(i, response=text) for i, text in enumerate(texts)],
+        kept=KeptTexts(compressed=compressed),
     )
     index = SampleIndex(tmp_path, None)
     assert index.refresh() == 0
@@ -41,7 +48,12 @@ def test_a_sample_is_found_by_its_place(tmp_path: Path, compressed: bool) -> Non
         found = index.sample("rollout", 3, position)
         assert found is not None and found["response"] == text
     row = index.rows("select * from samples where position = 1")[0]
-    assert (row["group_index"], row["sample_index"], row["length"], row["staleness"]) == (0, 1, 3, 2)
+    assert (row["group_index"], row["sample_index"], row["length"], row["staleness"]) == (
+        0,
+        1,
+        3,
+        2,
+    )
     assert index.sample("rollout", 3, 4) is None and index.sample("rollout", 4, 0) is None
 
 
@@ -136,7 +148,11 @@ def test_a_small_file_that_becomes_huge_is_not_read_again_and_again(
     assert index.refresh() == 0 and count(index) == 1
     assert "GiB" in caplog.text
     caplog.clear()
-    assert index.ensure("rollout", 1) == huge and index.sample("rollout", 1, 0) is None and not caplog.text
+    assert (
+        index.ensure("rollout", 1) == huge
+        and index.sample("rollout", 1, 0) is None
+        and not caplog.text
+    )
     with pytest.raises(ValueError, match="is not read"):
         samples.read_samples(huge)
 
@@ -150,7 +166,14 @@ def test_an_index_of_more_than_64_bits_is_unknown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reward", "number"),
-    [(1, 1.0), (True, 1.0), ({"text": "x", "a": 0.5, "b": 2}, 0.5), (None, None), ("x", None), (float("nan"), None)],
+    [
+        (1, 1.0),
+        (True, 1.0),
+        ({"text": "x", "a": 0.5, "b": 2}, 0.5),
+        (None, None),
+        ("x", None),
+        (float("nan"), None),
+    ],
 )
 def test_a_reward_as_a_number(reward: object, number: float | None) -> None:
     assert reward_number(reward) == number  # type: ignore[arg-type]
@@ -208,14 +231,26 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
 def test_curves_follow_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     series = Series(path)
-    write_rows(path, [{"rollout/step": step, "time": 100.0 + step, "a": step, "b": None} for step in range(3)])
+    write_rows(
+        path,
+        [{"rollout/step": step, "time": 100.0 + step, "a": step, "b": None} for step in range(3)],
+    )
     write_rows(path, [{"eval/step": 2, "time": 103.0, "eval/x": 0.5}])
     series.refresh()
     curve = series.curve("a")
-    assert curve is not None and curve["values"] == [0.0, 1.0, 2.0] and curve["times"] == [0.0, 1.0, 2.0]
+    assert (
+        curve is not None
+        and curve["values"] == [0.0, 1.0, 2.0]
+        and curve["times"] == [0.0, 1.0, 2.0]
+    )
     assert series.curve("b")["values"] == [None] * 3 and series.curve("c") is None  # type: ignore[index]
     assert series.at(2) == {"a": 2.0, "b": None, "eval/x": 0.5} and series.at(9) == {}
-    assert (series.steps, series.last_step, series.latest("b"), series.total("a")) == (3, 2, None, 3.0)
+    assert (series.steps, series.last_step, series.latest("b"), series.total("a")) == (
+        3,
+        2,
+        None,
+        3.0,
+    )
     with path.open("a") as file:
         file.write('broken\n{"no step": 1}\n')
     write_rows(path, [{"rollout/step": 3, "time": 104.0, "a": 7}])
@@ -225,7 +260,10 @@ def test_curves_follow_the_file(tmp_path: Path) -> None:
 
 def test_a_long_curve_is_joined_and_keeps_its_extremes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write_rows(path, [{"rollout/step": i, "time": i, "a": 100.0 if i == 777 else i % 2} for i in range(5000)])
+    write_rows(
+        path,
+        [{"rollout/step": i, "time": i, "a": 100.0 if i == 777 else i % 2} for i in range(5000)],
+    )
     series = Series(path)
     series.refresh()
     curve = series.curve("a", points=100)
@@ -244,14 +282,19 @@ def spoil(path: Path, keep: slice) -> None:
 
 
 def test_no_view_reads_a_whole_file_again(tmp_path: Path) -> None:
-    """Of a run that is in the index, a sample is read at its place, and of metrics.jsonl only what is new."""
+    """Of a run that is in the index, a sample is read at its place, and of metrics.jsonl only what
+    is new.
+    """
     folder = tmp_path / "outputs" / "long"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("rollout_batch_size: 5\n")
     for step in range(20):
-        write_samples(folder, step, [sample(i, response=f"answer {i} of {step}") for i in range(10)])
+        write_samples(
+            folder, step, [sample(i, response=f"answer {i} of {step}") for i in range(10)]
+        )
     write_rows(
-        folder / "metrics.jsonl", [{"rollout/step": step, "time": 100.0 + step, "a": step} for step in range(20)]
+        folder / "metrics.jsonl",
+        [{"rollout/step": step, "time": 100.0 + step, "a": step} for step in range(20)],
     )
     runs = Runs([folder], None)
     runs.refresh()
@@ -282,7 +325,8 @@ def bytes_read() -> int:
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/io").exists(), reason="the bytes that a process reads are counted by Linux only"
+    not Path("/proc/self/io").exists(),
+    reason="the bytes that a process reads are counted by Linux only",
 )
 def test_views_read_little_of_large_files(tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "large"
@@ -290,14 +334,24 @@ def test_views_read_little_of_large_files(tmp_path: Path) -> None:
     (folder / "config.yaml").write_text("rollout_batch_size: 5\n")
     for step in range(20):
         write_samples(folder, step, [sample(i, response="x" * 50_000) for i in range(10)])
-    rows = [{"rollout/step": step, "time": step, **{f"m{i}": step / 7 for i in range(500)}} for step in range(200)]
+    rows = [
+        {"rollout/step": step, "time": step, **{f"m{i}": step / 7 for i in range(500)}}
+        for step in range(200)
+    ]
     write_rows(folder / "metrics.jsonl", rows)  # type: ignore[arg-type]
     runs = Runs([folder], None)
     runs.refresh()
     before = bytes_read()
     write_rows(folder / "metrics.jsonl", [{"rollout/step": 200, "time": 200.0, "m1": 1.0}])
     runs.refresh()
-    for parts in (("overview",), ("series", "m1"), ("steps",), ("step", 3), ("prompts",), ("sample", "rollout", 7, 4)):
+    for parts in (
+        ("overview",),
+        ("series", "m1"),
+        ("steps",),
+        ("step", 3),
+        ("prompts",),
+        ("sample", "rollout", 7, 4),
+    ):
         answer(runs, path_of("run", "large", *parts))
     read = bytes_read() - before
     runs.close()

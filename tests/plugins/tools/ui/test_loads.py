@@ -10,7 +10,9 @@ from slime.plugins.tools.ui.follow import POINTS, EngineLoads
 
 def write(path: Path, rows: list[tuple[float, list[list[object]]]]) -> None:
     with path.open("a") as file:
-        file.writelines(json.dumps({"time": moment, "engines": engines}) + "\n" for moment, engines in rows)
+        file.writelines(
+            json.dumps({"time": moment, "engines": engines}) + "\n" for moment, engines in rows
+        )
 
 
 def test_each_engine_with_its_changes_and_what_it_did_not_answer(tmp_path: Path) -> None:
@@ -36,18 +38,34 @@ def test_each_engine_with_its_changes_and_what_it_did_not_answer(tmp_path: Path)
 
 def test_seconds_are_counted_from_the_first_step_on(tmp_path: Path) -> None:
     path = tmp_path / "engines.jsonl"
-    write(path, [(1.7e9 + moment, [[0, "serving" if moment else "starting", 1, 0, 0]]) for moment in (0, 60, 120)])
+    write(
+        path,
+        [
+            (1.7e9 + moment, [[0, "serving" if moment else "starting", 1, 0, 0]])
+            for moment in (0, 60, 120)
+        ],
+    )
     loads = EngineLoads(path)
     loads.refresh()
     # No step has ended yet; the first one has; the first request was late.
-    for first_row, times in ((0.0, [0, 60, 120]), (1.7e9 + 90, [0, 60, 120]), (1.7e9 - 10, [10, 70, 130])):
+    for first_row, times in (
+        (0.0, [0, 60, 120]),
+        (1.7e9 + 90, [0, 60, 120]),
+        (1.7e9 - 10, [10, 70, 130]),
+    ):
         (engine,) = loads.values(first_row)
-        assert engine["times"] == times and engine["changes"] == [[times[0], "starting"], [times[1], "serving"]]
+        assert engine["times"] == times and engine["changes"] == [
+            [times[0], "starting"],
+            [times[1], "serving"],
+        ]
 
 
 def test_a_long_run_keeps_its_peaks(tmp_path: Path) -> None:
     path = tmp_path / "engines.jsonl"
-    write(path, [(float(i), [[0, "serving", 99 if i == 7777 else i % 3, 0, 0]]) for i in range(20_000)])
+    write(
+        path,
+        [(float(i), [[0, "serving", 99 if i == 7777 else i % 3, 0, 0]]) for i in range(20_000)],
+    )
     loads = EngineLoads(path)
     loads.refresh()
     (engine,) = loads.values(0.0)

@@ -24,7 +24,9 @@ from slime.plugins.tools.ui.server import Door, PortTaken, assets, bind, is_loop
 
 
 @contextlib.asynccontextmanager
-async def served(runs: Runs, token: str | None = None) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
+async def served(
+    runs: Runs, token: str | None = None
+) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
     listener, stop = bind("127.0.0.1", 0), asyncio.Event()
     port = listener.getsockname()[1]
     task = asyncio.create_task(serve(runs, Door("127.0.0.1", port, token), listener, stop))
@@ -40,10 +42,17 @@ async def test_the_page_and_its_files(runs: Runs) -> None:
         async with session.get(address + "/") as answer:
             text, policy = await answer.text(), answer.headers["Content-Security-Policy"]
         assert answer.status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
-        assert "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
+        assert (
+            "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+            and "https://" not in text
+        )
         for name, (kind, content) in assets().items():
             async with session.get(f"{address}/static/{name}") as answer:
-                assert (answer.status, answer.content_type, await answer.read()) == (200, kind, content)
+                assert (answer.status, answer.content_type, await answer.read()) == (
+                    200,
+                    kind,
+                    content,
+                )
             assert answer.headers["X-Content-Type-Options"] == "nosniff"
 
 
@@ -52,7 +61,9 @@ async def test_a_value_has_a_tag_and_is_sent_once(runs: Runs) -> None:
         async with session.get(address + "/api/run/tiny/step/1") as answer:
             tag, value = answer.headers["ETag"], await answer.json()
         assert answer.status == 200 and value["step"] == 1
-        async with session.get(address + "/api/run/tiny/step/1", headers={"If-None-Match": tag}) as answer:
+        async with session.get(
+            address + "/api/run/tiny/step/1", headers={"If-None-Match": tag}
+        ) as answer:
             assert (answer.status, await answer.read()) == (304, b"")
         async with session.get(address + "/api/run/none/step/1") as answer:
             assert answer.status == 404 and "none" in (await answer.json())["error"]
@@ -93,7 +104,13 @@ async def test_the_server_only_reads(runs: Runs) -> None:
 
 async def test_a_server_that_is_opened_to_others_needs_its_token(runs: Runs) -> None:
     async with served(runs, token="secret") as (address, session):
-        for path in ("/", "/api/runs", "/static/main.js", "/?token=wrong", "/api/runs?token=secret"):
+        for path in (
+            "/",
+            "/api/runs",
+            "/static/main.js",
+            "/?token=wrong",
+            "/api/runs?token=secret",
+        ):
             async with session.get(address + path) as answer:
                 assert answer.status == 401, path
         async with session.get(address + "/?token=secret", allow_redirects=False) as answer:
@@ -105,8 +122,12 @@ async def test_a_server_that_is_opened_to_others_needs_its_token(runs: Runs) -> 
 
 
 def test_only_a_loopback_address_needs_no_token() -> None:
-    assert [is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost")] == [True] * 4
-    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example", "")] == [False] * 5
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost")] == [
+        True
+    ] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example", "")] == [
+        False
+    ] * 5
     assert Door.at("127.0.0.1", 80).address == "http://127.0.0.1:80/"
     assert Door.at("127.0.0.1", 80, always=True).token
     door = Door.at("0.0.0.0", 80)
@@ -114,9 +135,14 @@ def test_only_a_loopback_address_needs_no_token() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0..1", "a" * 70])
-def test_a_host_that_is_no_name(host: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_is_no_name(
+    host: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["ui", str(folder), "--host", host]) == 1
-    assert f"--host {host}: not the name of a machine; it takes an address of this machine" in capsys.readouterr().err
+    assert (
+        f"--host {host}: not the name of a machine; it takes an address of this machine"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_port_that_is_taken() -> None:
@@ -128,9 +154,20 @@ def test_a_port_that_is_taken() -> None:
 
 @pytest.mark.real
 @pytest.mark.parametrize("words", [(), ("--token",), ("--host", "0.0.0.0")])
-def test_the_command_prints_the_address(folder: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_the_command_prints_the_address(
+    folder: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "slime.cli.main", "ui", str(folder), "--port", str(port), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "slime.cli.main",
+        "ui",
+        str(folder),
+        "--port",
+        str(port),
+        *words,
+    ]
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:

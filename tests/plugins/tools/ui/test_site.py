@@ -28,18 +28,29 @@ def ask(runs: Runs, *parts: object) -> Any:
 
 
 def set_state(folder: Path, **values: object) -> None:
-    state = {**asdict(RunState("running", os.getpid(), socket.gethostname(), "train", time.time())), **values}
+    state = {
+        **asdict(RunState("running", os.getpid(), socket.gethostname(), "train", time.time())),
+        **values,
+    }
     (folder / "state.json").write_text(json.dumps(state))
 
 
 def test_the_list_of_runs(runs: Runs) -> None:
     (one,) = json.loads(orjson.dumps(answer(runs, "/api/runs")))["runs"]
-    assert (one["key"], one["status"], one["steps"], one["planned"], one["pending"]) == ("tiny", "completed", 4, 4, 0)
+    assert (one["key"], one["status"], one["steps"], one["planned"], one["pending"]) == (
+        "tiny",
+        "completed",
+        4,
+        4,
+        0,
+    )
 
 
 def test_the_overview(runs: Runs, folder: Path) -> None:
     values = ask(runs, "overview")
-    assert "rollout/raw_reward" in values["names"] and values["settings"]["n_samples_per_prompt"] == 4
+    assert (
+        "rollout/raw_reward" in values["names"] and values["settings"]["n_samples_per_prompt"] == 4
+    )
     assert values["samples"] == 4 * 8 + 2 * 8 and values["evaluations"] == ["products"]
     assert {entry["what"]: entry["there"] for entry in values["recorded"]} == dict.fromkeys(
         ("texts of samples", "traces", "tokens", "evaluations", "ledger", "state"), True
@@ -51,7 +62,9 @@ def test_the_settings_of_a_resume_replace_those_before(runs: Runs, folder: Path)
     config = folder / "config.yaml"
     with replacing(config) as temporary:
         temporary.write_text(
-            config.read_text().replace("\nnum_rollout: 4", "\nnum_rollout: 8").replace("\nlr: 1.0e-05", "\nlr: 0.5")
+            config.read_text()
+            .replace("\nnum_rollout: 4", "\nnum_rollout: 8")
+            .replace("\nlr: 1.0e-05", "\nlr: 0.5")
         )
     runs.refresh()
     found = ask(runs, "overview")
@@ -71,7 +84,9 @@ def test_the_status_of_a_driver_that_is_gone(runs: Runs, folder: Path) -> None:
 
 def test_a_wait_in_progress_has_its_name(runs: Runs, folder: Path) -> None:
     said = {"rollout-manager": {"phase": "generate", "done": 3, "total": 8, "since": 5.0}}
-    set_state(folder, waiting="rollout 3 to be generated", waiting_since=4.0, deadline=60.0, said=said)
+    set_state(
+        folder, waiting="rollout 3 to be generated", waiting_since=4.0, deadline=60.0, said=said
+    )
     waiting = ask(runs, "overview")["waiting"]
     assert (waiting["what"], waiting["deadline"]) == ("rollout 3 to be generated", 60.0)
     assert waiting["said"] == [{"name": "rollout-manager", **said["rollout-manager"]}]
@@ -84,7 +99,11 @@ def test_the_findings_of_the_doctor(runs: Runs, folder: Path) -> None:
 
 def test_a_curve(runs: Runs) -> None:
     curve = ask(runs, "series", "rollout/raw_reward")
-    assert curve["steps"] == [0, 1, 2, 3] and len(curve["values"]) == 4 and curve["times"] == sorted(curve["times"])
+    assert (
+        curve["steps"] == [0, 1, 2, 3]
+        and len(curve["values"]) == 4
+        and curve["times"] == sorted(curve["times"])
+    )
 
 
 def test_the_groups_of_a_step(runs: Runs, folder: Path) -> None:
@@ -93,16 +112,22 @@ def test_the_groups_of_a_step(runs: Runs, folder: Path) -> None:
         values = ask(runs, "step", number)
         texts = read_samples(folder / "samples" / f"rollout_{number:06d}.jsonl")
         kept = [group for group in values["groups"] if group["samples"]]
-        assert [group["group"] for group in kept] == list(dict.fromkeys(text["group_index"] for text in texts))
+        assert [group["group"] for group in kept] == list(
+            dict.fromkeys(text["group_index"] for text in texts)
+        )
         for group in kept:
             mine = [text for text in texts if text["group_index"] == group["group"]]
             assert group["reward"] == pytest.approx(sum(text["reward"] for text in mine) / 4)
             assert group["statuses"] == dict(Counter(text["status"] for text in mine))
             assert group["state"] == "trained" and group["n"] == 4
-            assert group["staleness"] == max(number - int(text["weight_versions"][0].split(".")[1]) for text in mine)
+            assert group["staleness"] == max(
+                number - int(text["weight_versions"][0].split(".")[1]) for text in mine
+            )
         dropped = {g["group"]: g["reason"] for g in values["groups"] if g["state"] == "filtered"}
         assert dropped == {
-            r["group"]: r["reason"] for r in ledger if r.get("state") == "filtered" and r["rollout"] == number
+            r["group"]: r["reason"]
+            for r in ledger
+            if r.get("state") == "filtered" and r["rollout"] == number
         }
     assert ask(runs, "steps")["steps"] == [0, 1, 2, 3]
 
@@ -110,7 +135,9 @@ def test_the_groups_of_a_step(runs: Runs, folder: Path) -> None:
 def test_a_time_line_says_who_waited_for_whom(runs: Runs) -> None:
     values = ask(runs, "timeline", 1)
     assert "train" in [name for name, _, _ in values["phases"]]
-    assert len(values["groups"]) == 2 and all(len(group["samples"]) == 4 for group in values["groups"])
+    assert len(values["groups"]) == 2 and all(
+        len(group["samples"]) == 4 for group in values["groups"]
+    )
     assert max(values["active"]) == 8
     assert values["notes"][0].startswith("Half of the 8 samples were ready after")
     assert "step 99" in ask(runs, "timeline", 99)["missing"]
@@ -120,7 +147,10 @@ def test_a_damaged_trace_is_not_said_to_be_missing(runs: Runs, run: Run, folder:
     run.settings = {"log_keep_last": 4}
     path = folder / "traces" / "rollout_000001.json.gz"
     path.write_bytes(path.read_bytes()[:100])
-    assert ask(runs, "timeline", 1)["missing"] == f"{path} cannot be drawn: it is damaged, or has no spans."
+    assert (
+        ask(runs, "timeline", 1)["missing"]
+        == f"{path} cannot be drawn: it is damaged, or has no spans."
+    )
 
 
 def test_a_sample_with_its_siblings(runs: Runs, folder: Path) -> None:
@@ -135,11 +165,21 @@ def test_the_tokens_of_a_sample(runs: Runs, run: Run) -> None:
     values = ask(runs, "tokens", 2, record["index"])
     length = record["response_length"]
     assert len(values["ids"]) - values["prompt"] == length
-    assert {name: len(column) for name, column in values["columns"].items()} == dict.fromkeys(values["columns"], length)
-    assert {"log_probs", "rollout_log_probs", "advantages", "loss_masks"} <= values["columns"].keys()
+    assert {name: len(column) for name, column in values["columns"].items()} == dict.fromkeys(
+        values["columns"], length
+    )
+    assert {"log_probs", "rollout_log_probs", "advantages", "loss_masks"} <= values[
+        "columns"
+    ].keys()
     assert values["meanings"].keys() == values["columns"].keys()
-    # The tokens of this step are a step older than the weights that were trained, so both sides differ.
-    gaps = [a - b for a, b in zip(values["columns"]["log_probs"], values["columns"]["rollout_log_probs"], strict=True)]
+    # The tokens of this step are a step older than the weights that were trained, so both sides
+    # differ.
+    gaps = [
+        a - b
+        for a, b in zip(
+            values["columns"]["log_probs"], values["columns"]["rollout_log_probs"], strict=True
+        )
+    ]
     assert 1e-4 < max(map(abs, gaps)) < 5
 
 
@@ -157,14 +197,18 @@ def test_what_was_not_recorded_is_said(runs: Runs, run: Run, folder: Path) -> No
 
 def test_tokens_of_the_engines_alone_are_recorded(runs: Runs, run: Run) -> None:
     index = ask(runs, "sample", "rollout", 2, 0)["record"]["index"]
-    run.settings = {name: value for name, value in run.settings.items() if name != "save_debug_train_data"}
+    run.settings = {
+        name: value for name, value in run.settings.items() if name != "save_debug_train_data"
+    }
     run.tokens.settings = run.settings
     assert ask(runs, "tokens", 2, index)["ids"]
     recorded = {entry["what"]: entry["there"] for entry in ask(runs, "overview")["recorded"]}
     assert recorded["tokens"]
 
 
-def test_a_dump_without_the_trainers_log_probs_names_the_flag(runs: Runs, run: Run, folder: Path) -> None:
+def test_a_dump_without_the_trainers_log_probs_names_the_flag(
+    runs: Runs, run: Run, folder: Path
+) -> None:
     import torch
 
     path = folder / "details" / "train_data" / "1.pt"
@@ -196,22 +240,31 @@ def test_values_that_orjson_refuses_become_json() -> None:
 
 def test_a_prompt_over_the_run(runs: Runs, folder: Path) -> None:
     listed = ask(runs, "prompts")
-    assert listed["total"] == len(listed["prompts"]) and sum(p["n"] for p in listed["prompts"]) == 32
+    assert (
+        listed["total"] == len(listed["prompts"]) and sum(p["n"] for p in listed["prompts"]) == 32
+    )
     first = listed["prompts"][0]
     values = ask(runs, "prompt", first["key"])
     assert (
-        values["head"] == first["head"] and len([r for r in values["samples"] if r["kind"] == "rollout"]) == first["n"]
+        values["head"] == first["head"]
+        and len([r for r in values["samples"] if r["kind"] == "rollout"]) == first["n"]
     )
     row = values["samples"][0]
-    text = read_samples(folder / "samples" / f"{row['kind']}_{row['step']:06d}.jsonl")[row["position"]]["response"]
+    text = read_samples(folder / "samples" / f"{row['kind']}_{row['step']:06d}.jsonl")[
+        row["position"]
+    ]["response"]
     assert row["response"] == " ".join(text.split())
 
 
 def test_two_evaluations_side_by_side(runs: Runs, folder: Path) -> None:
     values = ask(runs, "evaluations")
-    assert values["texts"] == {"products": [0, 4]} and [e["step"] for e in values["sets"]["products"]] == [0, 4]
+    assert values["texts"] == {"products": [0, 4]} and [
+        e["step"] for e in values["sets"]["products"]
+    ] == [0, 4]
     rows = ask(runs, "evaluation", "products", 0, 4)["rows"]
-    recorded = json.loads((folder / "eval" / "eval_000004.json").read_text())["datasets"]["products"]["rewards"]
+    recorded = json.loads((folder / "eval" / "eval_000004.json").read_text())["datasets"][
+        "products"
+    ]["rewards"]
     assert [[sample[1] for sample in row["after"]["samples"]] for row in rows] == recorded
     assert len(rows) == 4 and all(row["before"]["reward"] is not None for row in rows)
 
@@ -226,9 +279,14 @@ def test_the_ledger(runs: Runs, folder: Path) -> None:
 
 def test_the_engines(runs: Runs) -> None:
     values = ask(runs, "engines")
-    assert values["totals"]["rollout/engine_lost_count"] == 0 and "perf/rollout_time" in values["metrics"]
+    assert (
+        values["totals"]["rollout/engine_lost_count"] == 0
+        and "perf/rollout_time" in values["metrics"]
+    )
     logs = {log["name"]: log for log in values["logs"]}
-    assert "engine-0.log" in logs and any("step 4/4" in line for line in logs["driver.log"]["lines"])
+    assert "engine-0.log" in logs and any(
+        "step 4/4" in line for line in logs["driver.log"]["lines"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,11 +305,16 @@ def test_what_does_not_exist(runs: Runs, path: str) -> None:
 
 def test_folders_without_a_run_are_named(folder: Path, tmp_path: Path) -> None:
     (folder.parent / "data").mkdir()
-    with pytest.raises(NoRuns, match=r"no folder of a run: .*/data is not .*; runs near it: .*/tiny; .*/none does not"):
+    with pytest.raises(
+        NoRuns,
+        match=r"no folder of a run: .*/data is not .*; runs near it: .*/tiny; .*/none does not",
+    ):
         Runs([folder.parent / "data", tmp_path / "none"], None)
 
 
-def test_a_run_that_cannot_be_read_does_not_keep_the_page_from_the_others(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_read_does_not_keep_the_page_from_the_others(
+    folder: Path, tmp_path: Path
+) -> None:
     damaged = folder.parent / "a damaged run"
     damaged.mkdir()
     (damaged / "config.yaml").write_text("{}")
@@ -277,7 +340,9 @@ def test_runs_with_the_same_name_are_told_apart(folder: Path, tmp_path: Path) ->
 
 
 def test_a_run_of_one_step_has_taken_the_time_of_this_step(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text('{"rollout/step": 0, "time": 1000.0, "perf/step_time": 12.5}\n')
+    (folder / "metrics.jsonl").write_text(
+        '{"rollout/step": 0, "time": 1000.0, "perf/step_time": 12.5}\n'
+    )
     runs = Runs([folder.parent], None)
     runs.refresh()
     tiny = runs.get("tiny")

@@ -1,4 +1,6 @@
-"""Ranks with a planted error, for ``test_verify.py``: each changes the code that it runs and then verifies."""
+"""Ranks with a planted error, for ``test_verify.py``: each changes the code that it runs and then
+verifies.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def norm_without_weight(self: LlamaRMSNorm, x: Tensor) -> Tensor:
 
 
 def without_all_reduce(place: Place, job: VerifyJob) -> list[Scores]:
-    """Two replicas whose gradients are not summed, as if the reduction after the last micro-batch was forgotten."""
+    """Two replicas whose gradients are not summed, as if the reduction after the last micro-batch
+    was forgotten.
+    """
     original = FsdpBackend.communicate_for
 
     def forgetful(self: Any, last: bool) -> None:
@@ -36,7 +40,9 @@ def without_all_reduce(place: Place, job: VerifyJob) -> list[Scores]:
 
 
 def without_sum_over_context(place: Place, job: VerifyJob) -> list[Scores]:
-    """Context-parallel ranks that keep the gradients of the keys and values that other ranks read."""
+    """Context-parallel ranks that keep the gradients of the keys and values that other ranks
+    read.
+    """
     from slime.models.segments import GatherRows
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -66,7 +72,10 @@ def without_sum_of_rows(place: Place, job: VerifyJob) -> list[Scores]:
     core.prepare()
     from megatron.core.tensor_parallel import layers
 
-    original, reduce = layers.RowParallelLinear.forward, layers.reduce_from_tensor_model_parallel_region
+    original, reduce = (
+        layers.RowParallelLinear.forward,
+        layers.reduce_from_tensor_model_parallel_region,
+    )
 
     def forward(self: Any, x: Tensor) -> Any:
         layers.reduce_from_tensor_model_parallel_region = lambda x, *_, **__: x

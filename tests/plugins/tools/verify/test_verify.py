@@ -1,4 +1,6 @@
-"""Verification against plain transformers: what is right passes, and a planted error is named where it is."""
+"""Verification against plain transformers: what is right passes, and a planted error is named where
+it is.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,28 @@ from transformers.models.llama import modeling_llama
 from slime.plugins.tools.commands.replay import table
 from slime.plugins.tools.local_ranks import Place
 from slime.plugins.tools.verify import run as verify_run
-from slime.plugins.tools.verify.check import check_gradients, check_log_probs, load_weights, parts_of
+from slime.plugins.tools.verify.check import (
+    check_gradients,
+    check_log_probs,
+    load_weights,
+    parts_of,
+)
 from slime.plugins.tools.verify.rank import VerifyJob, verify_rank
-from slime.plugins.tools.verify.reference import RandomSample, Scores, make_samples, reference_scores
+from slime.plugins.tools.verify.reference import (
+    RandomSample,
+    Scores,
+    make_samples,
+    reference_scores,
+)
 from slime.plugins.tools.verify.run import Target, engine_log_probs, verify
 from slime.plugins.tools.verify.small import VerifyError, cut_down, make_small
 
-BIG = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 12}
+BIG = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 12,
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +60,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Let the only rank run in this process; returns a function that plants an error while it does."""
+    """Let the only rank run in this process; returns a function that plants an error while it
+    does.
+    """
     plants: list[Callable[[], None]] = []
 
-    def in_process(function: str, world_size: int, job: VerifyJob, folder: Path, **_: Any) -> list[list[Scores]]:
+    def in_process(
+        function: str, world_size: int, job: VerifyJob, folder: Path, **_: Any
+    ) -> list[list[Scores]]:
         with pytest.MonkeyPatch.context() as patch:
             for plant in plants:
                 plant(patch)  # type: ignore[call-arg]
@@ -82,8 +103,9 @@ def test_a_model_of_experts_is_right(here: Any, tmp_path: Path) -> None:
         ("GptOssConfig", {}, "gpt_oss: 4 of 36 layers, hidden size 128, 16 heads, 2 key heads, 4 experts"),
         ("MiniMaxM2Config", {}, "minimax_m2: 4 of 62 layers, hidden size 96, 12 heads, 2 key heads, 4 experts"),
         ("DeepseekV3Config", {}, "deepseek_v3: 4 of 61 layers, hidden size 32, 2 heads, 2 key heads, 4 experts"),
-        ("Gemma3Config", {}, "gemma3_text, the language model of gemma3: 6 of 26 layers, hidden size 32, 4 heads, "
-         "2 key heads, tied embeddings"),
+        ("Gemma3Config", {},
+            "gemma3_text, the language model of gemma3: 6 of 26 layers, hidden size 32, 4 heads, "
+            "2 key heads, tied embeddings"),
         ("DeepseekV32Config", {"attn_implementation": "sdpa"}, "deepseek_v32: 4 of 61 layers, hidden size 32, "
          "2 heads, 2 key heads, 4 experts"),
         pytest.param("Qwen3NextConfig", {}, "qwen3_next: 4 of 48 layers, hidden size 128, 16 heads, 2 key heads, "
@@ -91,8 +113,12 @@ def test_a_model_of_experts_is_right(here: Any, tmp_path: Path) -> None:
     ],
     ids=["gpt-oss", "minimax-m2", "deepseek-v3", "gemma-3", "deepseek-v3.2", "qwen3-next"],
 )  # fmt: skip
-def test_other_families_are_right(here: Any, tmp_path: Path, family: str, flags: dict[str, str], what: str) -> None:
-    """The configs are transformers' defaults, which are those of a published model of the family."""
+def test_other_families_are_right(
+    here: Any, tmp_path: Path, family: str, flags: dict[str, str], what: str
+) -> None:
+    """The configs are transformers' defaults, which are those of a published model of the
+    family.
+    """
     getattr(transformers, family)().save_pretrained(tmp_path)
     found = verify(Target(str(tmp_path), engine=None, flags=flags))
     assert found.good, found.checks
@@ -119,13 +145,21 @@ def test_the_bias_of_the_choice_of_experts_is_random(tmp_path: Path, family: str
     """With zeros, a backend that neither reads nor uses it would be right."""
     getattr(transformers, family)().save_pretrained(tmp_path)
     make_small(str(tmp_path), tmp_path / "small", 2, 2)
-    biases = [t for name, t in load_weights(tmp_path / "small").items() if name.endswith("e_score_correction_bias")]
+    biases = [
+        t
+        for name, t in load_weights(tmp_path / "small").items()
+        if name.endswith("e_score_correction_bias")
+    ]
     assert biases and all(bias.ne(0).all() for bias in biases)
 
 
 @pytest.mark.parametrize("family", ["LongcatFlashConfig", "DeepseekV2Config"])
-def test_a_family_whose_sizes_are_not_known_is_an_error_of_one_line(here: Any, tmp_path: Path, family: str) -> None:
-    """The first cannot be cut down, and what the second is cut down to does not run in transformers."""
+def test_a_family_whose_sizes_are_not_known_is_an_error_of_one_line(
+    here: Any, tmp_path: Path, family: str
+) -> None:
+    """The first cannot be cut down, and what the second is cut down to does not run in
+    transformers.
+    """
     getattr(transformers, family)().save_pretrained(tmp_path)
     with pytest.raises(VerifyError, match="small model") as error:
         verify(target(str(tmp_path)))
@@ -140,7 +174,9 @@ def test_a_model_with_fewer_tokens_than_the_batch_is_verified(tmp_path: Path) ->
 
 def test_a_quantized_model_is_verified_without_its_quantization(tmp_path: Path) -> None:
     """Its weights are random and in float32; the package of its quantization need not be there."""
-    LlamaConfig(**BIG, quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(tmp_path)
+    LlamaConfig(**BIG, quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(
+        tmp_path
+    )
     small = make_small(str(tmp_path), tmp_path / "small", 2, 2)
     assert "quantization_config" not in json.loads((small.folder / "config.json").read_text())
     assert reference_scores(small.folder, make_samples(), with_gradients=False).log_probs
@@ -150,20 +186,32 @@ def test_a_quantized_model_is_verified_without_its_quantization(tmp_path: Path) 
 def test_a_model_with_code_of_its_own_is_verified(here: Any, tmp_path: Path) -> None:
     """Its variants, which find the wrong part, and its engine run this code too."""
     config = LlamaConfig(**BIG, vocab_size=300).to_dict()
-    code = {"AutoConfig": "configuration_mine.Mine", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": code}))
+    code = {
+        "AutoConfig": "configuration_mine.Mine",
+        "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "model_type": "mine", "auto_map": code})
+    )
     (tmp_path / "configuration_mine.py").write_text(
-        "from transformers import LlamaConfig\n\nclass Mine(LlamaConfig):\n    model_type = 'mine'\n"
+        "from transformers import LlamaConfig\n"
+        "\n"
+        "class Mine(LlamaConfig):\n"
+        "    model_type = 'mine'\n"
     )
     (tmp_path / "modeling_mine.py").write_text(
         "from transformers import LlamaForCausalLM\nfrom .configuration_mine import Mine\n\n"
         "class MineForCausalLM(LlamaForCausalLM):\n    config_class = Mine\n"
     )
-    here(lambda patch: patch.setattr(modeling_llama.LlamaMLP, "forward", planted.swapped_gate_and_up))
+    here(
+        lambda patch: patch.setattr(modeling_llama.LlamaMLP, "forward", planted.swapped_gate_and_up)
+    )
     found = verify(Target(str(tmp_path), layers=2, trust_remote_code=True))
     assert found.places == ["model.layers.0.mlp", "model.layers.1.mlp"], found.checks
     assert found.guess == "as if mlp.gate_proj.weight and mlp.up_proj.weight were swapped"
-    assert found.checks[-1].what == "log-probs of the embedded engine" and found.checks[-1].good, found.checks
+    assert found.checks[-1].what == "log-probs of the embedded engine" and found.checks[-1].good, (
+        found.checks
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,14 +220,18 @@ def test_a_model_with_code_of_its_own_is_verified(here: Any, tmp_path: Path) -> 
      {"hidden_size": "wide"}, {"num_hidden_layers": 0}, {"num_hidden_layers": -1}],
     ids=str,
 )  # fmt: skip
-def test_a_config_that_no_model_has_is_an_error_that_names_it(damage: dict[str, Any], tmp_path: Path) -> None:
+def test_a_config_that_no_model_has_is_an_error_that_names_it(
+    damage: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **damage}))
     with pytest.raises(VerifyError, match=re.escape(str(tmp_path))):
         make_small(str(tmp_path), tmp_path / "small", 2, 2)
 
 
 def test_swapped_projections_of_every_layer_are_named(here: Any, llama: str) -> None:
-    here(lambda patch: patch.setattr(modeling_llama.LlamaMLP, "forward", planted.swapped_gate_and_up))
+    here(
+        lambda patch: patch.setattr(modeling_llama.LlamaMLP, "forward", planted.swapped_gate_and_up)
+    )
     found = verify(target(llama))
     assert not found.good and found.checks[0].good, "the weights themselves are right"
     assert found.places == ["model.layers.0.mlp", "model.layers.1.mlp"]
@@ -190,7 +242,9 @@ def test_swapped_projections_of_every_layer_are_named(here: Any, llama: str) -> 
 
 
 @pytest.mark.long
-def test_wrong_experts_whose_projections_are_one_tensor_are_named(here: Any, tmp_path: Path) -> None:
+def test_wrong_experts_whose_projections_are_one_tensor_are_named(
+    here: Any, tmp_path: Path
+) -> None:
     """The tensors of gpt-oss have names without an end such as .weight, and biases of their own."""
     from transformers.models.gpt_oss import modeling_gpt_oss
 
@@ -209,14 +263,28 @@ def test_wrong_experts_whose_projections_are_one_tensor_are_named(here: Any, tmp
     ("others", "norm", "part"),
     [
         (["self_attn.o_proj", "mlp.down_proj"], "post_attention_layernorm", "mlp"),
-        (["self_attn.o_proj", "block_sparse_moe.gate"], "post_attention_layernorm", "block_sparse_moe"),
+        (
+            ["self_attn.o_proj", "block_sparse_moe.gate"],
+            "post_attention_layernorm",
+            "block_sparse_moe",
+        ),
         (["linear_attn.out_proj", "mlp.down_proj"], "input_layernorm", "linear_attn"),
-        (["self_attn.o_proj", "mlp.down_proj", "post_feedforward_layernorm"], "post_attention_layernorm", "self_attn"),
-        (["self_attn.o_proj", "mlp.down_proj", "post_mlp_layernorm"], "post_attention_layernorm", "mlp"),
+        (
+            ["self_attn.o_proj", "mlp.down_proj", "post_feedforward_layernorm"],
+            "post_attention_layernorm",
+            "self_attn",
+        ),
+        (
+            ["self_attn.o_proj", "mlp.down_proj", "post_mlp_layernorm"],
+            "post_attention_layernorm",
+            "mlp",
+        ),
     ],
     ids=["llama", "mixtral", "qwen3-next", "gemma", "glm-4"],
 )
-def test_a_norm_belongs_to_the_part_that_it_surrounds(others: list[str], norm: str, part: str) -> None:
+def test_a_norm_belongs_to_the_part_that_it_surrounds(
+    others: list[str], norm: str, part: str
+) -> None:
     names = [f"model.layers.0.{name}.weight" for name in [*others, norm]]
     assert parts_of(["model.norm.weight", *names])[names[-1]] == f"model.layers.0.{part}"
 
@@ -243,11 +311,17 @@ def test_a_wrong_export_names_the_first_tensor(here: Any, llama: str) -> None:
 
     def flipped(self: FsdpBackend) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in original(self):
-            yield name, tensor.flip(0) if name == "model.layers.1.self_attn.k_proj.weight" else tensor
+            yield (
+                name,
+                tensor.flip(0) if name == "model.layers.1.self_attn.k_proj.weight" else tensor,
+            )
 
     here(lambda patch: patch.setattr(FsdpBackend, "named_weights", flipped))
     found = verify(target(llama))
-    assert (found.checks[0].good, found.checks[0].first) == (False, "model.layers.1.self_attn.k_proj.weight")
+    assert (found.checks[0].good, found.checks[0].first) == (
+        False,
+        "model.layers.1.self_attn.k_proj.weight",
+    )
     assert found.checks[1].good and not found.places
 
 
@@ -263,13 +337,19 @@ def wrong_token(model: Path, samples: list[RandomSample]) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("plant", [None, wrong_weight, pytest.param(wrong_token, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "plant", [None, wrong_weight, pytest.param(wrong_token, marks=pytest.mark.long)]
+)
 def test_an_engine_that_receives_something_else_is_named(
     here: Any, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Any
 ) -> None:
-    """A real engine gets a copy of the model and of the samples; what is wrong there is not blamed on the trainer."""
+    """A real engine gets a copy of the model and of the samples; what is wrong there is not blamed
+    on the trainer.
+    """
 
-    def engine(model: Path, name: str, samples: list[RandomSample], logs: Path, trust: bool) -> dict[int, torch.Tensor]:
+    def engine(
+        model: Path, name: str, samples: list[RandomSample], logs: Path, trust: bool
+    ) -> dict[int, torch.Tensor]:
         copy = Path(shutil.copytree(model, tmp_path / "copy"))
         received = [RandomSample(**{**sample, "tokens": [*sample["tokens"]]}) for sample in samples]
         if plant is not None:
@@ -291,10 +371,14 @@ def test_an_engine_that_receives_something_else_is_named(
 @pytest.mark.real
 @pytest.mark.slow
 def test_a_missing_sum_over_ranks_is_named(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two real ranks, each with a replica of its own: forward is right and every gradient is wrong."""
+    """Two real ranks, each with a replica of its own: forward is right and every gradient is
+    wrong.
+    """
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
-    replicas = target(llama, data=2, flags={"fsdp_shard_size": 1}, ranks_function="planted:without_all_reduce")
+    replicas = target(
+        llama, data=2, flags={"fsdp_shard_size": 1}, ranks_function="planted:without_all_reduce"
+    )
     found = verify(replicas)
     by_name = {check.what: check for check in found.checks}
     assert by_name["log-probs"].good and by_name["loss"].good and not by_name["gradients"].good
@@ -315,8 +399,12 @@ def test_four_ranks_that_divide_data_and_tokens_are_right(llama: str) -> None:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_missing_sum_over_context_parallel_ranks_is_named(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error begins at keys and values of the last layer, and spreads to everything before them."""
+def test_a_missing_sum_over_context_parallel_ranks_is_named(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error begins at keys and values of the last layer, and spreads to everything before
+    them.
+    """
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     found = verify(target(llama, **CP2, ranks_function="planted:without_sum_over_context"))
@@ -327,13 +415,19 @@ def test_a_missing_sum_over_context_parallel_ranks_is_named(llama: str, monkeypa
     begin = note.partition("in the backward pass, ")[2].removesuffix(" differ first").split(", ")
     kinds = {name.removeprefix("model.layers.1.") for name in begin}
     assert {"self_attn.k_proj.weight", "self_attn.v_proj.weight"} <= kinds, note
-    assert kinds <= {"self_attn.k_proj.weight", "self_attn.v_proj.weight", "input_layernorm.weight"}, note
+    assert kinds <= {
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+        "input_layernorm.weight",
+    }, note
 
 
 def test_log_probs_that_are_no_numbers_differ_in_whichever_sample() -> None:
     right = {number: torch.zeros(2) for number in range(3)}
     for number in right:
-        check = check_log_probs(right, [{**right, number: torch.tensor([0.0, torch.nan])}], "log-probs")
+        check = check_log_probs(
+            right, [{**right, number: torch.tensor([0.0, torch.nan])}], "log-probs"
+        )
         assert (check.good, check.note) == (False, f"the most in sample {number} on rank 0")
 
 
@@ -345,11 +439,15 @@ def test_the_begin_of_a_wrong_gradient_is_in_the_last_part() -> None:
         "lm_head.weight",
     ]
     right = Scores(gradients={name: torch.ones(4) for name in names}, grad_norm=4.0)
-    wrong = Scores(gradients={name: torch.ones(4) * (2 if name in names[:3] else 1) for name in names})
+    wrong = Scores(
+        gradients={name: torch.ones(4) * (2 if name in names[:3] else 1) for name in names}
+    )
     check = check_gradients(right, [right, wrong])
     assert not check.good and check.first == "embed.weight"
     assert check.note.endswith("pass, model.layers.1.self_attn.k_proj.weight differ first")
-    wrong.gradients = {name: torch.ones(4) * (2 if name == "lm_head.weight" else 1) for name in names}
+    wrong.gradients = {
+        name: torch.ones(4) * (2 if name == "lm_head.weight" else 1) for name in names
+    }
     assert check_gradients(right, [wrong]).note.endswith("pass, lm_head.weight differ first")
 
 

@@ -13,7 +13,12 @@ from slime.plugins.tools.verify.run import Target, verify
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 TESTS = Path(__file__).parents[3]
 HERE = Path(__file__).parent
-BIG = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 12}
+BIG = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 12,
+}
 TP = {"tensor_model_parallel_size": 2}
 
 
@@ -35,7 +40,11 @@ def llama(tmp_path: Path) -> str:
 
 def target(model: str, sizes: dict[str, int | bool], function: str | None = None) -> Target:
     plain = Target(model, "megatron", sizes, engine=None, layers=2)
-    return plain if function is None else Target(**{**vars(plain), "ranks_function": f"planted:{function}"})
+    return (
+        plain
+        if function is None
+        else Target(**{**vars(plain), "ranks_function": f"planted:{function}"})
+    )
 
 
 def test_a_missing_sum_of_the_gradients_of_norms_is_named(llama: str) -> None:

@@ -14,9 +14,10 @@ from slime.utils.types import Sample
 async def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
     """Score one response; slime calls this for every sample.
 
-    ``sample.prompt`` is the prompt, ``sample.response`` the text that the model wrote, ``sample.label`` the label of
-    the row in data.jsonl, and ``sample.metadata`` the row's metadata. The responses to a prompt are compared with their
-    mean, so only differences between responses to the same prompt count.
+    ``sample.prompt`` is the prompt, ``sample.response`` the text that the model wrote,
+    ``sample.label`` the label of the row in data.jsonl, and ``sample.metadata`` the row's metadata.
+    The responses to a prompt are compared with their mean, so only differences between responses to
+    the same prompt count.
     """
     numbers = re.findall(r"-?\d+", sample.response)
     if not numbers:

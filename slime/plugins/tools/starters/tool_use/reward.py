@@ -1,7 +1,8 @@
 """A model that calls a calculator, and its reward. run.sh names both functions.
 
-The prompts in data.jsonl show the model how to call the tool, because a small model does not know it. With a model that
-was trained for tools, you would put the tools into the rows (key "tools") and parse its own format of calls.
+The prompts in data.jsonl show the model how to call the tool, because a small model does not know
+it. With a model that was trained for tools, you would put the tools into the rows (key "tools") and
+parse its own format of calls.
 
 Test the functions with a small engine before you train: bash run.sh check-hooks
 """
@@ -23,7 +24,9 @@ LONGEST = 40  # characters of an expression; a model may write anything
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression of whole numbers with +, - and *, or a message that the model can read."""
+    """Return the value of an expression of whole numbers with +, - and *, or a message that the
+    model can read.
+    """
 
     def value(node: ast.AST) -> int:
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
@@ -38,10 +41,14 @@ def calculate(expression: str) -> str:
         return "error: only whole numbers with + - *"
 
 
-async def generate(args: Any, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False) -> Sample:
-    """Let the model write until it calls the tool, append the result, and continue until it answers.
+async def generate(
+    args: Any, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
+) -> Sample:
+    """Let the model write until it calls the tool, append the result, and continue until it
+    answers.
 
-    The tokens that the model wrote are trained, those of the results are not. --max-turns limits the turns.
+    The tokens that the model wrote are trained, those of the results are not. --max-turns limits
+    the turns.
     """
     talk = Conversation(args, sample, sampling_params, evaluation)
     while (said := await talk.turn(stop=["</calc>"])) is not None:
