@@ -44,6 +44,7 @@ from slime.data.source import RolloutDataSourceWithBuffer
 from slime.data.staleness import add_staleness, staleness_metrics
 from slime.rollout.generate import append_output
 from slime.rollout.metrics import rollout_metrics
+from slime.rollout.state import GenerateState
 
 PROMPT = 200
 GROUP = 16
@@ -155,6 +156,7 @@ def fill(
     }
     body = orjson.dumps({"text": "The answer " * (options.tokens // 2), "meta_info": meta})
     used = parsing = 0.0
+    state = GenerateState(args)
     for group in groups:
         for sample in group:
             sample.tokens = list(range(PROMPT))
@@ -163,7 +165,7 @@ def fill(
             started = time.process_time()
             output = orjson.loads(body)
             parsed = time.process_time()
-            append_output(args, sample, output)
+            append_output(state, sample, output)
             parsing, used = parsing + parsed - started, used + time.process_time() - parsed
             del output
             sample.reward, sample.status = float(sample.index % 2), Sample.Status.COMPLETED
@@ -258,7 +260,7 @@ def convert(
             sample.response_length for sample in samples
         )
 
-    timed("metrics", lambda: rollout_metrics(args, samples, 1.0))
+    timed("metrics", lambda: rollout_metrics(args, args, samples, 1.0, args.rollout_num_gpus))
     data = timed("convert", lambda: samples_to_train_data(args, groups))
     timed("staleness", staleness)
     timed("split", split)

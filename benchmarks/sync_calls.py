@@ -142,11 +142,12 @@ def send(urls: list[str], layers: int, before: bool, start: Any, results: Any) -
             body = {name: getattr(broadcast, name) for name in fields} | {"flush_cache": False}
             await self._post("/update_weights_from_distributed", body, self.update_seconds)
 
+    settings = WeightSyncSettings.from_args(
+        Args(update_weight_buffer_size=512 * 2**20 if before else None, audit_weights=False)
+    )
     settings = dataclasses.replace(
-        WeightSyncSettings.from_args(Args()),
-        buffer_bytes=512 * 2**20 if before else None,
+        settings,
         train_dtype="bfloat16",
-        audit=False,
         step_seconds=270.0,
         phase_seconds=300.0,
     )

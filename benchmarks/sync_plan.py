@@ -56,7 +56,7 @@ def table(options: argparse.Namespace) -> list[str]:
     from slime.weights.transports.distributed import DistributedTransport
 
     settings = replace(WeightSyncSettings.from_args(Args()), colocate=False)
-    size = settings.bucket_bytes(DistributedTransport("nccl", 1.0).bucket_bytes)
+    size = DistributedTransport("nccl", 1.0).bucket_bytes
     total = 2 * options.parameters
     rate = min(options.nics * options.nic_gbit / 8 * 1e9, SYNC_GIB_PER_SECOND * GIB)
     lines = [HEADER, "|" + "---|" * (HEADER.count("|") - 1)]

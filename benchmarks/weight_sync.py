@@ -220,7 +220,8 @@ def run_part(options: argparse.Namespace) -> None:
     rows = []
     sizes = [int(text) for text in options.bucket_mib.split(",")]
     for mib in sizes if name in ("ipc", "distributed") else sizes[:1]:
-        settings = dataclasses.replace(settings, buffer_bytes=mib * 2**20)
+        flags = dataclasses.replace(settings.sync, update_weight_buffer_size=mib * 2**20)
+        settings = dataclasses.replace(settings, sync=flags)
         reports = []
         for _ in range(options.repeats + 1):
             if name == "delta" and step:

@@ -281,7 +281,8 @@ class RolloutManager(EngineManager):
         with logged_into(metrics):
             handled = hook and load_function(hook)(rollout_id, self.args, samples, metrics, seconds)
         if not handled:
-            metrics.update(rollout_metrics(self.args, samples, seconds))
+            args = self.args
+            metrics.update(rollout_metrics(args, args, samples, seconds, args.rollout_num_gpus))
         metrics.update(staleness_metrics(samples, rollout_id))
         if samples:
             metrics["rollout/failed_ratio"] = fmean(map(is_untrainable, samples))
@@ -344,7 +345,7 @@ class RolloutManager(EngineManager):
             An exception would reach the driver as one of Ray, which ends the run.
         """
         try:
-            return run(complete(self.args, prompts, n, changes))
+            return run(complete(GenerateState(self.args), prompts, n, changes))
         except NotCompleted as error:
             return str(error)
 

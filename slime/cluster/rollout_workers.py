@@ -144,7 +144,7 @@ class RolloutWorkers:
 
     async def generate(
         self,
-        args: Args,
+        state: GenerateState,
         group: Group,
         params: SamplingParams,
         evaluation: bool = False,
@@ -157,7 +157,6 @@ class RolloutWorkers:
             WorkersLost: :data:`MOST_TRIES` workers were lost while they generated this group, or a
                 worker was lost too often.
         """
-        state = GenerateState(args)
         for _ in range(MOST_TRIES):
             worker = await self._least_loaded()
             handle = worker.handle

@@ -256,7 +256,7 @@ class TrainActor:
         with self.backend.using(model):
             # Scored now, while all ranks hold the weights: before the audit, a colocated trainer
             # goes to sleep.
-            if self.weight_sync.audit:
+            if self.weight_sync.sync.audit_weights:
                 self.probe = self._score_probe()
             with self.timers("update_weights"):
                 report = sync_weights(

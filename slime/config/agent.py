@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.files import read_table
-from slime.config.flag import flag, hook_flag
+from slime.config.flag import Section, flag, hook_flag
 from slime.config.hf_config import model_config, read_chat_template
 from slime.config.hooks import hook_problem
 
@@ -46,7 +46,7 @@ SGLANG_REASONING_PARSERS = "sglang.srt.parser.reasoning_parser", "ReasoningParse
 
 
 @dataclass
-class AgentConfig:
+class AgentConfig(Section):
     _title = "agents"
 
     agent_function_path: str | None = hook_flag()
@@ -195,7 +195,7 @@ environment.
 
 
 @dataclass
-class EnvironmentConfig:
+class EnvironmentConfig(Section):
     _title = "environments"
 
     environment: str | None = flag(None, metavar="NAME:WHAT?KEY=VALUE")

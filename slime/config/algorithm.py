@@ -11,17 +11,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.algorithms.algorithm import Algorithm, EstimatorSettings, baseline_problem, class_problem
-from slime.config.flag import DERIVED, flag, flags_of, hook_flag, is_hook_path, path_flag
+from slime.config.flag import (
+    DERIVED,
+    Section,
+    flag,
+    flags_of,
+    hook_flag,
+    is_hook_path,
+    own_section,
+    path_flag,
+)
 from slime.config.hooks import HookError, load_function
 from slime.config.rollout import staleness_bound, trains_late
-from slime.registry import find, load, parts
+from slime.registry import find, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
 
 @dataclass
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     _title = "algorithm"
 
     advantage_estimator: str = flag("grpo", kind_of_part="algorithm", or_hook=True)
@@ -124,13 +133,6 @@ def create_algorithm(args: Args) -> Algorithm:
 
 
 def estimator_settings(args: Args) -> EstimatorSettings:
-    part = parts("algorithm").get(args.advantage_estimator)
-    section = None if part is None or part.flags is None else load(part.flags)
-    own = (
-        None
-        if section is None
-        else section(**{name: getattr(args, name) for name in flags_of(section)})
-    )
     return EstimatorSettings(
         eps_clip=args.eps_clip,
         eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
@@ -146,7 +148,7 @@ def estimator_settings(args: Args) -> EstimatorSettings:
             for name, value in vars(args).items()
             if name not in type(args).__dataclass_fields__
         },
-        own=own,
+        own=own_section(parts("algorithm").get(args.advantage_estimator), args),
     )
 
 
@@ -244,7 +246,7 @@ def check_patterns(args: Args) -> list[str]:
 
 
 @dataclass
-class KlConfig:
+class KlConfig(Section):
     _title = "KL to the reference"
 
     use_kl_loss: bool = False
@@ -265,7 +267,7 @@ class KlConfig:
 
 
 @dataclass
-class OffPolicyConfig:
+class OffPolicyConfig(Section):
     _title = "off-policy correction and routing replay"
 
     use_rollout_logprobs: bool = False
@@ -296,7 +298,7 @@ class OffPolicyConfig:
 
 
 @dataclass
-class DistillationConfig:
+class DistillationConfig(Section):
     _title = "on-policy distillation"
 
     use_opd: bool = False

@@ -20,7 +20,7 @@ from slime.config.batch import BatchConfig
 from slime.config.cluster import ClusterConfig
 from slime.config.data import DataConfig, EvalConfig, RewardConfig
 from slime.config.engine import EngineConfig
-from slime.config.flag import Flag, did_you_mean, flags_of
+from slime.config.flag import Flag, S, did_you_mean, flags_of, section
 from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
@@ -155,8 +155,8 @@ class Args(
     explicit: frozenset[str] = frozenset()  # attributes that the user set, by flag or file
 
     def __post_init__(self) -> None:
-        for section in all_sections():
-            self.__dict__.update(vars(section()))
+        for part in all_sections():
+            self.__dict__.update(vars(part()))
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
@@ -185,6 +185,12 @@ class Args(
         if not found or (value is None and _is_asked_with_default()):
             raise UnknownName(name, values)
         return value
+
+    def section(self, kind: type[S]) -> S:
+        """Return the values of one section, such as ``args.section(CheckpointConfig)``, as a frozen
+        object of its own.
+        """
+        return section(kind, self)
 
     def fill(self, **defaults: Any) -> None:
         """Set those of the flags that have no value yet, such as

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.config.flag import DERIVED, flag
+from slime.config.flag import DERIVED, Section, flag
 from slime.config.layout import ParallelLayout
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, longest_per_gpu
 
@@ -19,7 +19,7 @@ MIN_TOKEN_BUDGET = 4096
 
 
 @dataclass
-class BatchConfig:
+class BatchConfig(Section):
     _title = "batches"
 
     rollout_batch_size: int = flag(32, low=1)

@@ -19,7 +19,7 @@ from slime.config.engine import (
     read_server_groups,
     total_gpus,
 )
-from slime.config.flag import DERIVED, flag, shown
+from slime.config.flag import DERIVED, Section, flag, shown
 from slime.config.machine import Machine, connection_limit, installed
 from slime.config.weight_sync import checks_first_update
 from slime.registry import parts
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ClusterConfig:
+class ClusterConfig(Section):
     _title = "cluster and resources"
 
     actor_num_nodes: int = flag(1, low=1, high=MOST)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.files import file_of, first_row, lookup, read_yaml
-from slime.config.flag import DERIVED, flag, hook_flag, path_flag, shown
+from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag, shown
 from slime.config.named_data import data_name
 from slime.config.rollout import (
     DEFAULT_ROLLOUT_FUNCTION,
@@ -24,7 +24,7 @@ DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Section):
     _title = "data"
 
     prompt_data: str | None = path_flag()
@@ -133,7 +133,7 @@ def check_multimodal_keys(data: DataConfig) -> list[str]:
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(Section):
     _title = "evaluation"
 
     eval_interval: int | None = flag(None, low=1)
@@ -249,7 +249,7 @@ SFT_LIKE = ("sft_loss", "custom_loss")
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(Section):
     _title = "reward"
 
     rm_type: str | None = None

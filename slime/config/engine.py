@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime.config.files import load_yaml, read_table
-from slime.config.flag import DERIVED, flag, path_flag
+from slime.config.flag import DERIVED, Section, flag, path_flag
 from slime.config.passthrough import KEYS, REASONS
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ MOST = 2**20  # upper limit of nodes, GPUs and engines; a larger number is a typ
 
 
 @dataclass
-class EngineConfig:
+class EngineConfig(Section):
     _title = "engines and router"
 
     rollout_dtype: str = flag(DERIVED, choices=("float32", "bfloat16", "float16"))

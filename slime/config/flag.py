@@ -17,10 +17,20 @@ import sys
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from slime.config.files import path_problem
-from slime.registry import parts
+from slime.registry import Part, load, parts
 
 Status = Literal["works", "notice", "refused"]
 """``works``: supported. ``notice``: accepted with a notice that it has no effect. ``refused``: an
@@ -44,6 +54,40 @@ class _Derived:
 DERIVED = _Derived()
 """Default of a flag that follows from other flags. The value is None until ``resolve_defaults``
 derives it, and never None afterwards. So the field's type needs no ``| None``."""
+
+
+class Section:
+    """Base of the dataclasses whose fields are flags. What :func:`section` returns is frozen; ``Args``,
+    which has the fields of all sections, is not."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_frozen" in self.__dict__:
+            raise dataclasses.FrozenInstanceError(
+                f"{type(self).__name__}.{name} cannot be set: use dataclasses.replace"
+            )
+        object.__setattr__(self, name, value)
+
+
+S = TypeVar("S")
+
+
+def section(kind: type[S], args: object) -> S:
+    """Return the values of one section as an object of its own, which is what a component receives.
+
+    Args:
+        kind: The dataclass of the section.
+        args: ``Args``, or another object with its attributes.
+    """
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    made = kind(**{field.name: getattr(args, field.name) for field in fields})
+    if isinstance(made, Section):
+        made.__dict__["_frozen"] = True
+    return made
+
+
+def own_section(part: Part | None, args: object) -> Any:
+    """Return the section of the flags that a registered part brings; None if it has none."""
+    return None if part is None or part.flags is None else section(load(part.flags), args)
 
 
 class Loose(str):

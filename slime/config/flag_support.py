@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.config.files import read_table
-from slime.config.flag import Flag, flag, flags_of, shown
+from slime.config.flag import Flag, Section, flag, flags_of, shown
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -32,7 +32,7 @@ def _unsupported() -> type:
         for name, entry in table.items()
     ]
     return dataclasses.make_dataclass(
-        "UnsupportedConfig", fields, namespace={"_title": "not supported"}
+        "UnsupportedConfig", fields, bases=(Section,), namespace={"_title": "not supported"}
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from slime.config.checkpoint import InitialWeights, weights_path
-from slime.config.flag import DERIVED, flag
+from slime.config.flag import DERIVED, Section, flag
 from slime.config.hf_config import model_config
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _IN_FILE = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rsl
 
 
 @dataclass
-class LoraConfig:
+class LoraConfig(Section):
     _title = "LoRA"
 
     lora_rank: int = flag(DERIVED, low=0)

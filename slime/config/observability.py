@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.config.flag import flag, flags_of, hook_flag, is_hook_path, path_flag
+from slime.config.flag import Section, flag, flags_of, hook_flag, is_hook_path, path_flag
 from slime.config.machine import installed
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.registry import parts
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ObservabilityConfig:
+class ObservabilityConfig(Section):
     _title = "observability"
 
     tracker: list[str] | None = flag(None, kind="list")
@@ -87,7 +87,7 @@ def log_samples_count(value: str) -> int | None:
 
 
 @dataclass
-class DebugConfig:
+class DebugConfig(Section):
     _title = "debugging and profiling"
 
     debug_rollout_only: bool = False
@@ -134,7 +134,7 @@ class DebugConfig:
 
 
 @dataclass
-class MegatronExtrasConfig:
+class MegatronExtrasConfig(Section):
     _title = "hooks of the Megatron backend"
 
     custom_megatron_init_path: str | None = hook_flag()

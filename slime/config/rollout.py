@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.engine import ServerGroupError, read_server_groups
-from slime.config.flag import DERIVED, flag, hook_flag, path_flag
+from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
 from slime.config.hf_config import context_length, model_config, rotary_limit
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ OWN_FUNCTIONS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_FUNCTION)
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(Section):
     _title = "rollout"
 
     rollout_function_path: str = flag(DEFAULT_ROLLOUT_FUNCTION, kind="hook")
@@ -93,7 +93,7 @@ class RolloutConfig:
 
 
 @dataclass
-class AsyncConfig:
+class AsyncConfig(Section):
     _title = "asynchrony (train_async.py)"
 
     async_buffer_size: int = flag(1, low=1)

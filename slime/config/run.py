@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.algorithm import estimator_label
-from slime.config.flag import DERIVED, flag, path_flag
+from slime.config.flag import DERIVED, Section, flag, path_flag
 from slime.config.hf_config import looks_like_hub_id
 from slime.config.machine import Machine, installed
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class RunConfig:
+class RunConfig(Section):
     _title = "run"
 
     train_backend: str = flag(DERIVED, choices=("fsdp", "megatron"))
@@ -102,7 +102,7 @@ def _resumed_run(load: str, output_dir: str) -> str | None:
 
 
 @dataclass
-class CheckpointConfig:
+class CheckpointConfig(Section):
     _title = "checkpoints"
 
     load: str | None = path_flag()

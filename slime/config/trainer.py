@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.checkpoint import is_foreign_megatron, megatron_lm_folder
 from slime.config.files import read_yaml
-from slime.config.flag import DERIVED, flag, path_flag
+from slime.config.flag import DERIVED, Section, flag, path_flag
 from slime.config.hf_config import (
     SHAPE,
     is_hf_folder,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Section):
     _title = "model and trainer"
 
     hf_checkpoint: str = flag(DERIVED, kind="path")
@@ -276,7 +276,7 @@ def _tied(given: Mapping[str, Any], checkpoint: str | None, config: Mapping[str,
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section):
     _title = "optimizer and schedule"
 
     lr: float = flag(1e-6, low=0)
@@ -334,7 +334,7 @@ uninitialized memory."""
 
 
 @dataclass
-class RolloutPrecisionConfig:
+class RolloutPrecisionConfig(Section):
     _title = "precision of the engines"
 
     rollout_quantization: str | None = flag(None, choices=("fp8",))
@@ -368,7 +368,7 @@ def check_quantized_model(args: Args) -> list[str]:
 
 
 @dataclass
-class TrainingPrecisionConfig:
+class TrainingPrecisionConfig(Section):
     _title = "precision and memory of the trainer"
 
     loss_scale: float | None = flag(None, above=0)

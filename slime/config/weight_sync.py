@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.config.flag import DERIVED, flag, hook_flag, path_flag
+from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
 from slime.config.hf_config import model_config
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class WeightSyncConfig:
+class WeightSyncConfig(Section):
     _title = "weight sync"
 
     update_weights_interval: int = flag(1, low=1)
@@ -40,13 +40,6 @@ class WeightSyncConfig:
     """
     update_weight_disk_keep_files: bool = False
     """Keep the weight files of --update-weight-transport disk after the engines have loaded them"""
-    update_weight_delta_encoding: str = flag("xor", choices=("xor", "overwrite"))
-    """Delta of a changed byte: the XOR of old and new value, or the new value"""
-    update_weight_delta_checksum: str = flag(
-        "xxh3-128",
-        choices=("xxh3-128", "blake3", "adler32"),
-    )
-    """Checksum of each tensor with --update-weight-mode delta"""
     custom_update_weight_post_write_path: str | None = hook_flag()
     """Function fn(args, version_dir, engines) that is called on the sending rank after weight files
     are written and before the engines read them"""

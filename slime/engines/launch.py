@@ -17,7 +17,7 @@ from slime.config.engine import (
     read_server_groups,
     simple_groups,
 )
-from slime.config.hf_config import read_config
+from slime.config.hf_config import model_config
 from slime.config.lora import engine_adapter, sglang_targets
 from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
 from slime.config.rollout import samples_whole_vocabulary
@@ -27,6 +27,7 @@ from slime.registry import find
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.trainer import RolloutPrecisionConfig
     from slime.models.fp8_format import Granularity
 
 
@@ -98,7 +99,9 @@ class EngineSettings:
             colocated=args.colocate,
             return_routed_experts=bool(args.use_rollout_routing_replay),
             updates_by_delta=args.update_weight_mode == "delta",
-            fp8=fp8_format(args),
+            fp8=fp8_format(
+                args, args.rollout_backend, args.hf_checkpoint, args.rollout_num_gpus_per_engine
+            ),
             sglang={name: value for name, value in args.sglang.items() if name not in KEYS},
             keys=keys,
             whole_vocabulary=samples_whole_vocabulary(args),
@@ -110,18 +113,23 @@ class EngineSettings:
         )
 
 
-def fp8_format(args: Args) -> Fp8Format | None:
+def fp8_format(
+    precision: RolloutPrecisionConfig, backend: str, model: str, gpus: int
+) -> Fp8Format | None:
     """Return how the weights of engines are quantized (``--rollout-quantization``); None if they
     are not.
+
+    Args:
+        gpus: The number of GPUs of an engine, over which SGLang divides the key-value heads.
     """
-    if args.rollout_quantization is None:
+    if precision.rollout_quantization is None:
         return None
-    granularity = cast("Granularity", args.rollout_quantization_scale)
-    if args.rollout_backend != "sglang":
+    granularity = cast("Granularity", precision.rollout_quantization_scale)
+    if backend != "sglang":
         return Fp8Format(granularity)
-    config = read_config(str(args.hf_checkpoint)) or {}
+    config = model_config(model)
     heads = int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 1)
-    return Fp8Format(granularity, args.rollout_num_gpus_per_engine, heads)
+    return Fp8Format(granularity, gpus, heads)
 
 
 @dataclass(frozen=True)

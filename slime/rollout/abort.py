@@ -24,15 +24,15 @@ _MOST_TRIES = 10
 _LONGEST_DELAY_SECONDS = 5.0
 
 
-async def worker_urls(args: Args) -> list[str]:
-    """Return the URLs of all engines behind the router.
+async def worker_urls(base: str) -> list[str]:
+    """Return the URLs of all engines behind the router at ``base``.
 
     Without a router the address is that of the only engine, which has no ``/workers``; the list is
     then this address.
     """
     from slime.engines.router import engine_url
 
-    base = get_model_url(args, path="").rstrip("/")
+    base = base.rstrip("/")
     try:
         listed = await retrying(lambda: request("GET", f"{base}/workers", None, ANSWER_SECONDS), 3)
     except HttpError as error:
@@ -53,12 +53,15 @@ async def abort(args: Args) -> None:
     An engine or router that cannot be reached is only logged, because its requests fail without an
     abort.
     """
-    state = GenerateState(args)
+    await _abort(GenerateState(args))
+
+
+async def _abort(state: GenerateState) -> None:
     state.aborted = True  # first: tasks that continue after the abort must not send new requests
     if state.generator is not None:
         await state.generator.abort()
     try:
-        urls = await worker_urls(args)
+        urls = await worker_urls(get_model_url(state.args, path=""))
     except HttpError as error:
         logger.warning(
             "the router did not list its engines, so their requests are not aborted: %s", error
@@ -90,7 +93,7 @@ def retry_delay(what: str, tries: int) -> float:
 
 
 async def abort_and_drain(
-    args: Args, tasks: Collection[asyncio.Task[Group]], deadline: float
+    state: GenerateState, tasks: Collection[asyncio.Task[Group]], deadline: float
 ) -> None:
     """Abort repeatedly until all ``tasks`` are done.
 
@@ -110,7 +113,7 @@ async def abort_and_drain(
             )
         try:
             async with asyncio.timeout(max(left, 1.0)):
-                await abort(args)
+                await _abort(state)
         except TimeoutError as error:
             raise TimeoutError(
                 "the engines did not accept the abort within the deadline (--phase-timeout)"

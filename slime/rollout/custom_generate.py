@@ -30,18 +30,18 @@ from slime.rollout.state import GenerateState
 from slime.types import SamplingParams, Tokenizer
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    from slime.config.rollout import RolloutConfig
 
 logger = logging.getLogger(__name__)
 Generated = Sample | list[Sample]
 _warned: set[Callable[..., Any]] = set()
 
 
-def generate_function(args: Args, sample: Sample) -> Callable[..., Any]:
+def generate_function(rollout: RolloutConfig, sample: Sample) -> Callable[..., Any]:
     """Return the generate function of the sample if it has one, otherwise that of the run,
     otherwise the default.
     """
-    path = sample.generate_function_path or args.custom_generate_function_path
+    path = sample.generate_function_path or rollout.custom_generate_function_path
     return load_function(path, "custom_generate") if path else generate
 
 
@@ -52,7 +52,11 @@ def takes_list(fn: Callable[..., object]) -> bool:
 
 
 async def call_single(
-    fn: Callable[..., object], args: Args, sample: Sample, params: SamplingParams, evaluation: bool
+    fn: Callable[..., object],
+    state: GenerateState,
+    sample: Sample,
+    params: SamplingParams,
+    evaluation: bool,
 ) -> Generated:
     """Call the one-sample form, and complete and check its result.
 
@@ -62,14 +66,13 @@ async def call_single(
     """
     # the default appends tokens itself and needs neither a copy of the prompt nor checks
     if fn is generate:
-        return await generate(args, sample, params)
+        return await generate(state.args, sample, params)
     prompt = _prepare(sample)
     media = sample.multimodal_inputs
-    state = GenerateState(args)
     try:
         result = await call(
             fn,
-            args,
+            state.args,
             sample,
             params,
             threads=state.threads,
@@ -81,7 +84,7 @@ async def call_single(
 
 
 async def call_list(
-    fn: Callable[..., object], args: Args, samples: list[Sample], evaluation: bool
+    fn: Callable[..., object], state: GenerateState, samples: list[Sample], evaluation: bool
 ) -> list[Generated]:
     """Call the list form on the samples of one prompt. It may return None if it changed the samples
     in place.
@@ -93,10 +96,9 @@ async def call_list(
     """
     prompts = [_prepare(sample) for sample in samples]
     media = [sample.multimodal_inputs for sample in samples]
-    state = GenerateState(args)
     keywords = supported_kwargs(fn, evaluation=evaluation)
     try:
-        result = await call(fn, args, list(samples), threads=state.threads, **keywords)
+        result = await call(fn, state.args, list(samples), threads=state.threads, **keywords)
     except HttpError as error:
         return [
             _refused(state, error, *of_sample)

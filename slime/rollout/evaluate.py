@@ -27,6 +27,8 @@ from slime.types import SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.data import RewardConfig
+    from slime.config.rollout import RolloutConfig
 
 
 async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
@@ -96,13 +98,14 @@ async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
 def eval_groups(state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
     """Make new samples for all prompts of a data set. The file is read only once per run."""
     groups = []
+    args = state.args
     for i, prompt in enumerate(_dataset(state, config).samples):
         group: Group = []
         for k in range(config.n_samples_per_eval_prompt or 1):
             sample = deep_copy(prompt)
             sample.group_index = i
             sample.index = i * (config.n_samples_per_eval_prompt or 1) + k
-            _override(state.args, config, sample)
+            _override(config, sample, args, args)
             group.append(sample)
         groups.append(group)
     return groups
@@ -131,7 +134,9 @@ def eval_sampling_params(config: EvalDatasetConfig) -> SamplingParams:
     return params
 
 
-def _override(args: Args, config: EvalDatasetConfig, sample: Sample) -> None:
+def _override(
+    config: EvalDatasetConfig, sample: Sample, reward: RewardConfig, rollout: RolloutConfig
+) -> None:
     """Set the reward, generate function and metadata of the data set on a sample, if they differ
     from those of the run.
 
@@ -139,11 +144,11 @@ def _override(args: Args, config: EvalDatasetConfig, sample: Sample) -> None:
     same ``args``.
     """
     sample.metadata.update(config.metadata_overrides)
-    if config.rm_type and config.rm_type != args.rm_type:
+    if config.rm_type and config.rm_type != reward.rm_type:
         sample.metadata.setdefault("rm_type", config.rm_type)
-    if config.custom_rm_path != args.custom_rm_path:
+    if config.custom_rm_path != reward.custom_rm_path:
         sample.custom_rm_path = config.custom_rm_path
-    if config.custom_generate_function_path != args.custom_generate_function_path:
+    if config.custom_generate_function_path != rollout.custom_generate_function_path:
         sample.generate_function_path = config.custom_generate_function_path
 
 
@@ -205,7 +210,10 @@ class NotCompleted(ValueError):
 
 
 async def complete(
-    args: Args, prompts: Sequence[Prompt], n: int = 1, changes: Mapping[str, object] | None = None
+    state: GenerateState,
+    prompts: Sequence[Prompt],
+    n: int = 1,
+    changes: Mapping[str, object] | None = None,
 ) -> list[list[Sample]]:
     """Generate ``n`` responses to each prompt, with the sampling parameters of the run.
 
@@ -224,7 +232,7 @@ async def complete(
         NotCompleted: The chat template or the engine refused a prompt, or the engine refused a
             parameter.
     """
-    state = GenerateState(args)
+    args = state.args
     params = state.sampling_params.copy()
     params.update(changes or {})  # type: ignore[typeddict-item]  # the engine checks names that it does not know
     kwargs = dict(args.apply_chat_template_kwargs or {})

@@ -125,7 +125,7 @@ class StandingPool(RolloutLoop):
         it is raised.
         """
         self.reset_for(rollout_id)
-        self.deadline = time.monotonic() + self.settings.timeout
+        self.deadline = time.monotonic() + self.seconds
         try:
             await self._collect()
         except BaseException:
@@ -167,10 +167,10 @@ class StandingPool(RolloutLoop):
         """
         self._drained = True
         tasks = [item.task for item in self.in_flight.values() if item.task is not None]
-        pending = (await asyncio.wait(tasks, timeout=self.settings.timeout))[1] if tasks else ()
+        pending = (await asyncio.wait(tasks, timeout=self.seconds))[1] if tasks else ()
         if pending:
             raise TimeoutError(
-                f"{len(pending)} groups did not finish within {self.settings.timeout:g} s before "
+                f"{len(pending)} groups did not finish within {self.seconds:g} s before "
                 "a weight update"
             )
 
@@ -205,7 +205,7 @@ class StandingPool(RolloutLoop):
         before = len(self.accepted)
         # A group in flight may contain tokens of several weight versions. This setting trains only
         # the newest ones.
-        if self.settings.masks_earlier_rollouts:
+        if self.settings.mask_offpolicy_in_partial_rollout:
             for sample in flatten(item.group):
                 mask_older_versions(sample)
         super()._judge(item)

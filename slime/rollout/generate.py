@@ -52,7 +52,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
         TimeoutError: The engine did not reply within ``--sglang-router-request-timeout-secs``.
         HttpError: The engine refused the request.
     """
-    return await respond(args, sample, sampling_params, _ask_on_schedule)
+    return await respond(GenerateState(args), sample, sampling_params, _ask_on_schedule)
 
 
 Ask = Callable[[GenerateState, Sample, GenerateBody], Awaitable[GenerateOutput | None]]
@@ -61,13 +61,14 @@ came.
 """
 
 
-async def respond(args: Args, sample: Sample, sampling_params: SamplingParams, ask: Ask) -> Sample:
+async def respond(
+    state: GenerateState, sample: Sample, sampling_params: SamplingParams, ask: Ask
+) -> Sample:
     """Do what :func:`generate` says, with a request that ``ask`` sends."""
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise ValueError(
             f"sample {sample.index} is {sample.status.value}: there is nothing left to generate"
         )
-    state = GenerateState(args)
     if not sample.num_tokens:
         sample.tokens = prompt_ids(state, sample)
         # the response is then appended as arrays, which need far less memory than lists
@@ -92,7 +93,7 @@ async def respond(args: Args, sample: Sample, sampling_params: SamplingParams, a
         span.set(tokens=len(output["meta_info"].get("output_token_logprobs") or []))
     # The reply.
     compare_read(state, sample, body, output["meta_info"])
-    append_output(args, sample, output, params)
+    append_output(state, sample, output, params)
     return sample
 
 
@@ -164,7 +165,10 @@ def build_generate_body(
 
 
 def append_output(
-    args: Args, sample: Sample, output: GenerateOutput, params: SamplingParams | None = None
+    state: GenerateState,
+    sample: Sample,
+    output: GenerateOutput,
+    params: SamplingParams | None = None,
 ) -> None:
     """Append an engine's reply to ``sample``: token ids, log-probs, text, status, weight version
     and counters.
@@ -180,7 +184,7 @@ def append_output(
         known = sample.array("tokens")
         assert known is not None
         response = known[len(known) - sample.response_length :].tolist()
-        output = cut_at_stop(GenerateState(args).tokenizer, response, output, params)
+        output = cut_at_stop(state.tokenizer, response, output, params)
     meta = output["meta_info"]
     scored = meta.get("output_token_logprobs") or []
     tokens = np.array([item[1] for item in scored], np.int32)
@@ -188,15 +192,15 @@ def append_output(
     if sample.response_length and (
         text.startswith(UNFINISHED) or sample.response.endswith(UNFINISHED)
     ):
-        text = _finish_character(GenerateState(args), sample, tokens, text)
+        text = _finish_character(state, sample, tokens, text)
     # The token that ended the response is trained, but its text is not part of what the model said.
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, Mapping) else finish
-    if text and len(tokens) and kind in ("stop", "length") and args.hf_checkpoint:
-        text = text.removesuffix(end_text(GenerateState(args), int(tokens[-1]), kind == "stop"))
+    if text and len(tokens) and kind in ("stop", "length") and state.args.hf_checkpoint:
+        text = text.removesuffix(end_text(state, int(tokens[-1]), kind == "stop"))
     log_probs = np.array([item[0] for item in scored], np.float64)
     sample.append_response_tokens(
-        args, tokens=tokens, log_probs=log_probs, meta_info=meta, text=text
+        state.args, tokens=tokens, log_probs=log_probs, meta_info=meta, text=text
     )
 
 

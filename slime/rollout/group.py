@@ -90,9 +90,9 @@ async def generate_and_rm(
             mask_earlier_rollouts(state, sample)
             fn = generate_function(args, sample)
             if takes_list(fn):
-                result = (await call_list(fn, args, [sample], evaluation))[0]
+                result = (await call_list(fn, state, [sample], evaluation))[0]
             else:
-                result = await call_single(fn, args, sample, sampling_params, evaluation)
+                result = await call_single(fn, state, sample, sampling_params, evaluation)
         # Scoring is outside of the semaphore: a slow verifier must not take slots from generation.
         _abort_custom(state, fn, result, evaluation)
         return await _hooks_and_reward(state, result, evaluation)
@@ -175,7 +175,7 @@ async def _whole_group(
             for sample in samples:
                 sample.status = Sample.Status.ABORTED
             return samples
-        results = await call_list(fn, state.args, samples, evaluation)
+        results = await call_list(fn, state, samples, evaluation)
     for result in results:
         _abort_custom(state, fn, result, evaluation)
     return await gather_all(_hooks_and_reward(state, result, evaluation) for result in results)
@@ -365,7 +365,7 @@ class GroupGenerator(Protocol):
 
     async def generate(
         self,
-        args: Args,
+        state: GenerateState,
         group: Group,
         params: SamplingParams,
         evaluation: bool = False,
@@ -389,7 +389,7 @@ async def _generate_once(
 ) -> Group:
     if state.generator is not None:
         return await state.generator.generate(
-            state.args, group, params, evaluation=evaluation, purpose=purpose
+            state, group, params, evaluation=evaluation, purpose=purpose
         )
     if not evaluation:
         # A task has its own copy of the context, so this reaches the requests of this group and no

@@ -16,7 +16,9 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime.config.flag import section
 from slime.config.hooks import load_function
+from slime.config.rollout import RolloutConfig
 from slime.data.sample import Group, Sample, flatten
 from slime.data.source import DataSource, RolloutDataSource
 from slime.observability import progress
@@ -26,7 +28,7 @@ from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.group import continuable, generate_to_the_end, index_of, is_finished, snapshot
 from slime.rollout.metrics import Counts
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG, is_too_long
-from slime.rollout.state import GenerateState, LoopSettings
+from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -68,11 +70,13 @@ class RolloutLoop:
     def __init__(self, args: Args, rollout_id: int, data_source: DataSource) -> None:
         self.args = args
         self.source = data_source
-        self.settings = LoopSettings.from_args(args)
-        self.target = self.settings.groups
+        self.settings = section(RolloutConfig, args)
+        self.target = args.rollout_batch_size
+        self.seconds = args.phase_timeout
+        self.reward_key = args.reward_key
         self.state = GenerateState(args)
-        self.deterministic = self.settings.deterministic
-        path = self.settings.dynamic_filter_path
+        self.deterministic = args.deterministic
+        path = self.settings.dynamic_sampling_filter_path
         self.filter = load_function(path) if path else None
         # A standing pool holds thousands of groups, so the work per finished group must be O(1):
         # the order of completion has a queue of its own, and nothing below scans all groups when
@@ -106,7 +110,7 @@ class RolloutLoop:
             RuntimeError: The data source has no more groups, or the verifier fails for too many of
                 them.
         """
-        self.deadline = time.monotonic() + self.settings.timeout
+        self.deadline = time.monotonic() + self.seconds
         self.state.reset()
         self.state.rollout_id = self.rollout_id
         try:
@@ -146,7 +150,7 @@ class RolloutLoop:
         """
         while self._under_way < self.target:
             if not self.unstarted:
-                size = self.settings.fetched_at_once
+                size = self.settings.over_sampling_batch_size or 0
                 self.enqueue(
                     self._get(size if size > self.target else self.target - self._under_way)
                 )
@@ -262,9 +266,9 @@ class RolloutLoop:
         leaves = flatten(group)
         self._notify("generated", group)
         # kept only for the hook, since dropped groups can be many
-        if self.settings.all_samples_path:
+        if self.settings.rollout_all_samples_process_path:
             self.judged.append(group)
-        self.counts.add(leaves, self.settings.reward_key)
+        self.counts.add(leaves, self.reward_key)
         if all(map(is_too_long, leaves)):
             self._drop_too_long(leaves)
             self._notify("filtered", group, reason=TOO_LONG)
@@ -348,7 +352,7 @@ class RolloutLoop:
             if pending:
                 raise TimeoutError(self._deadline_report())
         elif tasks:
-            await abort_and_drain(self.args, tasks, self.deadline)
+            await abort_and_drain(self.state, tasks, self.deadline)
         # What was generated is kept as far as the flags allow.
         back = []
         for item in in_flight:
@@ -356,7 +360,7 @@ class RolloutLoop:
             group = item.group
             if is_finished(group):
                 self.counts.surplus += 1
-                if self.settings.masks_earlier_rollouts:
+                if self.settings.mask_offpolicy_in_partial_rollout:
                     # a later rollout would mask every token: generate the group again
                     group = item.original
             else:
@@ -404,12 +408,12 @@ class RolloutLoop:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _call_hooks(self) -> None:
-        path = self.settings.sample_filter_path
+        path = self.settings.rollout_sample_filter_path
         if path:
             load_function(path)(self.args, self.accepted)
-        if self.settings.all_samples_path:
+        if path := self.settings.rollout_all_samples_process_path:
             self.judged.sort(key=index_of)
-            load_function(self.settings.all_samples_path)(self.args, self.judged, self.source)
+            load_function(path)(self.args, self.judged, self.source)
 
     # --- reports -----------------------------------------------------------------------------
 
@@ -419,7 +423,7 @@ class RolloutLoop:
     def _deadline_report(self) -> str:
         waiting = [index_of(item.original) for item in self.in_flight.values() if not item.done]
         return (
-            f"rollout {self.rollout_id} did not finish within {self.settings.timeout:g} s "
+            f"rollout {self.rollout_id} did not finish within {self.seconds:g} s "
             f"(--phase-timeout): {len(self.accepted)} of {self.target} groups are "
             f"accepted{self.counts.drop_report()}; it still waits for {len(waiting)} groups, "
             f"whose first samples are {waiting[:8]}{' ...' if len(waiting) > 8 else ''}"

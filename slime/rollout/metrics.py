@@ -25,12 +25,19 @@ from slime.rollout.base_types import EvalResults
 from slime.rollout.rm_hub.outcome import ABSTAINED, FAILURE_KEY, TOO_LONG
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    from slime.config.data import RewardConfig
+    from slime.config.observability import ObservabilityConfig
 
 Metrics = dict[str, float]
 
 
-def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None = None) -> Metrics:
+def rollout_metrics(
+    logged: ObservabilityConfig,
+    reward: RewardConfig,
+    samples: Sequence[Sample],
+    seconds: float | None = None,
+    gpus: int = 0,
+) -> Metrics:
     """Return the metrics of a rollout.
 
     These are ``rollout/…``; ``multi_turn/…`` with ``--log-multi-turn``; ``passrate/…`` with
@@ -39,23 +46,24 @@ def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None
     Args:
         samples: The samples of the rollout, flat.
         seconds: The duration of the rollout.
+        gpus: The number of the engines' GPUs.
     """
     metrics = {
         f"rollout/{name}": value
-        for name, value in sample_metrics(samples, args.log_reward_category).items()
+        for name, value in sample_metrics(samples, logged.log_reward_category).items()
     }
-    rewards = rollout_rewards(samples, args.reward_key)
+    rewards = rollout_rewards(samples, reward.reward_key)
     if rewards:
         metrics["rollout/raw_reward"] = fmean(value for _, value in rewards)
         metrics.update(
             {f"rollout/zero_std/count_{k}": v for k, v in _without_spread(rewards).items()}
         )
-    if args.log_multi_turn:
+    if logged.log_multi_turn:
         metrics.update(_multi_turn(samples))
-    if args.log_passrate:
+    if logged.log_passrate:
         metrics.update({f"passrate/pass@{k}": rate for k, rate in pass_rates(rewards).items()})
     if seconds:
-        metrics.update(_speed(samples, seconds, args.rollout_num_gpus))
+        metrics.update(_speed(samples, seconds, gpus))
     return metrics
 
 
@@ -312,7 +320,7 @@ def all_failed(samples: Sequence[Sample]) -> str | None:
     return f"{what}; {why}, and {first.response_length} response tokens. See the folder samples"
 
 
-def compute_metrics_from_samples(args: Args, samples: Sequence[Sample]) -> Metrics:
+def compute_metrics_from_samples(args: ObservabilityConfig, samples: Sequence[Sample]) -> Metrics:
     """Return :func:`sample_metrics` with the flags of the run, for users' logging functions."""
     return sample_metrics(samples, args.log_reward_category)
 

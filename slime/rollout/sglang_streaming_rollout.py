@@ -46,7 +46,7 @@ async def generate_streaming(args: Args, sample: Sample, sampling_params: Sampli
         HttpError: The engine refused the request, or no engine could be reached.
         TimeoutError: The response was not complete within ``--sglang-router-request-timeout-secs``.
     """
-    return await respond(args, sample, sampling_params, _stream)
+    return await respond(GenerateState(args), sample, sampling_params, _stream)
 
 
 async def _stream(

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.config.hf_config import media_token_ids, read_config
+from slime.config.hf_config import media_token_ids, model_config
 from slime.config.lora import engine_adapter
 from slime.config.machine import connection_limit
-from slime.config.rollout import context_limit, served_context
+from slime.config.rollout import RolloutConfig, context_limit, served_context
 from slime.config.seeds import derive_seed
 from slime.data.sample import Group, Sample
 from slime.data.tokenizers import end_ids, load_processor, load_tokenizer
@@ -30,18 +30,20 @@ from slime.types import SamplingParams, Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.engine import EngineConfig
     from slime.rollout.group import GroupGenerator
 
+T = TypeVar("T")
 _POLICIES_WITH_KEYS = ("consistent_hashing", "manual")
 
 
-def request_params(args: Args) -> SamplingParams:
+def request_params(rollout: RolloutConfig) -> SamplingParams:
     """Return SGLang's ``sampling_params`` of a training request, without the seed."""
     return {
-        "temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k,
-        "max_new_tokens": args.rollout_max_response_len,
-        "stop": args.rollout_stop, "stop_token_ids": args.rollout_stop_token_ids,
-        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "temperature": rollout.rollout_temperature, "top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k,
+        "max_new_tokens": rollout.rollout_max_response_len,
+        "stop": rollout.rollout_stop, "stop_token_ids": rollout.rollout_stop_token_ids,
+        "skip_special_tokens": rollout.rollout_skip_special_tokens,
         "no_stop_trim": True, "spaces_between_special_tokens": False,
     }  # fmt: skip
 
@@ -68,59 +70,6 @@ class RequestSettings:
     returns_experts: bool
     adapter: str | None = None
     vocabulary: int | None = None
-
-    @classmethod
-    def from_args(cls, args: Args) -> RequestSettings:
-        return cls(
-            timeout=float(args.sglang_router_request_timeout_secs),
-            embedded=args.rollout_backend == "embedded",
-            has_routing_key=args.router_policy in _POLICIES_WITH_KEYS,
-            returns_experts=args.use_rollout_routing_replay,
-            # Without a trainer nobody loads the adapter, and the engines have the base only.
-            adapter=None
-            if args.debug_rollout_only
-            else engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend),
-            vocabulary=(read_config(args.hf_checkpoint or "") or {}).get("vocab_size"),
-        )
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """How a rollout collects its groups.
-
-    Attributes:
-        groups: Number of groups in a rollout (``--rollout-batch-size``).
-        fetched_at_once: Number of groups that are fetched from the data source at a time.
-        timeout: Maximum seconds of a rollout (``--phase-timeout``).
-        masks_earlier_rollouts: Whether tokens of earlier rollouts are masked
-            (``--mask-offpolicy-in-partial-rollout``).
-    """
-
-    groups: int
-    fetched_at_once: int
-    timeout: float
-    deterministic: bool
-    partial_rollout: bool
-    masks_earlier_rollouts: bool
-    dynamic_filter_path: str | None
-    sample_filter_path: str | None
-    all_samples_path: str | None
-    reward_key: str | None
-
-    @classmethod
-    def from_args(cls, args: Args) -> LoopSettings:
-        return cls(
-            groups=args.rollout_batch_size,
-            fetched_at_once=max(args.over_sampling_batch_size or 0, args.rollout_batch_size),
-            timeout=args.phase_timeout,
-            deterministic=args.deterministic,
-            partial_rollout=args.partial_rollout,
-            masks_earlier_rollouts=args.mask_offpolicy_in_partial_rollout,
-            dynamic_filter_path=args.dynamic_sampling_filter_path,
-            sample_filter_path=args.rollout_sample_filter_path,
-            all_samples_path=args.rollout_all_samples_process_path,
-            reward_key=args.reward_key,
-        )
 
 
 def seeded(
@@ -237,7 +186,17 @@ class GenerateState:
         }
         self.media_token_ids = frozenset(media_token_ids(args.hf_checkpoint))
         self.seed = args.rollout_seed
-        self.requests = RequestSettings.from_args(args)
+        self.requests = RequestSettings(
+            timeout=float(args.sglang_router_request_timeout_secs),
+            embedded=args.rollout_backend == "embedded",
+            has_routing_key=args.router_policy in _POLICIES_WITH_KEYS,
+            returns_experts=args.use_rollout_routing_replay,
+            # Without a trainer nobody loads the adapter, and the engines have the base only.
+            adapter=None
+            if args.debug_rollout_only
+            else engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend),
+            vocabulary=model_config(args.hf_checkpoint).get("vocab_size"),
+        )
         self.sampling_params = self.stopping_at_media(request_params(args))
         self.eval_datasets: dict[bytes, Any] = {}
         self.encoded: tuple[str, list[int]] = "", []
@@ -345,23 +304,26 @@ class GenerateState:
 
     @functools.cached_property
     def _in_flight(self) -> int:
-        share = math.ceil(concurrency(self.args) * self.share)
-        return min(share, connection_limit(self.args.sglang_router_ip))
+        args = self.args
+        share = math.ceil(concurrency(args, engine_count(args)) * self.share)
+        return min(share, connection_limit(args.sglang_router_ip))
 
 
-def concurrency(args: Args) -> int:
-    """Maximum number of requests in flight over all engines that serve the trained model."""
-    return max(1, args.sglang_server_concurrency * engine_count(args))
+def concurrency(engines: EngineConfig, count: int) -> int:
+    """Maximum number of requests in flight over the ``count`` engines that serve the trained
+    model.
+    """
+    return max(1, engines.sglang_server_concurrency * count)
 
 
-def _reference(args: Args) -> Callable[[], Args | None]:
-    """Return a function that returns ``args`` as long as they exist. An object without weak
-    references is kept.
+def _reference(shared: T) -> Callable[[], T | None]:
+    """Return a function that returns an object as long as it exists. One without weak references
+    is kept.
     """
     try:
-        return weakref.ref(args, functools.partial(_forget, id(args)))
+        return weakref.ref(shared, functools.partial(_forget, id(shared)))
     except TypeError:  # SimpleNamespace
-        return lambda: args
+        return lambda: shared
 
 
 def _forget(

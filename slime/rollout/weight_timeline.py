@@ -27,15 +27,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from slime.data.sample import Group, Sample, flatten
 from slime.data.staleness import step_of
 from slime.rollout.schedule_file import ScheduleError, ScheduleFile, ScheduleLine, read_lines
 from slime.types import GenerateBody, GenerateOutput, MetaInfo
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 SETTINGS = (
     "rollout_function_path", "rollout_batch_size", "n_samples_per_prompt", "num_rollout", "rollout_seed", "seed",
@@ -369,6 +366,6 @@ def request_line(sample: Sample, turn: int, meta: MetaInfo, keeps_kv: bool) -> S
     return {**line, **kept, "end": finish["type"] if isinstance(finish, Mapping) else finish}
 
 
-def settings_to_compare(args: Args) -> dict[str, Any]:
+def settings_to_compare(settings: object) -> dict[str, Any]:
     """The settings that a run and its replay must share."""
-    return {name: getattr(args, name) for name in SETTINGS}
+    return {name: getattr(settings, name) for name in SETTINGS}

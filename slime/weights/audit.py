@@ -287,8 +287,9 @@ async def probe_engines(
         raise error
     whole = [e for e in engines if infos[e.url].extra.get("disaggregation_mode") in (None, "null")]
     quantized = settings.fp8 is not None
-    limit = threshold(settings.audit_threshold, settings.train_dtype, infos.values(), quantized)
-    if calibration is not None and settings.audit_threshold is None:
+    given = settings.sync.audit_threshold
+    limit = threshold(given, settings.train_dtype, infos.values(), quantized)
+    if calibration is not None and given is None:
         limit = calibration.limit(limit)
     gaps = await check_probe(whole, probe, limit, deadline, settings.adapter_name)
     if calibration is not None:

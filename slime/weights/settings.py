@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.cluster import inline_engine
+from slime.config.flag import own_section
 from slime.config.hf_config import model_config
 from slime.config.lora import engine_adapter, sglang_adapter
+from slime.config.weight_sync import WeightSyncConfig
 from slime.engines.launch import fp8_format
 from slime.models.fp8_format import Fp8Format
+from slime.registry import Part, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -70,12 +73,9 @@ class WeightSyncSettings:
 
     Attributes:
         model: ``--hf-checkpoint``, a folder or a hub id.
-        transport: ``nccl`` (from process to process) or ``disk``.
-        buffer_bytes: The size of a bucket; None for the default of the transport.
-        senders: The number of training ranks that broadcast at the same time; None for one per
-            :data:`~slime.weights.transports.ENGINES_PER_SENDER` engines.
-        pause_mode: What a pause does to running requests. With None and ``drain`` it depends on the
-            capabilities of each engine.
+        sync: The flags of weight syncs.
+        disk_dir: ``--update-weight-disk-dir`` as an absolute path.
+        own: The flags that the transport itself brings; None if it has none.
         train_dtype, rollout_dtype: Names of dtypes such as ``bfloat16``.
         only_train, freeze: Regular expressions for parameter names.
         engines_lose_weights: Whether engines lose their weights while their memory is released, so
@@ -98,19 +98,10 @@ class WeightSyncSettings:
 
     model: str
     colocate: bool
-    transport: str
-    delta: bool
-    buffer_bytes: int | None
-    senders: int | None
-    pause_mode: str | None
+    sync: WeightSyncConfig
     disk_dir: str | None
-    keep_files: bool
-    delta_encoding: str
-    delta_checksum: str
     train_dtype: str | None
     rollout_dtype: str | None
-    audit: bool
-    audit_threshold: float | None
     only_train: tuple[str, ...]
     freeze: tuple[str, ...]
     engines_lose_weights: bool
@@ -122,12 +113,7 @@ class WeightSyncSettings:
     fp8: Fp8Format | None = None
     untied_engines: bool = False
     same_process: bool = False
-
-    def bucket_bytes(self, default: int) -> int:
-        """Return the size of a bucket in bytes. ``default`` is the size that the transport
-        prefers.
-        """
-        return self.buffer_bytes or default
+    own: object = None
 
     def for_adapter(self, sent: AdapterSync | None) -> WeightSyncSettings:
         """Return the settings for a trainer of an adapter; with None, these settings.
@@ -139,11 +125,12 @@ class WeightSyncSettings:
             return self
         changing = f"^(?:{'|'.join(map(re.escape, sorted(sent.changing)))})$"
         config = sent.config
-        mode = self.pause_mode
+        sync = self.sync
         if self.adapter_name is not None and config is not None:
             config = sglang_adapter(config)
-            mode = "abort"  # SGLang replaces an adapter only when no request has it any more
-        return replace(self, only_train=(changing,), adapter=config, pause_mode=mode)
+            # SGLang replaces an adapter only when no request has it any more
+            sync = replace(sync, update_weight_pause_mode="abort")
+        return replace(self, only_train=(changing,), adapter=config, sync=sync)
 
     @classmethod
     def from_args(cls, args: Args) -> WeightSyncSettings:
@@ -151,21 +138,12 @@ class WeightSyncSettings:
         return cls(
             model=str(args.hf_checkpoint),
             colocate=args.colocate,
-            transport=args.update_weight_transport,
-            delta=args.update_weight_mode == "delta",
-            buffer_bytes=args.update_weight_buffer_size,
-            senders=args.update_weight_senders,
-            pause_mode=args.update_weight_pause_mode,
+            sync=args.section(WeightSyncConfig),
             disk_dir=os.path.abspath(args.update_weight_disk_dir)
             if args.update_weight_disk_dir
             else None,
-            keep_files=args.update_weight_disk_keep_files,
-            delta_encoding=args.update_weight_delta_encoding,
-            delta_checksum=args.update_weight_delta_checksum,
             train_dtype=args.train_dtype,
             rollout_dtype=args.rollout_dtype,
-            audit=args.audit_weights,
-            audit_threshold=args.audit_threshold,
             only_train=tuple(args.only_train_params_name_list or ()),
             freeze=tuple(args.freeze_params_name_list or ()),
             # With an adapter that it loads by name, SGLang keeps a copy of its base in host memory.
@@ -180,9 +158,20 @@ class WeightSyncSettings:
             on_written=_post_write_hook(args),
             adapter_name=named,
             same_process=inline_engine(args) is not None,
-            fp8=fp8_format(args),
+            fp8=fp8_format(
+                args, args.rollout_backend, args.hf_checkpoint, args.rollout_num_gpus_per_engine
+            ),
             untied_engines=args.rollout_backend == "sglang" and _is_untied(str(args.hf_checkpoint)),
+            own=own_section(transport_part(args), args),
         )
+
+
+def transport_part(sync: WeightSyncConfig) -> Part:
+    """Return the registered part that sends the weights: that of a mode other than ``full`` decides
+    before that of ``--update-weight-transport``.
+    """
+    modes = parts("weight mode")
+    return modes.get(sync.update_weight_mode) or parts("transport")[sync.update_weight_transport]
 
 
 def _is_untied(model: str) -> bool:

@@ -151,7 +151,7 @@ def _contribute(
         return
     dtype = getattr(torch, orders["dtype"]) if orders["dtype"] else None
     transforms = transforms_of(settings, dtype, orders["leave_out_frozen"])
-    size = settings.bucket_bytes(transport.bucket_bytes)
+    size = settings.sync.update_weight_buffer_size or transport.bucket_bytes
     buckets = finished(sent_buckets(settings, source, size, transforms))
     transport.contribute(peers, (bucket for bucket in buckets if not bucket.adapter))
 
@@ -181,7 +181,7 @@ class Sender:
             version,
             transport.bracketed,
             check_equal,
-            settings.pause_mode,
+            settings.sync.update_weight_pause_mode,
             settings.step_seconds,
             None if named else settings.adapter,
             ends_requests=named,
@@ -213,7 +213,7 @@ class Sender:
                 wait([sending])
         self.report.pause_seconds = self.window.closed - self.window.opened
         self.report.seconds = time.perf_counter() - start
-        if self.settings.audit:
+        if self.settings.sync.audit_weights:
             run(self._audit(plan))
         return self.report
 
@@ -230,7 +230,7 @@ class Sender:
             if self.peers is not None:
                 self.peers.open({"dtype": self.report.dtype, "leave_out_frozen": leave_out_frozen})
             transforms = transforms_of(self.settings, dtype, leave_out_frozen)
-            size = self.settings.bucket_bytes(self.transport.bucket_bytes)
+            size = self.settings.sync.update_weight_buffer_size or self.transport.bucket_bytes
             for bucket in finished(sent_buckets(self.settings, source, size, transforms)):
                 if not bucket.adapter:  # a named adapter has digests of its own, see AdapterPayload
                     self._digest(bucket, dtype, plan)
@@ -290,7 +290,7 @@ class Sender:
     def _digest(self, bucket: Bucket, dtype: torch.dtype | None, plan: _Plan) -> None:
         """Compute the digests with which the named checksums of engines are compared later."""
         named = any(engine.capabilities.named_checksums for engine in plan.reached)
-        if not self.settings.audit or not named:
+        if not self.settings.sync.audit_weights or not named:
             return
         from slime.models.digest import tensor_digest
 

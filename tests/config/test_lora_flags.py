@@ -23,7 +23,7 @@ from slime.config.lora import (
 )
 from slime.config.machine import Machine
 from slime.config.parser import ConfigError
-from slime.rollout.state import RequestSettings
+from slime.rollout.state import GenerateState
 from slime.weights.settings import WeightSyncSettings
 
 MEGATRON = "--lora-rank 8 --train-backend megatron "
@@ -213,14 +213,14 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 def test_sglang_loads_the_adapter_by_name_if_it_is_asked_to() -> None:
     args = make_args(**SGLANG, offload_rollout=True, update_weight_pause_mode="drain")
     settings = WeightSyncSettings.from_args(args)
-    assert settings.adapter_name == RequestSettings.from_args(args).adapter == ADAPTER_NAME
+    assert settings.adapter_name == GenerateState(args).requests.adapter == ADAPTER_NAME
     assert not settings.engines_lose_weights
     # Nobody loads the adapter without a trainer, so requests that name it would be refused.
-    assert RequestSettings.from_args(make_args(**SGLANG, debug_rollout_only=True)).adapter is None
-    args.lora_sync = "merged"
+    assert GenerateState(make_args(**SGLANG, debug_rollout_only=True)).requests.adapter is None
+    args = args.with_values(lora_sync="merged")
     settings = WeightSyncSettings.from_args(args)
     assert (
-        settings.adapter_name is None is RequestSettings.from_args(args).adapter
+        settings.adapter_name is None is GenerateState(args).requests.adapter
         and settings.engines_lose_weights
     )
     assert engine_adapter(8, "adapter", "embedded") is None  # the embedded engine needs no name

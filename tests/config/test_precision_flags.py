@@ -12,7 +12,7 @@ from make_args import make_args, rule_problems
 from slime.config import rules, trainer
 from slime.config.machine import Machine
 from slime.config.parser import ConfigError
-from slime.engines.launch import EngineSettings, EngineSpec, fp8_format
+from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.sglang.launch import ServerPlace, server_options
 from slime.models.fp8_format import Fp8Format
 from slime.weights.settings import WeightSyncSettings
@@ -31,7 +31,10 @@ def every_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults(workplace: Workplace) -> None:
     args = workplace.load()
     assert args.rollout_quantization is None and not args.use_tis and args.train_dtype == "float32"
-    assert fp8_format(args) is None and WeightSyncSettings.from_args(args).fp8 is None
+    assert (
+        EngineSettings.from_args(args).fp8 is None
+        and WeightSyncSettings.from_args(args).fp8 is None
+    )
 
 
 def test_quantized_engines_correct_their_samples(workplace: Workplace) -> None:

@@ -13,7 +13,7 @@ from slime.config.cluster import check_machine, check_placement
 from slime.config.engine import ServerGroupError, read_server_groups
 from slime.config.machine import Machine
 from slime.config.rules import Run, idle_flags
-from slime.engines.launch import plan_engines
+from slime.engines.launch import engine_count, plan_engines
 from slime.rollout.state import concurrency
 
 TWO_MODELS = """
@@ -53,7 +53,7 @@ def test_servers_of_two_models_with_a_hole_between_them(tmp_path: Path) -> None:
     ]
     assert [s.model_path for s in specs] == ["/models/actor"] * 3 + ["/models/judge"]
     assert [s.options for s in specs] == [{}, *[{"mem_fraction_static": 0.8}] * 2, {}]
-    assert concurrency(args) == 2 * 512  # what decodes for the trained model
+    assert concurrency(args, engine_count(args)) == 2 * 512  # what decodes for the trained model
     assert check_placement(args) == []
 
 
@@ -67,11 +67,11 @@ def test_one_model_without_a_file() -> None:
         ("prefill", 0, "default"),
         *[("decode", slot, "default") for slot in (2, 4, 6)],
     ]
-    assert concurrency(args) == 3 * 512
+    assert concurrency(args, engine_count(args)) == 3 * 512
     args.prefill_num_servers = None
     assert [s.worker_type for s in plan_engines(args)] == ["regular"] * 4
     args.rollout_external_engine_addrs = ["a:1", "b:2", "c:3"]
-    assert plan_engines(args) == [] and concurrency(args) == 3 * 512
+    assert plan_engines(args) == [] and concurrency(args, engine_count(args)) == 3 * 512
 
 
 @pytest.mark.parametrize(

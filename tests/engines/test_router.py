@@ -413,7 +413,10 @@ def test_ranks_of_an_engine_are_that_engine(slow_router: SlowRouter) -> None:
     args = engine_args(
         Path("."), sglang_router_ip=address.hostname, sglang_router_port=address.port
     )
-    assert run(worker_urls(args)) == ["http://10.0.0.1:1", "http://10.0.0.2:1"]
+    assert run(worker_urls(get_model_url(args, path=""))) == [
+        "http://10.0.0.1:1",
+        "http://10.0.0.2:1",
+    ]
     router.remove_worker("http://10.0.0.1:1")
     assert slow_router.deleted == ["http://10.0.0.1:1@0", "http://10.0.0.1:1@1"]
 

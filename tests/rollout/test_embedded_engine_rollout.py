@@ -12,7 +12,7 @@ from slime.data.sample import Sample, flatten
 from slime.rollout.abort import worker_urls
 from slime.rollout.evaluate import NotCompleted, complete
 from slime.rollout.multi_turn import Conversation
-from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async
+from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async, get_model_url
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -99,8 +99,8 @@ async def test_prompts_and_parameters_that_are_refused_are_no_error_of_the_run(s
         ([[{"role": "user", "content": [{"type": "nothing"}, 3]}]], {}, "prompt 0"),
     ):
         with pytest.raises(NotCompleted, match=told):
-            await complete(args, prompts, 2, changes)
-    ((answer,),) = await complete(args, ["a"], 1, {"max_new_tokens": 2})
+            await complete(GenerateState(args), prompts, 2, changes)
+    ((answer,),) = await complete(GenerateState(args), ["a"], 1, {"max_new_tokens": 2})
     assert answer.response_length == 2
 
 
@@ -132,7 +132,7 @@ async def test_partial_rollout_over_the_real_engine_and_router(smollm2, engine, 
         args.sglang_router_ip, args.sglang_router_port = router.url.removeprefix("http://").split(
             ":"
         )
-        assert await worker_urls(args) == [engine.url]
+        assert await worker_urls(get_model_url(args, path="")) == [engine.url]
         source = source_of(args, ShortAndLong())
         first = await generate_rollout_async(args, 0, source)
         assert [g[0].group_index for g in first.samples] == [1]

@@ -64,7 +64,9 @@ def said(folder: Path, text: str, finish: str = "stop", **more: Any) -> Sample:
     args = arguments(folder, **more)
     sample = Sample(prompt="q")
     skip = args.rollout_skip_special_tokens
-    append_output(args, sample, reply(GenerateState(args).tokenizer, text, finish, skip))
+    append_output(
+        GenerateState(args), sample, reply(GenerateState(args).tokenizer, text, finish, skip)
+    )
     return sample
 
 
@@ -114,8 +116,8 @@ def test_special_tokens_inside_a_text_are_left_out_only_if_the_run_asks_for_it(
 def test_a_response_that_was_interrupted_before_its_end_token(folder: Path) -> None:
     args = arguments(folder)
     tokenizer, sample = GenerateState(args).tokenizer, Sample(prompt="q")
-    append_output(args, sample, reply(tokenizer, "Paris", "abort"))
-    append_output(args, sample, reply(tokenizer, "<|im_end|>"))
+    append_output(GenerateState(args), sample, reply(tokenizer, "Paris", "abort"))
+    append_output(GenerateState(args), sample, reply(tokenizer, "<|im_end|>"))
     assert sample.response == "Paris" and tokenizer.decode(sample.tokens) == "Paris<|im_end|>"
 
 
@@ -177,7 +179,8 @@ async def test_the_text_of_tokens_that_a_function_set_ends_before_the_end_token(
         )
         return sample
 
-    made = await call_single(own, arguments(folder), Sample(prompt="q"), {}, False)
+    args = arguments(folder)
+    made = await call_single(own, GenerateState(args), Sample(prompt="q"), {}, False)
     assert isinstance(made, Sample) and made.response == "Paris" and len(made.tokens) == 7
 
 

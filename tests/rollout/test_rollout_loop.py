@@ -18,7 +18,12 @@ from slime.rollout.abort import worker_urls
 from slime.rollout.generate import append_output
 from slime.rollout.group import mask_earlier_rollouts
 from slime.rollout.loop import RolloutLoop
-from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
+from slime.rollout.sglang_rollout import (
+    GenerateState,
+    generate_rollout,
+    generate_rollout_async,
+    get_model_url,
+)
 from slime.rollout.state import seeded
 
 
@@ -119,10 +124,12 @@ def test_a_character_that_is_cut_between_two_answers_is_put_together(tokenizer_d
         meta = {"output_token_logprobs": scored, "finish_reason": {"type": ending}}
         before = sample.tokens[2:][-5:] if together else []
         said = tokenizer.decode([*before, *part])[len(tokenizer.decode(before)) :]
-        append_output(args, sample, {"text": said, "meta_info": meta})
+        append_output(GenerateState(args), sample, {"text": said, "meta_info": meta})
     assert sample.response == text and sample.tokens[2:] == ids
     garbage = {"output_token_logprobs": [[-1.0, ids[2], None]]}
-    append_output(args, sample, {"text": tokenizer.decode([ids[2]]), "meta_info": garbage})
+    append_output(
+        GenerateState(args), sample, {"text": tokenizer.decode([ids[2]]), "meta_info": garbage}
+    )
     assert sample.response == text + "\ufffd", "what is no character stays as it is"
 
 
@@ -386,10 +393,10 @@ async def test_workers_behind_a_router_are_all_aborted(tokenizer_dir):
     async with other, front:
         front.workers = [front.url, other.url]
         front.serve(args)
-        assert await worker_urls(args) == [front.url, other.url]
+        assert await worker_urls(get_model_url(args, path="")) == [front.url, other.url]
         await roll(args, source_of(args))
         assert front.aborts >= 1 and other.aborts >= 1
-        assert await worker_urls(other.serve(args)) == [other.url]
+        assert await worker_urls(get_model_url(other.serve(args), path="")) == [other.url]
 
 
 async def test_a_group_that_its_engine_aborts_unasked_goes_on(tokenizer_dir):

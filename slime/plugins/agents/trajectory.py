@@ -213,7 +213,7 @@ def _sample(args: Args, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
                     args, tokens=ids, log_probs=None, trainable=False, meta_info=meta
                 )
             else:
-                append_output(args, sample, {**output, "text": ""})
+                append_output(GenerateState(args), sample, {**output, "text": ""})
     sample.status = (
         Sample.Status.TRUNCATED if leaf.cut or leaf.overflowed else Sample.Status.COMPLETED
     )

@@ -7,4 +7,9 @@ from slime.registry import register
 
 def parts() -> None:
     """Register the transport under the mode that chooses it."""
-    register("weight mode", "delta", "slime.plugins.delta.transport:DELTA")
+    register(
+        "weight mode",
+        "delta",
+        "slime.plugins.delta.transport:DELTA",
+        flags="slime.plugins.delta.config:DeltaConfig",
+    )

@@ -19,6 +19,7 @@ from typing import cast
 from slime.engines.handle import EngineHandle, Failures, on_each
 from slime.engines.payload import Bucket
 from slime.engines.sglang_api import DELTA_LOADER, EngineError, EngineInfo
+from slime.plugins.delta.config import DeltaConfig
 from slime.plugins.delta.delta import Changes, Encoding, HostCopy, digests
 from slime.plugins.delta.published import Manifest, PublishedBucket, Status, reports_folder, request
 from slime.weights.settings import WeightSyncSettings, Written
@@ -282,13 +283,14 @@ def _judge(url: str, reports: Sequence[Status], ranks: int) -> None:
 
 def _create(settings: WeightSyncSettings, _: bool) -> DeltaTransport:
     folder, model = claimed_folder(settings)
+    own = cast("DeltaConfig", settings.own)
     return DeltaTransport(
         folder,
         model,
         settings.step_seconds,
-        cast("Encoding", settings.delta_encoding),
-        settings.delta_checksum,
-        settings.keep_files,
+        cast("Encoding", own.update_weight_delta_encoding),
+        own.update_weight_delta_checksum,
+        settings.sync.update_weight_disk_keep_files,
         settings.on_written,
     )
 

@@ -42,7 +42,8 @@ from slime.rollout.verifier.pool import default_workers
 from slime.types import JsonObject, JsonValue
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    from slime.config.data import RewardConfig
+    from slime.config.trainer import ModelConfig
 
 logger = logging.getLogger(__name__)
 _BEAT = 0.1  # seconds between two checks of the open calls
@@ -269,7 +270,11 @@ def is_model_class(function: object) -> TypeGuard[type]:
 
 
 async def model_rewards(
-    args: Args, path: str, model_class: type, samples: Sequence[Sample]
+    reward: RewardConfig,
+    model: ModelConfig,
+    path: str,
+    model_class: type,
+    samples: Sequence[Sample],
 ) -> list[Any] | None:
     """Score all samples with one call of ``compute_reward``.
 
@@ -282,18 +287,21 @@ async def model_rewards(
         ValueError: The class needs a model path, but ``--rm-model-path`` is not set.
         RuntimeError: The model could not be created, or ``compute_reward`` raised an exception.
     """
-    model_path = args.rm_model_path
+    model_path = reward.rm_model_path
     check_class(model_class, model_path)
     columns = [
         [sample.prompt for sample in samples],
-        [spoken(sample, args.hf_checkpoint, args.trust_remote_code).response for sample in samples],
+        [
+            spoken(sample, model.hf_checkpoint, model.trust_remote_code).response
+            for sample in samples
+        ],
         [sample.label for sample in samples],
         [sample.metadata for sample in samples],
     ]
     setup = (f"{_WORKER}:load", path, model_path)
-    run = _pool(path, model_path, tuple(args.verifier_env or ())).run
+    run = _pool(path, model_path, tuple(reward.verifier_env or ())).run
     verdict = await run(
-        f"{_WORKER}:compute", path, model_path, *columns, timeout=args.reward_timeout, setup=setup
+        f"{_WORKER}:compute", path, model_path, *columns, timeout=reward.reward_timeout, setup=setup
     )
     if verdict.ok:
         assert isinstance(verdict.value, list), "compute() returns a list"

@@ -39,6 +39,7 @@ from slime.rollout.rm_hub.reward import BOXED, reward_of
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.data import RewardConfig
     from slime.types import Tokenizer
 
 
@@ -83,7 +84,7 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: obje
     own = {sample.custom_rm_path for sample in samples}
     names_none = own <= {None}
     path = args.custom_rm_path if names_none else (own.pop() if len(own) == 1 else None)
-    if not path or not (names_none or _takes_lists(args, load_reward(path))):
+    if not path or not (names_none or _takes_lists(args.group_rm, load_reward(path))):
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
     rewards = await _by_users(args, path, list(samples), samples, kwargs)
     if rewards is None:
@@ -98,8 +99,8 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: obje
     return accept_rewards(path, samples, rewards)
 
 
-def _takes_lists(args: Args, reward: Any) -> bool:
-    return is_model_class(reward) or (args.group_rm and "sample" not in parameters(reward)[0])
+def _takes_lists(group_rm: bool, reward: Any) -> bool:
+    return is_model_class(reward) or (group_rm and "sample" not in parameters(reward)[0])
 
 
 async def _by_users(
@@ -113,7 +114,7 @@ async def _by_users(
     ``samples`` as unscored and return None."""
     reward = load_reward(path)
     if is_model_class(reward):
-        return await model_rewards(args, path, reward, samples)
+        return await model_rewards(args, args, path, reward, samples)
     deadline = getattr(reward, "deadline", None)
     limit = float(deadline(args)) if deadline is not None else args.reward_timeout
     try:
@@ -124,13 +125,12 @@ async def _by_users(
         return None
 
 
-def scores_whole_groups(args: Args) -> bool:
+def scores_whole_groups(reward: RewardConfig) -> bool:
     """Whether a group is scored in one call: with ``--group-rm``, or by a reward model class, which
     scores batches.
     """
-    return args.group_rm or (
-        bool(args.custom_rm_path) and is_model_class(load_reward(str(args.custom_rm_path)))
-    )
+    path = reward.custom_rm_path
+    return reward.group_rm or (bool(path) and is_model_class(load_reward(str(path))))
 
 
 def load_reward(path: str) -> Any:

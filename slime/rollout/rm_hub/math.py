@@ -37,7 +37,7 @@ from slime.rollout.rm_hub.outcome import verify
 from slime.rollout.rm_hub.reward import Reward, missing_label
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    from slime.config.data import RewardConfig
 
 _EQUAL = "slime.rollout.rm_hub.math_equal.equal"
 _RESPONSE_EQUAL = "slime.rollout.rm_hub.math_equal.response_equal"
@@ -63,7 +63,7 @@ def _marked_answer(text: str) -> str | None:
     return after.split("\n", 1)[0].strip() or None
 
 
-async def math_reward(args: Args, sample: Sample) -> float | None:
+async def math_reward(args: RewardConfig, sample: Sample) -> float | None:
     """Reward type ``math``. None if the verifier gave no result."""
     response = after_thinking(sample.response)
     gold = gold_answer(sample.label)
@@ -85,7 +85,7 @@ async def math_reward(args: Args, sample: Sample) -> float | None:
     return _as_reward(await verify(args, sample, _RESPONSE_EQUAL, gold, tail))
 
 
-async def deepscaler_reward(args: Args, sample: Sample) -> float | None:
+async def deepscaler_reward(args: RewardConfig, sample: Sample) -> float | None:
     """Reward type ``deepscaler``. None if the verifier gave no result."""
     tail = answer_after_reasoning(sample.response)
     boxed = None if tail is None else last_boxed(tail)
@@ -96,11 +96,11 @@ async def deepscaler_reward(args: Args, sample: Sample) -> float | None:
     )
 
 
-async def _compare(args: Args, sample: Sample, gold: str, answer: str) -> float | None:
+async def _compare(reward: RewardConfig, sample: Sample, gold: str, answer: str) -> float | None:
     decided = decide(gold, answer)
     if decided is not None:
         return float(decided)
-    return _as_reward(await verify(args, sample, _EQUAL, gold, answer))
+    return _as_reward(await verify(reward, sample, _EQUAL, gold, answer))
 
 
 def _as_reward(value: bool | None) -> float | None:

@@ -15,7 +15,7 @@ from slime.data.sample import Sample
 from slime.rollout.verifier import Verdict, shared_pool
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    from slime.config.data import RewardConfig
 
 logger = logging.getLogger(__name__)
 FAILURE_KEY = "reward_failure"
@@ -62,7 +62,7 @@ def accept_rewards(path: str, samples: Sequence[Sample], rewards: Iterable[objec
     return plain
 
 
-async def verify(args: Args, sample: Sample, function: str, *call_args: object) -> Any:
+async def verify(reward: RewardConfig, sample: Sample, function: str, *call_args: object) -> Any:
     """Run a verifier in a killable process, with the time limit ``--reward-timeout``.
 
     Args:
@@ -73,8 +73,8 @@ async def verify(args: Args, sample: Sample, function: str, *call_args: object) 
         What the verifier returned. None if it gave no result; the sample is then marked as
         unscored.
     """
-    pool = shared_pool(args.reward_workers, variables=args.verifier_env or ())
-    verdict: Verdict = await pool.run(function, *call_args, timeout=args.reward_timeout)
+    pool = shared_pool(reward.reward_workers, variables=reward.verifier_env or ())
+    verdict: Verdict = await pool.run(function, *call_args, timeout=reward.reward_timeout)
     if verdict.ok:
         return verdict.value
     mark_unscored(sample, verdict.status, verdict.detail)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slime.registry import find
-from slime.weights.settings import WeightSyncSettings
+from slime.registry import load
+from slime.weights.settings import WeightSyncSettings, transport_part
 from slime.weights.transports.base import SendResult, Transport, TransportKind
 
 __all__ = [
@@ -56,7 +56,7 @@ def ranks_of_engines(
     if not transport_kind(settings).many_senders:
         return rank_0
     if not by_handle(settings, same_host):
-        return _divided(settings.senders, urls, slots, world_size)
+        return _divided(settings.sync.update_weight_senders, urls, slots, world_size)
     if not settings.colocate or world_size == 1:
         return rank_0
     alone = [url for url in urls if url not in slots or slots[url].stop > world_size]
@@ -95,9 +95,8 @@ def _divided(
 
 
 def transport_kind(settings: WeightSyncSettings) -> TransportKind:
-    """Return what the flags name: the delta transport with ``--update-weight-mode delta``."""
-    part = ("weight mode", "delta") if settings.delta else ("transport", settings.transport)
-    kind: TransportKind = find(*part)
+    """Return what the flags name; see :func:`~slime.weights.settings.transport_part`."""
+    kind: TransportKind = load(transport_part(settings.sync).target)
     return kind
 
 
@@ -127,9 +126,9 @@ def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Tran
         settings.adapter,
         folder=folder,
         shared=colocated_host and not settings.same_process,
-        digests=settings.audit,
+        digests=settings.sync.audit_weights,
         deadline=settings.step_seconds,
-        keep_files=settings.keep_files,
+        keep_files=settings.sync.update_weight_disk_keep_files,
         written=settings.on_written,
     )
 

@@ -269,7 +269,7 @@ def _fsync(path: Path) -> None:
 def _create(settings: WeightSyncSettings, _: bool) -> DiskTransport:
     folder, model = claimed_folder(settings)
     layout = layout_of(settings.model, settings.fp8) if settings.fp8 is not None else None
-    keep = settings.keep_files
+    keep = settings.sync.update_weight_disk_keep_files
     written = settings.on_written
     return DiskTransport(
         folder, model, settings.step_seconds, keep, written, layout, settings.rollout_dtype

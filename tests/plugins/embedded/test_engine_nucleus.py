@@ -23,7 +23,7 @@ from slime.models.packed_attention import NAME
 from slime.models.scorer import PolicyScorer
 from slime.plugins.embedded.sequence import build_answer
 from slime.rollout.generate import append_output, build_generate_body
-from slime.rollout.state import RequestSettings
+from slime.rollout.state import GenerateState
 
 CUTS: list[dict[str, Any]] = [
     {"top_p": 0.6},
@@ -47,7 +47,9 @@ def sampled(model: Path, cut: dict[str, Any]) -> list[Sample]:
         answer = build_answer(
             sequence, loaded.detokenizer, "0.0", sequence.num_output, sequence.finish_reason
         )
-        append_output(make_args(), sample, json.loads(json.dumps(answer)))  # as it goes over HTTP
+        args = make_args()
+        # as it goes over HTTP
+        append_output(GenerateState(args), sample, json.loads(json.dumps(answer)))
         samples.append(sample)
     return samples
 
@@ -97,9 +99,7 @@ def test_only_the_embedded_engine_is_asked_and_only_where_something_is_cut() -> 
         ("embedded", {"top_p": 1.0, "top_k": -1}, False),
         ("sglang", {"top_p": 0.9}, False),
     ):
-        state = SimpleNamespace(
-            requests=RequestSettings.from_args(make_args(rollout_backend=backend))
-        )
+        state = SimpleNamespace(requests=GenerateState(make_args(rollout_backend=backend)).requests)
         body = build_generate_body(state, sample, cut)  # type: ignore[arg-type]
         assert body.get("return_top_p_token_ids", False) is asked
 

@@ -21,7 +21,7 @@ from slime.plugins.tools.hooks.guard import (
 from slime.plugins.tools.hooks.turns import check_turns
 from slime.rollout.base_types import call, supported_kwargs
 from slime.rollout.custom_generate import call_list, call_single, takes_list
-from slime.rollout.state import request_params
+from slime.rollout.state import GenerateState, request_params
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 from slime.types import SamplingParams
 
@@ -57,10 +57,11 @@ def generate(bench: Bench, fn: Hook) -> str:
 
     async def whole_group() -> list[Any]:
         group = flatten(bench.prompts()[0])
+        state = GenerateState(args)
         if takes_list(fn):
-            return list(await call_list(fn, args, group, False))
+            return list(await call_list(fn, state, group, False))
         return list(
-            await asyncio.gather(*(call_single(fn, args, one, {**params}, False) for one in group))
+            await asyncio.gather(*(call_single(fn, state, one, {**params}, False) for one in group))
         )
 
     # a first call, so that imports and connections are not measured
@@ -104,9 +105,10 @@ def agent(bench: Bench, fn: Hook) -> str:
     async def whole_group() -> list[Any]:
         try:
             group = flatten(bench.prompts()[0])
+            state = GenerateState(args)
             return list(
                 await asyncio.gather(
-                    *(call_single(run_agent, args, one, params, False) for one in group)
+                    *(call_single(run_agent, state, one, params, False) for one in group)
                 )
             )
         finally:

@@ -75,9 +75,10 @@ class _Try:
 
         async def call(args: Args, samples: list[Sample]) -> list[Any]:
             if self.listed:
-                return list(await call_list(self.fn, args, samples, False))
+                return list(await call_list(self.fn, GenerateState(args), samples, False))
             return [
-                await call_single(self.fn, args, one, copy.copy(params), False) for one in samples
+                await call_single(self.fn, GenerateState(args), one, copy.copy(params), False)
+                for one in samples
             ]
 
         async def work() -> tuple[list[Any], list[Any], list[Request]]:

@@ -149,7 +149,9 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
             samples = flatten(groups)
             # A function of the user's replaces the metrics of the samples.
             metrics = (
-                {} if args.custom_rollout_log_function_path else rollout_metrics(args, samples)
+                {}
+                if args.custom_rollout_log_function_path
+                else rollout_metrics(args, args, samples)
             )
             metrics |= staleness_metrics(samples, rollout_id)
             for rank, part in enumerate(parts_of_ranks(args, groups, rollout_id, layout)):
