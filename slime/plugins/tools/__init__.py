@@ -17,6 +17,7 @@ _COMMANDS = {
     "replay": "replay:add_replay",
     "verify": "replay:add_verify",
     "plan": "plan:add_plan",
+    "check-algo": "check_algo:add_check_algo",
 }
 
 

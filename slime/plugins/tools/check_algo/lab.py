@@ -1,0 +1,200 @@
+"""The settings, policies and samples with which an estimator is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.config.algorithm import algorithm_class, check_estimator, loading_problem
+from slime.config.args import Args
+from slime.config.machine import Machine
+from slime.config.parser import read_command_line
+from slime.config.resolve import resolve_defaults
+from slime.data.sample import Group, Sample
+from slime.plugins.tools.check_algo.step import Step, Trainer
+from slime.plugins.tools.check_algo.world import PROMPT, TOOL, Draw, World
+
+DRIFT = 0.04
+"""How far a logit moves in one step at most, so that the ratios of four steps reach the clip."""
+CORRECTIONS = ("use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "keep_old_actor")
+"""Flags with which the user says how older samples are corrected."""
+
+
+class CheckAlgoError(ValueError):
+    """Raised if the estimator cannot be loaded, or its flags contradict each other."""
+
+
+def make_args(name: str, flags: Sequence[str] = ()) -> Args:
+    """Return the settings of a run with this estimator on a batch of two prompts.
+
+    Older samples are corrected by the engine's log-probs (``--use-rollout-logprobs``), unless a
+    flag says how. Switches that the estimator requires are on.
+
+    Args:
+        name: A registered name or the path of a class.
+        flags: Words of the command line of train.py.
+
+    Raises:
+        CheckAlgoError: Flags are unknown, or do not fit the estimator.
+    """
+    args, problems = read_command_line([*flags, "--advantage-estimator", name], prog="slime")
+    given = args.explicit
+    if (problem := loading_problem(name)) is not None:
+        raise CheckAlgoError(problem)
+    args.rollout_batch_size = 2
+    if "n_samples_per_prompt" not in given:
+        args.n_samples_per_prompt = 3
+    args.global_batch_size = 2 * args.n_samples_per_prompt
+    for switch in algorithm_class(name).requires:
+        setattr(args, switch, True)
+    if not given & set(CORRECTIONS):
+        args.use_rollout_logprobs = True
+    problems += resolve_defaults(args, machine=Machine(gpus=0, cores=1, in_cluster=False))
+    problems += check_estimator(args)
+    if problems:
+        raise CheckAlgoError("; ".join(problems))
+    return args
+
+
+def relative(difference: Tensor, of: Tensor) -> float:
+    """Return the norm of a difference over that of what it should be; 0 if both are 0."""
+    size = float(difference.norm())
+    return size / max(float(of.norm()), 1e-30) if size > 1e-12 else 0.0
+
+
+def sine(a: Tensor, b: Tensor) -> float:
+    """Return the sine of the angle between two vectors; above 1 if they point apart."""
+    along = float((a * b).sum())
+    if along <= 0:
+        return 2.0
+    return relative(a - b * (along / float((b * b).sum())), a)
+
+
+@dataclass
+class Lab:
+    """One estimator in one world.
+
+    Attributes:
+        size: The number of samples of a group.
+        changes: Settings that replace those of ``args``.
+        table: The policy that is trained, as logits.
+        rewarded: Whether steps leave out what they do without any reward, such as a KL.
+    """
+
+    args: Args
+    world: World
+    size: int = 3
+    changes: dict[str, Any] = field(default_factory=dict)
+    table: Tensor = field(default_factory=lambda: torch.zeros(0))
+    rewarded: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.table.numel():
+            self.table = self.world.table(0.7, 0.8)
+        settings = {
+            "rollout_max_response_len": self.world.longest,  # the divisor of Dr. GRPO
+            "n_samples_per_prompt": self.size,
+            "global_batch_size": self.size * self.world.prompts,
+        }
+        args = self.args.with_values(**settings | self.changes)
+        tables = {
+            "actor": self.table,
+            "ref": self.table + self.world.table(4.1, 0.5),
+            "teacher": self.table + self.world.table(5.2, 0.5),
+        }
+        self.trainer = Trainer(args, self.world, tables)
+        self._known: tuple[Tensor, list[list[list[float]]]] | None = None
+
+    def but(self, **changes: Any) -> Lab:
+        """Return the same with other settings."""
+        return replace(self, changes=self.changes | changes)
+
+    def older(self, steps: float) -> Tensor:
+        """Return the policy of so many steps ago."""
+        return self.table - steps * self.world.table(1.9, DRIFT)
+
+    def groups(
+        self,
+        draw: Draw,
+        sampler: Tensor | None = None,
+        rewards: Callable[[int, int], float] | None = None,
+        make: Callable[[Sample], Sample | list[Sample]] | None = None,
+    ) -> list[Group]:
+        """Return the samples of a batch.
+
+        Args:
+            sampler: The policy that sampled them; the trained one by default.
+            rewards: Of ``(prompt, position of the response)``; those of the world by default.
+            make: Turns a sample into what the check wants.
+        """
+        log_probs = self._log_probs(self.table if sampler is None else sampler)
+        groups: list[Group] = []
+        index = 0
+        for prompt, group in enumerate(draw):
+            made: Group = []
+            for chosen in group:
+                response = self.world.responses[chosen]
+                reward = self.world.rewards[prompt][chosen]
+                one = Sample(
+                    group_index=prompt,
+                    index=index,
+                    tokens=[PROMPT + prompt, *response],
+                    response_length=len(response),
+                    reward=reward if rewards is None else rewards(prompt, chosen),
+                    rollout_log_probs=list(log_probs[prompt][chosen]),
+                    status=Sample.Status.TRUNCATED if self.world.is_cut_off(response) else Sample.Status.COMPLETED,
+                )
+                made.append(one if make is None else make(one))
+                index += 1
+            groups.append(made)
+        return groups
+
+    def _log_probs(self, table: Tensor) -> list[list[list[float]]]:
+        """Return the log-probs of each response to each prompt, computed once for a policy."""
+        if self._known is None or self._known[0] is not table:
+            world = self.world
+            scores = [
+                [world.log_probs(table, prompt, y).tolist() for y in world.responses] for prompt in range(world.prompts)
+            ]
+            self._known = table, scores
+        return self._known[1]
+
+    def step(self, draw: Draw, sampler: Tensor | None = None, **how: Any) -> Step:
+        """Train on one batch; the arguments are those of :meth:`groups`."""
+        step = self.trainer.step(self.groups(draw, sampler, **how))
+        if not self.rewarded:
+            return step
+        rest = self.trainer.step(self.groups(draw, sampler, **how | {"rewards": lambda *_: 0.0}))
+        weights = {i: x - rest.by_sample.get(i, torch.zeros(1)) for i, x in step.by_sample.items()}
+        return Step(step.gradient - rest.gradient, weights, step.metrics)
+
+
+def with_tools(sample: Sample) -> Sample:
+    """Return the sample with output of a tool after its first token, which is not trained."""
+    prompt, first, *rest = sample.tokens
+    first_score, *scores = sample.rollout_log_probs or []
+    return replace(
+        sample,
+        tokens=[prompt, first, TOOL, TOOL, *rest],
+        loss_mask=[1, 0, 0, *(1 for _ in rest)],
+        response_length=sample.response_length + 2,
+        rollout_log_probs=[first_score, 0.0, 0.0, *scores],
+    )
+
+
+def as_leaves(sample: Sample) -> list[Sample]:
+    """Return one sample for each token of the response: the leaves of an agent's session."""
+    return [
+        replace(
+            sample,
+            index=1000 * t + (sample.index or 0),
+            tokens=sample.tokens[: t + 2],
+            response_length=1,
+            rollout_log_probs=[score],
+        )
+        for t, score in enumerate(sample.rollout_log_probs or [])
+    ]

@@ -1,0 +1,131 @@
+"""The result of ``slime check-algo``: a verdict, two tables and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.config.args import Args
+from slime.observability.best_effort import replacing
+from slime.plugins.tools.check_algo.checks import CHECKS, Finding, has_regulariser, run_checks
+from slime.plugins.tools.check_algo.design import design_of
+from slime.plugins.tools.check_algo.measure import STALENESS, Measured, measure
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A check with its finding, and the reason if it may fail by design."""
+
+    name: str
+    finding: Finding
+    reason: str = ""
+
+    @property
+    def state(self) -> str:
+        if self.finding.holds:
+            return "ok"
+        return "by design" if self.reason else "FAILS"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found about one estimator.
+
+    Attributes:
+        base: The registered estimator that it is or derives from; empty for none.
+        rows: Bias and variance; empty if they could not be measured.
+    """
+
+    name: str
+    base: str
+    checks: tuple[Checked, ...]
+    rows: tuple[Measured, ...] = ()
+
+    @property
+    def failing(self) -> list[Checked]:
+        """The checks that fail without a reason. The first one is the most specific."""
+        return [one for one in self.checks if one.state == "FAILS"]
+
+    @property
+    def verdict(self) -> str:
+        if self.failing:
+            first, *others = self.failing
+            more = f" (also: {', '.join(one.name for one in others)})" if others else ""
+            return f"WRONG: {first.name}: {first.finding.text}{more}"
+        direction = next(one for one in self.checks if one.name == "direction")
+        if direction.finding.holds:
+            return "unbiased"
+        return f"biased by design: {direction.reason}"
+
+
+def check_algorithm(args: Args) -> Report:
+    """Run all checks and measurements of the estimator in ``args`` (:func:`.lab.make_args`)."""
+    name = args.advantage_estimator
+    base, reasons = design_of(name)
+    checks = tuple(Checked(check, finding, reasons.get(check, "")) for check, finding in run_checks(args))
+    # A class that raises an error has no gradient to measure.
+    raised = any(math.isinf(one.finding.off) for one in checks)
+    rows = () if raised else tuple(measure(args, has_regulariser(args)))
+    return Report(name, base, checks, rows)
+
+
+def page(report: Report) -> Iterator[str]:
+    """Yield the lines of the report."""
+    base = f" (derives from {report.base})" if report.base not in ("", report.name) else ""
+    yield f"{report.name}{base}, beside the exact gradient of the expected reward"
+    if report.rows:
+        yield ""
+        yield f"{'':<18}{'bias':>9}{'cosine':>9}{'length':>9}   variance / RLOO   / REINFORCE"
+    for row in report.rows:
+        sampled = f" ± {100 * row.error:.1f}%" if row.error else ""
+        yield (
+            f"{row.name:<18}{100 * row.bias:>8.1f}%{row.cosine:>9.4f}{row.length:>9.3f}"
+            f"{row.to_rloo:>18.2f}{row.to_reinforce:>14.2f}{sampled}"
+        )
+    yield ""
+    for one in report.checks:
+        why = f"; {one.reason}" if one.state == "by design" else ""
+        yield f"{one.name:<24}{one.state:<11}{one.finding.text}{why}"
+        if one.state == "FAILS":
+            yield f"{'':<24}wanted: {' '.join((CHECKS[one.name].__doc__ or '').split())}"
+    yield ""
+    yield f"verdict: {report.verdict}"
+    lengths = next((row for row in report.rows if row.name.startswith("lengths")), None)
+    if lengths is not None and lengths.bias > 0.01 and not report.failing:
+        yield (
+            f"where responses differ in length, the bias is {100 * lengths.bias:.0f}%; a sum over "
+            "tokens in place of their mean (slime.algorithms.dr_grpo.pg_loss_reducer) has no such "
+            "part"
+        )
+
+
+def draw(rows: Mapping[str, Sequence[Measured]], path: Path) -> None:
+    """Write a PNG with the bias and the variance of estimators at each staleness.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for place, (name, measured) in enumerate(rows.items()):
+        style = {"linestyle": ("-", "--", ":")[place % 3], "marker": "osv^"[place % 4]}
+        stale = [row for row in measured if row.name.startswith("staleness")]
+        left.plot(STALENESS, [100 * row.bias for row in stale], label=name, **style)
+        right.plot(STALENESS, [row.to_rloo for row in stale], **style)
+    left.set_title("bias of the expected gradient, %", loc="left")
+    right.set_title("variance, relative to RLOO", loc="left")
+    right.axhline(1.0, color="#999999", linewidth=0.8)
+    for axes in (left, right):
+        axes.set_xlabel("staleness of the samples, in steps")
+        axes.set_xticks(STALENESS)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False, fontsize=8, ncols=2)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, facecolor="white", format="png")
