@@ -15,7 +15,15 @@ from slime.data.sample import Sample
 from slime.plugins.tools.check_algo.lab import Lab, as_leaves, relative, sine, with_tools
 from slime.plugins.tools.check_algo.measure import moments
 from slime.plugins.tools.check_algo.step import Step
-from slime.plugins.tools.check_algo.world import LENGTHS, ONE_LENGTH, ONE_TOKEN, Draw, Draws, World, draws
+from slime.plugins.tools.check_algo.world import (
+    LENGTHS,
+    ONE_LENGTH,
+    ONE_TOKEN,
+    Draw,
+    Draws,
+    World,
+    draws,
+)
 
 TOLERANCE = 1e-5
 """Advantages and the engine's log-probs are float32; everything else is float64."""
@@ -74,63 +82,16 @@ def has_regulariser(args: Args) -> bool:
 
 
 class Checks:
-    """The checks of one estimator."""
+    """The checks of one estimator, from causes to consequences: the first that fails says most.
+
+    Each public method is a check; its docstring says what is wanted.
+    """
 
     def __init__(self, args: Args) -> None:
         self.args = args
         self.regularised = has_regulariser(args)
         self.one_length = Lab(args, ONE_LENGTH)
         self.lengths = Lab(args, LENGTHS)
-
-    def _lab(self, world: World, size: int = 3, **how: Any) -> Lab:
-        """Return a lab in which only rewards count."""
-        return Lab(self.args, world, size, rewarded=self.regularised, **how)
-
-    # --- what the gradient is on average ----------------------------------------------------
-
-    def direction(self) -> Finding:
-        """The mean gradient of responses of one length is that of the expected reward."""
-        lab = self._lab(ONE_LENGTH, 2)
-        batches = draws(lab.world, lab.table, lab.size)
-        mean = torch.from_numpy(moments(lab, lab.table, batches).mean)
-        off = sine(mean, lab.world.true_gradient(lab.table).flatten())
-        angle = math.degrees(math.asin(min(off, 1.0)))
-        return Finding(off, f"E[gradient] is {angle:.1f}° from the true one, groups of 2")
-
-    def ratio(self) -> Finding:
-        """Samples of an older policy are weighed by the ratio; responses of one token, no clip."""
-        own = {name: 1e6 for name in ("dppo_delta",) if name in vars(self.args)}
-        lab = self._lab(ONE_TOKEN, 2, changes=OPEN | own)
-        true = lab.world.true_gradient(lab.table)
-        angles = []
-        for staleness in (1.0, 4.0):
-            sampler = lab.older(staleness)
-            batches = draws(lab.world, sampler, lab.size)
-            mean = torch.from_numpy(moments(lab, sampler, batches).mean).view_as(true)
-            # Rewards are 0 and 1, so that a baseline changes the weight of a prompt at most.
-            angles.append(max(sine(a, b) for a, b in zip(mean, true, strict=True)))
-        return Finding(max(angles), f"off by {_percent(angles[0])} and {_percent(angles[1])} 1 and 4 steps late")
-
-    def regulariser(self) -> Finding:
-        """With equal rewards, what is left of the gradient lowers a KL (or raises the entropy)."""
-        if not self.regularised:
-            return Finding(0.0, "none")
-        lab, sampler, batches = _without_rewards(self.args)
-        mean = torch.from_numpy(moments(lab, sampler, batches).mean)
-        ref = lab.table + lab.world.table(4.1, 0.5)
-        cosines = {
-            f"KL to {name}": float(torch.cosine_similarity(mean, -one.flatten(), 0))
-            for name, other in {"older weights": sampler, "ref": ref, "uniform": ref * 0}.items()
-            for one in _kl_gradients(lab.table, other)
-        }
-        best = max(cosines, key=lambda name: cosines[name])
-        good = cosines[best] > 0.9
-        return Finding(
-            0.0 if good else 1.0 - cosines[best],
-            f"lowers the {best}" if good else f"lowers no KL (best cosine {cosines[best]:.2f})",
-        )
-
-    # --- the weights of tokens --------------------------------------------------------------
 
     def alignment(self) -> Finding:
         """On the policy's own samples every importance ratio is 1."""
@@ -190,10 +151,12 @@ class Checks:
 
         def weights(good: int) -> list[float]:
             steps = [
-                lab.step(batch, one, rewards=lambda _, chosen: (0.0, 1.0)[chosen == good]) for one in (older, table)
+                lab.step(batch, one, rewards=lambda _, chosen: (0.0, 1.0)[chosen == good])
+                for one in (older, table)
             ]
             late, fresh = (torch.cat([_weights(step)[i] for i in (0, 1)]) for step in steps)
-            return (late / fresh).abs().tolist()
+            trained = fresh.abs() > 1e-9
+            return (late[trained] / fresh[trained]).abs().tolist()
 
         # Token 0 has become more likely, token 1 less. If token 1 is good, both must come back.
         back = weights(good=1)
@@ -202,102 +165,136 @@ class Checks:
         ratio = f"{min(back):.2g} to {max(back):.2g} back, {min(away):.2g} to {max(away):.2g} away"
         return Finding(off, f"weights at ratios of 2.5 and 0.33: {ratio}")
 
-    # --- what must not matter ---------------------------------------------------------------
+    def regulariser(self) -> Finding:
+        """With equal rewards, what is left of the gradient lowers a KL (or raises the entropy)."""
+        if not self.regularised:
+            return Finding(0.0, "none")
+        lab, sampler, batches = _without_rewards(self.args)
+        mean = torch.from_numpy(moments(lab, sampler, batches).mean)
+        ref = lab.table + lab.world.table(4.1, 0.5)
+        cosines = {
+            f"KL to {name}": float(torch.cosine_similarity(mean, -one.flatten(), 0))
+            for name, other in {"older weights": sampler, "ref": ref, "uniform": ref * 0}.items()
+            for one in _kl_gradients(lab.table, other)
+        }
+        best = max(cosines, key=lambda name: cosines[name])
+        good = cosines[best] > 0.9
+        return Finding(
+            0.0 if good else 1.0 - cosines[best],
+            f"lowers the {best}" if good else f"lowers no KL (best cosine {cosines[best]:.2f})",
+        )
 
-    def others_level(self) -> Finding:
-        """The level of another group's rewards changes nothing."""
-        return self._other_group(lambda reward: reward + 1.0)
-
-    def others_spread(self) -> Finding:
-        """The spread of another group's rewards around their mean changes nothing."""
-        return self._other_group(lambda reward: 3.0 * reward, centred=True)
-
-    def _other_group(self, change: Callable[[float], float], centred: bool = False) -> Finding:
-        lab = self.one_length
-        off = 0.0
-        for batch in SOME:
-            rewards = [lab.world.rewards[1][i] for i in batch[1]]
-            mean = sum(rewards) / len(rewards) if centred else 0.0
-            changed = {i: mean + change(r - mean) for i, r in zip(batch[1], rewards, strict=True)}
-            steps = [lab.step(batch, rewards=one) for one in (None, _with_rewards(lab.world, changed))]
-            before, after = (step.gradient[: len(step.gradient) // 2] for step in steps)
-            off = max(off, relative(after - before, before))
-        return Finding(off, f"the gradient of a group changes by {_percent(off)}")
-
-    def order(self) -> Finding:
-        """The order of the samples in a group changes nothing."""
-        turned = tuple(tuple((*group[1:], group[0]) for group in batch) for batch in SOME)
-        return _same(self.lengths, [self.lengths.step(one, self.lengths.older(1.0)) for one in turned], 1.0)
-
-    def masked(self) -> Finding:
-        """Output of a tool between the tokens of a response, which is masked, changes nothing."""
-        lab = self.one_length
-        older = lab.older(1.0)
-        return _same(lab, [lab.step(one, older, make=with_tools) for one in SOME], 1.0)
-
-    def truncated(self) -> Finding:
+    def truncated_samples(self) -> Finding:
         """A sample that was cut off weighs as much as one that ended."""
 
         def ended(sample: Sample) -> Sample:
             return replace(sample, status=Sample.Status.COMPLETED)
 
-        lab = self.lengths
         batches: tuple[Draw, ...] = (((4, 2, 3), (4, 0, 3)), ((4, 4, 2), (1, 4, 4)))
-        steps = [lab.step(one, lab.older(1.0), make=ended) for one in batches]
-        found = _same(lab, steps, 1.0, batches)
-        return Finding(found.off, f"{found.text} if nothing counts as cut off")
+        return _told(_change(self.lengths, batches=batches, make=ended), " if all ended")
+
+    def level_of_other_groups(self) -> Finding:
+        """The level of another group's rewards changes nothing."""
+        return self._other_group(lambda reward, mean: reward + 1.0)
+
+    def spread_of_other_groups(self) -> Finding:
+        """The spread of another group's rewards around their mean changes nothing."""
+        return self._other_group(lambda reward, mean: mean + 3.0 * (reward - mean))
+
+    def masked_tokens(self) -> Finding:
+        """Output of a tool between the tokens of a response, which is masked, changes nothing."""
+        return _told(_change(self.one_length, make=with_tools))
 
     def leaves(self) -> Finding:
         """A rollout that is given as several samples (an agent's tree) counts as one rollout."""
-        lab = self.lengths
-        steps = [lab.step(one, make=as_leaves) for one in SOME]
-        return _same(lab, steps, 0.0)
+        return _told(_change(self.lengths, late=0.0, make=as_leaves))
 
     def micro_batches(self) -> Finding:
         """Neither the size of micro-batches nor packing changes anything."""
-        found = []
-        for size in (1, 2, 4):
-            lab = self.lengths.but(use_dynamic_batch_size=False, micro_batch_size=size)
-            found.append((_same_with(self.lengths, lab), f"micro-batches of {size}"))
-        for share in (True, False):
-            lab = self.lengths.but(use_dynamic_batch_size=True, max_tokens_per_gpu=6, share_prompt_in_pack=share)
-            found.append((_same_with(self.lengths, lab), "packs of 6 tokens"))
-        return _worst(found)
+        static: list[dict[str, Any]] = [
+            {"use_dynamic_batch_size": False, "micro_batch_size": size} for size in (1, 2, 4)
+        ]
+        packs: list[dict[str, Any]] = [
+            {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 6, "share_prompt_in_pack": one}
+            for one in (True, False)
+        ]
+        return self._worst(static + packs)
 
     def ranks(self) -> Finding:
         """The number of data-parallel ranks changes nothing."""
-        lab = self.lengths.but(world_size=2, use_dynamic_batch_size=False, micro_batch_size=1)
-        return _worst([(_same_with(self.lengths, lab), "2 ranks")])
+        two = {"world_size": 2, "use_dynamic_batch_size": False, "micro_batch_size": 1}
+        return self._worst([two])
+
+    def order(self) -> Finding:
+        """The order of the samples in a group changes nothing."""
+        turned = [tuple((*group[1:], group[0]) for group in batch) for batch in SOME]
+        return _told(_change(self.lengths, changed=turned))
 
     def skipping(self) -> Finding:
         """Samples that a step may skip have no gradient."""
-        lab = self.lengths.but(skip_zero_advantage_groups=False)
-        return _worst([(_same_with(self.lengths, lab), "--no-skip-zero-advantage-groups")])
+        return self._worst([{"skip_zero_advantage_groups": False}])
+
+    def ratio(self) -> Finding:
+        """Samples of an older policy are weighed by the ratio; responses of one token, no clip."""
+        own = {name: 1e6 for name in ("dppo_delta",) if name in vars(self.args)}
+        lab = self._lab(ONE_TOKEN, 2, changes=OPEN | own)
+        true = lab.world.true_gradient(lab.table)
+        angles = []
+        for staleness in (1.0, 4.0):
+            sampler = lab.older(staleness)
+            batches = draws(lab.world, sampler, lab.size)
+            mean = torch.from_numpy(moments(lab, sampler, batches).mean).view_as(true)
+            # Rewards are 0 and 1, so that a baseline changes the weight of a prompt at most.
+            angles.append(max(sine(a, b) for a, b in zip(mean, true, strict=True)))
+        return Finding(
+            max(angles),
+            f"off by {_percent(angles[0])} and {_percent(angles[1])} 1 and 4 steps late",
+        )
+
+    def direction(self) -> Finding:
+        """The mean gradient of responses of one length is that of the expected reward."""
+        lab = self._lab(ONE_LENGTH, 2)
+        batches = draws(lab.world, lab.table, lab.size)
+        mean = torch.from_numpy(moments(lab, lab.table, batches).mean)
+        off = sine(mean, lab.world.true_gradient(lab.table).flatten())
+        angle = math.degrees(math.asin(min(off, 1.0)))
+        return Finding(off, f"E[gradient] is {angle:.1f}° from the true one, groups of 2")
+
+    def _lab(self, world: World, size: int = 3, **how: Any) -> Lab:
+        """Return a lab in which only rewards count."""
+        return Lab(self.args, world, size, rewarded=self.regularised, **how)
+
+    def _other_group(self, change: Callable[[float, float], float]) -> Finding:
+        lab = self.one_length
+        first, second = lab.world.rewards
+        off = 0.0
+        for batch in SOME:
+            mean = sum(second[i] for i in batch[1]) / len(batch[1])
+
+            def reward(prompt: int, i: int, mean: float = mean) -> float:
+                return change(second[i], mean) if prompt else first[i]
+
+            steps = lab.step(batch), lab.step(batch, rewards=reward)
+            before, after = (step.gradient[: len(step.gradient) // 2] for step in steps)
+            off = max(off, relative(after - before, before))
+        return _told(off, " in a group")
+
+    def _worst(self, settings: Sequence[dict[str, Any]]) -> Finding:
+        """Return by how much the worst of some settings changes the gradient."""
+        found = [
+            (_change(self.lengths, self.lengths.but(**one)), [f"{k}={v}" for k, v in one.items()])
+            for one in settings
+        ]
+        off, changes = max(found)
+        return _told(off, f" with {', '.join(changes)}")
 
 
 DRIFT_OF_ONE = 0.1
 """How far one state's logits move in :meth:`Checks.own_ratio`; within the usual clips."""
 
 CHECKS: dict[str, Callable[[Checks], Finding]] = {
-    "alignment": Checks.alignment,
-    "tokens": Checks.tokens,
-    "length": Checks.length,
-    "own ratio": Checks.own_ratio,
-    "clip": Checks.clip,
-    "regulariser": Checks.regulariser,
-    "truncated samples": Checks.truncated,
-    "level of other groups": Checks.others_level,
-    "spread of other groups": Checks.others_spread,
-    "masked tokens": Checks.masked,
-    "leaves": Checks.leaves,
-    "micro-batches": Checks.micro_batches,
-    "ranks": Checks.ranks,
-    "order": Checks.order,
-    "skipping": Checks.skipping,
-    "ratio": Checks.ratio,
-    "direction": Checks.direction,
+    name.replace("_", " "): check for name, check in vars(Checks).items() if name[0] != "_"
 }
-"""From the causes to their consequences: the first that fails says most about the error."""
 
 
 def run_checks(args: Args) -> Iterator[tuple[str, Finding]]:
@@ -310,10 +307,6 @@ def run_checks(args: Args) -> Iterator[tuple[str, Finding]]:
             yield name, Finding(0.0, "not seen: the loss is a function of the logits")
         except Exception as error:  # the user's class can raise anything
             yield name, Finding(math.inf, f"{type(error).__name__}: {error}")
-
-
-def _with_rewards(world: World, of_second: dict[int, float]) -> Callable[[int, int], float]:
-    return lambda prompt, i: of_second[i] if prompt else world.rewards[0][i]
 
 
 def _chosen(batch: Draw, index: int) -> int:
@@ -335,18 +328,25 @@ def _steps(lab: Lab, batches: Sequence[Draw], staleness: float) -> Iterator[Step
         yield lab.step(one, lab.older(staleness))
 
 
-def _same(lab: Lab, changed: Sequence[Step], staleness: float, batches: Sequence[Draw] = SOME) -> Finding:
-    """Compare the gradients of steps with those of the same batches as they are."""
+def _change(
+    plain: Lab,
+    other: Lab | None = None,
+    late: float = 1.0,
+    batches: Sequence[Draw] = SOME,
+    changed: Sequence[Draw] | None = None,
+    **how: Any,
+) -> float:
+    """Return by how much gradients differ at most if steps run in another lab, on changed batches,
+    or on samples made in another way (``how``, as for :meth:`Lab.groups`).
+    """
+    older = plain.older(late)
     off = 0.0
-    for plain, other in zip(_steps(lab, batches, staleness), changed, strict=True):
-        off = max(off, relative(other.gradient - plain.gradient, plain.gradient))
-    return Finding(off, f"the gradient changes by {_percent(off)}")
+    for batch, instead in zip(batches, changed or batches, strict=True):
+        before = plain.step(batch, older).gradient
+        after = (other or plain).step(instead, older, **how).gradient
+        off = max(off, relative(after - before, before))
+    return off
 
 
-def _same_with(lab: Lab, other: Lab) -> float:
-    return _same(lab, list(_steps(other, SOME, 1.0)), 1.0).off
-
-
-def _worst(found: Sequence[tuple[float, str]]) -> Finding:
-    off, what = max(found)
-    return Finding(off, f"the gradient changes by {_percent(off)} with {what}")
+def _told(off: float, when: str = "") -> Finding:
+    return Finding(off, f"the gradient changes by {_percent(off)}{when}")

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slime.config.algorithm import algorithm_class
+from slime.config.args import Args
 from slime.registry import find, parts
 
 _STD = (
-    "the deviation of the group divides its rewards, so a prompt weighs by its difficulty (Liu et al. 2025, Dr. GRPO)"
+    "the deviation of the group divides its rewards, so a prompt weighs by its difficulty "
+    "(Liu et al. 2025, Dr. GRPO)"
 )
 _SEQUENCE = "all tokens of a response share one ratio (Zheng et al. 2025, GSPO)"
 _WHITE = "advantages are whitened over the batch, so prompts share one scale (Hu et al. 2025)"
@@ -47,14 +49,26 @@ DESIGN: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def design_of(name: str) -> tuple[str, dict[str, str]]:
+OF_FLAGS: Mapping[str, Mapping[str, str]] = {
+    "normalize_advantages": {"direction": _WHITE, "spread of other groups": _WHITE},
+    "use_opsm": dict.fromkeys(
+        ("ratio", "own ratio"), "--use-opsm masks whole responses (DeepSeek-V3.2 2025)"
+    ),
+    "kl_coef": {"leaves": "a token is charged for the KL of those after it"},
+}
+"""The same for flags that are on."""
+
+
+def design_of(args: Args) -> tuple[str, dict[str, str]]:
     """Return the registered estimator that a class is or derives from ("" for none), and the
     reasons by the name of the check.
     """
-    lineage = algorithm_class(name).__mro__
+    lineage = algorithm_class(args.advantage_estimator).__mro__
     known = {find("algorithm", one): one for one in parts("algorithm") if one in DESIGN}
     base = next((known[one] for one in lineage if one in known), "")
     reasons = dict(DESIGN.get(base, {}))
+    for flag, row in OF_FLAGS.items():
+        reasons |= row if getattr(args, flag) else {}
     for one in reversed(lineage):
         reasons |= vars(one).get("by_design", {})
     return base, reasons

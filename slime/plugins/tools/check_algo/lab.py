@@ -146,7 +146,9 @@ class Lab:
                     response_length=len(response),
                     reward=reward if rewards is None else rewards(prompt, chosen),
                     rollout_log_probs=list(log_probs[prompt][chosen]),
-                    status=Sample.Status.TRUNCATED if self.world.is_cut_off(response) else Sample.Status.COMPLETED,
+                    status=Sample.Status.TRUNCATED
+                    if self.world.is_cut_off(response)
+                    else Sample.Status.COMPLETED,
                 )
                 made.append(one if make is None else make(one))
                 index += 1
@@ -158,7 +160,8 @@ class Lab:
         if self._known is None or self._known[0] is not table:
             world = self.world
             scores = [
-                [world.log_probs(table, prompt, y).tolist() for y in world.responses] for prompt in range(world.prompts)
+                [world.log_probs(table, prompt, y).tolist() for y in world.responses]
+                for prompt in range(world.prompts)
             ]
             self._known = table, scores
         return self._known[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slime.config.args import Args
@@ -62,13 +62,24 @@ class Report:
 
 def check_algorithm(args: Args) -> Report:
     """Run all checks and measurements of the estimator in ``args`` (:func:`.lab.make_args`)."""
-    name = args.advantage_estimator
-    base, reasons = design_of(name)
-    checks = tuple(Checked(check, finding, reasons.get(check, "")) for check, finding in run_checks(args))
+    base, reasons = design_of(args)
+    checks = tuple(
+        Checked(check, finding, reasons.get(check, "")) for check, finding in run_checks(args)
+    )
     # A class that raises an error has no gradient to measure.
     raised = any(math.isinf(one.finding.off) for one in checks)
     rows = () if raised else tuple(measure(args, has_regulariser(args)))
-    return Report(name, base, checks, rows)
+    return Report(args.advantage_estimator, base, checks, rows)
+
+
+def as_dict(report: Report) -> dict[str, object]:
+    """Return what ``--json`` prints."""
+    checks = [
+        {"name": one.name, "state": one.state, "text": one.finding.text, "reason": one.reason}
+        for one in report.checks
+    ]
+    rows = [asdict(row) for row in report.rows]
+    return {"verdict": report.verdict, "checks": checks, "rows": rows}
 
 
 def page(report: Report) -> Iterator[str]:

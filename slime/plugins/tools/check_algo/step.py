@@ -72,7 +72,9 @@ class TableBackend(SharedBackend):
         by_sample: After a step, −∂loss/∂log π of each response token, by ``Sample.index``.
     """
 
-    def __init__(self, args: Args, world: World, tables: dict[str, Tensor], reduce: DataParallelReduce) -> None:
+    def __init__(
+        self, args: Args, world: World, tables: dict[str, Tensor], reduce: DataParallelReduce
+    ) -> None:
         rank = reduce.rank if isinstance(reduce, ThreadReduce) else 0
         super().__init__(args, "actor", rank, reduce.world_size, torch.device("cpu"))
         self.adapter = None
@@ -91,14 +93,11 @@ class TableBackend(SharedBackend):
         temperature: float | None = None,
     ) -> dict[str, list[Tensor]]:
         """Score the response tokens of all samples; see :meth:`TrainBackend.log_probs`."""
-        table = self.table if model == "actor" else self.tables[model]
-        everything = list(range(len(batch["tokens"])))
-        with torch.no_grad():
-            scores, _ = self._scores(batch, everything, table)
+        table = self.table.detach() if model == "actor" else self.tables[model]
+        scores, _ = self._scores(batch, range(len(batch["tokens"])), table)
         lengths = [int(n) for n in batch["response_lengths"]]
-        assert scores.log_probs is not None and scores.entropy is not None
-        found = {"log_probs": list(scores.log_probs.split(lengths))}
-        return found | ({"entropy": list(scores.entropy.split(lengths))} if with_entropy else {})
+        found = {"log_probs": scores.log_probs, "entropy": scores.entropy if with_entropy else None}
+        return {name: list(x.split(lengths)) for name, x in found.items() if x is not None}
 
     def add_values(self, batch: RankBatch) -> None:
         """Set ``old_values``, which are those of an ideal critic of the current policy."""
@@ -138,7 +137,9 @@ class TableBackend(SharedBackend):
             rows.append((self.world.states.get(state, 0), state))
         return rows
 
-    def _scores(self, batch: RankBatch, indices: Sequence[int], table: Tensor) -> tuple[Scores, Tensor]:
+    def _scores(
+        self, batch: RankBatch, indices: Sequence[int], table: Tensor
+    ) -> tuple[Scores, Tensor]:
         """Score a micro-batch as a model does: one pack, in which a group shares its prompt."""
         layout = build_pack(
             [batch["tokens"][i] for i in indices],

@@ -52,7 +52,11 @@ class World:
     def states(self) -> dict[Response, int]:
         """The row of each state in a table: ``(prompt, action, action, …)``."""
         prefixes = sorted({y[:t] for y in self.responses for t in range(len(y))})
-        return {(p, *prefix): p * len(prefixes) + i for p in range(self.prompts) for i, prefix in enumerate(prefixes)}
+        return {
+            (p, *prefix): p * len(prefixes) + i
+            for p in range(self.prompts)
+            for i, prefix in enumerate(prefixes)
+        }
 
     def is_cut_off(self, response: Response) -> bool:
         return len(response) == self.longest and response[-1] == 0 and self.has_lengths
@@ -84,7 +88,7 @@ class World:
         return torch.autograd.grad(objective, leaf)[0]
 
     def values(self, table: Tensor) -> Tensor:
-        """Return the expected reward from each state on, ``[states]``: what an ideal critic says."""
+        """Return the expected reward from each state on, ``[states]``, as an ideal critic does."""
         chances = self.probabilities(table).tolist()
         found = torch.zeros(len(self.states), dtype=torch.float64)
         for (prompt, *prefix), row in self.states.items():
@@ -97,14 +101,20 @@ class World:
     def table(self, phase: float, size: float) -> Tensor:
         """Return a fixed table of numbers between ±size without a pattern, the same everywhere."""
         shape = len(self.states), self.actions
-        return (torch.arange(math.prod(shape), dtype=torch.float64) * 2.3 + phase).sin().view(shape) * size
+        places = torch.arange(math.prod(shape), dtype=torch.float64)
+        return size * (2.3 * places + phase).sin().view(shape)
 
 
-ONE_LENGTH = World(2, ((0, 0), (0, 1), (1, 0), (1, 1)), ((1.0, 0.0, 0.5, 0.0), (0.0, 0.0, 0.0, 1.0)), 2)
+ONE_LENGTH = World(
+    2, ((0, 0), (0, 1), (1, 0), (1, 1)), ((1.0, 0.0, 0.5, 0.0), (0.0, 0.0, 0.0, 1.0)), 2
+)
 """Two actions, two steps."""
 LENGTHS = World(
-    3, ((1,), (2,), (0, 1), (0, 2), (0, 0)), ((0.0, 0.5, 1.0, 0.0, 0.0), (1.0, 0.0, 0.0, 1.0, 0.0)), 2
-)  # fmt: skip
+    3,
+    ((1,), (2,), (0, 1), (0, 2), (0, 0)),
+    ((0.0, 0.5, 1.0, 0.0, 0.0), (1.0, 0.0, 0.0, 1.0, 0.0)),
+    2,
+)
 """Two actions end a response; the last response is cut off."""
 ONE_TOKEN = World(3, ((0,), (1,), (2,)), ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)), 1)
 """Responses of one token, where the ratio of a token is that of its response."""
@@ -143,9 +153,13 @@ def draws(world: World, sampler: Tensor, size: int, limit: int = 1300) -> Draws:
     count = math.comb(len(world.responses) + size - 1, size) ** world.prompts
     if count <= limit:
         products = itertools.product(*(list(groups_of(row, size)) for row in chances))
-        rows = [(tuple(g for g, _ in one), math.prod(weight for _, weight in one)) for one in products]
+        rows = [
+            (tuple(g for g, _ in one), math.prod(weight for _, weight in one)) for one in products
+        ]
         return Draws(tuple(b for b, _ in rows), np.array([weight for _, weight in rows]), True)
     generator = np.random.default_rng(0)
-    columns = [generator.choice(len(row), (limit, size), p=np.array(row) / sum(row)) for row in chances]
+    columns = [
+        generator.choice(len(row), (limit, size), p=np.array(row) / sum(row)) for row in chances
+    ]
     batches = tuple(tuple(tuple(map(int, column[i])) for column in columns) for i in range(limit))
     return Draws(batches, np.full(limit, 1 / limit), False)

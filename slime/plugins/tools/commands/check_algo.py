@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError, writing
 from slime.observability.regular import shown
 from slime.plugins.tools.commands import Subparsers
-
-if TYPE_CHECKING:
-    from slime.plugins.tools.check_algo.report import Report
 
 
 def add_check_algo(commands: Subparsers) -> None:
@@ -36,38 +30,20 @@ def add_check_algo(commands: Subparsers) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     from slime.plugins.tools.check_algo.lab import CheckAlgoError, make_args
-    from slime.plugins.tools.check_algo.report import check_algorithm
+    from slime.plugins.tools.check_algo.report import as_dict, check_algorithm, draw, page
 
     try:
         report = check_algorithm(make_args(options.algorithm, options.rest))
     except CheckAlgoError as error:
         raise CommandError(str(error)) from error
-    _show(report, options.json)
-    if options.picture is not None:
-        _draw(report, options.picture)
+    lines = [json.dumps(as_dict(report), indent=2)] if options.json else map(shown, page(report))
+    print(*lines, sep="\n")
+    if options.picture is not None and report.rows:
+        try:
+            with writing(f"--picture {options.picture}"):
+                draw({report.name: report.rows}, options.picture)
+        except ModuleNotFoundError as error:
+            raise CommandError(
+                f"--picture needs {error.name}: pip install 'slime-rl[plots]'"
+            ) from error
     return int(bool(report.failing))
-
-
-def _show(report: Report, as_json: bool) -> None:
-    from slime.plugins.tools.check_algo.report import page
-
-    if not as_json:
-        for line in page(report):
-            print(shown(line))
-        return
-    checks = [
-        {"name": one.name, "state": one.state, "text": one.finding.text, "reason": one.reason} for one in report.checks
-    ]
-    rows = [asdict(row) for row in report.rows]
-    print(json.dumps({"verdict": report.verdict, "checks": checks, "rows": rows}, indent=2))
-
-
-def _draw(report: Report, path: Path) -> None:
-    from slime.plugins.tools.check_algo.report import draw
-
-    try:
-        with writing(f"--picture {path}"):
-            draw({report.name: report.rows}, path)
-    except ModuleNotFoundError as error:
-        raise CommandError(f"--picture needs {error.name}: pip install 'slime-rl[plots]'") from error
-    print(f"picture: {path}", file=sys.stderr)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from slime.algorithms.algorithm import Entries
 from slime.algorithms.grpo import Rloo
-from slime.algorithms.sequences import Reduce, Reducer, exp_ratio, flatten
+from slime.algorithms.sequences import Reduce, Reducer, exp_ratio
 
 Advantages = tuple[list[Tensor], list[Tensor]]
 
@@ -27,7 +28,9 @@ class MeanOverLeaves(Rloo):
 class K1InTheLoss(Rloo):
     """The KL is added to the loss as k1, whose gradient does not lower it."""
 
-    def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def policy_loss(
+        self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         loss, clipfrac = super().policy_loss(ppo_kl, log_probs, advantages)
         return loss - 0.1 * ppo_kl, clipfrac
 
@@ -109,7 +112,9 @@ class IgnoresTheMask(Rloo):
 class ClipsTheWrongSide(Rloo):
     """The minimum of the two losses where the maximum is meant."""
 
-    def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def policy_loss(
+        self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ratio = exp_ratio(-ppo_kl)
         clipped = ratio.clamp(1 - self.settings.eps_clip, 1 + self.settings.eps_clip_high)
         return torch.minimum(-ratio * advantages, -clipped * advantages), ratio * 0
@@ -130,12 +135,12 @@ class NotBroadcast(Rloo):
         return [torch.cat([a[:-1] * 0, a[-1:]]) for a in found], returns
 
 
-class StdOfTheRank(Rloo):
-    """Advantages are divided by the deviation of what this rank happens to have."""
+class MeanOfTheRank(Rloo):
+    """The sum over samples is divided by the rollouts that this rank happens to have."""
 
     def advantages(self, batch: Entries) -> Advantages:
         found, returns = super().advantages(batch)
-        return [a / (flatten(found).abs().max() + 1e-6) for a in found], returns
+        return [a / len(set(batch["rollout_ids"])) for a in found], returns
 
 
 class SkipsWhatHasAGradient(K1InTheLoss):
@@ -155,9 +160,25 @@ PLANTED: dict[type[Rloo], str] = {
     BaselineOfTheBatch: "level of other groups",
     IgnoresTheMask: "masked tokens",
     ClipsTheWrongSide: "clip",
-    MeanOfMicroBatches: "micro-batches",
+    MeanOfMicroBatches: "micro batches",
     NotBroadcast: "tokens",
-    StdOfTheRank: "ranks",
+    MeanOfTheRank: "ranks",
     SkipsWhatHasAGradient: "skipping",
 }
-"""Each class with the check that must name its error."""
+"""Each class with the check that must be the first to fail."""
+
+
+class ByDesign(StdOfTheBatch):
+    """The same as a choice of its author, which the class declares."""
+
+    by_design: ClassVar[dict[str, str]] = {
+        name: "one scale for the batch (a note)"
+        for name in ("spread of other groups", "leaves", "ranks", "direction")
+    }
+
+
+class Raises(Rloo):
+    """An estimator whose advantages are of no use."""
+
+    def advantages(self, batch: Entries) -> Advantages:
+        raise RuntimeError("no advantages today")

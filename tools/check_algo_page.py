@@ -1,0 +1,61 @@
+"""Write the table and the picture of docs/en/check_algo.md:
+
+    python tools/check_algo_page.py [ESTIMATOR ...]
+
+It takes half a minute for each estimator. With names, only their rows are written, and no picture.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from slime.plugins.tools.check_algo.lab import make_args  # noqa: E402
+from slime.plugins.tools.check_algo.report import Report, check_algorithm, draw  # noqa: E402
+from slime.registry import parts  # noqa: E402
+
+PAGE = ROOT / "docs" / "en" / "check_algo.md"
+PICTURE = ROOT / "docs" / "images" / "check_algo.png"
+DRAWN = "rloo", "grpo", "gspo", "cispo", "sapo", "dppo"
+
+
+def row(report: Report) -> str:
+    """Return an estimator's row of the table."""
+    bias = [f"{100 * one.bias:.1f}" for one in report.rows[:4]]
+    variance = [f"{report.rows[i].to_rloo:.2f}" for i in (0, 2)]
+    others = [
+        f"{one.name}: {one.reason}"
+        for one in report.checks
+        if one.state == "by design" and one.name != "direction"
+    ]
+    cells = [f"`{report.name}`", *bias, *variance, report.verdict, "; ".join(others) or "-"]
+    return f"| {' | '.join(cells)} |"
+
+
+def rows_of(page: str) -> dict[str, str]:
+    """Return the rows of the page by the name of the estimator."""
+    lines = [line for line in page.splitlines() if line.startswith("| `")]
+    return {line.split("`")[1]: line for line in lines}
+
+
+def main(names: list[str]) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    reports = {}
+    for name in names or parts("algorithm"):
+        reports[name] = check_algorithm(make_args(name))
+        print(row(reports[name]), flush=True)
+    rows = rows_of(text) | {name: row(report) for name, report in reports.items()}
+    head, _, rest = text.partition("|---|")
+    first, _, rest = rest.partition("\n")
+    tail = rest.partition("\n\n")[2]
+    table = "\n".join(rows[name] for name in parts("algorithm") if name in rows)
+    PAGE.write_text(f"{head}|---|{first}\n{table}\n\n{tail}", encoding="utf-8")
+    if not names:
+        draw({name: reports[name].rows for name in DRAWN}, PICTURE)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
