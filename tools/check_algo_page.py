@@ -19,6 +19,11 @@ from slime.registry import parts  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "check_algo.md"
 PICTURE = ROOT / "docs" / "images" / "check_algo.png"
+TABLE = "<!-- table: python tools/check_algo_page.py -->"
+END = "<!-- end of the table -->"
+HEAD = """\
+| estimator | 0 | 1 | 4 | lengths | var 0 | var 4 | verdict | other effects of its design |
+|---|---|---|---|---|---|---|---|---|"""
 DRAWN = "rloo", "grpo", "gspo", "cispo", "sapo", "dppo"
 
 
@@ -48,11 +53,10 @@ def main(names: list[str]) -> None:
         reports[name] = check_algorithm(make_args(name))
         print(row(reports[name]), flush=True)
     rows = rows_of(text) | {name: row(report) for name, report in reports.items()}
-    head, _, rest = text.partition("|---|")
-    first, _, rest = rest.partition("\n")
-    tail = rest.partition("\n\n")[2]
     table = "\n".join(rows[name] for name in parts("algorithm") if name in rows)
-    PAGE.write_text(f"{head}|---|{first}\n{table}\n\n{tail}", encoding="utf-8")
+    head, _, rest = text.partition(TABLE)
+    tail = rest.partition(END)[2]
+    PAGE.write_text(f"{head}{TABLE}\n\n{HEAD}\n{table}\n\n{END}{tail}", encoding="utf-8")
     if not names:
         draw({name: reports[name].rows for name in DRAWN}, PICTURE)
 

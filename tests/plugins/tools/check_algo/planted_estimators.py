@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from slime.algorithms.algorithm import Entries
 from slime.algorithms.grpo import Rloo
-from slime.algorithms.sequences import Reduce, Reducer, exp_ratio
+from slime.algorithms.sequences import Reduce, Reducer, exp_ratio, flatten
+from slime.config.args import Args
 
 Advantages = tuple[list[Tensor], list[Tensor]]
 
@@ -182,3 +183,19 @@ class Raises(Rloo):
 
     def advantages(self, batch: Entries) -> Advantages:
         raise RuntimeError("no advantages today")
+
+
+def reinforce(
+    args: Args, batch: dict[str, Any], logits: Tensor, mean: Reducer
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss for ``--loss-type custom_loss``, from logits."""
+    chosen = logits.log_softmax(-1).gather(-1, batch["targets"][:, None]).squeeze(-1)
+    return -mean(flatten(batch["advantages"]) * chosen), {}
+
+
+def reinforce_without_mean(
+    args: Args, batch: dict[str, Any], logits: Tensor, mean: Reducer
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same, averaged over the micro-batch."""
+    loss, metrics = reinforce(args, batch, logits, mean)
+    return loss / len(batch["advantages"]), metrics
