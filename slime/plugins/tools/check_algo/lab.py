@@ -45,14 +45,16 @@ def make_args(name: str, flags: Sequence[str] = ()) -> Args:
     given = args.explicit
     if (problem := loading_problem(name)) is not None:
         raise CheckAlgoError(problem)
-    args.rollout_batch_size = 2
-    if "n_samples_per_prompt" not in given:
-        args.n_samples_per_prompt = 3
-    args.global_batch_size = 2 * args.n_samples_per_prompt
-    for switch in algorithm_class(name).requires:
-        setattr(args, switch, True)
+    size = args.n_samples_per_prompt if "n_samples_per_prompt" in given else 3
+    settings: dict[str, Any] = {
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": size,
+        "global_batch_size": 2 * size,
+        **dict.fromkeys(algorithm_class(name).requires, True),
+    }
     if not given & set(CORRECTIONS):
-        args.use_rollout_logprobs = True
+        settings["use_rollout_logprobs"] = True
+    args = args.with_values(**settings)
     problems += resolve_defaults(args, machine=Machine(gpus=0, cores=1, in_cluster=False))
     problems += check_estimator(args)
     if problems:
