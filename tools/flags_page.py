@@ -105,6 +105,10 @@ def _passed() -> str:
             "`--router-` and the name of the router's own option",
             passthrough.ROUTER_VERSION,
         ),
+        *(
+            (name, f"`--{name}-` and the name of the server's own option", options.version)
+            for name, options in passthrough.engine_options().items()
+        ),
         ("megatron", "Megatron's own names", passthrough.MEGATRON_VERSION),
     ):
         names = [
@@ -119,8 +123,8 @@ def _passed() -> str:
     ):
         rows = [
             (f"--{family}-{name.replace('_', '-')}", reason)
-            for family in ("sglang", "router")
-            for name, reason in passthrough.REASONS[family][status].items()
+            for family, reasons in passthrough.all_reasons().items()
+            for name, reason in reasons.get(status, {}).items()
         ]
         lines += ["", title, "", _by_reason(rows)]
     return "\n".join(lines)

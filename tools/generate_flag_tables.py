@@ -256,18 +256,30 @@ def _describe_wheel(wheel: Path, site: list[str]) -> None:
             *site,
         ]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-    table = {
-        "package": package,
-        "version": version,
-        "options": json.loads(result.stdout.rpartition("\n@@")[2]),
-    }
-    target = TABLES / f"{package}-{version}.json"
+    options = json.loads(result.stdout.rpartition("\n@@")[2])
+    _write(TABLES / f"{package}-{version}.json", package, version, options)
+
+
+def _write(target: Path, package: str, version: str, options: dict[str, Any]) -> None:
     lines = ",\n".join(
-        f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in table["options"].items()
+        f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in options.items()
     )
     head = f'{{"package": {json.dumps(package)}, "version": {json.dumps(version)}, "options": {{\n'
     target.write_text(f"{head}{lines}\n}}}}\n")
-    print(f"{target.name}: {len(table['options'])} options")
+    print(f"{target.name}: {len(options)} options")
+
+
+def _describe_installed() -> None:
+    """Write the table of the installed vLLM."""
+    from importlib.metadata import packages_distributions, version
+
+    arguments = importlib.import_module("vllm.engine.arg_utils")
+    parsers = importlib.import_module("vllm.utils.argparse_utils")
+    parser = parsers.FlexibleArgumentParser()
+    arguments.AsyncEngineArgs.add_cli_args(parser)
+    package = packages_distributions()["vllm"][0]
+    target = TABLES.parents[1] / "plugins" / "vllm" / "options.json"
+    _write(target, package, version(package), _parser_options(parser))
 
 
 def main() -> None:
@@ -278,12 +290,16 @@ def main() -> None:
     parser.add_argument(
         "--site", action="append", default=[], help="folder of extra packages that a wheel needs"
     )
+    parser.add_argument("--installed", action="store_true", help="write the table of this vLLM")
     parser.add_argument("--describe", help=argparse.SUPPRESS)
     parser.add_argument("--path", nargs="+", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.describe:
         sys.path[:0] = options.path
         print("\n@@" + json.dumps(describe(options.describe)))
+        return
+    if options.installed:
+        _describe_installed()
         return
     if options.wheels is None:
         parser.error("--wheels FOLDER is needed; the help says how to fill it")

@@ -25,7 +25,7 @@ from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
 from slime.config.observability import DebugConfig, MegatronExtrasConfig, ObservabilityConfig
-from slime.config.passthrough import FAMILIES, Family, by_name, option_value, options, prefix_of
+from slime.config.passthrough import by_name, families, option_value, options, prefix_of
 from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
 from slime.config.trainer import (
@@ -157,6 +157,8 @@ class Args(
     def __post_init__(self) -> None:
         for part in all_sections():
             self.__dict__.update(vars(part()))
+        for family in families():
+            self.__dict__.setdefault(family, {})
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
@@ -259,7 +261,7 @@ class Spelling(NamedTuple):
     """What one spelling of a flag stands for."""
 
     flag: Flag
-    family: Family | None  # of an option that is passed on
+    family: str | None  # of an option that is passed on
     sets: bool  # the value that a switch of this spelling sets
 
     def values(self, args: Args) -> dict[str, Any]:
@@ -280,7 +282,7 @@ def _spellings_with(parts: tuple[type, ...]) -> dict[str, Spelling]:
     # Later entries replace earlier ones: a flag of slime comes before an option that is passed on.
     for option, entry in options().items():
         found[underscored(option)] = Spelling(entry.flag, entry.family, entry.sets is not False)
-    for family in FAMILIES:
+    for family in families():
         named = by_name(family).items()
         found |= {
             prefix_of(family) + name: Spelling(entry.flag, family, True) for name, entry in named

@@ -22,10 +22,15 @@ _LONGEST_PATH = 4095  # bytes
 _SLICE = re.compile(r"@\[(-?\d*):(-?\d*)\]$")
 
 
-@functools.cache
 def read_table(name: str) -> Any:
     """Return the content of a JSON file in ``slime/config/tables``. It is shared by all callers."""
-    return json.loads((Path(__file__).parent / "tables" / name).read_text(encoding="utf-8"))
+    return read_json(Path(__file__).parent / "tables" / name)
+
+
+@functools.cache
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file that never changes. It is shared by all callers."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def path_problem(text: str) -> str | None:

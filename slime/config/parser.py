@@ -434,7 +434,7 @@ def _apply_override(args: Args, file: str) -> list[str]:
         # --ref-load named the model that the file replaces, so it follows
         args.ref_load = args.hf_checkpoint
     after = {**vars(args), **args.megatron}
-    hidden = {"explicit", "sglang", "router", "megatron", "notices"}
+    hidden = {"explicit", "notices", *passthrough.families()}
     changed = [
         f"{name}: {redacted(name, before.get(name))} -> {redacted(name, after.get(name))}"
         for name in after

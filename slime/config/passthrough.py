@@ -5,24 +5,25 @@ The options are read from tables of the pinned versions, so that parsing never i
 packages. ``tools/generate_flag_tables.py`` generates all tables except that of Megatron-LM, which
 lists the flags that have no config field in megatron-core, or one of another name (``field``). The
 values that the user sets are stored in ``args.sglang``, ``args.router`` and ``args.megatron``.
+A plug-in whose engine has options of its own registers an :class:`EngineOptions`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Required, TypedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Required, TypedDict
 
-from slime.config.files import read_table
+from slime.config.files import read_json, read_table
 from slime.config.flag import Flag, Kind, Loose
 from slime.config.machine import version_of
+from slime.registry import load, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-Family = Literal["sglang", "router", "megatron"]
-FAMILIES: tuple[Family, ...] = ("sglang", "router", "megatron")
 SGLANG_VERSIONS = ("0.5.23", "0.5.15.post1")  # newest first
 ROUTER_VERSION = "0.3.2"
 MEGATRON_VERSION = "0.16.1"
@@ -70,10 +71,42 @@ class TableEntry(TypedDict, total=False):
 class PassOption:
     """One pass-through option, e.g. ``--sglang-mem-fraction-static``."""
 
-    family: Family
+    family: str
     flag: Flag  # flag.name is the attribute name in the package that owns the option
     sets: bool | None = None  # the value that a switch sets; None for other kinds
     versions: tuple[str, ...] = ()  # the pinned versions that have the option
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options of a registered engine's server, for flags that begin with the engine's name.
+
+    Attributes:
+        table: The JSON file of the options, as ``tools/generate_flag_tables.py`` writes it.
+        reasons: Options that slime refuses, as in :data:`REASONS`.
+    """
+
+    table: Path
+    reasons: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def version(self) -> str:
+        return str(read_json(self.table)["version"])
+
+    @property
+    def entries(self) -> dict[str, TableEntry]:
+        entries: dict[str, TableEntry] = read_json(self.table)["options"]
+        return entries
+
+
+def engine_options() -> dict[str, EngineOptions]:
+    """Return the options of registered engines by the names of the engines."""
+    return {name: load(part.target) for name, part in parts("options").items()}
+
+
+def families() -> tuple[str, ...]:
+    """Return the owners of options. The prefix of Megatron is empty, so it comes last."""
+    return ("sglang", "router", *parts("options"), "megatron")
 
 
 def load_table(package: str, version: str) -> dict[str, TableEntry]:
@@ -87,12 +120,17 @@ def options() -> dict[str, PassOption]:
     """Return all pass-through options by their spelling on the command line."""
     return {
         **_megatron_options(),
-        **_server_options("router", "sglang_router", (ROUTER_VERSION,)),
-        **_server_options("sglang", "sglang", SGLANG_VERSIONS),
+        **_server_options("router", {ROUTER_VERSION: load_table("sglang_router", ROUTER_VERSION)}),
+        **_server_options("sglang", {v: load_table("sglang", v) for v in SGLANG_VERSIONS}),
+        **{
+            spelling: option
+            for name, own in engine_options().items()
+            for spelling, option in _server_options(name, {"": own.entries}).items()
+        },
     }
 
 
-def prefix_of(family: Family) -> str:
+def prefix_of(family: str) -> str:
     """Return what the names of a family's options begin with in ``args`` and in files; Megatron's
     have no prefix.
     """
@@ -100,7 +138,7 @@ def prefix_of(family: Family) -> str:
 
 
 @functools.cache
-def by_name(family: Family) -> dict[str, PassOption]:
+def by_name(family: str) -> dict[str, PassOption]:
     """Return the options of a family by attribute name; if an attribute has several spellings, the
     first.
     """
@@ -112,11 +150,12 @@ def by_name(family: Family) -> dict[str, PassOption]:
 
 
 def _server_options(
-    family: Family, package: str, versions: tuple[str, ...]
+    family: str, tables: Mapping[str, Mapping[str, TableEntry]]
 ) -> dict[str, PassOption]:
+    """Return the options of a server from its tables by version, newest first."""
     found: dict[str, PassOption] = {}
-    for version in versions:
-        for spelling, entry in load_table(package, version).items():
+    for version, table in tables.items():
+        for spelling, entry in table.items():
             option = f"--{family}-{spelling[2:]}"
             known = found.get(option)
             if known is not None:
@@ -169,8 +208,7 @@ def _flag(option: str, name: str, entry: TableEntry, group: str) -> Flag:
 def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, object]:
     """Look up ``args.<name>`` as a pass-through option; returns ``(found, value)``. Defaults of
     Megatron's options are found only with ``--train-backend megatron``."""
-    # The prefix of Megatron is empty, so the family comes last.
-    for family in FAMILIES:
+    for family in families():
         short = name.removeprefix(prefix_of(family))
         if not name.startswith(prefix_of(family)):
             continue
@@ -184,6 +222,12 @@ def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, obj
             defaults = ROUTER_DEFAULTS if family == "router" else {}
             return True, defaults.get(short, known.flag.default)
     return False, None
+
+
+def given_options(args: Args) -> dict[str, object]:
+    """Return the options that were given for the engine of the run; none if it has no own ones."""
+    options: dict[str, object] = vars(args).get(args.rollout_backend, {})
+    return {name: value for name, value in options.items() if name not in KEYS}
 
 
 def installed_sglang() -> str | None:
@@ -207,18 +251,17 @@ def check(args: Args) -> list[str]:
     """
     problems = [
         f"--{family}-{name.replace('_', '-')} is {status}: {reasons[name]}"
-        for family, given in (("sglang", args.sglang), ("router", args.router))
-        for status, reasons in REASONS[family].items()
-        for name in given
+        for family, refused in all_reasons().items()
+        for status, reasons in refused.items()
+        for name in vars(args)[family]
         if name in reasons
     ]
     problems += _check_keys(args)
-    # Keys are for all engines; all other options are those of SGLang itself.
-    if args.sglang.keys() - KEYS and args.rollout_backend == "embedded":
-        given = ", ".join(
-            f"--sglang-{name.replace('_', '-')}" for name in sorted(args.sglang.keys() - KEYS)
-        )
-        args.notices.append(f"{given}: no effect with --rollout-backend embedded")
+    # Keys are for all engines; all other options are those of one engine.
+    for family in {"sglang", *parts("options")} - {args.rollout_backend}:
+        if idle := sorted(vars(args)[family].keys() - KEYS):
+            given = ", ".join(f"--{family}-{name.replace('_', '-')}" for name in idle)
+            args.notices.append(f"{given}: no effect with --rollout-backend {args.rollout_backend}")
     if args.rollout_backend == "sglang" and installed_sglang() in SGLANG_VERSIONS:
         version = sglang_table_version()
         known = {entry["dest"] for entry in load_table("sglang", version).values()}
@@ -229,6 +272,12 @@ def check(args: Args) -> list[str]:
             if name not in known
         ]
     return problems
+
+
+def all_reasons() -> dict[str, Mapping[str, Mapping[str, str]]]:
+    """Return :data:`REASONS` with those of registered engines."""
+    own = {name: options.reasons for name, options in engine_options().items()}
+    return {**REASONS, **own}
 
 
 def keyless_options(given: Mapping[str, object]) -> list[str]:
@@ -262,16 +311,17 @@ def _check_keys(args: Args) -> list[str]:
     return problems
 
 
-def command_line(
-    family: Family, given: Mapping[str, object], version: str | None = None
-) -> list[str]:
+def command_line(family: str, given: Mapping[str, object], version: str | None = None) -> list[str]:
     """Return the command-line words that pass ``given`` to the package that owns the options.
 
     >>> command_line("sglang", {"mem_fraction_static": 0.7, "disable_radix_cache": True})
     ['--mem-fraction-static', '0.7', '--disable-radix-cache']
     """
-    version = version or (sglang_table_version() if family == "sglang" else ROUTER_VERSION)
-    table = load_table("sglang" if family == "sglang" else "sglang_router", version)
+    if family in ("sglang", "router"):
+        version = version or (sglang_table_version() if family == "sglang" else ROUTER_VERSION)
+        table = load_table("sglang" if family == "sglang" else "sglang_router", version)
+    else:
+        table = engine_options()[family].entries
     # Of several spellings, the one that is the name of the attribute comes first.
     spelling: dict[str, str] = {}
     for option, entry in sorted(

@@ -234,7 +234,7 @@ def served_context(args: Args) -> int | None:
     """Return the maximum number of tokens of prompt and response that the engines accept; None if
     it is not known.
 
-    It is ``--sglang-context-length`` or else the value in the model's config.json, and at most the
+    It is ``--sglang-context-length`` or ``--vllm-max-model-len``, or else the value in the model's config.json, and at most the
     size of the KV cache if that is given. With ``--sglang-config`` it is the minimum over the
     groups of the first model, whose router gets the requests of a rollout; the overrides of a group
     take precedence over the flags.
@@ -246,14 +246,13 @@ def served_context(args: Args) -> int | None:
         of_rotary = rotary_limit(model_config(path))
         limits = [_of_model(path, scaled=False), of_rotary, args.embedded_max_total_tokens]
     else:
-        given = args.sglang
+        given = given_options(args)
         path, overrides = _first_model(args.sglang_config, path, args.rollout_num_gpus_per_engine)
         limits = []
         for options in ({**given, **group} for group in overrides):
-            limits += [
-                options.get("context_length") or _of_model(path),
-                options.get("max_total_tokens"),
-            ]
+            length = options.get("context_length") or options.get("max_model_len")
+            known = str(length).isdigit()  # vLLM also takes 4k and auto
+            limits += [length if known else _of_model(path), options.get("max_total_tokens")]
     return min((int(limit) for limit in limits if limit), default=None)
 
 

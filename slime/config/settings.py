@@ -17,7 +17,7 @@ from slime.config.files import read_yaml
 from slime.config.flag import OutOfRange, convert, did_you_mean
 from slime.config.flag_support import why_missing
 from slime.config.layout import ParallelLayout
-from slime.config.passthrough import FAMILIES, prefix_of
+from slime.config.passthrough import families, prefix_of
 
 HIDDEN = "***"
 _SECRET = re.compile(
@@ -166,7 +166,7 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
 def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
     """Extract the settings from the config.yaml of a run. Derived values and hidden secrets are
     left out, and the pass-through flags get their full names."""
-    left_out = {*RESERVED, "override"}
+    left_out = {*RESERVED, *families(), "override"}
     # A hidden value would replace the real one by three stars.
     settings = {
         key: value for key, value in content.items() if key not in left_out and value != HIDDEN
@@ -175,9 +175,10 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
         settings[_ENVIRONMENT] = {
             name: value for name, value in variables.items() if value != HIDDEN
         }
-    for family in FAMILIES:
+    for family in families():
         prefix = prefix_of(family)
-        given = content[family] if isinstance(content[family], dict) else {}
+        given = content.get(family)
+        given = given if isinstance(given, dict) else {}
         settings |= {f"{prefix}{name}": value for name, value in given.items() if value != HIDDEN}
     return settings
 
@@ -187,7 +188,7 @@ def set_value(args: Args, key: str, value: object, new_names: bool = False) -> s
     the flag.
     """
     name = underscored(key)
-    if name in RESERVED or name.startswith("__"):
+    if name in RESERVED or name in families() or name.startswith("__"):
         return f"{key}: slime sets this itself"
     if name == "override" and not new_names:
         return f"{key}: an --override file cannot name another --override file"
@@ -286,11 +287,11 @@ def to_dict(args: Args) -> dict[str, Any]:
     values = vars(args)
     known: dict[str, Any] = {name: values[name] for name in FLAGS}
     passed = {
-        **{f"sglang_{name}": value for name, value in args.sglang.items()},
-        **{f"router_{name}": value for name, value in args.router.items()},
-        **args.megatron,
+        prefix_of(family) + name: value
+        for family in families()
+        for name, value in values[family].items()
     }
-    skip = {"sglang", "router", "megatron", "notices", "explicit", "override", *known}
+    skip = {*families(), "notices", "explicit", "override", *known}
     others = {name: value for name, value in values.items() if name not in skip and _plain(value)}
     known.pop("override")
     return {name: _shown(name, value) for name, value in {**known, **passed, **others}.items()}

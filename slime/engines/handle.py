@@ -254,7 +254,7 @@ class EngineHandle:
         if not isinstance(source, AdapterPayload):
             body: dict[str, object] = {"lora_name": name, "lora_path": str(source)}
             return AdapterRequest(name, "/load_lora_adapter", orjson.dumps(body))
-        if api.kind == "embedded":
+        if api.capabilities.plain_handles:
             body = {"config_dict": dict(config), **handles(source.bucket, is_local(self.url))}
         else:
             tensors = source.body(self._ranks, newest=api.capabilities.adapter_digests)
@@ -292,11 +292,9 @@ class EngineHandle:
             others: The entries of the training ranks on the engine's other GPUs; see
                 :func:`slime.engines.payload.payload`.
         """
-        embedded = (await self.connect()).kind == "embedded"
+        plain = (await self.connect()).capabilities.plain_handles
         tensors = (
-            handles(bucket, is_local(self.url))
-            if embedded
-            else payload(bucket, self._ranks, others)
+            handles(bucket, is_local(self.url)) if plain else payload(bucket, self._ranks, others)
         )
         body = {**tensors, "flush_cache": False, "weight_version": weight_version}
         await self._post("/update_weights_from_tensor", body, self.update_seconds)

@@ -19,7 +19,7 @@ from slime.config.engine import (
 )
 from slime.config.hf_config import model_config
 from slime.config.lora import engine_adapter, sglang_targets
-from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line
+from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line, given_options
 from slime.config.rollout import samples_whole_vocabulary
 from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys
 from slime.models.fp8_format import Fp8Format
@@ -51,6 +51,7 @@ class EngineSettings:
             custom loader.
         fp8: How the weights are quantized (``--rollout-quantization fp8``); None if they are not.
         sglang: The given ``--sglang-…`` options, by attribute name, without keys.
+        options: The given options of a registered engine (``--NAME-…``), by attribute name.
         keys: The keys that the engine asks for; see :mod:`slime.engines.keys`.
         whole_vocabulary: Whether no flag asks for top-p or top-k sampling.
         adapter_rank: The rank of the adapters that an SGLang engine shall load by name; 0 for none.
@@ -75,6 +76,7 @@ class EngineSettings:
     updates_by_delta: bool = False
     fp8: Fp8Format | None = None
     sglang: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     keys: ServerKeys = NO_KEYS
     whole_vocabulary: bool = False
     adapter_rank: int = 0
@@ -103,6 +105,7 @@ class EngineSettings:
                 args, args.rollout_backend, args.hf_checkpoint, args.rollout_num_gpus_per_engine
             ),
             sglang={name: value for name, value in args.sglang.items() if name not in KEYS},
+            options=given_options(args),
             keys=keys,
             whole_vocabulary=samples_whole_vocabulary(args),
             adapter_rank=args.lora_rank if named is not None else 0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ class Capabilities:
     named_adapters: bool = False  # adapters are loaded by a name, which requests give as lora_path
     # an adapter is compared with the sender's digests before it is loaded
     adapter_digests: bool = False
+    plain_handles: bool = False  # tensors come as JSON with handles, not as pickles
     # each load of an adapter gets a new id, which is part of the keys of the KV cache
     adapter_cache_keys: bool = False
 
@@ -59,7 +60,7 @@ class EngineError(RuntimeError):
 class EngineInfo:
     """The description of an engine, from ``/server_info`` and ``/model_info``."""
 
-    kind: str  # "embedded" or "sglang"
+    kind: str  # the engine's name, such as "embedded" or "sglang"
     version: str  # of the server software
     model_path: str
     weight_version: str
@@ -110,7 +111,7 @@ class ApiVersion:
     """One version of the HTTP interface.
 
     Attributes:
-        kind: ``"embedded"`` or ``"sglang"``.
+        kind: The name of the engine, such as ``"embedded"`` or ``"sglang"``.
     """
 
     kind: str
@@ -130,6 +131,7 @@ EMBEDDED = ApiVersion(
         flat_broadcast=True,
         adapters=True,
         named_adapters=True,
+        plain_handles=True,
     ),
 )
 SGLANG_0_5_23 = ApiVersion(
@@ -164,6 +166,9 @@ A release between them is treated like the older one."""
 def choose_api_version(server_info: Mapping[str, object], url: str) -> ApiVersion:
     """Return the API version of an engine from its ``/server_info``.
 
+    An engine other than SGLang names itself in ``engine``, and in ``capabilities`` those of
+    :class:`Capabilities` that it has.
+
     Raises:
         EngineError: The engine is older than all supported versions.
     """
@@ -173,6 +178,12 @@ def choose_api_version(server_info: Mapping[str, object], url: str) -> ApiVersio
         return replace(
             EMBEDDED, capabilities=replace(EMBEDDED.capabilities, deterministic=deterministic)
         )
+    if (kind := server_info.get("engine")) is not None:
+        told = server_info.get("capabilities")
+        names = {one.name for one in fields(Capabilities)} & set(
+            told if isinstance(told, list) else ()
+        )
+        return ApiVersion(str(kind), Capabilities(**dict.fromkeys(names, True)))
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     for oldest, api in _API_VERSIONS:
         if numbers >= oldest:

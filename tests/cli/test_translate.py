@@ -113,8 +113,25 @@ TRL = """accelerate launch grpo.py --model_name_or_path m --beta 0.04 --num_gene
             ["--lr-decay-style constant", "which counts prompts, not samples"],
         ),
         (TRL.replace("0.04", "0.0"), ["--hf-checkpoint m"], ["--use-kl-loss"], []),
+        (
+            VERL + " actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.max_num_seqs=64",
+            ["--rollout-backend vllm", "--vllm-max-num-seqs 64"], ["--sglang"], [],
+        ),
+        (
+            VERL + " actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.max_num_seqs=64",
+            ["--rollout-backend sglang", "--sglang-max-running-requests 64"], ["--vllm"], [],
+        ),
+        (
+            OPENRLHF + " --vllm_sync_backend nccl --vllm_gpu_memory_utilization 0.5",
+            ["--rollout-backend vllm", "--vllm-gpu-memory-utilization 0.5"], [], [],
+        ),
+        (
+            TRL + " --use_vllm True --vllm_gpu_memory_utilization 0.3",
+            ["--rollout-backend vllm", "--vllm-gpu-memory-utilization 0.3"], [], [],
+        ),
     ],
-    ids=["verl", "openrlhf", "openrlhf-kl-loss", "trl", "trl-no-kl"],
+    ids=["verl", "openrlhf", "openrlhf-kl-loss", "trl", "trl-no-kl", "verl-vllm", "verl-sglang",
+         "openrlhf-vllm", "trl-vllm"],
 )  # fmt: skip
 def test_commands_of_other_frameworks(
     command: str, has: list[str], lacks: list[str], changes: list[str]

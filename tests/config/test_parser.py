@@ -257,11 +257,7 @@ def test_unknown_flags_are_reported_together_with_suggestions() -> None:
         ("--use-peft", "--use-peft does not exist: use --lora-rank R"),
         ("--peft_type=lora", "--peft_type does not exist: use --lora-rank R"),
         ("--qlora", "--qlora does not exist: use --lora-rank R --lora-base-quantization nf4"),
-        ("--use-vllm", "--use-vllm does not exist: vLLM is not supported"),
-        (
-            "--vllm-gpu-memory-utilization",
-            "--vllm-gpu-memory-utilization does not exist: vLLM is not supported",
-        ),
+        ("--use-vllm", "--use-vllm does not exist: use --rollout-backend vllm"),
         ("--deepspeed-config", "--deepspeed-config does not exist: DeepSpeed is not supported"),
     ],
 )

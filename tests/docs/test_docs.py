@@ -68,7 +68,7 @@ def test_flags_exist(page: Path) -> None:
     from slime.config.passthrough import options
 
     # those of the servers, and all of them
-    known = set(NOT_TRAINING) | set(options()) | {"--sglang-", "--router-"}
+    known = set(NOT_TRAINING) | set(options()) | {"--sglang-", "--router-", "--vllm-"}
     for flag in FLAGS.values():
         known |= (
             {flag.option, flag.option.replace("--", "--no-", 1)}

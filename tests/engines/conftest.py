@@ -27,8 +27,9 @@ from slime.utils.async_utils import run  # noqa: E402
 
 __all__ = ["other_tiny_llama", "start_engine", "tiny_llama"]
 ENGINE_KINDS: list[Any] = ["embedded"]
-if installed("sglang"):
-    ENGINE_KINDS.append(pytest.param("sglang", marks=pytest.mark.sglang))
+for _other in ("sglang", "vllm"):
+    if installed(_other):
+        ENGINE_KINDS.append(pytest.param(_other, marks=getattr(pytest.mark, _other)))
 
 
 @pytest.fixture(scope="session", params=ENGINE_KINDS)

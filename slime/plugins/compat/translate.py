@@ -153,6 +153,8 @@ def _of_other(table: Framework, command: Sequence[str]) -> Translation:
             made.changes.append(
                 f"{' '.join([option, *values])}: slime has no flag that is known to mean the same"
             )
+    if ["--rollout-backend", "vllm"] in made.flags:
+        made.flags = [[_OF_VLLM.get(words[0], words[0]), *words[1:]] for words in made.flags]
     if "--async_train" in given:
         made.program = "train_async.py"
     return made
@@ -203,6 +205,14 @@ def _add(
         made.changes.append(f"{option} {' '.join(values)}: {flag} {' '.join(new)}")
     made.flags.append([flag, *fixed, *new])
 
+
+_OF_VLLM = {
+    "--sglang-mem-fraction-static": "--vllm-gpu-memory-utilization",
+    "--sglang-disable-cuda-graph": "--vllm-enforce-eager",
+    "--sglang-context-length": "--vllm-max-model-len",
+    "--sglang-max-running-requests": "--vllm-max-num-seqs",
+}
+"""What verl's flags for either engine are called for vLLM."""
 
 _COUNTS = {
     "per_group": "which counts samples, not prompts",

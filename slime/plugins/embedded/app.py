@@ -27,6 +27,7 @@ from slime.plugins.embedded.fields import (
 )
 from slime.plugins.embedded.loading import Loaded
 from slime.plugins.embedded.protocol import API_VERSION
+from slime.plugins.embedded.served import SERVED
 from slime.plugins.embedded.weights import TAGS
 
 routes = web.RouteTableDef()
@@ -200,6 +201,7 @@ def make_app(
         middlewares=[request_guard(host, keys=keys), errors_as_json], client_max_size=size
     )
     app[LOADED] = loaded
+    app[SERVED] = loaded
     app[routes_weights.GROUPS] = {}
     for table in (
         routes,

@@ -19,16 +19,13 @@ from slime.plugins.embedded.protocol import GenerateRequest, SamplingParams
 from slime.plugins.embedded.runner import Logits, Runner
 from slime.plugins.embedded.sampling import sample_tokens, score_prompt
 from slime.plugins.embedded.scheduler import Plan, SampledToken, Scheduler
-from slime.plugins.embedded.sequence import FinishReason, Sequence, aborted
+from slime.plugins.embedded.sequence import Sequence, aborted
+from slime.plugins.embedded.served import Listener
 from slime.plugins.embedded.weights import Memory, Weights
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
-
-Listener = Callable[[Sequence, int, FinishReason | None, str], None]
-"""Called on the event loop with a sequence, the number of its output tokens so far, its finish
-reason (None while it runs), and the weight version of the last token."""
 
 IDLE_SECONDS = 0.5
 HALF_WRITTEN = "half-written"
@@ -84,6 +81,10 @@ class Engine:
     def resting(self) -> bool:
         """Whether steps are suspended intentionally."""
         return self.scheduler.paused or bool(self.halted)
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
 
     def stop(self) -> None:
         """End the thread after the current step."""

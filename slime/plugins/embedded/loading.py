@@ -250,6 +250,10 @@ class Loaded:
     vocab_size: int
     options: EngineOptions
 
+    @property
+    def model_path(self) -> str:
+        return self.options.model_path
+
 
 class UnsupportedModel(RuntimeError):
     """The logits of the engine differ from those of the model in transformers."""

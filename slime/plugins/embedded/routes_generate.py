@@ -15,16 +15,13 @@ import orjson
 from aiohttp import web
 
 from slime.plugins.embedded import attention, fields
-from slime.plugins.embedded.engine import Engine, Listener
 from slime.plugins.embedded.fields import (
-    LOADED,
     BadRequest,
     Refused,
     StepFailed,
     body_of,
     json_answer,
 )
-from slime.plugins.embedded.loading import Loaded
 from slime.plugins.embedded.protocol import (
     GenerateBody,
     GenerateRequest,
@@ -39,6 +36,7 @@ from slime.plugins.embedded.sequence import (
     StreamedText,
     build_answer,
 )
+from slime.plugins.embedded.served import SERVED, Generates, Listener, Served
 
 routes = web.RouteTableDef()
 HEALTH_SECONDS = 20.0
@@ -54,7 +52,7 @@ Event = tuple[Sequence, int, FinishReason | None, str]
 @routes.post("/generate")
 @routes.put("/generate")
 async def generate(request: web.Request) -> web.StreamResponse:
-    loaded = request.app[LOADED]
+    loaded = request.app[SERVED]
     parsed = parse_generate(await body_of(request), loaded.vocab_size)
     await prepare(loaded, parsed)
     if parsed.stream:
@@ -66,7 +64,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     return json_answer(answers[0] if parsed.is_single else answers)
 
 
-async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
+async def prepare(loaded: Served, parsed: GenerateBody) -> None:
     """Tokenize text and read images. Work that takes long is done in a thread, so that it does not
     block the loop.
     """
@@ -88,7 +86,7 @@ async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
     check_scores(parsed.requests, loaded.context_len)
 
 
-def check_length(loaded: Loaded, text: str) -> None:
+def check_length(loaded: Served, text: str) -> None:
     """Refuse a text that is far too long before it is tokenized, which takes half a microsecond per
     character.
     """
@@ -100,7 +98,7 @@ def check_length(loaded: Loaded, text: str) -> None:
         )
 
 
-async def encode(loaded: Loaded, text: str, add_special_tokens: bool = True) -> list[int]:
+async def encode(loaded: Served, text: str, add_special_tokens: bool = True) -> list[int]:
     """Return the token ids of a text."""
 
     def tokenize() -> list[int]:
@@ -116,7 +114,7 @@ async def in_thread(function: Callable[[*Arguments], T], *arguments: *Arguments)
     return await asyncio.get_running_loop().run_in_executor(_readers, function, *arguments)
 
 
-async def run_all(loaded: Loaded, requests: list[GenerateRequest]) -> list[Answer]:
+async def run_all(loaded: Served, requests: list[GenerateRequest]) -> list[Answer]:
     """Generate all requests to their end, and return the responses.
 
     If this fails, or is cancelled because the client has disconnected, all of them are aborted.
@@ -140,7 +138,7 @@ async def run_all(loaded: Loaded, requests: list[GenerateRequest]) -> list[Answe
         raise
 
 
-async def _watch(engine: Engine, single: GenerateRequest) -> asyncio.Queue[Event]:
+async def _watch(engine: Generates, single: GenerateRequest) -> asyncio.Queue[Event]:
     events: asyncio.Queue[Event] = asyncio.Queue()
     await engine.submit(single, lambda *event: events.put_nowait(event))
     return events
@@ -154,7 +152,7 @@ def _check_step(finish: FinishReason | None) -> None:
 class _Pieces:
     """Converts the events of one request to partial responses, each with only the new tokens."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Served) -> None:
         self.detokenizer = loaded.detokenizer
         self.told = 0
         self.text: StreamedText | None = None
@@ -174,7 +172,7 @@ class _Pieces:
 _background: set[asyncio.Task[None]] = set()
 
 
-def _abandon(engine: Engine, requests: list[GenerateRequest]) -> None:
+def _abandon(engine: Generates, requests: list[GenerateRequest]) -> None:
     """Abort requests without waiting for the result. The caller may be cancelled already."""
     if engine.failure is not None:
         return
@@ -189,7 +187,7 @@ def _abandon(engine: Engine, requests: list[GenerateRequest]) -> None:
 
 
 async def answers_as_they_come(
-    loaded: Loaded, requests: list[GenerateRequest]
+    loaded: Served, requests: list[GenerateRequest]
 ) -> AsyncIterator[tuple[int, Answer]]:
     """Yield the index of a request and a response with its new tokens, after each step that adds
     tokens.
@@ -249,7 +247,7 @@ async def abort_request(request: web.Request) -> web.Response:
     everything = fields.take(body, "abort_all", fields.truth, False)
     if not rid and not everything:
         raise BadRequest("pass rid or abort_all: true")
-    engine = request.app[LOADED].engine
+    engine = request.app[SERVED].engine
     await engine.call(engine.abort, None if everything else rid)
     return web.Response(status=200)
 
@@ -257,7 +255,7 @@ async def abort_request(request: web.Request) -> web.Response:
 @routes.get("/health")
 async def health(request: web.Request) -> web.Response:
     """Answer with status 200 unless the model thread has failed."""
-    engine = request.app[LOADED].engine
+    engine = request.app[SERVED].engine
     if engine.failure is not None:
         return json_answer(
             {"error": {"message": f"the model's thread failed: {engine.failure!r}"}}, 503
@@ -272,7 +270,7 @@ async def health_generate(request: web.Request) -> web.StreamResponse:
     An idle engine gets a request for one token; a busy engine completes steps anyway. While
     generation is paused or memory is released, it is enough that the model thread answers.
     """
-    loaded = request.app[LOADED]
+    loaded = request.app[SERVED]
     engine = loaded.engine
     since = time.monotonic()
     if engine.failure is not None:
@@ -282,7 +280,7 @@ async def health_generate(request: web.Request) -> web.StreamResponse:
     )
     try:
         async with asyncio.timeout(HEALTH_SECONDS):
-            paused, idle = await engine.call(lambda: (engine.resting, engine.scheduler.idle))
+            paused, idle = await engine.call(lambda: (engine.resting, engine.idle))
             if not paused and idle:
                 await run_all(loaded, [probe])
             while not paused and engine.last_step < since:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from aiohttp import web
 
 from slime.plugins.embedded import fields
-from slime.plugins.embedded.fields import LOADED, BadRequest, body_of, json_answer
-from slime.plugins.embedded.loading import Loaded
+from slime.plugins.embedded.fields import BadRequest, body_of, json_answer
 from slime.plugins.embedded.protocol import (
     CONSTRAINTS,
     SAMPLING_CHECKS,
@@ -31,6 +30,7 @@ from slime.plugins.embedded.routes_generate import (
     send_events,
 )  # fmt: skip
 from slime.plugins.embedded.sequence import Answer
+from slime.plugins.embedded.served import SERVED, Served
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    loaded = request.app[LOADED]
+    loaded = request.app[SERVED]
     body = await body_of(request)
     messages = fields.need(body, "messages", _messages)
     tools = fields.take(body, "tools", fields.list_of(fields.json_object, 4096), None)
@@ -138,7 +138,7 @@ def _render(
 @routes.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several, each given as text or token ids."""
-    loaded = request.app[LOADED]
+    loaded = request.app[SERVED]
     body = await body_of(request)
     prompt = body.get("prompt")
     if not prompt or not isinstance(prompt, str | list):
@@ -196,12 +196,12 @@ def native_body(body: Mapping[str, object], vocab_size: int, most_tokens: int) -
 
 async def _complete(
     request: web.Request,
-    loaded: Loaded,
+    loaded: Served,
     body: Mapping[str, object],
     native: Mapping[str, object],
     kind: Kind,
 ) -> web.StreamResponse:
-    model = fields.take(body, "model", fields.text(4096), "") or loaded.options.model_path
+    model = fields.take(body, "model", fields.text(4096), "") or loaded.model_path
     parsed = parse_generate(native, loaded.vocab_size)
     await prepare(loaded, parsed)
     head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
@@ -264,7 +264,7 @@ def _usage(answers: list[Answer], samples: int) -> dict[str, int]:
 
 
 async def _deltas(
-    loaded: Loaded, parsed: GenerateBody, head: Mapping[str, object], kind: Kind, with_usage: bool
+    loaded: Served, parsed: GenerateBody, head: Mapping[str, object], kind: Kind, with_usage: bool
 ) -> AsyncIterator[tuple[int, dict[str, object]]]:
     """Yield the index of a request and a chunk with its new text, in OpenAI's format, and at the
     end the token counts if ``with_usage`` is set."""
@@ -300,6 +300,6 @@ async def _deltas(
 
 @routes.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    loaded = request.app[LOADED]
-    card = {"id": loaded.options.model_path, "object": "model", "created": 0, "owned_by": "slime"}
+    loaded = request.app[SERVED]
+    card = {"id": loaded.model_path, "object": "model", "created": 0, "owned_by": "slime"}
     return json_answer({"object": "list", "data": [{**card, "max_model_len": loaded.context_len}]})

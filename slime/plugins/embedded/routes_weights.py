@@ -8,19 +8,16 @@ import asyncio
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, cast
 
 import torch
 from aiohttp import web
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 from slime.config.hooks import load_function
 from slime.engines.sglang_api import DELTA_LOADER
 from slime.plugins.embedded import adapters
+from slime.plugins.embedded.broadcast import GROUP_TIMEOUT, announced, join_group, receive
 from slime.plugins.embedded.fields import (
     LOADED,
     BadRequest,
@@ -38,14 +35,12 @@ from slime.plugins.embedded.fields import (
     truth,
     whole,
 )
-from slime.plugins.embedded.tensor_wire import DTYPES, MAX_TENSORS, read_tensors
+from slime.plugins.embedded.tensor_wire import MAX_TENSORS, read_tensors
 from slime.plugins.embedded.weights import overall_checksum
 
 routes = web.RouteTableDef()
-GROUP_TIMEOUT = timedelta(seconds=120)
 ACTIONS = ("checksum", "snapshot", "reset_tensors", "reset", "compare")
 MAX_GROUPS = 4
-FLAT = "flattened_bucket"
 _NAME = text(4096)  # the name of a tensor, group or version
 _joiners = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="weight-group")
 """Threads that join groups. Joining waits for all members of the group, so it must delay nothing
@@ -169,32 +164,6 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
     return outcome(True, f"joined the group {name!r}")
 
 
-def join_group(
-    address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
-) -> ProcessGroup:
-    """Join a process group with a rendezvous at ``tcp://address:port``. All members must call this
-    at the same time.
-
-    The keys in the store have the prefix ``name``, as in SGLang's ``init_custom_process_group``, so
-    that both kinds of members can join the same group.
-    """
-    url = f"tcp://{address}:{port}"
-    store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        c10d.Backend(backend),
-        c10d.PrefixStore(name, store),
-        group_name=cast(Any, name),  # the annotated type differs between versions of torch
-        backend_options=None,
-        timeout=timeout,
-    )
-    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
-    return group
-
-
 def _group_name(body: Mapping[str, object]) -> str:
     return take(body, "group_name", _NAME, "weight_update_group")
 
@@ -207,24 +176,7 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     "flattened_bucket" there is one broadcast with the bytes of all tensors, without gaps.
     """
     body = await body_of(request)
-    # What is about to come, tensor by tensor.
-    names = need(body, "names", list_of(_NAME, MAX_TENSORS))
-    dtypes = need(body, "dtypes", list_of(one_of(*DTYPES), MAX_TENSORS))
-    shapes = need(body, "shapes", list_of(list_of(whole(0, 2**40), 16), MAX_TENSORS))
-    if not len(names) == len(dtypes) == len(shapes):
-        raise BadRequest(
-            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes must have the "
-            "same number"
-        )
-    tensors = [
-        _Announced(name, DTYPES[dtype], torch.Size(shape))
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-    ]
-    # One broadcast for each tensor, or one for all.
-    receive = _receive
-    if take(body, "load_format", one_of(FLAT), None):
-        _require_aligned(tensors)
-        receive = _receive_flat
+    tensors, flat = announced(body)
     # The group and the update must be open, since the broadcast waits for all members.
     version = take(body, "weight_version", _NAME, None)
     group = request.app[GROUPS].get(_group_name(body))
@@ -239,64 +191,13 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
 
     # On the model's thread, between two steps.
     def write() -> int:
-        return engine.weights.load(receive(tensors, group, engine.runner.device))
+        return engine.weights.load(receive(tensors, group, engine.runner.device, flat))
 
     try:
         await engine.call(engine.change_weights, write, version)
     except RuntimeError as error:
         return outcome(False, f"Failed to receive weights: {error}")
     return outcome(True, "Succeeded to update parameter online.")
-
-
-class _Announced(NamedTuple):
-    """A tensor that rank 0 is about to broadcast."""
-
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * self.shape.numel()
-
-
-def _receive(
-    announced: list[_Announced], group: ProcessGroup, device: torch.device
-) -> list[tuple[str, torch.Tensor]]:
-    tensors = [
-        (one.name, torch.empty(one.shape, dtype=one.dtype, device=device)) for one in announced
-    ]
-    waits = [
-        torch.distributed.broadcast(tensor, src=0, group=group, async_op=True)
-        for _, tensor in tensors
-    ]
-    for wait in waits:
-        wait.wait()
-    return tensors
-
-
-def _require_aligned(announced: list[_Announced]) -> None:
-    """Check that each tensor of a buffer without gaps starts at a multiple of its element size,
-    which a view needs.
-    """
-    offset = 0
-    for name, dtype, shape in announced:
-        size = dtype.itemsize
-        if offset % size:
-            raise BadRequest(
-                f"tensor {name!r} would start at byte {offset}, which is not a multiple of {size}"
-            )
-        offset += size * shape.numel()
-
-
-def _receive_flat(
-    announced: list[_Announced], group: ProcessGroup, device: torch.device
-) -> list[tuple[str, torch.Tensor]]:
-    sizes = [one.nbytes for one in announced]
-    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    torch.distributed.broadcast(flat, src=0, group=group)
-    parts = zip(announced, flat.split(sizes), strict=True)
-    return [(one.name, part.view(one.dtype).view(one.shape)) for one, part in parts]
 
 
 @routes.post("/destroy_weights_update_group")
