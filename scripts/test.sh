@@ -5,8 +5,8 @@
 #   bash scripts/test.sh tests/engines -k keys  # any arguments of pytest
 #   bash scripts/test.sh --affected [COMMIT]    # the tests that the changes since a commit (main) can break
 #
-# None of them runs what is marked slow or megatron (scripts/test_processes.sh) or sglang (scripts/test_sglang.sh), unless
-# there is a -m. Without arguments, tests that start engines, Ray or other processes (marked real) are left out as well.
+# None of them runs what is marked slow or megatron (scripts/test_processes.sh), sglang (scripts/test_sglang.sh) or vllm
+# (scripts/test_vllm.sh), unless there is a -m. Without arguments, tests that start engines, Ray or other processes (marked real) are left out as well.
 # The model that some tests need is fetched once (93 MB); without a network these tests are skipped.
 set -euo pipefail
 
@@ -29,11 +29,11 @@ if [ "${1:-}" = --affected ]; then
         echo "slime: no test depends on the changes since ${2:-main}" >&2
         exit 0
     fi
-    set -- -n 2 --dist loadfile -m "not slow and not sglang and not megatron" "${files[@]}"
+    set -- -n 2 --dist loadfile -m "not slow and not sglang and not vllm and not megatron" "${files[@]}"
 fi
 if [ $# -eq 0 ]; then
     # A process that has finished its share takes tests from the end of the other's, so that both end together.
-    set -- -n 2 --dist worksteal -m "not real and not slow and not sglang and not megatron"
+    set -- -n 2 --dist worksteal -m "not real and not slow and not sglang and not vllm and not megatron"
 fi
 # pytest takes the last -m, so one among the arguments replaces this one.
-exec "$python" -m pytest -m "not slow and not sglang and not megatron" "$@"
+exec "$python" -m pytest -m "not slow and not sglang and not vllm and not megatron" "$@"

@@ -32,13 +32,14 @@ stage torchao bash scripts/test_torchao.sh tests/backends/test_fsdp_precision.py
 stage torchvision bash scripts/test_torchvision.sh tests/examples/test_geo3k_vlm.py tests/examples/test_geo3k_vlm_multi_turn.py
 stage sglang bash scripts/test_sglang.sh --ignore tests/engines/test_sglang_vision.py --ignore tests/e2e/test_sglang_vision_run.py
 stage sglang-vision env SLIME_EXTRA=sglang-cpu bash scripts/test_torchvision.sh -m sglang tests/engines/test_sglang_vision.py tests/e2e/test_sglang_vision_run.py
+stage vllm bash scripts/test_vllm.sh
 stage agents bash scripts/test_agents.sh
 stage fuzz env SLIME_FUZZ_CASES=10000 bash scripts/test.sh tests/fuzz
 stage mutants bash -c '"$(bash scripts/env.sh | tail -n 1)" tools/mutate.py'
 
 printf '\n%-16s %-8s %8s  %s\n' stage result seconds summary
 status=0
-for name in quick processes torchao torchvision sglang sglang-vision agents fuzz mutants; do
+for name in quick processes torchao torchvision sglang sglang-vision vllm agents fuzz mutants; do
     read -r result seconds summary <"$folder/$name.result"
     printf '%-16s %-8s %8s  %s\n' "$name" "$result" "$seconds" "$summary"
     if [ "$result" != passed ]; then status=1; fi

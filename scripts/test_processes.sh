@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests that start processes (engines, ranks, Ray) or whole runs, without SGLang's and those of the long circle.
+# The tests that start processes (engines, ranks, Ray) or whole runs, without SGLang's, vLLM's and those of the long circle.
 # It lists the slowest at its end; the last line is pytest's own summary.
 #
 #   bash scripts/test_processes.sh                      # all of them, shared by two processes
@@ -11,4 +11,4 @@ if [ $# -eq 0 ]; then
     # A group is a file, or a whole run. Those that are longest come first, so that both processes end together.
     set -- -n 2 --dist loadfile --durations 40
 fi
-exec bash "$here/test.sh" -m "(real or slow or megatron) and not sglang and not cuda" "$@"
+exec bash "$here/test.sh" -m "(real or slow or megatron) and not sglang and not vllm and not cuda" "$@"

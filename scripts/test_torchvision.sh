@@ -28,4 +28,4 @@ EOF_PIN
 fi
 export PYTHONPATH="$PWD:$PWD/tests/torchvision_operators:$folder${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY=PASSIVE
-exec "$python" -m pytest -m "not slow and not sglang and not cuda" "$@"
+exec "$python" -m pytest -m "not slow and not sglang and not vllm and not cuda" "$@"

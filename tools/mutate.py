@@ -31,7 +31,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 VERDICTS = ("killed", "survived", "stale", "broken", "not run")
-MARKS = "not slow and not real and not sglang and not megatron and not long"
+MARKS = "not slow and not real and not sglang and not vllm and not megatron and not long"
 PYTEST = ("-x", "-q", "-m", MARKS, "--timeout=180", "--hypothesis-seed=0", "-p", "no:cacheprovider")
 # What tests import, but nothing of slime: imported once for all mutants, because together they take
 # ten seconds.

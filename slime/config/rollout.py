@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.engine import ServerGroupError, read_server_groups
 from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
 from slime.config.hf_config import context_length, model_config, rotary_limit
+from slime.config.passthrough import given_options
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -234,10 +235,10 @@ def served_context(args: Args) -> int | None:
     """Return the maximum number of tokens of prompt and response that the engines accept; None if
     it is not known.
 
-    It is ``--sglang-context-length`` or ``--vllm-max-model-len``, or else the value in the model's config.json, and at most the
-    size of the KV cache if that is given. With ``--sglang-config`` it is the minimum over the
-    groups of the first model, whose router gets the requests of a rollout; the overrides of a group
-    take precedence over the flags.
+    It is ``--sglang-context-length`` or ``--vllm-max-model-len``, or else the value in the model's
+    config.json, and at most the size of the KV cache if that is given. With ``--sglang-config`` it
+    is the minimum over the groups of the first model, whose router gets the requests of a rollout;
+    the overrides of a group take precedence over the flags.
     """
     path: str | None = args.hf_checkpoint
     # The embedded engine computes in the rotary frequencies of the trainer, so it must also keep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,12 @@ async def generate(args, sample, sampling_params):
 
 
 @pytest.fixture
-def vllm_flags(flags: list[object]) -> list[object]:
+def vllm_flags(flags: list[object], save_tiny: Callable[..., Path]) -> list[object]:
+    """The heads that vLLM's kernels for a CPU know have 32 numbers or more."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(flags[1], head_dim=32)
+    flags = [flags[0], save_tiny(LlamaForCausalLM, config), *flags[2:]]
     at = flags.index("--rollout-backend") + 1
     flags = [*flags[:at], "vllm", *flags[at + 1 :]]
     return [*flags, "--vllm-kv-cache-memory-bytes", 2**26, "--vllm-max-num-seqs", 16]

@@ -18,7 +18,7 @@ for _room in (".", "../plugins/embedded"):
     sys.path.append(str(Path(__file__).resolve().parent / _room))
 
 from engine_fixtures import other_tiny_llama, start_engine, tiny_llama  # noqa: E402
-from engine_parts import KEYS, ContractEngine  # noqa: E402
+from engine_parts import KEYS, ContractEngine, save_tiny_llama  # noqa: E402
 
 from slime.config.machine import installed  # noqa: E402
 from slime.engines.handle import EngineHandle  # noqa: E402
@@ -38,12 +38,17 @@ def contract_engine(
     tiny_llama: Path,
     other_tiny_llama: Path,
     start_engine: Callable[..., EngineProcess],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> ContractEngine:
     kind = request.param
+    model, other = tiny_llama, other_tiny_llama
+    if kind == "vllm":  # the heads that its kernels for a CPU know have 32 numbers or more
+        folders = [tmp_path_factory.mktemp(f"tiny-vllm-{seed}") for seed in (0, 1)]
+        model, other = (save_tiny_llama(f, i, head_dim=32) for i, f in enumerate(folders))
     of_sglang = {"sglang": {"device": "cpu", "max_total_tokens": 8192}} if kind == "sglang" else {}
-    process = start_engine(tiny_llama, rollout_backend=kind, keys=KEYS, **of_sglang)
+    process = start_engine(model, rollout_backend=kind, keys=KEYS, **of_sglang)
     surface = run(EngineHandle(process.url).connect())
-    return ContractEngine(kind, process, tiny_llama, other_tiny_llama, surface.capabilities)
+    return ContractEngine(kind, process, model, other, surface.capabilities)
 
 
 @pytest.fixture
