@@ -156,7 +156,7 @@ def parse_sampling_params(
     present = {key: value for key, value in raw.items() if value is not None}
     for name in CONSTRAINTS:
         if present.pop(name, None):
-            raise BadRequest(f"{where}{name} is not supported by the embedded engine")
+            raise BadRequest(f"{where}{name} is not supported by this engine")
     for name in ("custom_params", "stream_interval"):
         present.pop(name, None)
     unknown = sorted(set(present) - set(SAMPLING_CHECKS))
@@ -210,7 +210,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
         raise BadRequest("pass either text or input_ids")
     for name in _NOT_READ:
         if body.get(name):
-            raise BadRequest(f"{name} is not supported by the embedded engine")
+            raise BadRequest(f"{name} is not supported by this engine")
     if text is not None and not isinstance(text, str | list):
         raise refuse("text", "must be a string or a list of strings", text)
     raw = input_ids if text is None else text

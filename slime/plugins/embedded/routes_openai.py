@@ -167,7 +167,7 @@ def native_body(body: Mapping[str, object], vocab_size: int, most_tokens: int) -
     if wanted_form.get("type", "text") != "text":
         left_out.append("response_format")
     if left_out:
-        raise BadRequest(f"{left_out[0]} is not supported by the embedded engine")
+        raise BadRequest(f"{left_out[0]} is not supported by this engine")
     # Sampling parameters have the same names, but for the limits and the seed.
     sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     # for errors with the names that the client used

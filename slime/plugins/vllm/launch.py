@@ -31,7 +31,7 @@ def start(
     port = free_port(host)
     options = {"host": host, "port": port, **server_options(settings, spec)}
     # The guard ends the server with this process, also if this process is killed.
-    command = [*module_command("slime.engines.guard"), "--parent", str(os.getpid()), "--reap", "--"]
+    command = [*module_command("slime.engines.guard"), "--parent", str(os.getpid()), "--"]
     command += module_command("slime.plugins.vllm.server")
     command += command_line("vllm", options)
     # Keys and GPUs are in the environment, which other users cannot read.

@@ -6,11 +6,17 @@ calls the methods on all ranks (``collective_rpc``). The bodies of requests reac
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
@@ -24,10 +30,33 @@ from slime.models.digest import tensor_digest
 from slime.plugins.embedded.broadcast import announced, join_group, receive
 from slime.plugins.embedded.tensor_wire import read_tensors
 
+WATCH_SECONDS = 1.0
+
 if current_platform.is_cpu():
     # oneDNN keeps a packed copy of each matrix, and vLLM drops the matrix itself, so that nobody
     # could tell whether the weights are right. Without oneDNN, torch multiplies by the matrix.
     _custom_ops._supports_onednn = False
+
+
+def end_with_server() -> None:
+    """End vLLM's core process, and with it this one, when the server is gone.
+
+    The core process starts the workers and does not notice that the server was killed.
+    """
+    core = psutil.Process(os.getppid())
+    server = core.ppid()
+
+    def watch() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while core.ppid() == server:
+                time.sleep(WATCH_SECONDS)
+            core.kill()
+
+    threading.Thread(target=watch, name="watch-server", daemon=True).start()
+
+
+if multiprocessing.parent_process() is not None:  # in a worker
+    end_with_server()
 
 
 class SlimeWorker:
