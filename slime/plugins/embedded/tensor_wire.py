@@ -57,7 +57,7 @@ def read_tensors(body: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
     """
     if body.get("load_format") != HANDLES:
         raise BadRequest(
-            f"load_format must be {HANDLES!r} with the fields buffer and tensors; the embedded "
+            f"load_format must be {HANDLES!r} with the fields buffer and tensors; this "
             "engine accepts no pickles (serialized_named_tensors), because unpickling a request "
             "can execute code"
         )
