@@ -275,9 +275,9 @@ def check(args: Args) -> list[str]:
 
 
 def all_reasons() -> dict[str, Mapping[str, Mapping[str, str]]]:
-    """Return :data:`REASONS` with those of registered engines."""
+    """Return the :data:`REASONS` of SGLang and the router, and those of registered engines."""
     own = {name: options.reasons for name, options in engine_options().items()}
-    return {**REASONS, **own}
+    return {"sglang": REASONS["sglang"], "router": REASONS["router"], **own}
 
 
 def keyless_options(given: Mapping[str, object]) -> list[str]:

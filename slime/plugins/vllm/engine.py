@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
@@ -27,6 +27,9 @@ from slime.plugins.embedded.sequence import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.output_processor import RequestOutputCollector
 
     from slime.plugins.embedded.images import ImageReader
     from slime.plugins.embedded.served import Listener
@@ -111,13 +114,13 @@ class VllmEngine:
         self._in_background(self._follow(name, sequence, outputs, listener))
         return sequence
 
-    def _in_background(self, work: Any) -> None:
+    def _in_background(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _follow(
-        self, name: str, sequence: Sequence, outputs: Any, listener: Listener
+        self, name: str, sequence: Sequence, outputs: RequestOutputCollector, listener: Listener
     ) -> None:
         """Take the tokens of a sequence as they come, until it ends."""
         version = self.version
@@ -291,7 +294,7 @@ def sampling_params(request: GenerateRequest) -> SamplingParams:
     )
 
 
-def take(sequence: Sequence, output: Any) -> str | None:
+def take(sequence: Sequence, output: RequestOutput) -> str | None:
     """Add the new tokens of a ``RequestOutput`` to a sequence, and its finish reason at the end.
 
     Returns:
@@ -320,13 +323,13 @@ def take(sequence: Sequence, output: Any) -> str | None:
     return spans[-1].version if spans else None
 
 
-def best(scored: dict[int, Any], count: int) -> list[tuple[float, int]]:
+def best(scored: dict[int, Logprob], count: int) -> list[tuple[float, int]]:
     """Return the ``count`` likeliest tokens of a position as pairs of log-prob and id."""
     ranked = sorted((one.rank, one.logprob, token) for token, one in scored.items() if one.rank)
     return [(value, token) for rank, value, token in ranked if rank <= count]
 
 
-def finish_reason(sequence: Sequence, part: Any) -> FinishReason:
+def finish_reason(sequence: Sequence, part: CompletionOutput) -> FinishReason:
     """Return why vLLM has ended a sequence, in SGLang's format."""
     if part.finish_reason == "length":
         return {"type": "length", "length": sequence.num_output}
