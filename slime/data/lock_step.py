@@ -18,6 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# The search stops when no micro-batch exceeds its target by more than this fraction of it.
+_TOLERANCE = 0.005
+# Samples are only exchanged with so many micro-batches, those furthest below their targets. This
+# bounds the time of one step of the search.
+_PARTNERS = 64
+# So many of the exchanges that look best are computed exactly.
+_CANDIDATES = 16
+
 
 @dataclass(frozen=True)
 class Items:
@@ -79,8 +87,8 @@ def pack_in_lock_step(
        samples do not fit.
     2. Place the samples, longest first: beside samples with the same prompt as long as this does
        not exceed the target, otherwise into the micro-batch that is furthest below its target.
-    3. Exchange samples between the micro-batches with the largest and those with the smallest
-       excess, once for each.
+    3. Exchange samples of the micro-batch with the largest excess with those with the smallest
+       ones, while this lowers it: at most two exchanges per micro-batch.
     4. Sort the micro-batches by cost, and distribute them over the ranks.
 
     Args:
@@ -181,48 +189,76 @@ class _Packing:
         return best
 
     def exchange(self) -> None:
-        """Let each micro-batch with a large excess exchange one sample with one that has a small
-        excess.
-        """
+        """Relieve the micro-batch with the largest excess, again and again, while that helps."""
         # The first targets counted every prompt as often as it has samples. Now the actual cost is
         # known.
         self.target = self._targets(float(self.load.sum()))
-        order = np.argsort(self.load - self.target, kind="stable").tolist()
-        for low, high in zip(order[: len(order) // 2], reversed(order), strict=False):
-            self._exchange(high, low)
+        # The cap keeps micro-batches with very long samples below their targets, so the others
+        # have to do more. Without this, the full ones would look like the best partners.
+        full = (self.used + self.tokens.min() > self.cap) & (self.load < self.target)
+        if not full.all():
+            missing = float((self.target - self.load)[full].sum())
+            self.target[full] = self.load[full]
+            self.target[~full] += missing / int((~full).sum())
+        done = np.zeros(len(self.load), bool)  # micro-batches that no step could relieve
+        for _ in range(2 * len(self.load)):
+            excess = self.load - self.target
+            high = int(np.argmax(np.where(done, -np.inf, excess)))
+            if done[high] or excess[high] <= _TOLERANCE * self.target[high]:
+                break
+            done[high] = not self._relieve(high, excess)
 
-    def _exchange(self, high: int, low: int) -> None:
-        """Exchange two samples, or move one of ``high`` to ``low``, if this lowers the larger
-        excess of the two.
+    def _relieve(self, high: int, excess: np.ndarray) -> bool:
+        """Exchange a sample of ``high`` with one of a micro-batch that has a small excess, or move
+        it there.
+
+        Returns:
+            Whether the larger excess of the two is lower now; otherwise nothing has changed.
         """
-        excess = self.load - self.target
-        given = np.asarray(self.members[high])
-        taken = np.asarray([*self.members[low], -1])  # -1: nothing comes back
-        # What each pair would change, [samples of high, samples of low and none]. The sizes are
-        # those of whole samples: whether a prompt is shared is considered below, for the best pair
-        # only.
-        costs = self.costs[given][:, None] - np.where(taken < 0, 0.0, self.costs[taken])
-        tokens = self.tokens[given][:, None] - np.where(taken < 0, 0, self.tokens[taken])
-        after = np.maximum(excess[high] - costs, excess[low] + costs)
-        after[(self.used[high] - tokens > self.cap) | (self.used[low] + tokens > self.cap)] = np.inf
-        if len(given) == 1:
-            after[:, -1] = np.inf  # ``high`` must not become empty
-        first, second = np.unravel_index(np.argmin(after), after.shape)
-        out = int(given[first])
-        back = int(taken[second])
-        # Now with the exact sizes. Improvements by rounding errors are not worth an exchange.
-        members_high = [i for i in [*self.members[high], back] if i not in (out, -1)]
-        members_low = [i for i in [*self.members[low], out] if i != back]
-        tokens_high, cost_high = self.items.size(members_high)
-        tokens_low, cost_low = self.items.size(members_low)
-        larger = max(cost_high - self.target[high], cost_low - self.target[low])
-        if (
-            max(tokens_high, tokens_low) <= self.cap
-            and larger < excess[high] - 1e-9 * self.target[high]
+        lowest = np.argsort(excess, kind="stable")[:_PARTNERS]
+        lowest = lowest[lowest != high]
+        partner = np.repeat(lowest, [len(self.members[b]) + 1 for b in lowest])
+        back = np.asarray([i for b in lowest for i in (*self.members[b], -1)], np.int64)
+        out = np.asarray(self.members[high])
+        # What each pair would change, [samples of high, samples of the lowest]; -1: none comes
+        # back. The sizes are those of whole samples, as if no prompt were shared.
+        costs = self.costs[out][:, None] - np.where(back < 0, 0.0, self.costs[back])
+        tokens = self.tokens[out][:, None] - np.where(back < 0, 0, self.tokens[back])
+        after = np.maximum(excess[high] - costs, excess[partner] + costs)
+        after[(self.used[high] - tokens > self.cap) | (self.used[partner] + tokens > self.cap)] = (
+            np.inf
+        )
+        if len(out) == 1:
+            after[:, back < 0] = np.inf  # ``high`` must not become empty
+        # Improvements by rounding errors are not worth an exchange.
+        limit = excess[high] - 1e-9 * self.target[high]
+        # The best of them with their exact sizes.
+        for best in np.argsort(after, axis=None, kind="stable")[:_CANDIDATES].tolist():
+            row, column = divmod(best, len(back))
+            if after[row, column] >= limit:
+                break
+            if self._replace(high, int(out[row]), int(partner[column]), int(back[column]), limit):
+                return True
+        return False
+
+    def _replace(self, high: int, out: int, low: int, back: int, limit: float) -> bool:
+        """Move ``out`` from ``high`` to ``low``, and ``back`` from there if it is not -1, unless one
+        of the two would exceed the cap or have an excess of ``limit``.
+        """
+        changed = {
+            high: [i for i in [*self.members[high], back] if i not in (out, -1)],
+            low: [i for i in [*self.members[low], out] if i != back],
+        }
+        sizes = {place: self.items.size(members) for place, members in changed.items()}
+        if any(
+            tokens > self.cap or cost - self.target[place] >= limit
+            for place, (tokens, cost) in sizes.items()
         ):
-            for place, members in ((high, members_high), (low, members_low)):
-                self.members[place] = members
-                self.used[place], self.load[place] = self.items.size(members)
+            return False
+        for place, members in changed.items():
+            self.members[place] = members
+            self.used[place], self.load[place] = sizes[place]
+        return True
 
 
 def _targets(costs: np.ndarray, ideal: float, ranks: int, rows: int) -> np.ndarray:

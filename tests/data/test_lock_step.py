@@ -140,14 +140,14 @@ def test_flops_are_balanced_as_far_as_the_budget_allows(
     count: int, ranks: int, mean: int, cap: int, seed: int
 ) -> None:
     """A sample as long as the budget costs more FLOPs than several short ones of as many tokens, so
-    its row has to wait for it: 5 and 7% of a step. The packing comes within 3% of that bound."""
+    its row has to wait for it: 5 and 7% of a step. The packing comes within 2% of that bound."""
     lengths = long_tailed(count, mean, cap, seed)
     items = replace(items_of(lengths), costs=[forward_flops(None, n) for n in lengths])
     packed = pack_in_lock_step(items, ranks, cap)
     assert packed is not None
     least = least_cost(items, ranks, cap)
     assert least > 1.03 * sum(items.costs) / ranks
-    assert lock_step_cost(items, packed) <= 1.03 * least
+    assert lock_step_cost(items, packed) <= 1.02 * least
     # Twice the budget leaves room to balance them: then it is less than 5% without any allowance.
     packed = pack_in_lock_step(items, ranks, 2 * cap)
     assert packed is not None and lock_step_cost(items, packed) <= 1.05 * sum(items.costs) / ranks
