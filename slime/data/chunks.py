@@ -1,12 +1,12 @@
 """The rows of a data set in the order of an epoch, converted into prompts chunk by chunk.
 
-The order is a pseudo-random permutation that is computed entry by entry, so that it needs no memory
-however long it is. Chunks are converted in this process, or ahead of time in worker processes, with
-the same result.
+The order is a pseudo-random permutation, which takes 8 bytes for each row. Chunks are converted in
+this process, or ahead of time in worker processes, with the same result.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import threading
@@ -17,7 +17,6 @@ from multiprocessing.connection import wait
 
 import numpy as np
 
-from slime.config.seeds import derive_seed
 from slime.data.prompts import Report
 from slime.data.rows import RawRow, RowFile
 from slime.data.sample import Sample
@@ -116,46 +115,17 @@ def _work(raws: list[RawRow]) -> Made:
 
 # --- the order of an epoch -----------------------------------------------------------------
 
-_ROUNDS = 8
-_Words = np.ndarray  # uint64
-
 
 def shuffled(positions: Sequence[int] | range, count: int, seed: int) -> list[int]:
     """Return the entries at these positions of a random permutation of ``range(count)``.
 
-    The permutation is a Feistel network over the smallest power of four, 4^k >= count. A value
-    outside of the range goes through the network again until it falls inside. The network is a
-    bijection, so no two positions meet in one value. Source: Black and Rogaway 2002, "Ciphers with
-    Arbitrary Finite Domains", cycle-walking.
-
     Args:
         seed: Seed of the permutation, which depends only on it and on ``count``.
     """
-    # Both halves of a value have equally many bits, so the range is the next power of four.
-    half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    keys = [np.uint64(derive_seed(seed, "feistel", i)) for i in range(_ROUNDS)]
-    values = _network(np.asarray(positions, np.uint64), half, mask, keys)
-    # Fewer than three quarters of the range are outside, so a few rounds suffice.
-    outside = values >= count
-    while outside.any():
-        values[outside] = _network(values[outside], half, mask, keys)
-        outside = values >= count
-    return [int(value) for value in values]
+    return [int(row) for row in _permutation(count, seed)[list(positions)]]
 
 
-def _network(values: _Words, half: np.uint64, mask: np.uint64, keys: list[np.uint64]) -> _Words:
-    left = values >> half
-    right = values & mask
-    for key in keys:
-        left, right = right, left ^ (_mixed(right + (key << np.uint64(32))) & mask)
-    return (left << half) | right
-
-
-def _mixed(words: _Words) -> _Words:
-    """splitmix64's finalizer; multiplication wraps. Source: Steele, Lea and Flood 2014,
-    doi:10.1145/2660193.2660195.
-    """
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+@functools.lru_cache(maxsize=2)
+def _permutation(count: int, seed: int) -> np.ndarray:
+    # RandomState, whose results numpy never changes.
+    return np.random.RandomState(np.random.MT19937(seed)).permutation(count)

@@ -229,6 +229,8 @@ class Dataset:
             be too long.
         workers: Number of processes that parse, render and count tokens; 0: this process does it.
             The result is the same.
+        make: Makes prompts of rows, in place of what the arguments from ``tokenizer`` to
+            ``max_length`` and those about columns and the template say.
 
     Raises:
         DataError: Lists the problems of the file with their lines, at most about twenty.
@@ -251,33 +253,17 @@ class Dataset:
         apply_chat_template_kwargs: Mapping[str, object] | None = None,
         streaming: bool = False,
         workers: int = 0,
+        make: PromptMaker | None = None,
     ) -> None:
-        keys = RowKeys(prompt_key, label_key, metadata_key, tool_key, multimodal_keys or {})
-        kwargs = dict(apply_chat_template_kwargs or {})
-        make = PromptMaker(keys, tokenizer, load_processor, max_length, apply_chat_template, kwargs)
-        self._open(path, make, seed, streaming, workers)
-
-    @classmethod
-    def of(
-        cls,
-        path: str,
-        make: PromptMaker,
-        *,
-        seed: int = 42,
-        streaming: bool = False,
-        workers: int = 0,
-    ) -> Dataset:
-        """The prompts that ``make`` makes of the rows of a file; see the class."""
-        dataset = cls.__new__(cls)
-        dataset._open(path, make, seed, streaming, workers)
-        return dataset
-
-    def _open(self, path: str, make: PromptMaker, seed: int, streaming: bool, workers: int) -> None:
-        keys = make.keys
-        max_length = make.max_length
+        if make is None:
+            keys = RowKeys(prompt_key, label_key, metadata_key, tool_key, multimodal_keys or {})
+            kwargs = dict(apply_chat_template_kwargs or {})
+            make = PromptMaker(
+                keys, tokenizer, load_processor, max_length, apply_chat_template, kwargs
+            )
         self.path = path
         self.seed = seed
-        self.max_length = max_length
+        self.max_length = make.max_length
         self._rows = RowFile(path)
         self._epoch: int | None = None  # None: the order of the file
         # samples by row; None: rows are read when needed (streaming)
@@ -285,8 +271,12 @@ class Dataset:
         self._chunks = Chunks(self._rows, make, self._order, workers)
         # The first chunk stands for the file: a wrong flag shows in any row.
         if streaming:
-            self._check(keys, [self._chunks[0][1]] if len(self._rows) else [])
-            return
+            self._check(make.keys, [self._chunks[0][1]] if len(self._rows) else [])
+        else:
+            self._read_all(make.keys)
+            self.shuffle(None)
+
+    def _read_all(self, keys: RowKeys) -> None:
         # All chunks are read now, and their reports are joined, so that every problem of the file
         # is told at once.
         reports = []
@@ -299,24 +289,19 @@ class Dataset:
         self._check(keys, reports)
         self._kept = kept
         left_out = kept.count(None)
+        if left_out == len(kept):
+            raise DataError(
+                [
+                    f"{self.path}: all {len(kept)} prompts are longer than --rollout-max-prompt-len "
+                    f"{self.max_length} (of an evaluation set: --eval-max-prompt-len, or "
+                    "max_prompt_len in --eval-config)"
+                ]
+            )
         if left_out:
             logger.warning(
                 "%s: left out %d of %d prompts longer than %d tokens",
-                path,
-                left_out,
-                len(kept),
-                max_length,
+                *(self.path, left_out, len(kept), self.max_length),
             )
-        if left_out == len(kept):
-            own = (
-                "(of an evaluation set: --eval-max-prompt-len, or max_prompt_len in --eval-config)"
-            )
-            said = (
-                f"{path}: all {len(kept)} prompts are longer than --rollout-max-prompt-len "
-                f"{max_length}"
-            )
-            raise DataError([f"{said} {own}"])
-        self.shuffle(None)
 
     def _check(self, keys: RowKeys, reports: list[Report]) -> None:
         report = Report(keys)

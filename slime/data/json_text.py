@@ -59,7 +59,8 @@ def parse_json(text: str) -> Any:
     return clean(value)
 
 
-def _no_constant(name: str) -> Any:
+def no_constant(name: str) -> Any:
+    """Refuse NaN and infinities, which Python's reader takes for numbers."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -70,7 +71,7 @@ def _finite(number: str) -> float:
     return value
 
 
-DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+DECODER = json.JSONDecoder(parse_constant=no_constant, parse_float=_finite)
 """Reads JSON with finite numbers only. The depth is not limited, so callers must catch
 :class:`RecursionError`.
 """

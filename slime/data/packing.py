@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -72,14 +73,10 @@ class PackLayout:
 
     tokens: np.ndarray
     positions: np.ndarray
-    q_starts: np.ndarray
-    q_lens: np.ndarray
     kv_ranges: list[list[Range]]
     cu_seqlens_q: np.ndarray
     cu_seqlens_k: np.ndarray
     kv_index: np.ndarray | None
-    max_q: int
-    max_k: int
     logit_index: np.ndarray
     targets: np.ndarray
     response_lengths: list[int]
@@ -87,6 +84,22 @@ class PackLayout:
     sample_ranges: list[list[Range]]
     response_index: list[np.ndarray] | None = None
     whole_samples: list[np.ndarray] | None = None
+
+    @property
+    def q_starts(self) -> np.ndarray:
+        return self.cu_seqlens_q[:-1].astype(np.int64)
+
+    @property
+    def q_lens(self) -> np.ndarray:
+        return np.diff(self.cu_seqlens_q).astype(np.int64)
+
+    @property
+    def max_q(self) -> int:
+        return int(self.q_lens.max())
+
+    @property
+    def max_k(self) -> int:
+        return int(np.diff(self.cu_seqlens_k).max())
 
     def rows_of(self, sample: int) -> np.ndarray:
         """The rows of the pack that hold the tokens of one sample, in order: int64
@@ -118,16 +131,41 @@ def build_pack(
     """
     arrays = [np.asarray(t, dtype=np.int64) for t in tokens]
     _check(arrays, response_lengths, group_keys, pad_to_multiple)
-    builder = _Builder()
     prompt_lens = [len(t) - r for t, r in zip(arrays, response_lengths, strict=True)]
     shared: list[list[Beginning]] = [[] for _ in arrays]
     if share_prompts:
         # Tokens that only one sample has stay in one segment. If nothing is shared, keys need no
         # gathering.
         shared = shared_beginnings(arrays, prompt_lens, group_keys)
+    builder = _Builder()
+    stored: dict[int, Range] = {}  # the rows of each shared beginning
+    sample_ranges = []
     for array, prompt_len, beginnings in zip(arrays, prompt_lens, shared, strict=True):
-        builder.add(array, prompt_len, beginnings)
-    return builder.finish(list(map(int, response_lengths)), pad_to_multiple)
+        rows: list[Range] = []
+        start = 0
+        for beginning in beginnings:
+            if beginning.number not in stored:
+                part = array[start : beginning.length]
+                stored[beginning.number] = builder.append(part, start, rows)
+            rows.append(stored[beginning.number])
+            start = beginning.length
+        rows.append(builder.append(array[start:], start, rows))
+        sample_ranges.append(rows)
+        # The logits of a row predict the next token, so each response token is scored by the row of
+        # the token before it. The last row of a shared prompt scores the first response token of
+        # all its samples.
+        builder.logit_index.append(_indices(rows)[prompt_len - 1 : -1])
+        builder.targets.append(array[prompt_len:])
+    # Padding is a segment of its own, so that no token attends to it.
+    num_padding = -builder.size % pad_to_multiple
+    builder.append(np.zeros(num_padding, np.int64), 0, [])
+    return builder.finish(
+        kv_ranges=builder.kv_ranges,
+        kv_index=np.concatenate(builder.keys) if stored else None,
+        response_lengths=list(map(int, response_lengths)),
+        num_padding=num_padding,
+        sample_ranges=sample_ranges,
+    )
 
 
 def shared_beginnings(
@@ -199,70 +237,45 @@ def _common_length(a: np.ndarray, b: np.ndarray) -> int:
 
 
 class _Builder:
+    """Collects the segments of a pack, and what is scored."""
+
     def __init__(self) -> None:
         self.size = 0
         self.tokens: list[np.ndarray] = []
         self.positions: list[np.ndarray] = []
-        self.segments: list[Range] = []
         self.kv_ranges: list[list[Range]] = []
-        self.shared: dict[int, Range] = {}
-        self.sample_ranges: list[list[Range]] = []
+        self.keys: list[np.ndarray] = []
         self.logit_index: list[np.ndarray] = []
         self.targets: list[np.ndarray] = []
 
-    def add(self, array: np.ndarray, prompt_len: int, beginnings: Sequence[Beginning]) -> None:
-        rows: list[Range] = []
-        start = 0
-        for beginning in beginnings:
-            if beginning.number not in self.shared:
-                self.shared[beginning.number] = self._segment(
-                    array[start : beginning.length], start, rows
-                )
-            rows.append(self.shared[beginning.number])
-            start = beginning.length
-        rows.append(self._segment(array[start:], start, rows))
-        self.sample_ranges.append(rows)
-        # The logits of a row predict the next token, so each response token is scored by the row of
-        # the token before it. The last row of a shared prompt scores the first response token of
-        # all its samples.
-        self.logit_index.append(_indices(rows)[prompt_len - 1 : -1])
-        self.targets.append(array[prompt_len:])
-
-    def _segment(self, array: np.ndarray, first_position: int, before: list[Range]) -> Range:
-        # An empty response or an empty padding adds no segment.
+    def append(self, array: np.ndarray, first_position: int, before: list[Range]) -> Range:
+        """Append a segment that attends to the rows ``before`` and to itself; return its rows. An
+        empty response or an empty padding adds no segment.
+        """
         rows = (self.size, self.size + len(array))
         if len(array):
-            self.size = rows[1]
-            self.tokens.append(array)
-            self.positions.append(np.arange(first_position, first_position + len(array)))
-            self.segments.append(rows)
             self.kv_ranges.append([*before, rows])
+            positions = np.arange(first_position, first_position + len(array))
+            self.add(array, positions, _indices(self.kv_ranges[-1]))
         return rows
 
-    def finish(self, response_lengths: list[int], pad_to_multiple: int) -> PackLayout:
-        # Padding is a segment of its own, so that no token attends to it.
-        num_padding = -self.size % pad_to_multiple
-        self._segment(np.zeros(num_padding, np.int64), 0, [])
-        starts, ends = np.asarray(self.segments, np.int64).T
-        k_lens = np.asarray([sum(b - a for a, b in ranges) for ranges in self.kv_ranges], np.int64)
+    def add(self, tokens: np.ndarray, positions: np.ndarray, keys: np.ndarray) -> None:
+        """Append a segment with the rows of its keys."""
+        self.size += len(tokens)
+        self.tokens.append(tokens)
+        self.positions.append(positions)
+        self.keys.append(keys)
+
+    def finish(self, **fields: Any) -> PackLayout:
+        """Return the pack; ``fields`` are those of the layout that the segments do not tell."""
         return PackLayout(
             tokens=np.concatenate(self.tokens),
             positions=np.concatenate(self.positions),
-            q_starts=starts,
-            q_lens=ends - starts,
-            kv_ranges=self.kv_ranges,
-            cu_seqlens_q=_cumulative(ends - starts),
-            cu_seqlens_k=_cumulative(k_lens),
-            kv_index=np.concatenate([_indices(ranges) for ranges in self.kv_ranges])
-            if self.shared
-            else None,
-            max_q=int((ends - starts).max()),
-            max_k=int(k_lens.max()),
+            cu_seqlens_q=_cumulative(self.tokens),
+            cu_seqlens_k=_cumulative(self.keys),
             logit_index=np.concatenate(self.logit_index),
             targets=np.concatenate(self.targets),
-            response_lengths=response_lengths,
-            num_padding=num_padding,
-            sample_ranges=self.sample_ranges,
+            **fields,
         )
 
 
@@ -313,8 +326,8 @@ def _indices(ranges: list[Range]) -> np.ndarray:
     return np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in ranges])
 
 
-def _cumulative(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+def _cumulative(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.cumsum([0, *map(len, parts)], dtype=np.int32)
 
 
 # --- context parallelism -------------------------------------------------------------------
@@ -351,51 +364,34 @@ def build_context_pack(
     count = 2 * sum(halves)
     num_padding = -count % pad_to_multiple
     rows = count + num_padding
-    starts = np.concatenate([[0], np.cumsum([2 * half for half in halves])])
-    ids, positions, q_lens, keys = [], [], [], []
-    logit_index, targets, response_index, whole_samples = [], [], [], []
-    for array, half, start, response in zip(arrays, halves, starts, response_lengths, strict=False):
+    builder = _Builder()
+    response_index, whole_samples, sample_ranges = [], [], []
+    for array, half, response in zip(arrays, halves, response_lengths, strict=True):
+        start = builder.size
         padded = np.concatenate([array, np.zeros(2 * size * half - len(array), np.int64)])
-        whole = _rows_of_all(np.arange(len(padded)), half, int(start), size, rows)
+        whole = _rows_of_all(np.arange(len(padded)), half, start, size, rows)
         whole_samples.append(whole[: len(array)])
-        mine = []
-        for chunk in (rank, 2 * size - 1 - rank):
-            mine.append(np.arange(chunk * half, (chunk + 1) * half))
-            q_lens.append(half)
-            keys.append(whole[: (chunk + 1) * half])
-        own = np.concatenate(mine)
-        ids.append(padded[own])
-        positions.append(own)
+        chunks = [np.arange(c * half, (c + 1) * half) for c in (rank, 2 * size - 1 - rank)]
+        for chunk in chunks:
+            builder.add(padded[chunk], chunk, whole[: chunk[-1] + 1])
+        sample_ranges.append([(start, builder.size)])
         # Positions from the last prompt token to the last but one token score the response. The
         # padding scores nothing.
+        own = np.concatenate(chunks)
         first = len(array) - response - 1
         scored = np.flatnonzero((own >= first) & (own < len(array) - 1))
-        logit_index.append(scored + start)
-        targets.append(array[own[scored] + 1])
+        builder.logit_index.append(scored + start)
+        builder.targets.append(array[own[scored] + 1])
         response_index.append(own[scored] - first)
-    if num_padding:
-        ids.append(np.zeros(num_padding, np.int64))
-        positions.append(np.arange(num_padding))
-        q_lens.append(num_padding)
-        keys.append(rank * rows + count + np.arange(num_padding))  # Padding only attends to itself.
-    lens, k_lens = np.asarray(q_lens, np.int64), np.asarray([len(k) for k in keys], np.int64)
-    cu_q, cu_k = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lens, k_lens))
-    return PackLayout(
-        tokens=np.concatenate(ids),
-        positions=np.concatenate(positions),
-        q_starts=cu_q[:-1].astype(np.int64),
-        q_lens=lens,
+    if num_padding:  # It only attends to itself.
+        places = np.arange(num_padding)
+        builder.add(np.zeros(num_padding, np.int64), places, rank * rows + count + places)
+    return builder.finish(
         kv_ranges=[],
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        kv_index=np.concatenate(keys),
-        max_q=int(lens.max()),
-        max_k=int(k_lens.max()),
-        logit_index=np.concatenate(logit_index),
-        targets=np.concatenate(targets),
+        kv_index=np.concatenate(builder.keys),
         response_lengths=[len(x) for x in response_index],
         num_padding=num_padding,
-        sample_ranges=[[(int(a), int(b))] for a, b in pairwise(starts)],
+        sample_ranges=sample_ranges,
         response_index=response_index,
         whole_samples=whole_samples,
     )

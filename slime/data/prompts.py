@@ -11,7 +11,7 @@ from typing import Any
 from slime.config.files import lookup
 from slime.data.json_text import parse_json
 from slime.data.media import MultimodalTypes
-from slime.data.rows import SHOWN, Problems, RawRow, Row
+from slime.data.rows import SHOWN, Problems, RawRow
 from slime.data.sample import Message
 from slime.types import JsonValue
 
@@ -72,14 +72,9 @@ class Report:
         if self.counts[missing] <= SHOWN:
             self.wrong.append((missing, f"{where}: {error}"))
 
-    def saw(self, row: Row) -> None:
-        self.names = self.names or _names(row.data)
-        if self.absent:
-            self.absent = {
-                column
-                for column in self.absent
-                if lookup(row.data, column[1], _MISSING) is _MISSING
-            }
+    def saw(self, data: Mapping[str, object]) -> None:
+        self.names = self.names or _names(data)
+        self.absent = {x for x in self.absent if lookup(data, x[1], _MISSING) is _MISSING}
 
     def merge(self, later: Report) -> None:
         """Add the report on the following rows to this one."""
@@ -136,13 +131,12 @@ def parse_rows(
     for raw in raws:
         report.rows += 1
         try:
-            row = raw.decode()
-            report.saw(row)
-            if json_messages and (messages := _json_messages(lookup(row.data, keys.prompt))):
-                report.json_prompts += 1
-                prompts.append(parse_row(row, keys, as_messages or bool(keys.multimodal), messages))
-            else:
-                prompts.append(parse_row(row, keys, as_messages or bool(keys.multimodal)))
+            data = raw.decode()
+            report.saw(data)
+            messages = _json_messages(lookup(data, keys.prompt)) if json_messages else None
+            report.json_prompts += messages is not None
+            as_messages = as_messages or bool(keys.multimodal)
+            prompts.append(_parse_row(raw, data, keys, as_messages, messages))
         except ValueError as error:
             report.add(raw.where, error)
     return prompts, report
@@ -161,10 +155,14 @@ def _json_messages(value: object) -> list[Any] | None:
     return parsed if any("role" in entry for entry in parsed) else None
 
 
-def parse_row(
-    row: Row, keys: RowKeys, as_messages: bool = False, messages: Sequence[Message] | None = None
+def _parse_row(
+    raw: RawRow,
+    data: Mapping[str, object],
+    keys: RowKeys,
+    as_messages: bool,
+    messages: Sequence[Message] | None,
 ) -> PromptRow:
-    """Parse one row.
+    """Parse one row, whose content is ``data``.
 
     Args:
         as_messages: See :func:`parse_rows`.
@@ -174,17 +172,17 @@ def parse_row(
         RowError: The row is not valid.
     """
     # Each part raises its own error; the first one is told, since the others often follow from it.
-    prompt = _prompt(row.data, keys, as_messages, messages)
-    metadata = _metadata(_optional(row.data, keys.metadata))
-    tools = _tools(_optional(row.data, keys.tools))
-    if row.filled:
+    prompt = _prompt(data, keys, as_messages, messages)
+    metadata = _metadata(_optional(data, keys.metadata))
+    tools = _tools(_optional(data, keys.tools))
+    if raw.filled:
         tools = _unfilled(tools)
         for message in prompt if isinstance(prompt, list) else ():
             if "tool_calls" in message:
                 message["tool_calls"] = _unfilled(message["tool_calls"])
     if tools:
         metadata["tools"] = tools
-    return PromptRow(row.where, prompt, _label(_label_value(row.data, keys.label)), metadata, tools)
+    return PromptRow(raw.where, prompt, _label(data, keys.label), metadata, tools)
 
 
 def _asked(keys: RowKeys) -> set[tuple[str, str]]:
@@ -341,23 +339,15 @@ def _insert_media(
 
 def _media_items(data: Mapping[str, object], column: str) -> list[Any]:
     value = _optional(data, column)
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _label_value(data: Mapping[str, object], key: str | None) -> Any:
-    if key is None:
-        return None
-    value = lookup(data, key, _MISSING)
+def _label(data: Mapping[str, object], key: str | None) -> JsonValue:
+    """Convert scalars to text; lists and objects are kept, for custom reward functions."""
+    value = None if key is None else lookup(data, key, _MISSING)
     if value is _MISSING and key != _OPTIONAL_DEFAULTS["label"]:
         raise MissingColumn(f"no label column {key!r}; the row has {_names(data)}")
-    return None if value is _MISSING else value
-
-
-def _label(value: object) -> JsonValue:
-    """Convert scalars to text; lists and objects are kept, for custom reward functions."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if value is _MISSING or value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bytes):
         raise RowError(f"the label is bytes: {_describe(value)}")

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from slime.data.json_text import MOST_NESTED, clean, too_deep
+from slime.data.json_text import MOST_NESTED, clean, no_constant, too_deep
 
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _BOM = b"\xef\xbb\xbf"
@@ -63,23 +63,17 @@ class Problems:
             raise DataError(self.lines())
 
 
-class Row(NamedTuple):
-    where: str  # "file:line" or "file, row n" (from 1)
-    data: dict[str, Any]
-    # whether None stands for fields that an object does not have, as in Parquet
-    filled: bool = False
-
-
 class RawRow(NamedTuple):
     """A row as it is in the file: a line of JSON, or columns that the reader of the format has
     decoded.
     """
 
-    where: str
+    where: str  # "file:line" or "file, row n" (from 1)
     content: bytes | dict[str, Any]
-    filled: bool = False  # see Row
+    # whether None stands for fields that an object does not have, as in Parquet
+    filled: bool = False
 
-    def decode(self) -> Row:
+    def decode(self) -> dict[str, Any]:
         """Decode the row.
 
         Raises:
@@ -87,15 +81,15 @@ class RawRow(NamedTuple):
         """
         # The reader of Parquet has decoded the row already.
         if isinstance(self.content, dict):
-            return Row(self.where, self.content, self.filled)
+            return self.content
         try:
-            data = json.loads(self.content, parse_constant=_no_constant)
+            data = json.loads(self.content, parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {_explain(error)}") from error
         if not isinstance(data, dict):
             raise ValueError(f"a row must be a JSON object, this is a {type(data).__name__}")
         check_values(data)
-        return Row(self.where, data)
+        return data
 
 
 def check_values(data: object) -> None:
@@ -183,7 +177,7 @@ def read_rows(spec: str) -> Iterator[dict[str, Any]]:
     for number in range(len(file)):
         (raw,) = file.read([number])
         try:
-            yield raw.decode().data
+            yield raw.decode()
         except ValueError as error:
             raise DataError([f"{raw.where}: {error}"]) from error
 
@@ -343,7 +337,7 @@ class _JsonList:
 
     def __init__(self, path: Path) -> None:
         try:
-            rows = json.loads(path.read_bytes(), parse_constant=_no_constant)
+            rows = json.loads(path.read_bytes(), parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 [f"{path}: not valid JSON: {_explain(error)} (one object a line is .jsonl)"]
@@ -378,10 +372,6 @@ def _blank(line: bytes, number: int) -> bool:
     if number == 1:
         line = line.removeprefix(_BOM)
     return not line or line.isspace()
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _explain(error: Exception) -> str:

@@ -425,9 +425,9 @@ def load_dataset(args: Args) -> Dataset:
     if args.apply_chat_template or args.streaming_data or args.rollout_max_prompt_len is not None:
         options = {"trust_remote_code": True} if args.trust_remote_code else {}
         make.tokenizer = load_tokenizer(args.hf_checkpoint, **options)
-    return Dataset.of(
+    return Dataset(
         args.prompt_data,
-        make,
+        make=make,
         seed=args.rollout_seed,
         streaming=args.streaming_data,
         workers=args.num_data_workers,

@@ -230,19 +230,13 @@ class SpecInfo(_Counters):
         )
 
     @property
-    def spec_accept_rate(self) -> float:
-        """The same as :attr:`accept_rate`, by the name of older releases."""
-        return self.accept_rate
-
-    @property
-    def spec_accept_length(self) -> float:
-        """The same as :attr:`accept_length`, by the name of older releases."""
-        return self.accept_length
-
-    @property
     def accept_length(self) -> float:
         """Tokens generated per verification step; 0 before the first step."""
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    # names of older releases
+    spec_accept_rate = accept_rate
+    spec_accept_length = accept_length
 
     def add(self, meta_info: MetaInfo) -> None:
         """Add the counters of one answer's ``meta_info``."""
@@ -265,10 +259,7 @@ class PrefixCacheInfo(_Counters):
     def hit_rate(self) -> float:
         return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
 
-    @property
-    def prefix_cache_hit_rate(self) -> float:
-        """The same as :attr:`hit_rate`, by the name of older releases."""
-        return self.hit_rate
+    prefix_cache_hit_rate = hit_rate  # the name of older releases
 
     def add(self, meta_info: MetaInfo) -> None:
         """Add the counters of one answer's ``meta_info``."""

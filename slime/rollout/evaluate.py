@@ -159,7 +159,7 @@ def _dataset(state: GenerateState, config: EvalDatasetConfig) -> Dataset:
         if make.apply_chat_template or make.max_length is not None:
             make.tokenizer = state.tokenizer
         make.load_processor = lambda: state.processor
-        state.eval_datasets[key] = Dataset.of(config.path, make)
+        state.eval_datasets[key] = Dataset(config.path, make=make)
     return state.eval_datasets[key]
 
 

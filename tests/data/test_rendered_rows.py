@@ -200,13 +200,13 @@ def test_what_the_processor_refuses_is_named(model: Any, tmp_path: Path) -> None
         for name in (*sizes, "broken")
     ]
     with pytest.raises(DataError) as caught:
-        Dataset.of(write(tmp_path / "rows.jsonl", rows), make)
+        Dataset(write(tmp_path / "rows.jsonl", rows), make=make)
     bad, broken = caught.value.problems
     assert "rows.jsonl:2: " in bad and bad.endswith(": AssertionError: aspect ratio of (4, 8)")
     assert "rows.jsonl:3: " in broken and "UnidentifiedImageError" in broken
     make.mask_type, conversation = "qwen", [*rows[0], answer("It is white.")]
     with pytest.raises(DataError, match=r"sft.jsonl:1.*input_ids"):
-        Dataset.of(write(tmp_path / "sft.jsonl", [conversation]), make)
+        Dataset(write(tmp_path / "sft.jsonl", [conversation]), make=make)
 
 
 def test_a_user_s_functions_may_use_messages_in_another_way(model: Any, tmp_path: Path) -> None:

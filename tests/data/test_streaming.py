@@ -116,7 +116,7 @@ def test_rows_from_anywhere(tmp_path: Path, wanted: list[int], stride: int, bom:
         file = RowFile(str(path))
         assert len(file) == 100 and len(file.reader.offsets) == -(-100 // stride)  # type: ignore[attr-defined]
         for row, raw in zip(wanted, file.read(wanted), strict=True):
-            assert raw.decode().data["metadata"]["row"] == row
+            assert raw.decode()["metadata"]["row"] == row
             assert lines[int(raw.where.rpartition(":")[2]) - 1].encode() == raw.content
 
 

@@ -104,7 +104,7 @@ def test_rows(tmp_path: Path, chunk: int) -> None:
             raise AssertionError(f"case {case}") from error
         if path == str(tmp_path / "data.jsonl"):
             file = RowFile(path)
-            assert all(row.decode().data is not None for row in file.read(range(len(file)))), case
+            assert all(row.decode() is not None for row in file.read(range(len(file)))), case
             json.dumps(
                 [json.loads(line) for line in Path(path).read_text().splitlines()], allow_nan=False
             )
