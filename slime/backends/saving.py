@@ -5,22 +5,26 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.backends.bank import WeightBank
+from slime.backends.tensor_shards import ShardMemory, TensorShard, write_shards
+from slime.backends.trainable import TrainedAdapter, require_fit
 from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
 from slime.checkpoint.snapshot import SnapshotError, damaged_part
+from slime.config.args import Args
 from slime.data.value_files import save_value
 from slime.weights.torch_dist import META
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Write = Callable[[], list[FileEntry]]
 """Writes this rank's files and returns them."""
@@ -33,25 +37,6 @@ class RngState(TypedDict):
     cuda: NotRequired[Tensor]
     tracker: NotRequired[dict[str, Tensor]]
     """Megatron's own generators, by name."""
-
-
-class SavedState(Protocol):
-    """The part of the training state on a rank. All ranks must call every method together."""
-
-    def take_memory(self) -> None:
-        """Allocate the memory for the copies of asynchronous saves on a thread, during training.
-        Only the first call does this."""
-
-    def writer(self, path: Path) -> Write:
-        """Return a function that writes the current state below ``path``. The caller must hide an
-        incomplete folder.
-
-        With ``--async-save`` everything is copied first, so that the function may be called during
-        training.
-        """
-
-    def load(self, path: Path) -> None:
-        """Load what :meth:`writer` wrote, with any number of ranks."""
 
 
 class BackgroundSave:
@@ -85,16 +70,6 @@ class BackgroundSave:
             ) from error
 
 
-def new_save_group(asynchronous: bool) -> ProcessGroup | None:
-    """Create a group of all ranks for the collectives of ``--async-save``, which overlap those of
-    training.
-
-    This is a collective operation. The result is None if saves are not ``asynchronous`` or without
-    a process group.
-    """
-    return dist.new_group(backend="gloo") if asynchronous and dist.is_initialized() else None
-
-
 def small_files_writer(
     path: Path, rank: int, rng: RngState, description: Mapping[str, object] | None
 ) -> Write:
@@ -117,21 +92,125 @@ def small_files_writer(
     return write
 
 
-def rng_state() -> RngState:
-    """Return the states of torch's random-number generators in this process."""
-    state: RngState = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+@dataclass
+class SavedState(ABC):
+    """The part of the training state on a rank. All ranks must call every method together.
+
+    With an adapter (LoRA), only it is saved, with the identity of its base.
+    """
+
+    args: Args
+    role: str
+    rank: int
+    world_size: int
+    bank: WeightBank
+    adapter: TrainedAdapter | None
+
+    def __post_init__(self) -> None:
+        self.memory = ShardMemory()
+        # Of all ranks, for the collectives of --async-save, which overlap those of training.
+        asynchronous = self.args.async_save and dist.is_initialized()
+        self.group = dist.new_group(backend="gloo") if asynchronous else None
+
+    @abstractmethod
+    def written(self, path: Path) -> dict[Path, list[TensorShard]]:
+        """Return the shards that this rank writes, by folder in ``path``."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, object]:
+        """Return what the folder says about itself. This is a collective operation."""
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Load what :meth:`writer` wrote, with any number of ranks."""
+
+    def take_memory(self) -> None:
+        """Allocate the memory for the copies of asynchronous saves on a thread, during training.
+        Only the first call does this."""
+        if not self.memory.is_taken:
+            self.memory.take(chain.from_iterable(self.written(Path()).values()))
+
+    def folders(self, path: Path) -> list[Path]:
+        """Return the folders that must exist before any rank writes."""
+        return [path]
+
+    def rng(self) -> RngState:
+        """Return the states of the random-number generators in this process."""
+        state: RngState = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def writer(self, path: Path) -> Write:
+        """Return a function that writes the current state below ``path``. The caller must hide an
+        incomplete folder.
+
+        With ``--async-save`` everything is copied first, so that the function may be called during
+        training.
+        """
+        for folder in self.folders(path) if self.rank == 0 else ():
+            folder.mkdir(parents=True, exist_ok=True)
+        if self.world_size > 1:
+            dist.barrier()
+        write = self.tensors_writer(path)
+        description = self.describe()
+        small = small_files_writer(
+            path, self.rank, self.rng(), description if self.rank == 0 else None
+        )
+        # The collective operations come first: a rank that fails before them would leave the others
+        # waiting.
+        return lambda: [*write(), *small()]
+
+    def tensors_writer(self, path: Path) -> Write:
+        """Return a function that writes the tensors."""
+        folders = self.written(path)
+        group = None
+        if self.args.async_save:
+            # Training continues while these are written, so they are copies, and the collectives of
+            # the writer use a separate group. In the default group they would be mixed with those
+            # of the next step.
+            copied = iter(self.memory.copied(chain.from_iterable(folders.values())))
+            folders = {folder: list(islice(copied, len(x))) for folder, x in folders.items()}
+            group = self.group
+        return lambda: [
+            entry
+            for folder, shards in folders.items()
+            for entry in write_shards(shards, folder, path, group)
+        ]
+
+    def require_fit(self, path: Path, meta: Mapping[str, Any]) -> None:
+        """Refuse a snapshot of the other role, of another adapter or with a damaged file. This is a
+        collective operation.
+
+        Args:
+            meta: What the folder says about itself.
+
+        Raises:
+            ValueError: It is of the other role or of another adapter.
+            SnapshotError: A file has changed since it was written.
+        """
+        if meta["role"] != self.role:
+            raise ValueError(
+                f"{path} contains the state of the {meta['role']}, not of the {self.role}"
+            )
+        require_fit(self.adapter, path, meta.get("lora"))
+        _require_undamaged(path, self.rank, self.world_size)
+
+    def load_rng(self, path: Path) -> RngState | None:
+        """Set torch's random-number generators as this rank's were, and return their states; None
+        if there are none, or the flags leave them out.
+        """
+        file = path / f"rng_{self.rank}.pt"
+        if self.args.no_load_rng or self.args.finetune or not file.is_file():
+            return None
+        state: RngState = torch.load(file, weights_only=True)
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+        return state
 
 
-def set_rng_state(state: RngState) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def require_undamaged(folder: Path, rank: int, ranks: int) -> None:
+def _require_undamaged(folder: Path, rank: int, ranks: int) -> None:
     """Compare the digests of the files in a snapshot's ``folder``, which are divided among the
     ranks.
 

@@ -80,7 +80,7 @@ def post_process_rewards(
     raw = [
         math.nan if s.reward_timed_out else _number(s, s.get_reward_value(args)) for s in samples
     ]
-    shaped = list(raw)
+    shaped = raw
     if args.overlong_buffer_len:
         limits = args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty
         shaped = [
@@ -90,18 +90,16 @@ def post_process_rewards(
     # A sample whose verifier timed out says nothing about the others: it is left out of its group's
     # statistics, and its trained reward is 0. Its raw reward is NaN, so that metrics can leave it
     # out.
-    answered = [i for i, reward in enumerate(shaped) if not math.isnan(reward)]
-    rewards = [0.0] * len(samples)
+    rewards = [0.0 if math.isnan(reward) else reward for reward in shaped]
     if not args.rewards_normalization:
-        for i in answered:
-            rewards[i] = shaped[i]
         return raw, rewards
     algorithm = create_algorithm(args)
     rollouts = keys_of_rollouts(samples) if rollout_keys is None else rollout_keys
     # Group → rollout → positions of samples.
     groups: dict[Hashable, dict[Hashable, list[int]]] = {}
-    for i in answered:
-        groups.setdefault(group_keys[i], {}).setdefault(rollouts[i], []).append(i)
+    for i, reward in enumerate(shaped):
+        if not math.isnan(reward):
+            groups.setdefault(group_keys[i], {}).setdefault(rollouts[i], []).append(i)
     for group in groups.values():
         # The baseline is that of rollouts; the samples of one rollout then share its reward.
         means = [mean_reward([shaped[i] for i in members]) for members in group.values()]

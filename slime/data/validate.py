@@ -51,57 +51,137 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     """
     if check_multimodal_keys(args):  # which is told already, and without columns no row can be read
         return []
-
-    def check_row(rm_type: str, label: object, metadata: Mapping[str, object]) -> str | None:
-        own = str(metadata.get("rm_type") or "").strip()
-        problem = reward_type_problem(own, args.rm_url) if own else None
-        return f"reward type {own}: {problem}" if problem else check_label(rm_type, label, metadata)
-
-    trust = {"trust_remote_code": True} if args.trust_remote_code else {}
-    tokenizer = functools.cache(lambda: _tokenizer(args.hf_checkpoint, trust))
-    found: list[str] = []
-    run = EvalDatasetConfig.from_args(args)
-    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(
-        args
-    )
+    check = _Check(args, check_label)
     # First the prompts of the training, then each evaluation set with settings of its own.
-    if _reads_prompts(args):
-        # else the name could not be loaded and is told
-        if args.prompt_data and data_name(args.prompt_data) is None:
-            make = prompt_maker(args)
-            limit = STREAMING_ROWS if args.streaming_data else None
-            rm_type = _reward_type(run, args.loss_type, own_rollout)
-            sft = make.mask_type is not None
-            found += _check_file(
-                args.prompt_data, make, tokenizer, args.notices, rm_type, check_row, True, limit
-            )
-            if sft and args.apply_chat_template:
-                found.append(
-                    f"--apply-chat-template makes texts of messages, which {SFT_FUNCTION} needs: "
-                    "leave it out"
-                )
-        elif not args.prompt_data:
-            found.append(
-                "no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset with "
-                "your functions"
-            )
+    found = check.prompts() if _reads_prompts(args) else []
     try:
         datasets = resolve_eval_datasets(args)
     except (ValueError, TypeError, FileNotFoundError) as error:
         return [*found, str(error)]
-    for config in datasets:
-        found += _unusable(config, run, args.rm_url)
-        rm_type = _reward_type(config, args.loss_type, own_rollout)
+    return found + [problem for config in datasets for problem in check.evaluation_set(config)]
+
+
+class _Check:
+    """The checks of one run."""
+
+    def __init__(self, args: Args, check_label: LabelCheck) -> None:
+        self.args = args
+        self.check_of_type = check_label
+        self.trust = {"trust_remote_code": True} if args.trust_remote_code else {}
+        self.tokenizer = functools.cache(lambda: _tokenizer(args.hf_checkpoint, self.trust))
+        self.run = EvalDatasetConfig.from_args(args)
+
+    def prompts(self) -> list[str]:
+        """The problems of ``--prompt-data``."""
+        args = self.args
+        if not args.prompt_data:
+            return [
+                "no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset with "
+                "your functions"
+            ]
+        if data_name(args.prompt_data) is not None:
+            return []  # the name could not be loaded and is told
+        make = prompt_maker(args)
+        limit = STREAMING_ROWS if args.streaming_data else None
+        found = self.file(args.prompt_data, make, self.run, strict=True, limit=limit)
+        if make.mask_type is not None and args.apply_chat_template:
+            found.append(
+                f"--apply-chat-template makes texts of messages, which {SFT_FUNCTION} needs: "
+                "leave it out"
+            )
+        return found
+
+    def evaluation_set(self, config: EvalDatasetConfig) -> list[str]:
+        """The problems of an evaluation set."""
         make = config.prompt_maker()
-        more = config.metadata_overrides
-        make.load_processor = functools.partial(load_processor, args.hf_checkpoint, **trust)
-        own_evaluation = args.eval_function_path not in OWN_FUNCTIONS
+        checkpoint = self.args.hf_checkpoint
+        make.load_processor = functools.partial(load_processor, checkpoint, **self.trust)
+        own_evaluation = self.args.eval_function_path not in OWN_FUNCTIONS
         make.rendered_later = not (own_evaluation or config.custom_generate_function_path)
-        problems = _check_file(
-            config.path, make, tokenizer, args.notices, rm_type, check_row, more=more
-        )
-        found += [f"evaluation set {config.name}: {problem}" for problem in problems]
-    return found
+        problems = self.file(config.path, make, config)
+        return [
+            *_unusable(config, self.run, self.args.rm_url),
+            *(f"evaluation set {config.name}: {problem}" for problem in problems),
+        ]
+
+    def reward_type(self, settings: EvalDatasetConfig) -> str | None:
+        """The reward type for which labels are checked; "" if one is needed but not configured;
+        None if none is needed.
+        """
+        args = self.args
+        if args.loss_type == "sft_loss" or settings.custom_rm_path:
+            return None
+        default = args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION or is_fully_async(args)
+        # The user's own generate function may set rewards itself.
+        users = settings.custom_generate_function_path or not default
+        return settings.rm_type or (None if users else "")
+
+    def label(self, rm_type: str | None, row: PromptRow, label: object) -> str | None:
+        """The problem of a label, which is that of ``row`` or another one."""
+        own = str(row.metadata.get("rm_type") or "").strip()
+        if own and (problem := reward_type_problem(own, self.args.rm_url)):
+            return f"reward type {own}: {problem}"
+        return self.check_of_type(rm_type or "math", label, row.metadata)
+
+    def file(
+        self,
+        spec: str,
+        make: PromptMaker,
+        settings: EvalDatasetConfig,
+        strict: bool = False,
+        limit: int | None = None,
+    ) -> list[str]:
+        """The problems of a file, which is read part by part.
+
+        Args:
+            make: Parses the rows and tries what the run will do with them.
+            strict: Whether a column that was named but that no row has is always a problem, even if
+                it is optional.
+            limit: Maximum number of rows to check.
+        """
+        problems, labels, report = Problems(), Problems(), Report(make.keys)
+        rm_type = self.reward_type(settings)
+        labelled, first = False, None
+        try:
+            rows = RowFile(spec)
+            count = len(rows) if limit is None else min(limit, len(rows))
+            # In parts, so that a file larger than the memory can be checked.
+            for begin in range(0, count, _ROWS_AT_ONCE):
+                part = rows.read(range(begin, min(begin + _ROWS_AT_ONCE, count)))
+                prompts, part_report = make.parse(part)
+                report.merge(part_report)
+                for row in prompts:
+                    if make.tokenizer is None and isinstance(row.prompt, list):
+                        make.tokenizer = self.tokenizer()
+                    for wrong in _row_problems(make, row):
+                        problems.add(f"{row.where}: {wrong}")
+                for row in prompts if rm_type is not None else ():
+                    row.metadata.update(settings.metadata_overrides)
+                    first = first or row
+                    # Without any label, the rows' problems are reported as one. But if the problem
+                    # would be the same with a label, the cause is in the row's metadata, so it is
+                    # reported for the row.
+                    problem = self.label(rm_type, row, row.label)
+                    labelled = labelled or row.label is not None
+                    if problem:
+                        labelled = labelled or self.label(rm_type, row, "0") == problem
+                        labels.add(f"{row.where}: {problem}")
+        except DataError as error:
+            return error.problems
+        # Problems of the whole file come after those of single rows have been counted.
+        report.tell(spec, problems)
+        self.args.notices += problems.notices
+        for warning in problems.warnings if strict else ():
+            problems.add(warning)
+        if labelled:
+            problems.extend(labels)
+        elif first is not None and labels.count:
+            unset = "there is neither --rm-type nor --custom-rm-path, and " if not rm_type else ""
+            problems.add(
+                f"{spec}: {unset}no row has a label (column {make.keys.label!r}, --label-key); "
+                f"{self.label(rm_type, first, first.label)}"
+            )
+        return problems.lines()
 
 
 def _tokenizer(checkpoint: str | None, options: Mapping[str, bool]) -> Tokenizer | None:
@@ -149,85 +229,6 @@ def _reads_prompts(args: Args) -> bool:
     # Rollouts without engines, such as SFT, may need no file.
     needs_file = built_in and not args.debug_train_only
     return needs_file or bool(args.prompt_data)
-
-
-def _reward_type(settings: EvalDatasetConfig, loss_type: str, own_rollout: bool) -> str | None:
-    """The reward type for which labels are checked; "" if one is needed but not configured; None if
-    none is needed.
-    """
-    if loss_type == "sft_loss" or settings.custom_rm_path:
-        return None
-    if settings.rm_type:
-        return settings.rm_type
-    users = settings.custom_generate_function_path or own_rollout
-    return None if users else ""  # The user's own generate function may set rewards itself.
-
-
-def _check_file(
-    spec: str,
-    make: PromptMaker,
-    tokenizer: Callable[[], Tokenizer | None],
-    notices: list[str],
-    rm_type: str | None,
-    check_label: LabelCheck,
-    strict: bool = False,
-    limit: int | None = None,
-    more: Mapping[str, object] | None = None,
-) -> list[str]:
-    """The problems of a file, which is read part by part.
-
-    Args:
-        make: Parses the rows and tries what the run will do with them.
-        tokenizer: Returns the tokenizer of the run, or None without one; only called if rows are
-            rendered.
-        notices: Gets a line if the rows are read in a way that is not plain.
-        strict: Whether a column that was named but that no row has is always a problem, even if it
-            is optional.
-        limit: Maximum number of rows to check.
-        more: Entries that every row's metadata get (``metadata_overrides``).
-    """
-    problems, labels, report = Problems(), Problems(), Report(make.keys)
-    labelled, first = False, None
-    try:
-        rows = RowFile(spec)
-        count = len(rows) if limit is None else min(limit, len(rows))
-        # In parts, so that a file larger than the memory can be checked.
-        for begin in range(0, count, _ROWS_AT_ONCE):
-            prompts, part = make.parse(rows.read(range(begin, min(begin + _ROWS_AT_ONCE, count))))
-            report.merge(part)
-            for row in prompts:
-                if make.tokenizer is None and isinstance(row.prompt, list):
-                    make.tokenizer = tokenizer()
-                for wrong in _row_problems(make, row):
-                    problems.add(f"{row.where}: {wrong}")
-            for row in prompts if rm_type is not None else ():
-                row.metadata.update(more or {})
-                first = first or row
-                labelled = labelled or row.label is not None
-                problem = check_label(rm_type or "math", row.label, row.metadata)
-                # Without any label, the rows' problems are reported as one. But if the problem
-                # would be the same with a label, the cause is in the row's metadata, so it is
-                # reported for the row.
-                if problem:
-                    labelled = (
-                        labelled or check_label(rm_type or "math", "0", row.metadata) == problem
-                    )
-                    labels.add(f"{row.where}: {problem}")
-    except DataError as error:
-        return error.problems
-    # Problems of the whole file come after those of single rows have been counted.
-    report.tell(spec, problems)
-    notices += problems.notices
-    for warning in problems.warnings if strict else ():
-        problems.add(warning)
-    if labelled:
-        problems.extend(labels)
-    elif first is not None and labels.count:
-        said = check_label(rm_type or "math", first.label, first.metadata)
-        column = f"no row has a label (column {make.keys.label!r}, --label-key)"
-        unset = "there is neither --rm-type nor --custom-rm-path, and " if not rm_type else ""
-        problems.add(f"{spec}: {unset}{column}; {said}")
-    return problems.lines()
 
 
 def _row_problems(make: PromptMaker, row: PromptRow) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from quick_processes import start_ranks
 
+from slime.backends import collectives
 from slime.backends.fsdp import gathering
 from slime.engines.process import free_port
 
@@ -47,13 +48,13 @@ def _rank(rank: int, port: int, output: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
     calls: list[int] = []
-    gather = gathering.all_gather_flat
+    gather = collectives.all_gather_flat
 
     def counted(whole: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         calls.append(whole.numel() * whole.element_size())
         return gather(whole, *arguments, **named)
 
-    gathering.all_gather_flat = counted
+    collectives.all_gather_flat = counted
     found: dict[Any, Any] = {}
     meshes = {
         "one dimension": (init_device_mesh("cpu", (4,)), [Shard(0)]),
@@ -64,7 +65,7 @@ def _rank(rank: int, port: int, output: str) -> None:
         named = _named(mesh, placements)
         want = [(n, t.full_tensor() if hasattr(t, "full_tensor") else t) for n, t in named]
         for limit in LIMITS:
-            gathering.BATCH_BYTES = limit
+            collectives.BATCH_BYTES = limit
             calls.clear()
             got = [(name, tensor.clone()) for name, tensor in gathering.whole_tensors(iter(named))]
             pairs = zip(got, want, strict=True)

@@ -41,13 +41,14 @@ def _rank(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from slime.backends import collectives
     from slime.backends.fsdp import gathering
     from slime.weights.sync import sync_weights
     from slime.weights.transports import create_transport, ranks_of_engines
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    gathering.BATCH_BYTES = 4096  # so that much is still to be gathered when one of them dies
+    collectives.BATCH_BYTES = 4096  # so that much is still to be gathered when one of them dies
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     shards = [

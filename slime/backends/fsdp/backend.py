@@ -122,11 +122,11 @@ class FsdpBackend(SharedBackend):
             role,
             rank,
             world_size,
+            self.bank,
+            self.adapter,
             self.shard_size,
             buffers,
             self.optimizer,
-            self.bank,
-            self.adapter,
         )
 
     def _adapter(self, model: nn.Module) -> FsdpAdapter | None:

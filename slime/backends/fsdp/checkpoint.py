@@ -13,25 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slime.backends.bank import WeightBank, shard_box
+from slime.backends.bank import shard_box
 from slime.backends.collectives import local
 from slime.backends.fsdp.optimizer import ScheduledAdamW
-from slime.backends.saving import (
-    Write,
-    new_save_group,
-    require_undamaged,
-    rng_state,
-    set_rng_state,
-    small_files_writer,
-)
-from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
-from slime.backends.trainable import TrainedAdapter, require_fit
-from slime.config.args import Args
+from slime.backends.saving import SavedState
+from slime.backends.tensor_shards import StoredTensors, TensorShard
 from slime.weights.torch_dist import META
 
 TENSORS = "dcp"
@@ -47,49 +36,13 @@ class _Stored(NamedTuple):
 
 
 @dataclass
-class FsdpState:
-    """The part of the training state on a rank; see :class:`slime.backends.saving.SavedState`."""
+class FsdpState(SavedState):
+    """See :class:`slime.backends.saving.SavedState`."""
 
-    args: Args
-    role: str
-    rank: int
-    world_size: int
     shard_size: int
     """The number of ranks that share one replica of the model."""
     buffers: list[tuple[str, Tensor]]
     optimizer: ScheduledAdamW
-    bank: WeightBank
-    adapter: TrainedAdapter | None = None
-    """With an adapter (LoRA), only it is saved, with the identity of its base."""
-
-    def __post_init__(self) -> None:
-        self.group = new_save_group(self.args.async_save)
-        self.memory = ShardMemory()
-
-    def take_memory(self) -> None:
-        if not self.memory.is_taken:
-            self.memory.take(self._written_shards())
-
-    def writer(self, path: Path) -> Write:
-        if self.rank == 0:
-            path.mkdir(parents=True, exist_ok=True)
-        if self.world_size > 1:
-            dist.barrier()
-        shards = self._written_shards()
-        group = None
-        if self.args.async_save:
-            # Training continues while these are written, so they are copies, and the collectives of
-            # the writer use a separate group. In the default group they would be mixed with those
-            # of the next step.
-            shards = self.memory.copied(shards)
-            group = self.group
-        description = self._describe()
-        small = small_files_writer(
-            path, self.rank, rng_state(), description if self.rank == 0 else None
-        )
-        # The collective operation comes first: a rank that fails before it would leave the others
-        # waiting.
-        return lambda: [*write_shards(shards, path / TENSORS, path, group), *small()]
 
     def load(self, path: Path) -> None:
         """Load what :meth:`writer` wrote, with any number of ranks.
@@ -111,12 +64,7 @@ class FsdpState:
         # A snapshot of the other role, of another adapter or with a damaged file is refused before
         # anything is changed.
         meta = json.loads((path / META).read_text())
-        if meta["role"] != self.role:
-            raise ValueError(
-                f"{path} contains the state of the {meta['role']}, not of the {self.role}"
-            )
-        require_fit(self.adapter, path, meta.get("lora"))
-        require_undamaged(path, self.rank, self.world_size)
+        self.require_fit(path, meta)
         # Copies that the run made are read into tensors of their own, which must exist first.
         args = self.args
         copies = [] if args.finetune else meta["copies"]
@@ -130,9 +78,7 @@ class FsdpState:
             self.optimizer.steps = meta["steps"]
             if self.optimizer.loss_scale is not None and meta.get("loss_scale"):
                 self.optimizer.loss_scale.load(meta["loss_scale"])
-        rng = path / f"rng_{self.rank}.pt"
-        if rng.is_file() and not args.no_load_rng:
-            set_rng_state(torch.load(rng, weights_only=True))
+        self.load_rng(path)
 
     def _tensors(self, copies: list[str], with_optimizer: bool) -> dict[str, _Stored]:
         named: dict[str, Tensor] = {f"model/{name}": p for name, p in self.bank.named}
@@ -149,8 +95,8 @@ class FsdpState:
             }
         return state
 
-    def _written_shards(self) -> list[TensorShard]:
-        """Return the shards that this rank writes.
+    def written(self, path: Path) -> dict[Path, list[TensorShard]]:
+        """See :meth:`SavedState.written`.
 
         The ranks of one replica write a whole tensor together. Tensors are distributed over
         replicas so that all write about the same number of bytes. Rank 0 writes tensors that are
@@ -170,9 +116,9 @@ class FsdpState:
                 sizes[writer] += stored.like.numel()
             if writer == mine and (isinstance(stored.like, DTensor) or self.rank == 0):
                 found[name] = stored
-        return _shards(found)
+        return {path / TENSORS: _shards(found)}
 
-    def _describe(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         return {
             "steps": self.optimizer.steps,
             "world_size": self.world_size,

@@ -104,7 +104,7 @@ class MegatronBackend(SharedBackend):
         # parameters.
         self._make_copies(self.weights.tensors(), initial, may_swap_pointers=False)
         self.state = MegatronState(
-            args, rank, world_size, self.model, self.optimizer, self.bank, self.adapter
+            args, role, rank, world_size, self.bank, self.adapter, self.model, self.optimizer
         )
 
     def load_copy(self, tag: str, path: str) -> None:

@@ -14,15 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from slime.backends.bank import WeightBank
 from slime.backends.megatron import rank_files
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.model import Chunk, unwrapped
@@ -35,65 +31,32 @@ from slime.backends.megatron.shards import (
     written_shards,
 )
 from slime.backends.megatron.trained_model import TrainedModel, layout_sizes, load_weights
-from slime.backends.saving import (
-    RngState,
-    Write,
-    new_save_group,
-    require_undamaged,
-    rng_state,
-    set_rng_state,
-    small_files_writer,
-)
-from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
-from slime.backends.trainable import TrainedAdapter, require_fit
+from slime.backends.saving import RngState, SavedState, Write
+from slime.backends.tensor_shards import StoredTensors, TensorShard
 from slime.checkpoint.files import FileEntry, describe_files
-from slime.config.args import Args
 from slime.weights.torch_dist import RANK_FILES, TENSORS, describe, mark_as_megatron, read_meta
 
 
 @dataclass
-class MegatronState:
-    """The part of the training state on a rank; see :class:`slime.backends.saving.SavedState`.
+class MegatronState(SavedState):
+    """See :class:`slime.backends.saving.SavedState`."""
 
-    With an adapter (LoRA), only it is saved, with the identity of its base.
-    """
-
-    args: Args
-    rank: int
-    world_size: int
     model: TrainedModel
     optimizer: ScheduledOptimizer
-    bank: WeightBank
-    adapter: TrainedAdapter | None = None
-
-    def __post_init__(self) -> None:
-        self.group = new_save_group(self.args.async_save)
-        self.memory = ShardMemory()
 
     def take_memory(self) -> None:
-        # whose files are whole storages
-        if not self.memory.is_taken and self.args.ckpt_format != "torch":
-            self.memory.take(
-                shard for shards in self._by_folder(Path()).values() for shard in shards
-            )
+        if self.args.ckpt_format != "torch":  # whose files are whole storages
+            super().take_memory()
 
-    def writer(self, path: Path) -> Write:
-        if self.rank == 0:
-            for name in (self.args.ckpt_format, *map(_copy_folder, self.bank.moving)):
-                (path / name).mkdir(parents=True, exist_ok=True)
-        if self.world_size > 1:
-            dist.barrier()
-        write = (
-            self._rank_files_writer(path)
-            if self.args.ckpt_format == "torch"
-            else self._shards_writer(path)
-        )
-        rng: RngState = {**rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-        description = self._describe()
-        small = small_files_writer(path, self.rank, rng, description if self.rank == 0 else None)
-        # The collective operations come first: a rank that fails before them would leave the others
-        # waiting.
-        return lambda: [*write(), *small()]
+    def folders(self, path: Path) -> list[Path]:
+        """See :meth:`SavedState.folders`."""
+        return [
+            path / name for name in (self.args.ckpt_format, *map(_copy_folder, self.bank.moving))
+        ]
+
+    def rng(self) -> RngState:
+        """See :meth:`SavedState.rng`; with Megatron's own generators."""
+        return {**super().rng(), "tracker": get_cuda_rng_tracker().get_states()}
 
     def load(self, path: Path) -> None:
         """Load what :meth:`writer` wrote with any layout. Each rank reads its own part.
@@ -104,19 +67,14 @@ class MegatronState:
 
         Raises:
             FileNotFoundError: There is no such state.
-            MegatronError: The state belongs to the other role, or this layout cannot load it. The
-                message says what to do.
+            ValueError: The state belongs to the other role or to another adapter.
+            MegatronError: This layout cannot load it. The message says what to do.
             SnapshotError: A file has changed since it was written.
         """
         # A snapshot of the other role, of another adapter or with a damaged file is refused before
         # anything is changed.
         meta = read_meta(path)
-        if meta["role"] != self.model.role:
-            raise MegatronError(
-                f"{path} contains the state of the {meta['role']}, not of the {self.model.role}"
-            )
-        require_fit(self.adapter, path, meta.get("lora"))
-        require_undamaged(path, self.rank, self.world_size)
+        self.require_fit(path, meta)
         args = self.args
         adapter = self.adapter is not None
         for tag in [] if args.finetune else meta["copies"]:
@@ -148,20 +106,19 @@ class MegatronState:
             self.optimizer.set_steps(meta["steps"])
         else:
             self._load_with_optimizer(path, meta["steps"], meta.get("adam_steps", meta["steps"]))
-        rng = path / f"rng_{self.rank}.pt"
-        if rng.is_file() and not args.no_load_rng and not args.finetune:
-            states: RngState = torch.load(rng, weights_only=True)
-            set_rng_state(states)
+        if (states := self.load_rng(path)) is not None:
             get_cuda_rng_tracker().set_states(states["tracker"])
 
-    def _by_folder(self, path: Path) -> dict[Path, list[TensorShard]]:
-        """Return the shards that this rank writes, by folder."""
+    def written(self, path: Path) -> dict[Path, list[TensorShard]]:
+        """See :meth:`SavedState.written`."""
         chunks = self.model.chunks
         chained = self.optimizer.chained
         adapter = self.adapter is not None
         with_optimizer = not self.args.no_save_optim
-        written = written_shards(chunks, chained, with_optimizer=with_optimizer, adapter=adapter)
-        folders = {path / TENSORS: written}
+        live_shards = written_shards(
+            chunks, chained, with_optimizer=with_optimizer, adapter=adapter
+        )
+        folders = {path / TENSORS: live_shards}
         live = [tensor for _, tensor in self.bank.named]
         for tag in sorted(self.bank.moving):
             of_copy = {
@@ -172,30 +129,20 @@ class MegatronState:
             )
         return folders
 
-    def _shards_writer(self, path: Path) -> Write:
-        folders = self._by_folder(path)
-        group = None
-        if self.args.async_save:
-            # Training continues while these are written, so they are copies, and the collectives of
-            # the writer use a separate group. In the default group they would be mixed with those
-            # of the next step.
-            copied = iter(
-                self.memory.copied(shard for shards in folders.values() for shard in shards)
-            )
-            folders = {
-                folder: list(islice(copied, len(shards))) for folder, shards in folders.items()
-            }
-            group = self.group
+    def tensors_writer(self, path: Path) -> Write:
+        """See :meth:`SavedState.tensors_writer`."""
+        if self.args.ckpt_format == "torch":
+            return self._rank_files_writer(path)
+        write = super().tensors_writer(path)
+        folders = self.folders(path) if self.rank == 0 else []
 
-        def write() -> list[FileEntry]:
-            entries = []
-            for folder, shards in folders.items():
-                entries += write_shards(shards, folder, path, group)
-            for folder in folders if self.rank == 0 else ():
+        def write_and_mark() -> list[FileEntry]:
+            entries = write()
+            for folder in folders:
                 entries += describe_files(mark_as_megatron(folder), path)
             return entries
 
-        return write
+        return write_and_mark
 
     def _rank_files_writer(self, path: Path) -> Write:
         """Return a writer for ``--ckpt-format torch``. The tensors are copied here, before it is
@@ -235,12 +182,12 @@ class MegatronState:
         self.optimizer.set_adam_steps(adam_steps)
         self.optimizer.set_steps(steps)
 
-    def _describe(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         return describe(
             self.model.family,
             self.model.settings,
             self.args.hf_checkpoint,
-            role=self.model.role,
+            role=self.role,
             steps=self.optimizer.steps,
             copies=sorted(self.bank.moving),
             optimizer=not self.args.no_save_optim,

@@ -1,9 +1,8 @@
 """Megatron's process groups, and what is exchanged in them: results of the last stage, and whole
 tensors.
 
-With one collective per parameter, launches cost more than the transfer: a model with 48 layers and
-128 experts has 1,536 expert matrices on each of eight expert-parallel ranks. So consecutive
-parameters of the same kind are sent together, up to ``BATCH_BYTES`` of whole tensors.
+Parameters are sent together: a model with 48 layers and 128 experts has 1,536 expert matrices on
+each of eight expert-parallel ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from slime.backends.collectives import batched, gather_flat
 from slime.config.layout import ParallelLayout
 from slime.config.seeds import derive_seed
 from slime.weights.maps.family import Entry
@@ -98,10 +98,6 @@ def object_of_last_stage(value: T) -> T:
     return holder[0]
 
 
-# of whole tensors; gathering needs several times as much memory for a short time
-BATCH_BYTES = 1 << 28
-
-
 class Piece(NamedTuple):
     """One parameter, or one expert of every expert-parallel rank.
 
@@ -140,20 +136,9 @@ class Piece(NamedTuple):
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Divide pieces into runs with the same stage, dtype and kind, which can be sent together. The
     result is the same on all ranks."""
-    batch: list[Piece] = []
-    size = 0
-    kind = None
-    for piece in pieces:
-        this = (piece.stage, piece.dtype, piece.expert is None)
-        if batch and (this != kind or size + piece.nbytes > BATCH_BYTES):
-            yield batch
-            batch = []
-            size = 0
-        batch.append(piece)
-        size = size + piece.nbytes
-        kind = this
-    if batch:
-        yield batch
+    return batched(
+        pieces, lambda x: (x.stage, x.dtype, x.expert is None), lambda piece: piece.nbytes
+    )
 
 
 def whole(batch: Sequence[Piece]) -> list[list[Tensor]]:
@@ -197,7 +182,7 @@ def _over_tensor_ranks(batch: Sequence[Piece]) -> list[Tensor]:
         gather_flat([part for part, piece in zip(parts, batch, strict=True) if piece.is_cut], group)
     )
     for part, piece in zip(parts, batch, strict=True):
-        tensors.append(torch.cat(next(gathered), _axis(piece)) if piece.is_cut else part)
+        tensors.append(torch.cat(list(next(gathered)), _axis(piece)) if piece.is_cut else part)
     return tensors
 
 
@@ -206,24 +191,7 @@ def _over_experts(tensors: Sequence[Tensor], batch: Sequence[Piece]) -> list[Ten
     group = mpu.get_expert_model_parallel_group()
     if batch[0].expert is None or group.size() == 1:
         return [tensor.unsqueeze(0) for tensor in tensors]
-    return [torch.stack(each) for each in gather_flat(tensors, group)]
-
-
-def gather_flat(tensors: Sequence[Tensor], group: ProcessGroup) -> list[list[Tensor]]:
-    """Gather the tensors of all ranks in one collective, and return them by tensor, then by rank.
-
-    The tensors must have the same shapes on all ranks, and all of them the same dtype.
-    """
-    if not tensors:
-        return []
-    # One collective for many tensors; see the top of this file. The results are views of the
-    # received buffers, so they need no further memory but keep the buffers alive.
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    everyones = [torch.empty_like(flat) for _ in range(group.size())]
-    dist.all_gather(everyones, flat, group=group)
-    counts = [tensor.numel() for tensor in tensors]
-    by_rank = [x.split(counts) for x in everyones]
-    return [[parts[i].view(tensor.shape) for parts in by_rank] for i, tensor in enumerate(tensors)]
+    return gather_flat(tensors, group)
 
 
 def _axis(piece: Piece) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -23,7 +22,7 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor, nn
 
 from slime.backends.megatron.delta_net import PackedDeltaNet
-from slime.backends.megatron.modules import Offsets, gather_or_copy, scatter_or_reduce
+from slime.backends.megatron.modules import gather_or_copy, scatter_or_reduce
 from slime.models.cpu_kernels import linear
 from slime.weights.maps.family import Entry
 
@@ -75,7 +74,19 @@ class FactorPair(nn.Module):
         return (self.lora_A, self.entries[0]), (self.lora_B, self.entries[1])
 
 
-class LoraColumn(ColumnParallelLinear):
+class _Adapted:
+    """What all layers with adapters have in common; see :class:`LoraColumn`."""
+
+    lora: nn.ModuleDict
+    lora_on: bool
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **more: Any) -> dict[str, Any]:
+        """Return the tensors of the layer without its adapters."""
+        tensors: dict[str, Any] = super().sharded_state_dict(prefix, *args, **more)  # type: ignore[misc]
+        return {name: x for name, x in tensors.items() if not name.startswith(prefix + _OWN)}
+
+
+class LoraColumn(_Adapted, ColumnParallelLinear):
     """A column-parallel layer with adapters. Its own weight and bias are frozen.
 
     Attributes:
@@ -87,11 +98,9 @@ class LoraColumn(ColumnParallelLinear):
             without them.
     """
 
-    lora: nn.ModuleDict
     lora_projections: tuple[Projection, ...]
     lora_groups: int
     lora_scale: float
-    lora_on: bool
 
     def forward(
         self,
@@ -122,21 +131,11 @@ class LoraColumn(ColumnParallelLinear):
             return outputs[0]
         return torch.cat([x.unflatten(-1, (self.lora_groups, -1)) for x in outputs], -1).flatten(-2)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
-    ) -> dict[str, ShardedTensor]:
-        """Return the tensors of the layer without its adapters."""
-        return _without_adapters(
-            super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix
-        )
 
-
-class LoraRow(RowParallelLinear):
+class LoraRow(_Adapted, RowParallelLinear):
     """A row-parallel layer with an adapter; attributes as in :class:`LoraColumn`."""
 
-    lora: nn.ModuleDict
     lora_scale: float
-    lora_on: bool
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output, ``[T, 1, out]``, and the bias that the caller has to add."""
@@ -148,22 +147,11 @@ class LoraRow(RowParallelLinear):
         inner = linear(x, pair.lora_A) * self.lora_scale
         return linear(scatter_or_reduce(inner, self.sequence_parallel, self.tp_group), pair.lora_B)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None
-    ) -> dict[str, ShardedTensor]:
-        """Return the tensors of the layer without its adapter."""
-        return _without_adapters(
-            super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix
-        )
 
-
-class LoraDeltaNet(PackedDeltaNet):
+class LoraDeltaNet(_Adapted, PackedDeltaNet):
     """A gated delta net with adapters on its linear layers; attributes as in :class:`LoraColumn`.
     The factors are divided as the weights are: each rank has, or computes with, those of its
     heads."""
-
-    lora: nn.ModuleDict
-    lora_on: bool
 
     def weights_of_rank(self) -> dict[str, Tensor]:
         """Return the weights and factors with the heads that this rank computes, by their names in
@@ -174,14 +162,6 @@ class LoraDeltaNet(PackedDeltaNet):
             for end, (factor, entry) in zip((FACTOR_A, FACTOR_B), pair.by_entry(), strict=True):
                 found[name + end] = self.part_of_rank(factor, entry.layout)
         return found
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: object = None
-    ) -> dict[str, ShardedTensor]:
-        """Return the tensors of the layer without its adapters."""
-        return _without_adapters(
-            super().sharded_state_dict(prefix, sharded_offsets, metadata), prefix
-        )
 
 
 class _LinearOfNet(nn.Linear):
@@ -259,7 +239,3 @@ def factors_of(model: nn.Module) -> Iterator[tuple[nn.Parameter, Entry]]:
 
 def _pairs(modules: nn.ModuleDict) -> dict[str, FactorPair]:
     return {name: pair() for name, pair in modules.items() if isinstance(pair, FactorPair)}
-
-
-def _without_adapters(tensors: dict[str, ShardedTensor], prefix: str) -> dict[str, ShardedTensor]:
-    return {name: x for name, x in tensors.items() if not name.startswith(prefix + _OWN)}

@@ -19,27 +19,27 @@ def gather(rank: int, ports: Any, path: Path, output: Path) -> None:
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
-    import torch.distributed as dist
     from fsdp_helpers import make_args
     from megatron.core import parallel_state as mpu
     from megatron_ranks import leave_groups
 
+    from slime.backends import collectives
     from slime.backends.create import create_backend
     from slime.backends.megatron import groups
 
     calls: list[str] = []
 
-    def counted(name: str) -> None:
-        real = getattr(dist, name)
+    def counted(module: Any, name: str) -> None:
+        real = getattr(module, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
             calls.append(name)
             return real(*arguments, **named)
 
-        setattr(groups.dist, name, call)
+        setattr(module, name, call)
 
-    counted("all_gather")
-    counted("broadcast")
+    counted(collectives, "all_gather_flat")
+    counted(groups.dist, "broadcast")
     found = []
     for number, layout in enumerate(LAYOUTS):
         args = make_args(path, train_backend="megatron", world_size=2, train_dtype="bfloat16")
@@ -50,12 +50,12 @@ def gather(rank: int, ports: Any, path: Path, output: Path) -> None:
         ]
         assert not gloo, f"nothing uses {gloo}, and each is a group of TCP connections"
         by_size: dict[int, Any] = {}
-        for size in (groups.BATCH_BYTES, 20_000, 1):
-            groups.BATCH_BYTES, kept = size, groups.BATCH_BYTES
+        for size in (collectives.BATCH_BYTES, 20_000, 1):
+            collectives.BATCH_BYTES, kept = size, collectives.BATCH_BYTES
             calls.clear()
             tensors = {name: tensor.clone() for name, tensor in backend.named_weights()}
             by_size[size] = {"tensors": tensors, "collectives": len(calls)}
-            groups.BATCH_BYTES = kept
+            collectives.BATCH_BYTES = kept
         found.append(list(by_size.values()))
         leave_groups()
     torch.save(found, output / f"rank{rank}.pt")
