@@ -201,18 +201,11 @@ def _token_counts(
     tokens_of: list[int],
 ) -> list[int]:
     """For each step, the sum of max(mask sum, 1) over the samples of all ranks."""
-    totals = []
-    begin = 0
-    for count in counts:
-        totals.append(
-            sum(
-                tokens_of[partition[i]]
-                for partition, batches in zip(partitions, micro_batches, strict=True)
-                for batch in batches[begin : begin + count]
-                for i in batch
-            )
-        )
-        begin += count
+    totals = [0] * len(counts)
+    steps = [step for step, count in enumerate(counts) for _ in range(count)]
+    for partition, batches in zip(partitions, micro_batches, strict=True):
+        for step, batch in zip(steps, batches, strict=True):
+            totals[step] += sum(tokens_of[partition[i]] for i in batch)
     return totals
 
 

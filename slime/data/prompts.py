@@ -4,6 +4,7 @@ model, so the checks before the start of a run use it as well."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -285,7 +286,8 @@ def _insert_media(
     """Put the items of the media columns where messages have placeholders: ``<image>`` in a text,
     or a part ``{"type": "image"}`` without an image."""
     # The n-th placeholder of a kind gets the n-th item of its column, over all messages.
-    kinds = {name: MultimodalTypes.get(name) for name in columns}
+    kinds = {MultimodalTypes.get(name).placeholder: name for name in columns}
+    placeholder = re.compile(f"({'|'.join(map(re.escape, kinds))})")
     items = {name: _media_items(data, column) for name, column in columns.items()}
     used = dict.fromkeys(columns, 0)
 
@@ -300,17 +302,15 @@ def _insert_media(
 
     def split(text: str) -> list[Message]:
         parts: list[Message] = []
-        while found := [
-            (at, n) for n, kind in kinds.items() if (at := text.find(kind.placeholder)) >= 0
-        ]:
-            at, name = min(found)
-            parts += [{"type": "text", "text": text[:at]}] if at else []
-            parts += next_item(name)
-            text = text[at + len(kinds[name].placeholder) :]
-        return [*parts, {"type": "text", "text": text}] if text else parts
+        for piece in placeholder.split(text):
+            if piece in kinds:
+                parts += next_item(kinds[piece])
+            elif piece:
+                parts.append({"type": "text", "text": piece})
+        return parts
 
     def marked(text: object) -> bool:
-        return isinstance(text, str) and any(kind.placeholder in text for kind in kinds.values())
+        return isinstance(text, str) and placeholder.search(text) is not None
 
     def filled(part: object) -> list[Any]:
         if not isinstance(part, Mapping):
@@ -318,7 +318,7 @@ def _insert_media(
         if marked(part.get("text")):
             return split(part["text"])
         name = part.get("type")
-        return next_item(name) if name in kinds and part.get(name) is None else [part]
+        return next_item(name) if name in used and part.get(name) is None else [part]
 
     result = []
     for message in messages:
@@ -331,7 +331,7 @@ def _insert_media(
     for name, column in columns.items():
         if used[name] != len(items[name]):
             raise RowError(
-                f"{used[name]} placeholders {kinds[name].placeholder} in the prompt, "
+                f"{used[name]} placeholders {MultimodalTypes.get(name).placeholder} in the prompt, "
                 f"but {len(items[name])} items in {column!r}"
             )
     return result

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -155,12 +155,10 @@ class RowFile:
             )
         # Readers only go forward, so the rows are read in ascending order and then put into the
         # requested order.
-        order = sorted(range(len(rows)), key=rows.__getitem__)
-        found: list[Any] = [None] * len(rows)
-        ascending = [self._numbers[rows[i]] for i in order]
-        for i, raw in zip(order, self.reader.ascending(ascending), strict=True):
-            found[i] = raw
-        return found
+        numbers = [self._numbers[row] for row in rows]
+        ascending = sorted(set(numbers))
+        found = dict(zip(ascending, self.reader.ascending(ascending), strict=True))
+        return [found[number] for number in numbers]
 
     def _identity(self) -> tuple[int, int]:
         stat = self.path.stat()
@@ -209,9 +207,7 @@ class _Reader(Protocol):
     def __len__(self) -> int: ...
 
     def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
-        """Read the rows with these numbers, which must be in ascending order (repetitions are
-        allowed).
-        """
+        """Read the rows with these numbers, which must be in ascending order."""
 
 
 class _JsonLines:
@@ -293,31 +289,16 @@ class _Parquet:
         return self.starts[-1]
 
     def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
-        done = 0
-        while done < len(rows):
-            end, read = self._take(rows, done)
-            for row, data in zip(rows[done:end], read, strict=True):
-                yield RawRow(f"{self.path}, row {row + 1}", data, filled=True)
-            done = end
-
-    def _take(self, rows: Sequence[int], begin: int) -> tuple[int, list[dict[str, Any]]]:
-        """Read the rows from ``rows[begin]`` on that are in the same batch; returns the position
-        after them first.
-
-        Raises:
-            DataError: The file is damaged there.
-        """
         from pyarrow import ArrowException
 
-        try:
-            self._go_to(rows[begin])
-            end = bisect_left(rows, self.first + len(self.batch), begin)
-            return end, self.batch.take([row - self.first for row in rows[begin:end]]).to_pylist()
-        except (ArrowException, OSError, ValueError, StopIteration) as error:
-            words = str(error) or "it has fewer rows than its metadata says"
-            raise DataError(
-                [f"{self.path}: damaged near row {rows[begin] + 1}: {words}"]
-            ) from error
+        for row in rows:
+            try:
+                self._go_to(row)
+                (data,) = self.batch.slice(row - self.first, 1).to_pylist()
+            except (ArrowException, OSError, ValueError, StopIteration) as error:
+                words = str(error) or "it has fewer rows than its metadata says"
+                raise DataError([f"{self.path}: damaged near row {row + 1}: {words}"]) from error
+            yield RawRow(f"{self.path}, row {row + 1}", data, filled=True)
 
     def _go_to(self, row: int) -> None:
         # Another row group: read it from its beginning, batch by batch.

@@ -351,10 +351,9 @@ class Sample:
     def from_dict(data: Mapping[str, object]) -> Sample:
         """The inverse of :meth:`to_dict`; unknown keys become attributes."""
         values: dict[str, Any] = dict(data)
-        if isinstance(values.get("spec_info"), Mapping):
-            values["spec_info"] = SpecInfo(**values["spec_info"])
-        if isinstance(values.get("prefix_cache_info"), Mapping):
-            values["prefix_cache_info"] = PrefixCacheInfo(**values["prefix_cache_info"])
+        for name, kind in (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo)):
+            if isinstance(values.get(name), Mapping):
+                values[name] = kind(**values[name])
         sample = Sample(**{name: values.pop(name) for name in _FIELDS if name in values})
         for name, value in values.items():
             setattr(sample, name, value)

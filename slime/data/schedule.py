@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from slime.data.balance import ModelShape, first_fit, forward_flops, split_in_two
@@ -194,23 +195,11 @@ def _steps(
     if count % global_batch_size:
         logger.warning(
             "%d rollouts = %d steps x %d + %d: the last %d are not trained on",
-            *(
-                count,
-                num_steps,
-                global_batch_size,
-                count % global_batch_size,
-                count % global_batch_size,
-            ),
+            *(count, num_steps, global_batch_size),
+            *[count % global_batch_size] * 2,
         )
-    members = list(rollouts.values())
-    return [
-        [
-            position
-            for rollout in members[s * global_batch_size : (s + 1) * global_batch_size]
-            for position in rollout
-        ]
-        for s in range(num_steps)
-    ]
+    members = iter(rollouts.values())
+    return [list(chain(*islice(members, global_batch_size))) for _ in range(num_steps)]
 
 
 def _pack_step(
@@ -305,12 +294,8 @@ def _align(
     logger.warning(
         "step %d: %d single samples cannot be split evenly over %d: joined the shortest, the "
         "largest has %d tokens",
-        *(
-            step,
-            len(micro_batches) + surplus,
-            multiple,
-            max(map(tokens_in, range(len(micro_batches)))),
-        ),
+        *(step, len(micro_batches) + surplus, multiple),
+        max(map(tokens_in, range(len(micro_batches)))),
     )
 
 
