@@ -34,6 +34,33 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def sharded_like(part: Tensor, like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return a tensor that has ``part`` on this rank and is sharded as ``like``.
+
+    Args:
+        shape: The shape of the whole tensor; None for that of ``like``.
+    """
+    if not isinstance(like, DTensor):
+        return part
+    whole = like if shape is None else torch.empty(*shape, device="meta")
+    mesh = like.device_mesh
+    return DTensor.from_local(
+        part, mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def gather_objects(value: T, group: ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of a group, in the order of ranks: of this process alone if
+    there are no others.
+    """
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    if ranks == 1:
+        return [value]
+    values = [value] * ranks
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 @dataclass(frozen=True)
 class DataParallelReduce:
     """The implementation of ``slime.algorithms.sequences.Reduce`` for process groups.
@@ -99,9 +126,9 @@ class DataParallelReduce:
         # them in different orders.
         names = sorted(shares)
         if not same_names:
-            everyones: list[list[str] | None] = [None] * self.world_size
-            dist.all_gather_object(everyones, names, group=self.group)
-            names = sorted({name for theirs in everyones for name in theirs or []})
+            names = sorted(
+                {name for theirs in gather_objects(names, self.group) for name in theirs}
+            )
         sums = [name for name in names if not is_max_metric(name)]
         maxima = [name for name in names if is_max_metric(name)]
         summed = self.total([shares.get(name, 0.0) for name in sums]) if sums else []

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.bank import WeightBank
+from slime.backends.collectives import gather_objects
 from slime.backends.tensor_shards import ShardMemory, TensorShard, write_shards
 from slime.backends.trainable import TrainedAdapter, require_fit
 from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
@@ -219,10 +220,6 @@ def _require_undamaged(folder: Path, rank: int, ranks: int) -> None:
     Raises:
         SnapshotError: A rank found damage. The error is raised on all ranks.
     """
-    found: list[str | None] = [damaged_part(folder, rank, ranks)]
-    if ranks > 1:
-        mine = found[0]
-        found = [None] * ranks
-        dist.all_gather_object(found, mine)
+    found = gather_objects(damaged_part(folder, rank, ranks))
     if problems := [problem for problem in found if problem]:
         raise SnapshotError("\n".join(problems))

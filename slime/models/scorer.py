@@ -6,6 +6,8 @@ the root module, so FSDP gathers the parameters of the head for its ``forward`` 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -92,70 +94,41 @@ class PolicyScorer(nn.Module):
         the temperature.
         """
         # Logits are returned for every response token, and soft caps are rare.
-        distinct = None if with_logits or self.logit_cap is not None else inputs.distinct
-        hidden = _response_rows(self.backbone, inputs, distinct)
-        head = self.hf.get_output_embeddings()
-        effective = temperature / self.logit_scale
-        if self.logit_cap is not None:
-            return self._capped(
-                hidden, inputs, temperature, with_entropy, entropy_grad, with_logits
-            )
-        # A token that many samples have in common is scored once, and its score is copied to each
-        # of them.
-        scores = token_log_probs(
-            hidden,
-            head.weight,
-            inputs.targets if distinct is None else distinct.targets,
-            effective,
-            bias=head.bias,
-            chunk_size=self.chunk_size,
-            with_entropy=with_entropy,
-            entropy_grad=entropy_grad,
-            fused=self.fused,
-            nuclei=inputs.nuclei,
-        )
-        if distinct is not None:
-            entropy = (
-                None if scores.entropy is None else scores.entropy.index_select(0, distinct.place)
-            )
-            scores = TokenScores(scores.log_probs.index_select(0, distinct.place), entropy)
-        logits = linear(hidden, head.weight, head.bias).float() / effective if with_logits else None
-        return self._with_anchor(scores, logits)
-
-    def _capped(
-        self,
-        hidden: Tensor,
-        inputs: ModelInputs,
-        temperature: float,
-        with_entropy: bool,
-        entropy_grad: bool,
-        with_logits: bool,
-    ) -> tuple[TokenScores, Tensor | None]:
-        """Return the same for a model that soft-caps its logits."""
-        assert self.logit_cap is not None
-        if inputs.nuclei is not None:
+        cap = self.logit_cap
+        distinct = None if with_logits or cap is not None else inputs.distinct
+        if cap is not None and inputs.nuclei is not None:
             raise ModelError(
                 f"{type(self.hf).__name__} soft-caps its logits: use --rollout-top-p 1"
             )
+        hidden = _response_rows(self.backbone, inputs, distinct)
         head = self.hf.get_output_embeddings()
-        cap = self.logit_cap
-        scores = capped_log_probs(
-            hidden,
-            head.weight,
-            inputs.targets,
-            temperature,
-            cap,
-            head.bias,
-            self.chunk_size,
-            with_entropy,
-            entropy_grad,
-        )
-        logits = (
-            capped_logits(hidden, head.weight, head.bias, cap) / temperature
-            if with_logits
-            else None
-        )
-        return self._with_anchor(scores, logits)
+        divisor = temperature if cap is not None else temperature / self.logit_scale
+        options: dict[str, Any] = {
+            "bias": head.bias,
+            "chunk_size": self.chunk_size,
+            "with_entropy": with_entropy,
+            "entropy_grad": entropy_grad,
+        }
+        if cap is None:
+            # A token that many samples have in common is scored once, and its score is copied to
+            # each of them.
+            options |= {"fused": self.fused, "nuclei": inputs.nuclei}
+            targets = (distinct or inputs).targets
+            scores = token_log_probs(hidden, head.weight, targets, divisor, **options)
+        else:
+            scores = capped_log_probs(hidden, head.weight, inputs.targets, divisor, cap, **options)
+        if distinct is not None:
+            place = distinct.place
+            picked = scores.entropy
+            picked = None if picked is None else picked.index_select(0, place)
+            scores = TokenScores(scores.log_probs.index_select(0, place), picked)
+        if not with_logits:
+            return self._with_anchor(scores, None)
+        if cap is not None:
+            logits = capped_logits(hidden, head.weight, head.bias, cap)
+        else:
+            logits = linear(hidden, head.weight, head.bias).float()
+        return self._with_anchor(scores, logits / divisor)
 
     def _with_anchor(
         self, scores: TokenScores, logits: Tensor | None

@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from slime.backends.collectives import DTYPES
+from slime.backends.collectives import DTYPES, gather_objects, local, sharded_like
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.lora import AdapterMerge
 from slime.backends.fsdp.low_precision import rounded_weights
@@ -167,18 +166,8 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on ``device``, with the same sharding. It is the same tensor if it is there
     already.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor.to(device)
-    part = tensor.to_local()
-    if part.device.type == device.type:
-        return tensor
-    mesh = tensor.device_mesh
-    places = tensor.placements
-    shape = tensor.shape
-    stride = tensor.stride()
-    return DTensor.from_local(
-        part.to(device), mesh, places, run_check=False, shape=shape, stride=stride
-    )
+    part = local(tensor)
+    return tensor if part.device.type == device.type else sharded_like(part.to(device), tensor)
 
 
 def share_weight_conversions(model: PreTrainedModel) -> None:
@@ -204,8 +193,7 @@ def require_same_names(model: PreTrainedModel) -> None:
     """
     names = [name for name, _ in _named_as_on_disk(model, _empty_tensors(model))]
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
-    everyones: list[tuple[str, int, list[str]]] = [("", 0, [])] * dist.get_world_size()
-    dist.all_gather_object(everyones, (digest, len(names), names[:2]))
+    everyones = gather_objects((digest, len(names), names[:2]))
     for rank, (theirs, count, first) in enumerate(everyones):
         if theirs != everyones[0][0]:
             raise ModelError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slime.backends.bank import shard_box
-from slime.backends.collectives import local
+from slime.backends.collectives import local, sharded_like
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.low_precision import quantized_layers
 from slime.backends.trainable import (
@@ -118,16 +118,7 @@ class AdapterMerge:
         # Experts are sharded, and so are both of their factors.
         a = self._factors[name] if experts is None else local(experts.lora_A.detach())
         values = merged(local(weight), a, local(layer.lora_B.detach()), layer.lora_scale)
-        if not isinstance(weight, DTensor):
-            return values
-        return DTensor.from_local(
-            values,
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
+        return sharded_like(values, weight)
 
 
 class FsdpAdapter(TrainedAdapter):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from slime.backends.collectives import local
+from slime.backends.collectives import local, sharded_like
 from slime.backends.lr_schedule import LrSchedule
 from slime.config.args import Args
 
@@ -138,26 +138,7 @@ def _in_8_bits(parameter: nn.Parameter, signed: bool, block: int) -> Tensor:
     zeros: Tensor = OptimState8bit.zeros(
         part.shape, signed, block, part.device, dtype=torch.float32
     )
-    return _like(parameter, zeros)
-
-
-def _like(parameter: nn.Parameter, part: Tensor, columns: int | None = None) -> Tensor:
-    """Return a tensor that has ``part`` on this rank and is sharded as ``parameter``.
-
-    Args:
-        columns: The size of its second and last dimension; None for the shape of ``parameter``.
-    """
-    if not isinstance(parameter, DTensor):
-        return part
-    shape = parameter.shape if columns is None else torch.Size((parameter.shape[0], columns))
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    return sharded_like(zeros, parameter)
 
 
 def take_step(adam: torch.optim.Optimizer) -> None:
@@ -189,8 +170,10 @@ def plain_tensors(parameter: nn.Parameter, state: Mapping[str, Tensor]) -> dict[
         if hasattr(part, "codes") and hasattr(part, "scale"):
             rows = part.codes.shape[0]
             scale = part.scale.view(rows, -1)
-            found[f"{entry}.codes"] = _like(parameter, part.codes)
-            found[f"{entry}.scale"] = _like(parameter, scale, scale.shape[1])
+            found[f"{entry}.codes"] = sharded_like(part.codes, parameter)
+            found[f"{entry}.scale"] = sharded_like(
+                scale, parameter, (parameter.shape[0], scale.shape[1])
+            )
         else:
             found[entry] = value
     return found

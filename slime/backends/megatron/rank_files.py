@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from slime.backends.collectives import gather_objects
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.optimizer import ScheduledOptimizer
 from slime.checkpoint.files import DigestedFile, FileEntry
@@ -31,12 +32,8 @@ def content(states: list[dict[str, Tensor]], folder: Path) -> Content:
 
     This is a collective operation. Of the ranks with the same parameters, only one writes.
     """
-    places: list[str] = [_place()]
-    if dist.is_initialized():
-        places = [""] * dist.get_world_size()
-        dist.all_gather_object(places, _place())
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if places.index(_place()) != rank:
+    if gather_objects(_place()).index(_place()) != rank:
         return {}
     return {folder / f"weights_{_place()}.pt": [_copied(state) for state in states]}
 

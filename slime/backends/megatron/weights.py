@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from slime.backends.collectives import gather_objects
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.groups import Piece, batches, tensor_group, whole
 from slime.backends.megatron.model import PolicyModel
@@ -21,7 +22,6 @@ from slime.models.stored import NamedWeights
 from slime.weights.maps.family import Entry, Family, Settings
 from slime.weights.maps.layouts import Source
 
-T = TypeVar("T")
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 VALUE_HEAD = (OUTPUT, "output_layer.bias")
@@ -211,7 +211,7 @@ def who_holds(local: Mapping[str, Tensor]) -> dict[str, Held]:
     operation.
     """
     mine = {name: (tuple(x.shape), x.dtype) for name, x in local.items()}
-    everyones = _gather_objects(mine, mpu.get_pipeline_model_parallel_group())
+    everyones = gather_objects(mine, mpu.get_pipeline_model_parallel_group())
     return {
         name: Held(stage, *description)
         for stage, names in enumerate(everyones)
@@ -307,7 +307,7 @@ def _readers(groups: Sequence[ProcessGroup], sizes: Sequence[int]) -> list[int]:
 
 def _raise_together(failure: Exception | None) -> None:
     """Raise an error on all ranks if one of them failed. This is a collective operation."""
-    found = _gather_objects(
+    found = gather_objects(
         None if failure is None else f"{type(failure).__name__}: {failure}", dist.group.WORLD
     )
     if failure is not None:
@@ -315,12 +315,3 @@ def _raise_together(failure: Exception | None) -> None:
     for rank, message in enumerate(found):
         if message is not None:
             raise ModelError(f"rank {rank} could not read the checkpoint: {message}")
-
-
-def _gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
-        return [value]
-    values = [value] * ranks
-    dist.all_gather_object(values, value, group=group)
-    return values
