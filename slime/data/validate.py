@@ -170,7 +170,7 @@ class _Check:
             return error.problems
         # Problems of the whole file come after those of single rows have been counted.
         report.tell(spec, problems)
-        self.args.notices += problems.notices
+        self.args.notices.extend(problems.notices)
         for warning in problems.warnings if strict else ():
             problems.add(warning)
         if labelled:
