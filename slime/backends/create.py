@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 from datetime import timedelta
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 LOOPBACK = "lo"
+log = logging.getLogger(__name__)
 
 
 def create_backend(
@@ -54,6 +56,8 @@ def create_backend(
 
     with large_imports():
         import torch
+
+        from slime.models.flash_attention import use_if_possible
     # raises an error for an unknown one before the first rollout
     algorithm_class(args.advantage_estimator)
     # On the CPU, freed memory and compiled kernels are kept within bounds; on CUDA, torch's
@@ -69,6 +73,9 @@ def create_backend(
             torch.set_num_threads(args.threads_per_process)
     if args.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
+    kernel = use_if_possible(args.attn_implementation is None, device)
+    if rank == 0:
+        log.info("attention over packs: %s", kernel)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     _init_process_group(rank, world_size, master_addr, master_port, device, timeout)
     # Every rank has different random numbers, which are the same in each run. What must be equal on

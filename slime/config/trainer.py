@@ -47,8 +47,9 @@ class ModelConfig(Section):
     fp16: bool = False
     """Megatron's spelling of --train-dtype float16, which scales the loss; FSDP only"""
     attn_implementation: str | None = None
-    """Attention implementation of the trainer, by its name in transformers; all but varlen train
-    padded batches. Default: varlen, with an equivalent for the CPU"""
+    """Attention implementation of the trainer, by its name in transformers; all but varlen, torch's
+    kernel for packs, train padded batches. Default: FlashAttention 4 where flash-attn-4 is installed
+    on Hopper or newer, else varlen, with an equivalent for the CPU"""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory; --recompute-activations is a
     synonym

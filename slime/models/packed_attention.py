@@ -5,10 +5,12 @@ keyword arguments of its forward include ``position_ids`` and ``slime_pack=PackS
 transformers passes on to the attention of each layer. transformers makes no attention mask, because
 this name is not one of its mask functions.
 
-On CUDA in bf16/fp16, torch's varlen attention is used; on the CPU, ``cpu_kernels.py``. Both have
-attention sinks. What neither supports (sliding windows on the CPU, float32 on CUDA, value heads of
-another size on the CPU, soft caps) is computed with one mask for all segments of equal size. Kinds
-of attention that would be silently wrong here are refused."""
+On CUDA in bf16/fp16, FlashAttention 4 (``flash_attention.py``) or torch's varlen attention is used;
+on the CPU, ``cpu_kernels.py``. All have attention sinks. What none of them supports (sliding windows
+on the CPU, float32 on CUDA, value heads of another size on the CPU, soft caps) is computed with one
+mask for all segments of equal size. Kinds of attention that would be silently wrong here are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ from transformers import AttentionInterface
 
 from slime.models.autograd import Context, Gradients
 from slime.models.cpu_kernels import packed_attention_cpu
+from slime.models.flash_attention import can_attend, flash_attention_4
 from slime.models.layer_kinds import window_of
 from slime.models.loading import ModelError
 from slime.models.masked_attention import UNCHANGED, ScoreChanges, masked_attention, same_image
@@ -171,6 +174,9 @@ def _varlen(
     if pack.kv_index is not None:
         k = k.index_select(0, pack.kv_index)
         v = v.index_select(0, pack.kv_index)
+    if can_attend(q, k, v):
+        sizes = pack.cu_seqlens_q, pack.cu_seqlens_k, pack.max_q, pack.max_k
+        return flash_attention_4(q, k, v, *sizes, scale, window, sinks)
     if sinks is not None:
         return varlen_with_sinks(q, k, v, sinks, pack, scale, window)
     extra: dict[str, Any] = {"enable_gqa": True} if _NAMES_GQA and k.shape[1] != q.shape[1] else {}
