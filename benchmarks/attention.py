@@ -15,6 +15,7 @@ of the output and of each gradient, and the largest of them over all samples. Th
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import statistics
 import sys
@@ -118,12 +119,9 @@ def with_torch(case: Case) -> Tensor:
             max_k=case.longest_k,
         )
         return varlen_with_sinks(case.q, case.k, case.v, case.sinks, pack, scale, case.window)
-    import inspect
-
-    extra = (
-        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    )
-    return varlen_attn(
+    named = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    extra: dict[str, Any] = {"enable_gqa": True} if named else {}
+    out = varlen_attn(
         case.q,
         case.k,
         case.v,
@@ -135,6 +133,8 @@ def with_torch(case: Case) -> Tensor:
         window_size=(case.window, 0),
         **extra,
     )
+    assert isinstance(out, Tensor)
+    return out
 
 
 def with_fa4(case: Case, deterministic: bool = False) -> Tensor:

@@ -51,6 +51,9 @@ def create_backend(
     if args.train_backend == "megatron":
         # Megatron's layers rely on kernels that start in the order of their launch.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if args.deterministic:
+        # cuBLAS is deterministic only with a workspace of its own.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from slime.config.algorithm import algorithm_class
     from slime.models.cpu_memory import bound_kernel_caches, keep_freed_memory, large_imports
 
