@@ -21,14 +21,14 @@ LIMITS = {
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
     "functions_that_take_args": 275,
-    "files": 504,
+    "files": 505,
 }
 
 TOKENS = {
     "agent": 54,
     "algorithms": 6_660,
     "api": 7_406,
-    "backends": 66_809,
+    "backends": 66_867,
     "checkpoint": 8_222,
     "cli": 762,
     "cluster": 45_746,
@@ -36,7 +36,7 @@ TOKENS = {
     "data": 38_048,
     "engines": 18_720,
     "environments": 45,
-    "models": 39_537,
+    "models": 40_600,
     "observability": 17_047,
     "ray": 13,
     "rollout": 38_527,
