@@ -102,6 +102,7 @@ def register(
             f"the {kind} {name!r} is registered twice: {_place(other.target)} and {_place(target)}"
         )
     _parts[kind, name] = Part(kind, name, target, flags, package, when)
+    sections.cache_clear()
 
 
 def parts(kind: str) -> dict[str, Part]:
@@ -125,8 +126,10 @@ def find(kind: str, name: str) -> Any:
     return load(known[name].target)
 
 
+@functools.cache
 def sections() -> tuple[type, ...]:
     """Return the dataclasses whose fields are the flags of parts, without duplicates."""
+    # Reading a command line asks for them two thousand times.
     _discover()
     return tuple(
         dict.fromkeys(load(part.flags) for part in _parts.values() if part.flags is not None)

@@ -23,6 +23,7 @@ def _same_parts_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     monkeypatch.setattr(registry, "_failed", list(registry._failed))
     yield
+    registry.sections.cache_clear()
 
 
 def test_every_part_of_slime_is_there() -> None:
