@@ -28,10 +28,16 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from needs import of_all
 
 # No test depends on how busy the machine is: neither by a deadline per example nor by how fast
 # examples are made.
-settings.register_profile("slime", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "slime",
+    deadline=None,
+    max_examples=of_all(100, 40),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("slime")
 
 CHECKOUT = Path(__file__).resolve().parents[1]

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import io
 import json
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "slime"
@@ -61,21 +62,19 @@ class Measures:
 
 def measure(folder: Path) -> Measures:
     """Count in every Python file below ``folder``."""
-    total = Measures()
-    for path in sorted(folder.rglob("*.py")):
-        _add_file(total, path.read_text(encoding="utf-8"))
-    return total
+    found = [_of_file(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))]
+    return Measures(*(sum(getattr(one, each.name) for one in found) for each in fields(Measures)))
 
 
-def _add_file(total: Measures, text: str) -> None:
+@functools.cache
+def _of_file(text: str) -> Measures:
     tree = ast.parse(text)
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     lines = text.count("\n")
-    total.files += 1
-    total.files_above_400_lines += lines > 400
-    total.total_lines += lines
+    total = Measures(files=1, files_above_400_lines=int(lines > 400), total_lines=lines)
     prose = _docstring_lines(tree)
-    code, comments = _lines_of_tokens(text)
-    total.tokens += _count_tokens(text, prose)
+    code, comments = _lines_of_tokens(tokens)
+    total.tokens = _count_tokens(tokens, prose)
     total.code_lines += len(code - prose)
     total.comment_lines += len(comments - code)
     for node in ast.walk(tree):
@@ -86,6 +85,7 @@ def _add_file(total: Measures, text: str) -> None:
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             is_none = isinstance(node.value, ast.Constant) and node.value.value is None
             total.attributes_any_none += is_none and ast.unparse(node.annotation) == "Any"
+    return total
 
 
 def _add_function(total: Measures, function: Function) -> None:
@@ -116,11 +116,10 @@ EMPTY = {
 """Kinds of tokens without a text of their own."""
 
 
-def _count_tokens(text: str, prose: set[int]) -> int:
+def _count_tokens(tokens: Sequence[tokenize.TokenInfo], prose: set[int]) -> int:
     """Return the number of tokens but for comments and the strings that begin on a line of
     ``prose``.
     """
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return sum(
         token.type not in EMPTY
         and token.type != tokenize.COMMENT
@@ -129,11 +128,11 @@ def _count_tokens(text: str, prose: set[int]) -> int:
     )
 
 
-def _lines_of_tokens(text: str) -> tuple[set[int], set[int]]:
+def _lines_of_tokens(tokens: Sequence[tokenize.TokenInfo]) -> tuple[set[int], set[int]]:
     """Numbers of the lines with code (docstrings included) and of those with comments."""
     code: set[int] = set()
     comments: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokens:
         if token.type == tokenize.COMMENT:
             comments.add(token.start[0])
         elif token.type not in EMPTY:

@@ -110,8 +110,8 @@ def table() -> str:
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n\n"
 
 
-def check_family(family: str, folder: Path) -> None:
-    """Do what the row of a family says: with tied embeddings and biases, and with neither.
+def check_family(family: str, folder: Path, variants: Sequence[bool] = (False, True)) -> None:
+    """Do what the row of a family says: with tied embeddings and biases (True), and with neither.
 
     Raises:
         AssertionError: Numbers differ, or something is not refused that the row says is.
@@ -122,7 +122,7 @@ def check_family(family: str, folder: Path) -> None:
     # Released models of Gemma 4 have no biases, and with random ones its gradients are within 3e-5
     # only.
     biases = () if family == "Gemma 4" else BIASES
-    for both in (False, True):
+    for both in variants:
         changes = {name: both for name in ("tie_word_embeddings", *biases) if hasattr(config, name)}
         model = save_tiny(family, folder / f"both {both}", **changes)
         if packed == "yes":

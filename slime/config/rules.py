@@ -75,7 +75,7 @@ class Rule(NamedTuple):
         pairs.
         """
         found = holding(self.when, run, self.typed)
-        if not found or holding(self.needs, run) or holding(self.unless, run):
+        if not found or holding(f"{self.needs} or {self.unless}", run):
             return []
         others = holding(self.excludes, run, self.typed) if self.excludes else [[]]
         return [(flags, other) for flags in found for other in others]
@@ -104,18 +104,12 @@ def _listed(words: list[str]) -> str:
 
 def holding(conditions: str, run: Run, typed: bool = False) -> list[list[str]]:
     """Return those of the conditions between ``or`` that hold: their flags with their values."""
-    found = (_all_words(one, run, typed) for one in conditions.split(" or ") if one)
-    return [words for words in found if words]
-
-
-def _all_words(condition: str, run: Run, typed: bool) -> list[str]:
-    """Return the parts of a condition between ``and`` with their values; none unless all hold."""
-    words = []
-    for part in condition.split(" and "):
-        if (word := _words(part, run, typed)) is None:
-            return []
-        words.append(word)
-    return words
+    found = (
+        [_words(part, run, typed) for part in one.split(" and ")]
+        for one in conditions.split(" or ")
+        if one
+    )
+    return [[word for word in words if word is not None] for words in found if None not in words]
 
 
 def _words(part: str, run: Run, typed: bool) -> str | None:

@@ -94,9 +94,10 @@ def run(backend: FsdpBackend, seed: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("compiler", "changes"),
     [
-        ("aot_eager", {}),
-        ("inductor", CHANGES),
-        pytest.param("aot_eager", CHANGES, marks=pytest.mark.long),
+        ("aot_eager", CHANGES),
+        pytest.param("aot_eager", {}, marks=pytest.mark.long),
+        # the C++ that it generates here is not what runs on a GPU
+        pytest.param("inductor", CHANGES, marks=pytest.mark.long),
         pytest.param("inductor", {}, marks=pytest.mark.long),
     ],
     indirect=["compiler"],
@@ -104,11 +105,11 @@ def run(backend: FsdpBackend, seed: int) -> dict[str, float]:
 def test_same_steps_and_no_variant_per_shape(
     tmp_path: Path, compiler: None, changes: dict[str, Any]
 ) -> None:
-    model = save_tiny_qwen3(tmp_path, num_hidden_layers=4)
+    model = save_tiny_qwen3(tmp_path, num_hidden_layers=2)
     plain = make_backend(make_args(model, kl_coef=0.01, **changes))
     compiled = make_backend(make_args(model, kl_coef=0.01, compile_layers=True, **changes))
     graphs = []
-    for seed in range(4):
+    for seed in range(3):
         want, got = run(plain, seed), run(compiled, seed)
         graphs.append(counters["stats"]["unique_graphs"])
         for name in (
@@ -132,7 +133,7 @@ def test_same_steps_and_no_variant_per_shape(
 @pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
 def test_layers_with_an_adapter_compile_once(tmp_path: Path, compiler: None) -> None:
     """With the adapter, and without it for the reference."""
-    model = save_tiny_qwen3(tmp_path, num_hidden_layers=4)
+    model = save_tiny_qwen3(tmp_path, num_hidden_layers=2)
     flags: dict[str, Any] = dict(
         lora_rank=4, lora_alpha=8.0, use_rslora=False, lora_target_modules=["all-linear"]
     )
@@ -142,7 +143,7 @@ def test_layers_with_an_adapter_compile_once(tmp_path: Path, compiler: None) -> 
         make_backend(make_args(model, **flags, compile_layers=True)),
     )
     graphs = []
-    for seed in range(4):
+    for seed in range(3):
         want, got = run(plain, seed), run(compiled, seed)
         graphs.append(counters["stats"]["unique_graphs"])
         for name in ("train/loss", "train/grad_norm", "train/kl_loss", "rollout/ref_log_probs"):

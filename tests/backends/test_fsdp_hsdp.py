@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hsdp_ranks import MICRO_BATCHES, READERS, VARIANTS, worker
+from hsdp_ranks import MICRO_BATCHES, OF_EACH_COMMIT, READERS, VARIANTS, worker
 from rank_processes import results_of_ranks, save_models
 from safetensors.torch import load_file
 from test_fsdp_ranks import assert_close, assert_equal, assert_same_metrics
@@ -18,6 +18,12 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]
 DEADLINE_SECONDS = 300.0
 GROUPS = 3  # of parameters that FSDP gathers together: two layers and the rest
 Ranks = list[dict[str, Any]]
+
+
+def variant(name: str, *more: object) -> Any:
+    """Values of parameters; those of a variant that only the long circle runs are marked so."""
+    marks = () if name in OF_EACH_COMMIT else (pytest.mark.long,)
+    return pytest.param(name, *more, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,7 @@ def ranks(paths: dict[str, Path]) -> Ranks:
     )
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "flat"])
+@pytest.mark.parametrize("variant", [variant(name) for name in VARIANTS if name != "flat"])
 def test_every_way_to_communicate_gives_the_same_steps(ranks: Ranks, variant: str) -> None:
     for rank in ranks:
         got, want = rank[variant], rank["flat"]
@@ -62,7 +68,13 @@ def test_replicas_stay_equal_to_the_bit(ranks: Ranks, variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "size"), [("flat", 4), ("one_group", 4), ("hybrid", 2), ("replicas_of_one", 1)]
+    ("variant", "size"),
+    [
+        variant("flat", 4),
+        variant("one_group", 4),
+        variant("hybrid", 2),
+        variant("replicas_of_one", 1),
+    ],
 )
 def test_a_rank_holds_its_share_of_a_replica(ranks: Ranks, variant: str, size: int) -> None:
     whole = {
@@ -86,12 +98,12 @@ def test_gradients_cross_between_replicas_once_per_step(ranks: Ranks) -> None:
     assert hybrid["allreduce_"] - flat["allreduce_"] == GROUPS
 
 
-@pytest.mark.parametrize("variant", ["accumulate", "hybrid_accumulate_keep"])
+@pytest.mark.parametrize("variant", [variant("accumulate"), variant("hybrid_accumulate_keep")])
 def test_unsharded_gradients_are_reduced_once_per_step(ranks: Ranks, variant: str) -> None:
     assert ranks[0][variant]["counts"]["_reduce_scatter_base_"] == GROUPS
 
 
-@pytest.mark.parametrize("variant", ["keep", "hybrid_accumulate_keep"])
+@pytest.mark.parametrize("variant", [variant("keep"), variant("hybrid_accumulate_keep")])
 def test_kept_parameters_are_gathered_once_per_step(ranks: Ranks, variant: str) -> None:
     again = (GROUPS - 1) * 2 + 1  # the rest is not freed between the forward and the backward pass
     assert ranks[0]["flat"]["counts"]["_allgather_base_"] == again * MICRO_BATCHES

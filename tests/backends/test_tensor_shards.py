@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import of_all
 
 from slime.backends.tensor_shards import (
     ShardMemory,
@@ -28,7 +29,7 @@ from slime.checkpoint.files import file_digest
 SHAPES = st.lists(st.integers(1, 5), max_size=4)
 
 
-@settings(max_examples=300)
+@settings(max_examples=of_all(300, 100))
 @given(SHAPES, st.data())
 def test_boxes_are_the_range(shape: list[int], data: st.DataObject) -> None:
     numel = math.prod(shape)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import of_all
 
 from slime.checkpoint import manifest, snapshot
 from slime.checkpoint.files import DigestedFile, FileEntry, file_digest
@@ -249,7 +250,7 @@ def test_entries_of_a_manifest_that_were_edited_are_named(
         st.text(min_size=1, max_size=8), st.integers() | st.text() | st.none(), min_size=1
     )
 )
-@settings(max_examples=50)
+@settings(max_examples=of_all(50, 20))
 def test_changed_settings_are_named(values: dict[str, object]) -> None:
     assert (
         manifest.changes(

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_args import make_args
+from needs import of_all
 
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.trainer import OldActor
@@ -149,7 +150,7 @@ def arguments(buffered: int, interval: int, bound: int | None, **more: object) -
 SECONDS = st.lists(st.sampled_from([0.1, 1.0, 5.0]), min_size=9, max_size=9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=of_all(200, 50), deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 4), st.booleans(), SECONDS, SECONDS)
 def test_the_old_actor_made_the_samples_also_after_a_resume(
     buffered: int,

@@ -100,7 +100,7 @@ import importlib.util
 from slime.config.megatron import prefer_installed_core, shadowing_notice
 print(shadowing_notice())
 print(prefer_installed_core(), prefer_installed_core())
-print(importlib.util.find_spec("megatron.core.package_info").origin)
+print(importlib.util.find_spec("megatron.core").origin)
 training = importlib.util.find_spec("megatron.training")
 print("training", training and training.origin)
 """

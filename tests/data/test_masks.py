@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from needs import of_all
 
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_tokenizer
@@ -101,7 +102,9 @@ texts = st.text(st.sampled_from("ab 1?\nä<|>é漢"), max_size=12)
 
 
 @settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=of_all(40, 15),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(turns=st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=3))
 def test_any_text_against_a_mask_made_by_hand(

@@ -123,7 +123,9 @@ def test_a_killed_one_step_run_resumes_bit_for_bit(runner, asynchronous) -> None
     whole = runner.inline(*one_step, "--save", runner.tmp / "whole", name="whole", script=SCRIPT)
     assert_accounted(whole, 5)
     saved = runner.tmp / "saved"
-    process = runner.start("--run-name", "parts", *one_step, "--save", saved, script=SCRIPT)
+    process = runner.start(
+        "--run-name", "parts", "--inline", *one_step, "--save", saved, script=SCRIPT
+    )
     latest = saved / "latest_checkpointed_iteration.txt"
     wait_until(process, lambda: latest.exists() and latest.read_text().strip() == "1")
     process.send_signal(signal.SIGKILL)

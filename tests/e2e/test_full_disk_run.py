@@ -28,7 +28,7 @@ def larger_model(save_tiny: Callable[..., Path]) -> Path:
 @pytest.mark.parametrize(
     "more",
     [
-        ["--save", "disk/saved"],
+        ["--save", "disk/saved", "--inline"],
         pytest.param(["--save", "disk/saved", "--async-save"], marks=pytest.mark.long),
         pytest.param(
             ["--save", "saved", "--save-hf", "disk/hf/{rollout_id}"], marks=pytest.mark.long

@@ -68,15 +68,17 @@ def test_a_process_with_several_threads_has_the_numbers_of_a_run_with_ray(
     assert texts(inline) == texts(with_ray)
 
 
+PPO = ("--advantage-estimator", "ppo", "--num-steps-per-rollout", 2)
+
+
 @pytest.mark.slow
+@pytest.mark.long  # the next test and that of a kill in test_train.py have such rollouts too
 @pytest.mark.parametrize(
     ("script", "more"),
     [
-        ("train.py", ("--advantage-estimator", "ppo", "--num-steps-per-rollout", 2)),
-        pytest.param(
-            "train.py", ("--lora-rank", 4, "--lora-sync", "adapter"), marks=pytest.mark.long
-        ),
-        pytest.param("train_async.py", (), marks=pytest.mark.long),
+        ("train.py", PPO),
+        ("train.py", ("--lora-rank", 4, "--lora-sync", "adapter")),
+        ("train_async.py", ()),
     ],
     ids=["ppo", "lora", "async"],
 )
@@ -93,8 +95,8 @@ def test_the_numbers_are_those_of_a_run_with_ray(
 
 @pytest.mark.slow
 def test_a_run_with_ray_goes_on_from_the_snapshot_of_an_inline_one(runner, flags) -> None:
-    """The other way round is in ``test_train.py``, after a kill."""
-    saves = (*flags, "--save-interval", 2, "--num-rollout", 4, "--save")
+    """With an actor and a critic. The other way round is in ``test_train.py``, after a kill."""
+    saves = (*flags, *PPO, "--save-interval", 2, "--num-rollout", 4, "--save")
     whole = runner.inline(*saves, "whole", name="whole")
     assert whole.code == 0, whole.output
     with_ray = runner.run(*saves, "on", "--load", "whole", "--ckpt-step", 1, name="with_ray")

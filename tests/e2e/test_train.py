@@ -73,12 +73,37 @@ def digests(snapshot: Path) -> dict[str, str]:
     return flat
 
 
+@pytest.fixture
+def reward_of_the_folder(tmp_path: Path) -> str:
+    """A reward that imports a neighbour when it is called, in a folder whose files are named like
+    modules of Python or of packages, which no process may import.
+    """
+    failing = "raise RuntimeError('a file of the working directory was imported')\n"
+    for name in ("random", "types", "queue", "logging", "statistics", "code"):
+        (tmp_path / f"{name}.py").write_text(failing)
+    for name in ("ray", "torch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(failing)
+    (tmp_path / "neighbour.py").write_text("def count(text):\n    return float(len(text))\n")
+    (tmp_path / "own_reward.py").write_text(
+        "async def reward(args, sample, **kwargs):\n"
+        "    from neighbour import count\n"
+        "    return count(sample.response) + 0.01 * (sample.index % 7)\n"
+    )
+    return "own_reward.reward"
+
+
 @pytest.mark.slow
-def test_a_run_leaves_what_it_promises_and_no_process(runner, flags, prompts) -> None:
+def test_a_run_leaves_what_it_promises_and_no_process(
+    runner, flags, prompts, reward_of_the_folder: str
+) -> None:
     result = runner.run(
-        *flags, "--eval-interval", 2, "--eval-prompt-data", "letters", prompts, "--save-interval", 3
+        *flags,
+        *("--eval-interval", 2, "--eval-prompt-data", "letters", prompts, "--save-interval", 3),
+        *("--custom-rm-path", reward_of_the_folder),
     )
     assert_good(result)
+    assert result.metrics()[0]["rollout/raw_reward"] > 0
     steps = result.metrics()
     assert [row["rollout/step"] for row in steps] == [0, 1, 2]
     for row in steps:

@@ -16,6 +16,7 @@ import torch
 from every_family import tiny_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from needs import of_all
 from tiny_checkpoints import (
     deepseek_config,
     llama_config,
@@ -381,7 +382,9 @@ JUNK = st.sampled_from([None, True, -1, 0, 3, 1e308, "x", "llama", [], ["a"], {}
 
 @given(data=st.data())
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=of_all(150, 50),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_whatever_is_changed_ends_in_one_error_or_none(
     sharded: Path, tmp_path: Path, data: st.DataObject

@@ -39,6 +39,8 @@ def make_tokenizer(folder: Path) -> Path:
     )
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
+    # with a model type of the table of slime/data/tokenizers.py, no process imports torch for it
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     return folder
 
 

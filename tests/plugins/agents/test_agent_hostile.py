@@ -318,7 +318,7 @@ def test_system_messages_within_a_conversation_join_the_users() -> None:
 
 # --- random outputs and bodies ---------------------------------------------------------------
 
-EXAMPLES = of_all(2000, 400)
+EXAMPLES = of_all(2000, 150)
 PIECES = [
     *("<tool_call>", "</tool_call>", '{"name": "a", ', '"arguments": {', '"parameters": ', "}", "}}", "[", "]", '"'),
     *("\\ud83d", "\ud83d", "\u0000", "\u2028", "<think>", "</think>", "9" * 25, "1e999", "NaN", "null", "\\", "é"),

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_args import make_args
+from needs import of_all
 
 from slime.data.sample import Sample
 from slime.plugins.agents.messages import Ask, call, key_of
@@ -42,7 +43,7 @@ def output(first: int, count: int, finish: str = "stop") -> dict[str, Any]:
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=of_all(200, 60), deadline=None)
 @given(st.lists(STEP, min_size=1, max_size=12))
 def test_every_request_goes_on_from_the_longest_conversation_and_every_token_is_trained_once(
     steps: Any,

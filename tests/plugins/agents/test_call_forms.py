@@ -17,6 +17,7 @@ from agent_parts import CHAT, ScriptedEngine, make_tokenizer
 from call_forms import FORMS, NO_CALLS, ONE, TOOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import of_all
 from test_agent_tools import QUESTION, Scripted
 
 from slime.config.agent import choose_parser
@@ -212,7 +213,7 @@ def test_what_is_only_thought_of_is_not_called() -> None:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=of_all(300, 100), deadline=None)
 @given(
     st.lists(
         st.sampled_from(["<think>", "</think>", " ", "\n", "a", "<th", "<tool_call>", "{}", "<"]),

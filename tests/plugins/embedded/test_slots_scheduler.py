@@ -9,6 +9,7 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import of_all
 
 from slime.plugins.embedded.fields import BadRequest
 from slime.plugins.embedded.kv_cache import Copy
@@ -284,7 +285,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=of_all(200, 80), deadline=None)
 @given(
     history=st.lists(events, max_size=60),
     slots=st.integers(1, 5),

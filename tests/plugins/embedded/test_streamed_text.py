@@ -8,6 +8,7 @@ import pytest
 from engine_parts import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import of_all
 
 from slime.plugins.embedded.protocol import GenerateRequest, SamplingParams
 from slime.plugins.embedded.sequence import Detokenizer, Sequence, StreamedText, build_answer
@@ -42,7 +43,7 @@ def byte_ids(data: bytes) -> list[int]:
     return [ids[byte] for byte in data]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=of_all(300, 100), deadline=None)
 @given(st.text("ab <é€😀\n", max_size=40), st.lists(st.integers(1, 7), min_size=1), st.booleans())
 def test_the_pieces_are_the_whole(text: str, steps: list[int], cut: bool) -> None:
     ids = byte_ids(text.encode())
