@@ -32,7 +32,7 @@ TOKENS = {
     "checkpoint": 8_222,
     "cli": 762,
     "cluster": 45_746,
-    "config": 36_463,
+    "config": 36_458,
     "data": 38_048,
     "engines": 18_720,
     "environments": 45,
