@@ -209,7 +209,7 @@ _CORE = (
     ("tracker", "swanlab", "slime.observability.trackers:Swanlab"),
     ("engine", "sglang", "slime.engines.sglang.launch:start"),
     ("transport", "nccl", "slime.weights.transports:DIRECT"),
-    ("transport", "disk", "slime.weights.transports.disk:DISK"),
+    ("transport", "disk", "slime.weights.transports:DISK"),
     ("layer kind", "full_attention", "slime.models.layer_kinds:FULL_ATTENTION"),
     ("layer kind", "sliding_window", "slime.models.layer_kinds:SLIDING_WINDOW"),
     ("layer kind", "attention_sinks", "slime.models.layer_kinds:ATTENTION_SINKS"),

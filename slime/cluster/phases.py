@@ -191,6 +191,7 @@ class StepLog:
         self.pending: dict[str, float] = {}
         self.last_step: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
+        self.all_failed: list[bool] = []  # of each rollout: whether no sample can be trained
         self._metrics: MetricsLogger | None = None
         self._phase: Phase | None = None  # the innermost open phase
         self._spans: list[Span] = []
@@ -252,6 +253,7 @@ class StepLog:
         # set when training ranks were replaced
         self.pending.setdefault("perf/trainer_restart_count", 0.0)
         self.pending.update(batch.metrics)
+        self.all_failed.append(batch.metrics.get("rollout/failed_ratio") == 1.0)
         self.display.samples(batch.texts)
         for warning in batch.warnings:
             self.note(f"warning: {warning}")

@@ -62,6 +62,10 @@ def open_run(args: Args, asynchronous: bool = False, in_program: bool = False) -
         yield start(parts)
 
 
+class NothingTrained(RuntimeError):
+    """The run is complete, but every sample of every rollout failed."""
+
+
 Outcome = Literal["completed", "stopped", "restarting", "failed"]
 
 
@@ -218,6 +222,7 @@ def complete(run: Run) -> None:
 
     Raises:
         LedgerError: A requested group is missing, or was counted more than once.
+        NothingTrained: No rollout had a sample that could be trained.
     """
     from slime.cluster.rollout_manager import RolloutManager
 
@@ -230,6 +235,13 @@ def complete(run: Run) -> None:
     listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     run.log.note(f"ledger: {sum(counts.values())} groups asked for: {listed or 'none'}")
     run.log.display.finish()
+    failed = run.log.all_failed
+    if failed and all(failed):
+        raise NothingTrained(
+            f"nothing was trained: in all {len(failed)} rollouts, every sample failed or had no "
+            "token to train. A warning of each rollout names its first error, and the folder "
+            "samples has the samples"
+        )
 
 
 def snapshot_before_stop(parts: Parts) -> None:

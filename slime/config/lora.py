@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 from slime.config.checkpoint import InitialWeights, weights_path
 from slime.config.flag import DERIVED, Section, flag
 from slime.config.hf_config import model_config
+from slime.config.weight_sync import transport_part
+from slime.registry import load
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -100,11 +102,12 @@ def derive_lora(args: Args) -> None:
     # layers.
     embedded = args.rollout_backend == "embedded" and not args.rollout_external_engine_addrs
     by_adapter = (
-        embedded
-        and args.update_weight_transport != "disk"
+        args.lora_rank
+        and embedded
         and EXPERTS not in args.lora_target_modules
+        and not load(transport_part(args).target).through_folder
     )
-    args.fill(lora_sync="adapter" if args.lora_rank and by_adapter else "merged")
+    args.fill(lora_sync="adapter" if by_adapter else "merged")
 
 
 def engine_adapter(rank: int, sync: str, backend: str) -> str | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
 from slime.config.hf_config import model_config
+from slime.registry import Part, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -53,6 +54,14 @@ class WeightSyncConfig(Section):
     --update-weight-transport nccl, for models of which all tensors are sent"""
     check_weight_update_interval: int = flag(100, low=0)
     """Weight syncs between two checks of --check-weight-update-equal; 0 checks only the first"""
+
+
+def transport_part(sync: WeightSyncConfig) -> Part:
+    """Return the registered part that sends the weights: that of a mode other than ``full`` decides
+    before that of ``--update-weight-transport``.
+    """
+    modes = parts("weight mode")
+    return modes.get(sync.update_weight_mode) or parts("transport")[sync.update_weight_transport]
 
 
 def checks_first_update(args: Args) -> bool:

@@ -21,9 +21,10 @@ from slime.config.hf_config import model_config
 from slime.config.lora import engine_adapter, sglang_targets
 from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line, given_options
 from slime.config.rollout import samples_whole_vocabulary
+from slime.config.weight_sync import transport_part
 from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys
 from slime.models.fp8_format import Fp8Format
-from slime.registry import find
+from slime.registry import find, load
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -47,8 +48,8 @@ class EngineSettings:
         offload: Whether the engine releases its GPU memory while the trainer works.
         colocated: Whether the trainer uses the engine's GPUs.
         return_routed_experts: Whether responses contain the experts to which each token was routed.
-        updates_by_delta: Whether weight updates are published deltas, for which SGLang needs a
-            custom loader.
+        weight_loader: The function by which a server loads what the transport of weights has
+            published (SGLang's ``--custom-weight-loader``); None for the server's own.
         fp8: How the weights are quantized (``--rollout-quantization fp8``); None if they are not.
         sglang: The given ``--sglang-…`` options, by attribute name, without keys.
         options: The given options of a registered engine (``--NAME-…``), by attribute name.
@@ -73,7 +74,7 @@ class EngineSettings:
     offload: bool = False
     colocated: bool = False
     return_routed_experts: bool = False
-    updates_by_delta: bool = False
+    weight_loader: str | None = None
     fp8: Fp8Format | None = None
     sglang: Mapping[str, object] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class EngineSettings:
             offload=bool(args.offload_rollout),
             colocated=args.colocate,
             return_routed_experts=bool(args.use_rollout_routing_replay),
-            updates_by_delta=args.update_weight_mode == "delta",
+            weight_loader=load(transport_part(args).target).weight_loader,
             fp8=fp8_format(
                 args, args.rollout_backend, args.hf_checkpoint, args.rollout_num_gpus_per_engine
             ),

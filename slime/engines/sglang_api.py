@@ -20,11 +20,6 @@ they wait, and continue with the KV cache of the old weights."""
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
-DELTA_LOADER = "slime.plugins.delta.loader.load"
-"""The ``load_format`` of a tensor update that is a request to load a published delta. It is the
-import path of the loader, because SGLang's server process imports it
-(``--custom-weight-loader``)."""
-
 
 @dataclass(frozen=True)
 class Capabilities:

@@ -16,13 +16,13 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
 from slime.config.observability import chosen_trackers, tracker_packages
-from slime.config.settings import redacted_words
+from slime.config.settings import redacted, redacted_words
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.run_dir import RunDir, public_settings
 from slime.registry import find, parts
@@ -48,8 +48,9 @@ class Tracked:
         project: Project, or experiment of MLflow (``--tracker-project``).
         folder: Folder of the run; its name is the name of the run.
         config: All settings of the run without secrets.
-        args: The same as they are, with the key of the tracker.
+        args: The arguments of the run; secrets have the value ``***``.
         resume_from: First step that a resumed run repeats; None if the run begins.
+        key: ``--wandb-key``, which only W&B gets.
     """
 
     project: str
@@ -57,6 +58,7 @@ class Tracked:
     config: Mapping[str, object]
     args: Args
     resume_from: int | None = None
+    key: str | None = field(default=None, repr=False)
 
     @property
     def resumed(self) -> bool:
@@ -178,8 +180,8 @@ def start_wandb(tracked: Tracked) -> Any:
     args = tracked.args
     if args.wandb_host:
         os.environ["WANDB_BASE_URL"] = args.wandb_host
-    if args.wandb_key:
-        wandb.login(key=args.wandb_key, host=args.wandb_host)
+    if tracked.key:
+        wandb.login(key=tracked.key, host=args.wandb_host)
     with public_command_line():
         run = wandb.init(
             entity=args.wandb_team,
@@ -335,14 +337,19 @@ class Trackers:
     def __init__(
         self, args: Args, folder: Path, resume_from: int | None, unattended: bool = False
     ) -> None:
-        run = Tracked(args.tracker_project, folder, public_settings(vars(args)), args, resume_from)
+        public = args.with_values(
+            **{key: redacted(key, value) for key, value in vars(args).items()}
+        )
+        settings = public_settings(vars(public))
+        run = Tracked(args.tracker_project, folder, settings, public, resume_from)
         self._told: set[str] = set()
         self._started: dict[str, Tracker] = {}
         for name in chosen_trackers(args):
             # At the user's own start an error can be mended at once; a run that goes on by itself
             # must not end for it.
             with self.tolerant(name) if unattended else contextlib.nullcontext():
-                self._started[name] = _start(name, run)
+                key = args.wandb_key if name == "wandb" else None
+                self._started[name] = _start(name, replace(run, key=key))
 
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
         # Some servers refuse a whole batch of numbers if one of them is NaN.

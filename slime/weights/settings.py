@@ -13,10 +13,9 @@ from slime.config.cluster import inline_engine
 from slime.config.flag import own_section
 from slime.config.hf_config import model_config
 from slime.config.lora import engine_adapter, sglang_adapter
-from slime.config.weight_sync import WeightSyncConfig
+from slime.config.weight_sync import WeightSyncConfig, transport_part
 from slime.engines.launch import fp8_format
 from slime.models.fp8_format import Fp8Format
-from slime.registry import Part, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -164,14 +163,6 @@ class WeightSyncSettings:
             untied_engines=args.rollout_backend == "sglang" and _is_untied(str(args.hf_checkpoint)),
             own=own_section(transport_part(args), args),
         )
-
-
-def transport_part(sync: WeightSyncConfig) -> Part:
-    """Return the registered part that sends the weights: that of a mode other than ``full`` decides
-    before that of ``--update-weight-transport``.
-    """
-    modes = parts("weight mode")
-    return modes.get(sync.update_weight_mode) or parts("transport")[sync.update_weight_transport]
 
 
 def _is_untied(model: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 from driver_parts import Driver
 
 from slime.cluster import run as end_module
-from slime.cluster.run import RunEnd, snapshot_before_stop
+from slime.cluster.rollout_manager import RolloutBatch
+from slime.cluster.run import NothingTrained, RunEnd, snapshot_before_stop
 from slime.cluster.snapshots import StartingPoint
 from slime.cluster.start import Parts
 from slime.cluster.stop_signals import StopRequested
@@ -131,6 +133,18 @@ def test_a_run_that_is_through_commits_closes_the_ledger_and_prints(tmp_path: Pa
     end_module.complete(driver.run)
     assert driver.snapshots.saved == 2 and driver.actor_manager.arguments["close_account"] == [(2,)]
     assert "ledger: 3 groups asked for: 3 trained" in driver.printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("shares", "fails"), [([1.0, 1.0], True), ([1.0, 0.75], False), ([], False)]
+)
+def test_a_run_whose_samples_all_failed_has_failed(shares: list[float], fails: bool) -> None:
+    driver = Driver()
+    for share in shares:
+        driver.log.add_rollout(RolloutBatch([], {"rollout/failed_ratio": share}))
+    with pytest.raises(NothingTrained) if fails else contextlib.nullcontext():
+        end_module.complete(driver.run)
+    assert "ledger" in driver.printed.getvalue(), "the summary comes first"
 
 
 # --- a stop

@@ -25,7 +25,7 @@ from slime.observability.trackers import Tracker
 class Lines(Tracker):
     def __init__(self, run):
         self.file = (run.folder / "lines.txt").open("a")
-        self.file.write(f"{run.project} {run.config['lr']} {run.config['wandb_key']}\\n")
+        self.file.write(f"{run.project} {run.config['lr']} {run.config['wandb_key']} {run.args.wandb_key} {run}\\n")
 
     def log(self, numbers, step, step_key):
         if step == 1:

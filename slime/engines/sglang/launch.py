@@ -16,7 +16,6 @@ from slime.engines.http import request_blocking
 from slime.engines.keys import send_key
 from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.process import EngineProcess, ServerFailed, free_port, without_proxy
-from slime.engines.sglang_api import DELTA_LOADER
 
 CPU_DEFAULTS: dict[str, object] = {
     "attention_backend": "torch_native",
@@ -95,8 +94,8 @@ def server_options(
     }
     if spec.updates:
         ours["dtype"] = settings.dtype
-        if settings.updates_by_delta:
-            ours["custom_weight_loader"] = [DELTA_LOADER]
+        if settings.weight_loader is not None:
+            ours["custom_weight_loader"] = [settings.weight_loader]
         if settings.fp8 is not None:
             # as config.json says; named, so that /server_info reports it
             ours["quantization"] = "fp8"

@@ -14,18 +14,16 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
 
 from slime.engines.handle import EngineHandle, Failures, on_each
 from slime.engines.payload import Bucket
-from slime.engines.sglang_api import DELTA_LOADER, EngineError, EngineInfo
-from slime.plugins.delta.config import DeltaConfig
+from slime.engines.sglang_api import EngineError, EngineInfo
+from slime.plugins.delta import LOADER
 from slime.plugins.delta.delta import Changes, Encoding, HostCopy, digests
 from slime.plugins.delta.published import Manifest, PublishedBucket, Status, reports_folder, request
-from slime.weights.settings import WeightSyncSettings, Written
-from slime.weights.transports.base import OpenWindow, SendResult, TransportKind, stream
+from slime.weights.settings import Written
+from slime.weights.transports.base import OpenWindow, SendResult, stream
 from slime.weights.transports.disk import (
-    claimed_folder,
     copy_model_files,
     publishing,
     write_index,
@@ -77,12 +75,9 @@ class DeltaTransport:
             engines, lambda engine: engine.info(), "report its version", self.deadline
         )
         for url, info in infos.items():
-            if info.kind == "sglang" and DELTA_LOADER not in (
-                info.extra.get("custom_weight_loader") or []
-            ):
-                reason = (
-                    f"{url} runs without --custom-weight-loader {DELTA_LOADER}, which deltas need"
-                )
+            loaders = info.extra.get("custom_weight_loader") or []
+            if info.kind == "sglang" and LOADER not in loaders:
+                reason = f"{url} runs without --custom-weight-loader {LOADER}, which deltas need"
                 failed[url] = EngineError(reason)
         self._infos = infos
         return failed
@@ -238,7 +233,7 @@ class DeltaTransport:
             ranks = self._infos[engine.url].tensor_parallel_size
             try:
                 await engine.call_loader(
-                    DELTA_LOADER, request(folder, name, number, ranks, self.deadline)
+                    LOADER, request(folder, name, number, ranks, self.deadline)
                 )
             # from the embedded engine; SGLang's response reports success in every case
             except EngineError as error:
@@ -279,20 +274,3 @@ def _judge(url: str, reports: Sequence[Status], ranks: int) -> None:
             f"{url}: only {len(reports)} of {ranks} ranks reported; --update-weight-disk-dir must "
             "be visible to all"
         )
-
-
-def _create(settings: WeightSyncSettings, _: bool) -> DeltaTransport:
-    folder, model = claimed_folder(settings)
-    own = cast("DeltaConfig", settings.own)
-    return DeltaTransport(
-        folder,
-        model,
-        settings.step_seconds,
-        cast("Encoding", own.update_weight_delta_encoding),
-        own.update_weight_delta_checksum,
-        settings.sync.update_weight_disk_keep_files,
-        settings.on_written,
-    )
-
-
-DELTA = TransportKind(_create, through_folder=True)

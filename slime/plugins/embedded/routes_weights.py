@@ -15,7 +15,6 @@ from aiohttp import web
 from torch.distributed import ProcessGroup
 
 from slime.config.hooks import load_function
-from slime.engines.sglang_api import DELTA_LOADER
 from slime.plugins.embedded import adapters
 from slime.plugins.embedded.broadcast import GROUP_TIMEOUT, announced, join_group, receive
 from slime.plugins.embedded.fields import (
@@ -37,6 +36,7 @@ from slime.plugins.embedded.fields import (
 )
 from slime.plugins.embedded.tensor_wire import MAX_TENSORS, read_tensors
 from slime.plugins.embedded.weights import overall_checksum
+from slime.registry import find, parts
 
 routes = web.RouteTableDef()
 ACTIONS = ("checksum", "snapshot", "reset_tensors", "reset", "compare")
@@ -83,13 +83,20 @@ async def _abort_if_asked(request: web.Request, body: Mapping[str, object]) -> N
         await engine.call(engine.abort, None)
 
 
+def _weight_loaders() -> list[str | None]:
+    """The loaders of the registered transports; a request may name no other function."""
+    kinds = ("weight mode", "transport")
+    return [find(kind, name).weight_loader for kind in kinds for name in parts(kind)]
+
+
 @routes.post("/update_weights_from_tensor")
 async def update_weights_from_tensor(request: web.Request) -> web.Response:
     """Load tensors from handles (see :mod:`slime.engines.payload`), or load a published delta."""
     body = await body_of(request)
-    delta = (
+    loader = body.get("load_format")
+    published = (
         need(body, "loader_request", text(65536))
-        if body.get("load_format") == DELTA_LOADER
+        if loader and loader in _weight_loaders()
         else None
     )
     version = take(body, "weight_version", _NAME, None)
@@ -99,9 +106,9 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
     weights = request.app[LOADED].engine.weights
 
     def write() -> None:
-        if delta is not None:
-            status = load_function(DELTA_LOADER)(
-                weights, [(delta, torch.empty(0, device=engine.runner.device))]
+        if published is not None:
+            status = load_function(str(loader))(
+                weights, [(published, torch.empty(0, device=engine.runner.device))]
             )
             if status.outcome != "loaded":
                 raise WeightError(

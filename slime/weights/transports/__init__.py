@@ -95,7 +95,7 @@ def _divided(
 
 
 def transport_kind(settings: WeightSyncSettings) -> TransportKind:
-    """Return what the flags name; see :func:`~slime.weights.settings.transport_part`."""
+    """Return what the flags name; see :func:`~slime.config.weight_sync.transport_part`."""
     kind: TransportKind = load(transport_part(settings.sync).target)
     return kind
 
@@ -166,4 +166,21 @@ def on_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def _create_disk(settings: WeightSyncSettings, _: bool) -> Transport:
+    from slime.models.fp8_format import layout_of
+    from slime.weights.transports.disk import DiskTransport, claimed_folder
+
+    folder, model = claimed_folder(settings)
+    return DiskTransport(
+        folder,
+        model,
+        settings.step_seconds,
+        settings.sync.update_weight_disk_keep_files,
+        settings.on_written,
+        layout_of(settings.model, settings.fp8) if settings.fp8 is not None else None,
+        settings.rollout_dtype,
+    )
+
+
 DIRECT = TransportKind(_create, many_senders=True)
+DISK = TransportKind(_create_disk, through_folder=True)

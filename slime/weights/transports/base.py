@@ -89,17 +89,22 @@ class Transport(Protocol):
 class TransportKind:
     """A value of ``--update-weight-transport``, as :func:`slime.registry.register` takes it.
 
+    The driver and the servers ask for its attributes, so its module should not import torch.
+
     Attributes:
         create: ``fn(settings, colocated_host)`` creates the transport. ``colocated_host`` tells
             whether all engines run on the host of rank 0. A :class:`ValueError` says what the
             settings lack.
         through_folder: Whether rank 0 writes files that all engines read.
         many_senders: Whether other training ranks than rank 0 can send to some of the engines.
+        weight_loader: The import path of the function with which engines load what was published,
+            which SGLang gets as ``--custom-weight-loader``; None without one.
     """
 
     create: Callable[[WeightSyncSettings, bool], Transport]
     through_folder: bool = False
     many_senders: bool = False
+    weight_loader: str | None = None
 
 
 async def stream(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:

@@ -19,10 +19,10 @@ from typing import TextIO
 from slime.engines.handle import EngineHandle, Failures, on_each
 from slime.engines.payload import Bucket
 from slime.models.fp8 import name_quantization
-from slime.models.fp8_format import Fp8Layout, layout_of
+from slime.models.fp8_format import Fp8Layout
 from slime.models.shards import ModelError, copy_side_files, read_headers, shorten
 from slime.weights.settings import WeightSyncSettings, Written
-from slime.weights.transports.base import OpenWindow, SendResult, TransportKind, stream
+from slime.weights.transports.base import OpenWindow, SendResult, stream
 from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 LOCK = ".slime.lock"
@@ -264,16 +264,3 @@ def _fsync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _create(settings: WeightSyncSettings, _: bool) -> DiskTransport:
-    folder, model = claimed_folder(settings)
-    layout = layout_of(settings.model, settings.fp8) if settings.fp8 is not None else None
-    keep = settings.sync.update_weight_disk_keep_files
-    written = settings.on_written
-    return DiskTransport(
-        folder, model, settings.step_seconds, keep, written, layout, settings.rollout_dtype
-    )
-
-
-DISK = TransportKind(_create, through_folder=True)

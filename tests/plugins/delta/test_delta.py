@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.sglang_api import DELTA_LOADER, EngineError, EngineInfo
-from slime.plugins.delta import delta
+from slime.engines.sglang_api import EngineError, EngineInfo
+from slime.plugins.delta import LOADER, delta
 from slime.plugins.delta import loader as delta_loader
 from slime.plugins.delta.delta import HostCopy
 from slime.plugins.delta.published import MANIFEST, Manifest, Status, request
@@ -120,7 +120,7 @@ class Engine:
         return EngineInfo("embedded", "1", "m", self.version, "float32")
 
     async def call_loader(self, loader: str, request: str) -> None:
-        assert loader == DELTA_LOADER
+        assert loader == LOADER
         delta_loader.load(self.model, [(request, torch.empty(0))])
 
 
