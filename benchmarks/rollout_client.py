@@ -192,14 +192,13 @@ def rollout_workers(args: Any, count: int, folder: Path) -> Iterator[list[psutil
     if not count:
         yield []
         return
-    from slime.cluster.placement import thread_environment
     from slime.cluster.rollout_workers import RolloutWorkers, worker_launcher
     from slime.cluster.session import connect, disconnect
     from slime.rollout.state import GenerateState
 
     connect()
     parts = [1 / count] * count
-    launch = worker_launcher([args] * count, parts, folder, thread_environment(1))
+    launch = worker_launcher(args, parts, folder)
     workers = RolloutWorkers(launch, parts, 120.0, lambda: None)
     try:
         workers.start()

@@ -8,18 +8,24 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from slime.cluster.actors import ActorError, ActorHandle, NoAnswer, door
 from slime.cluster.supervised import Supervised
+from slime.config.rollout import may_use_workers
 from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 from slime.engines.router import Worker
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
+    from slime.config.args import Args
+    from slime.engines.keys import RunKeys
 
+A = TypeVar("A")
+T = TypeVar("T")
 ACTOR_MARGIN_SECONDS = 120.0  # for placing and starting the actor itself
 ASK_SECONDS = 15.0  # An actor that does not answer for this long is lost.
 SILENT_SECONDS = 2.0  # deadline of further calls to such an actor
@@ -183,6 +189,36 @@ class Engine(Supervised):
         """CPU time that the server and all its children have used since they started."""
         return float(sum(self._get("cpu_seconds")))
 
+    def end_of_log(self, reason: str) -> str:
+        """The last lines of its log, or ``reason`` where there is none."""
+        if self.external:
+            return (
+                f"{reason}; this run did not start it: start it again by hand, it is taken back "
+                "when it answers"
+            )
+        try:
+            return self.log_tail()
+        except Exception as error:  # For example, the node is gone.
+            return f"{reason}; its log cannot be read: {error}"
+
+    def lost(self, reason: str) -> str:
+        return f"engine {self.index} ({self.url}) was lost: {reason}"
+
+    def report(self) -> str:
+        """One line, and the last lines of the log if its process is gone."""
+        gone = self.state in GONE
+        pid = ""
+        end = self.last_words if gone else None
+        if self.actors and not gone:
+            try:
+                facts = self.describe()
+                pid = f" pid {facts['pid']}"
+                end = None if facts["alive"] else self.end_of_log("it ended")
+            except Exception as error:
+                end = self.end_of_log(str(error))
+        state = self.state if end is None else f"DEAD\n{end}"
+        return f"engine {self.index} {self.url}{pid}: {state}"
+
     def kill(self) -> None:
         """Kill the server with all its children, even if it is stopped (SIGSTOP), then its actor.
         Never raises.
@@ -248,6 +284,9 @@ class FleetSettings:
         updated: Whether the run has a trainer that sends weights.
         start_seconds: How long a server may take to start.
         workers: Number of rollout workers, among which the engines are divided.
+        check_interval: Seconds between two checks whether an engine generates a token.
+        check_timeout: Seconds within which it must.
+        first_wait: Seconds after a pause during which engines are not asked for a token.
     """
 
     router: RouterSettings
@@ -256,6 +295,31 @@ class FleetSettings:
     updated: bool
     start_seconds: float
     workers: int = 0
+    check_interval: float = 30.0
+    check_timeout: float = 30.0
+    first_wait: float = 0.0
+
+    @classmethod
+    def from_args(cls, args: Args, keys: RunKeys) -> FleetSettings:
+        return cls(
+            router=RouterSettings.from_args(args, keys),
+            tolerant=bool(args.use_fault_tolerance),
+            always_routed=bool(args.use_router),
+            updated=not args.debug_rollout_only,
+            start_seconds=args.start_timeout,
+            workers=args.rollout_workers
+            if args.rollout_workers > 1 and may_use_workers(args)
+            else 0,
+            check_interval=args.rollout_health_check_interval,
+            check_timeout=args.rollout_health_check_timeout,
+            first_wait=args.rollout_health_check_first_wait,
+        )
+
+
+def at_once(call: Callable[[A], T], items: Sequence[A]) -> list[T]:
+    """Call a function of all items at the same time, on threads."""
+    with ThreadPoolExecutor(max(len(items), 1)) as pool:
+        return list(pool.map(call, items))
 
 
 class EnginesLost(RuntimeError):

@@ -16,16 +16,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from slime.cluster.engine import GONE, Engine, EngineStatus, FleetSettings, State
+from slime.cluster.engine import GONE, Engine, EngineStatus, FleetSettings, State, at_once, launcher
+from slime.cluster.health import EngineLoads, HealthMonitor
+from slime.cluster.placement import thread_environment
 from slime.cluster.ray_wait import wait_for
 from slime.config.engine import DEFAULT_MODEL
+from slime.engines.http import watch_faults
 from slime.engines.keys import RunKeys, send_key
-from slime.engines.launch import EngineSpec
+from slime.engines.launch import EngineSettings, EngineSpec, plan_engines
 from slime.engines.process import ServerFailed
 from slime.engines.router import Routers, Worker
+from slime.observability.run_dir import RunDir
 
 if TYPE_CHECKING:
     from slime.cluster.actors import ActorHandle
+    from slime.cluster.placement import Placement
+    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +91,28 @@ class EngineFleet:
         self.lock = threading.RLock()
         # held while routers are restarted; always taken before the other
         self._router_lock = threading.Lock()
-        self._starters = ThreadPoolExecutor(max(count, 1), thread_name_prefix="engine-start")
-        self._enders = ThreadPoolExecutor(
-            max(len(self.engines), 1), thread_name_prefix="engine-end"
+        # enough threads to start or end all engines at the same time
+        self._threads = ThreadPoolExecutor(2 * len(self.engines) + 1, thread_name_prefix="engines")
+        self.monitor = HealthMonitor(self)
+        self.loads: EngineLoads | None = None
+
+    @classmethod
+    def from_args(
+        cls, args: Args, placement: Placement, log_dir: Path, keys: RunKeys
+    ) -> EngineFleet:
+        """The engines that the flags ask for; a run that only trains has none."""
+        external = args.rollout_external_engine_addrs or []
+        specs = [] if args.debug_train_only else plan_engines(args)
+        launch = launcher(
+            EngineSettings.from_args(args, keys.engine),
+            args.start_timeout,
+            specs,
+            placement,
+            log_dir,
+            thread_environment(args.threads_per_process),
         )
+        urls = [url if "://" in url else f"http://{url}" for url in external]
+        return cls(FleetSettings.from_args(args, keys), log_dir, launch, specs, urls, keys)
 
     # --- the state of all engines ------------------------------------------------------------
 
@@ -127,24 +151,8 @@ class EngineFleet:
         return counts
 
     def report(self) -> str:
-        """One line per engine, with the last log lines of those whose process is gone."""
-        lines = []
-        with ThreadPoolExecutor(max(len(self.engines), 1)) as pool:
-            answers = list(pool.map(_ask, self.engines))
-        for engine, facts in zip(self.engines, answers, strict=True):
-            gone = engine.state in GONE
-            dead = gone or facts.get("alive") is False
-            pid = f" pid {facts['pid']}" if facts.get("pid") else ""
-            lines.append(
-                f"engine {engine.index} {engine.url}{pid}: {'DEAD' if dead else engine.state}"
-            )
-            if dead:
-                lines.append(
-                    engine.last_words
-                    if gone
-                    else _last_words(engine, str(facts.get("error", "it ended")))
-                )
-        return "\n".join(lines)
+        """One line per engine, with the last log lines of those that are gone."""
+        return "\n".join(at_once(Engine.report, self.engines)) or "no engine was started"
 
     # --- start and end -----------------------------------------------------------------------
 
@@ -165,6 +173,16 @@ class EngineFleet:
             progress(done, self.count)
         self.start_routers()
         return self.status().serving
+
+    def watch(self) -> None:
+        """Begin the health checks, which a failed request causes at once, and the record of the
+        load.
+        """
+        self.monitor.start()
+        watch_faults(self.monitor.wake)
+        path = RunDir(self.log_dir.parent).engines
+        self.loads = EngineLoads(self.engines, lambda: self.monitor.paused, path)
+        self.loads.start()
 
     def wait_ready(self, engine: Engine) -> None:
         engine.wait_ready(self.settings.start_seconds)
@@ -210,20 +228,21 @@ class EngineFleet:
             "sglang_model_routers": models,
         }
 
-    def stop(self, at_once: bool = False) -> None:
+    def stop(self, now: bool = False) -> None:
         """Stop router and engines; returns when their processes have ended. Safe to call twice.
 
         Args:
-            at_once: Kill the engines instead of stopping them gracefully, because their memory is
+            now: Kill the engines instead of stopping them gracefully, because their memory is
                 needed.
         """
-        self._starters.shutdown(wait=False, cancel_futures=True)
-        self._enders.shutdown(wait=False)
+        self.monitor.stop()
+        if self.loads is not None:
+            self.loads.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self.router is not None:
             self.router.stop()
         started = [engine for engine in self.engines if engine.actors and engine.state not in GONE]
-        with ThreadPoolExecutor(max(len(started), 1)) as pool:
-            list(pool.map(lambda engine: engine.kill() if at_once else engine.stop(), started))
+        at_once(Engine.kill if now else Engine.stop, started)
 
     # --- lost engines ------------------------------------------------------------------------
 
@@ -257,7 +276,7 @@ class EngineFleet:
                 lost.append(engine)
                 if not self.settings.tolerant:
                     why = "--use-fault-tolerance goes on without it and starts it again"
-                    self.fatal = self.fatal or f"{_lost_words(engine, reasons[engine.url])}\n{why}"
+                    self.fatal = self.fatal or f"{engine.lost(reasons[engine.url])}\n{why}"
         for engine in lost:
             logger.error("engine %d (%s) is lost: %s", engine.index, engine.url, engine.last_words)
         return lost
@@ -266,7 +285,7 @@ class EngineFleet:
         """End the processes of lost engines, all at the same time; with ``wait``, return when that
         has ended.
         """
-        ending = [self._enders.submit(self._end, engine) for engine in lost]
+        ending = [self._threads.submit(self._end, engine) for engine in lost]
         if wait:
             for future in ending:
                 future.result()
@@ -276,7 +295,7 @@ class EngineFleet:
         try:
             # Before the kill: it also ends the actor that can read the log, and the requests that
             # fail with it are repeated, so the router should no longer send them here.
-            engine.last_words = _last_words(engine, reason)
+            engine.last_words = engine.end_of_log(reason)
             self._forget(engine.url)
             engine.kill()  # also resets the connections of requests that hang in this engine
         finally:
@@ -288,7 +307,7 @@ class EngineFleet:
         """Decide, under the lock, whether the engine is worth another start and whether the run can
         continue.
         """
-        what = _lost_words(engine, reason)
+        what = engine.lost(reason)
         if not engine.external and engine.hopeless:
             engine.state = "given up"
             logger.error("%s, %s: it is not started again", what, engine.how_often)
@@ -328,7 +347,7 @@ class EngineFleet:
                 engine.state = "starting"
         for engine in lost:
             self.restart_count += 1
-            self._starters.submit(self._restart, engine)
+            self._threads.submit(self._restart, engine)
 
     def _restart(self, engine: Engine) -> None:
         logger.warning("engine %d is started again", engine.index)
@@ -445,28 +464,3 @@ class EngineFleet:
                     logger.error("the router could not be started again: %s", error)
                     continue
                 logger.warning("the router of %s serves again", model)
-
-
-def _ask(engine: Engine) -> Mapping[str, object]:
-    if not engine.actors or engine.state in GONE:
-        return {}
-    try:
-        return engine.describe()
-    except Exception as error:  # For example, the node is gone.
-        return {"alive": False, "error": str(error)}
-
-
-def _lost_words(engine: Engine, reason: str) -> str:
-    return f"engine {engine.index} ({engine.url}) was lost: {reason}"
-
-
-def _last_words(engine: Engine, reason: str) -> str:
-    if engine.external:
-        return (
-            f"{reason}; this run did not start it: start it again by hand, it is taken back when "
-            "it answers"
-        )
-    try:
-        return engine.log_tail()
-    except Exception as error:
-        return f"{reason}; its log cannot be read: {error}"

@@ -13,8 +13,9 @@ The order of a weight update (in brackets: only if trainer and engines share acc
     audit         ------------------->  rank 0 compares log-probs -->   score a fixed sequence
     end_update    ------------------------------------------------->    health checks continue, requests arrive
 
-Each arrow is a call for which the driver waits. If an engine fails during one, the call is repeated
-without it. The rollout manager decides which engines are lost (``engine_fleet.py``, ``health.py``).
+Each arrow is a call for which the driver waits (:mod:`slime.cluster.engine_calls`). If an engine
+fails during one, the call is repeated without it. The rollout manager's fleet decides which engines
+are lost (``engine_fleet.py``, ``health.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
+from slime.cluster import engine_calls
 from slime.cluster.engine import EnginesLost, EngineStatus
+from slime.cluster.engine_fleet import EngineFleet
 from slime.cluster.rollout_manager import RolloutManager
 from slime.engines.sglang_api import EngineError, MemoryTag
 from slime.weights.update import UpdateReport, WeightSyncError
@@ -213,13 +216,13 @@ class EnginePool:
         self._trainer.wake()
 
     def _release(self) -> None:
-        self._manager.call("the engines to release memory", RolloutManager.offload)
+        release = self._manager.start_on_engines(engine_calls.offload)
+        self._manager.wait(release, "the engines to release memory")
 
     def _onload(self, *tags: MemoryTag) -> None:
         if self.cluster.offload_rollout:
-            self._manager.call(
-                f"the engines to get {', '.join(tags)} back", RolloutManager.onload, tags
-            )
+            resume = self._manager.start_on_engines(engine_calls.onload, tags)
+            self._manager.wait(resume, f"the engines to get {', '.join(tags)} back")
 
     def end_for_save(self) -> None:
         """Before the last snapshot of a run that is being stopped, end the engines if the trainer
@@ -243,15 +246,14 @@ class EnginePool:
         return self._alive(self._pause_checks()) or self._replace()
 
     def _pause_checks(self) -> EngineStatus:
-        return self._status(
-            self._manager.start(RolloutManager.begin_update), "the engines before an update"
-        )
+        pausing = self._manager.start_on_engines(engine_calls.begin_update)
+        return self._status(pausing, "the engines before an update")
 
     def end_update(self, urls: Sequence[str]) -> None:
         """Let these engines get requests: they hold the current weights and have passed the
         audit.
         """
-        ended = self._manager.start(RolloutManager.end_update, list(urls))
+        ended = self._manager.start_on_engines(engine_calls.end_update, list(urls))
         self.urls = self._alive(self._status(ended, "the engines after an update")) or self.urls
 
     def _call_with_failover(
@@ -280,7 +282,7 @@ class EnginePool:
                 failed = getattr(getattr(error, "cause", error), "failed", {})
                 tolerant = self.cluster.use_fault_tolerance
                 blamed = {url: str(reason) for url, reason in failed.items()} if tolerant else None
-                lose = self._manager.start(RolloutManager.lose_engines, blamed)
+                lose = self._manager.start_on_engines(engine_calls.lose_engines, blamed)
                 alive = self._alive(self._status(lose, "the engines that failed"))
                 left = [url for url in urls if url in alive]
                 if len(left) == len(urls):  # No engine is to blame: the same call would fail again.
@@ -306,7 +308,7 @@ class EnginePool:
         if not self.cluster.use_fault_tolerance:
             raise EnginesLost("no engine is left (--use-fault-tolerance starts lost engines again)")
         self._trainer.sleep()
-        restart = self._manager.start(RolloutManager.start_lost_engines)
+        restart = self._manager.start_on_engines(engine_calls.start_lost_engines)
         urls = self._alive(self._status(restart, "engines that are started again", RESTART_SECONDS))
         if not urls:
             raise EnginesLost("no engine could be started again; see the logs")
@@ -335,7 +337,7 @@ class EnginePool:
         self.next_poll = now + POLL_SECONDS
         self._syncing = True
         try:
-            status = self._status(self._manager.start(RolloutManager.engine_status), "the engines")
+            status = self._status(self._manager.start_on_engines(EngineFleet.status), "the engines")
             self._alive(status)
             if status.unsynced and self._trainer.actor is not None:
                 self._sync_recovered(self._trainer.actor, status, keep_version)

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.cluster.engine import at_once
 from slime.engines.http import request_blocking
 from slime.observability.best_effort import AppendedFile
 from slime.observability.trace_file import Load
@@ -35,34 +36,20 @@ BUSY_SHARE = 0.1  # of one core; a process that uses less is considered idle
 class HealthMonitor:
     """A thread that checks all engines of a fleet.
 
-    It checks every second whether the processes live, and every ``interval`` seconds whether each
-    engine generates a token (``/health_generate``). The latter uses separate threads and sockets,
+    It checks every second whether the processes live, and every ``check_interval`` seconds whether
+    each engine generates a token (``/health_generate``). The latter uses separate threads and sockets,
     so that a busy event loop never makes a healthy engine look dead. All engines are checked at the
     same time, and late answers are collected in a later round. Nothing is checked between
     :meth:`pause` and :meth:`resume`, because engines generate no tokens while they load weights or
     after they have released their memory.
 
-    Args:
-        interval: Seconds between checks.
-        timeout: Seconds within which an engine must generate a token.
-        first_wait: Seconds after a pause during which engines are not asked for a token.
-        start_seconds: Age up to which an engine that generates no token but uses the CPU is assumed
-            to compile kernels, and does not count as lost.
+    An engine that generates no token but uses the CPU is assumed to compile kernels, and does not
+    count as lost, up to the age of ``start_seconds``.
     """
 
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        interval: float,
-        timeout: float,
-        first_wait: float,
-        start_seconds: float = 0.0,
-    ) -> None:
+    def __init__(self, fleet: EngineFleet) -> None:
         self.fleet = fleet
-        self.interval = interval
-        self.timeout = timeout
-        self.first_wait = first_wait
-        self.start_seconds = start_seconds
+        self.settings = fleet.settings
         self.missed: dict[str, int] = {}  # by URL: how many checks in a row were missed
         self.processes = ProcessWatch(fleet)
         self._lock = threading.Lock()
@@ -72,8 +59,8 @@ class HealthMonitor:
         self._pauses = 0
         self._ended = threading.Event()
         self._poll_now = threading.Event()
-        self._grace = time.monotonic() + first_wait
-        self.next_check = time.monotonic() + max(first_wait, interval)
+        self._grace = time.monotonic() + self.settings.first_wait
+        self.next_check = max(time.monotonic() + self.settings.check_interval, self._grace)
         self.wakes_from = 0.0
         self._checker = ThreadPoolExecutor(2, thread_name_prefix="engine-check")
         self.checking: Future[None] | None = None
@@ -82,6 +69,9 @@ class HealthMonitor:
         self._thread = threading.Thread(target=self._work, name="engine-health", daemon=True)
 
     def start(self) -> None:
+        """Begin, when the engines have started."""
+        self.next_check = time.monotonic() + self.settings.check_interval
+        self.resume("start")
         self._thread.start()
 
     def stop(self) -> None:
@@ -123,7 +113,7 @@ class HealthMonitor:
         with self._lock:
             self._reasons.discard(reason)
             self.missed.clear()
-            self._grace = time.monotonic() + self.first_wait
+            self._grace = time.monotonic() + self.settings.first_wait
             # A pause in every step must not cause a check in every step.
             self.next_check = max(self.next_check, self._grace)
 
@@ -156,7 +146,7 @@ class HealthMonitor:
                 self.checking is None or self.checking.done()
             ):
                 self._check_began = time.monotonic()
-                self.next_check = self._check_began + self.interval
+                self.next_check = self._check_began + self.settings.check_interval
                 self.checking = self._checker.submit(self._check_all, pauses)
             self.fleet.restart_lost()
 
@@ -175,7 +165,7 @@ class HealthMonitor:
                 for engine in self.fleet.engines
                 if engine.external and engine.state == "lost"
             ]
-            silent = unhealthy(away, self.timeout)
+            silent = unhealthy(away, self.settings.check_timeout)
             for url in away:
                 if url not in silent:
                     self.fleet.readmit(url)
@@ -191,19 +181,14 @@ class HealthMonitor:
                 since, the results do not count.
         """
         pauses = self._pauses if pauses is None else pauses
-        tolerant = self.fleet.settings.tolerant
+        tolerant = self.settings.tolerant
         enough = MAX_MISSED if tolerant else MAX_MISSED_WITHOUT_TOLERANCE
-        bad = unhealthy(urls, self.timeout)
+        bad = unhealthy(urls, self.settings.check_timeout)
         # An ended process is the better reason.
         gone = self.processes.ended(POLL_SECONDS) if bad else {}
         bad = {url: reason for url, reason in bad.items() if url not in gone}
-        with ThreadPoolExecutor(max(len(bad), 1)) as pool:
-            spared = list(pool.map(self._is_compiling, bad, bad.values()))
-        bad = {
-            url: reason
-            for (url, reason), spare in zip(bad.items(), spared, strict=True)
-            if not spare
-        }
+        spared = at_once(lambda url: self._is_compiling(url, bad[url]), list(bad))
+        bad = {url: bad[url] for url, spare in zip(bad, spared, strict=True) if not spare}
         with self._lock:
             if self._pauses != pauses:
                 return
@@ -224,7 +209,7 @@ class HealthMonitor:
         engine = next((engine for engine in self.fleet.engines if engine.url == url), None)
         if engine is None or engine.external or not reason.startswith(NO_TOKEN):
             return False
-        if time.monotonic() - engine.ready_at > self.start_seconds:
+        if time.monotonic() - engine.ready_at > self.settings.start_seconds:
             return False
         try:
             before = engine.cpu_seconds()
@@ -289,10 +274,7 @@ class ProcessWatch:
 
 def unhealthy(urls: Sequence[str], timeout: float) -> dict[str, str]:
     """The engines that generate no token, with the reason; all are asked at the same time."""
-    if not urls:
-        return {}
-    with ThreadPoolExecutor(len(urls), thread_name_prefix="engine-health") as pool:
-        reasons = pool.map(lambda url: answers(url, timeout), urls)
+    reasons = at_once(lambda url: answers(url, timeout), urls)
     return {url: reason for url, reason in zip(urls, reasons, strict=True) if reason is not None}
 
 

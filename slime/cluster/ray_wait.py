@@ -18,6 +18,7 @@ from slime.observability.progress import Progress
 from slime.observability.run_state import StateFile
 
 if TYPE_CHECKING:
+    from slime.cluster.engine_fleet import EngineFleet
     from slime.cluster.rollout_manager import RolloutManager
 
 P = ParamSpec("P")
@@ -271,6 +272,15 @@ class ManagerClient:
         to its result.
         """
         return getattr(self.handle, method.__name__).remote(*arguments, **keywords)
+
+    def start_on_engines(
+        self,
+        call: Callable[Concatenate[EngineFleet, P], T],
+        *arguments: P.args,
+        **keywords: P.kwargs,
+    ) -> Ref[T]:
+        """Start a call with the fleet of engines; see :mod:`slime.cluster.engine_calls`."""
+        return self.handle.on_engines.remote(call, *arguments, **keywords)
 
     def call(
         self,

@@ -6,25 +6,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from slime.checkpoint.files import Answer, answer
 from slime.cluster.actors import Ref, door
-from slime.cluster.engine_manager import CONTROL_DEADLINE_SECONDS, EngineManager, flush_when_idle
+from slime.cluster.engine_calls import CONTROL_DEADLINE_SECONDS, call_each, flush_when_idle
+from slime.cluster.engine_fleet import EngineFleet
 from slime.cluster.generation import GarbageCollection, Generation
 from slime.cluster.ray_wait import wait_for
 from slime.cluster.rollout_state import Rollout, RolloutState
+from slime.cluster.rollout_workers import RolloutWorkers, parts_of_workers, worker_launcher
 from slime.config.hooks import load_function
+from slime.config.machine import raise_file_limit
 from slime.data.convert import parts_of_ranks
 from slime.data.sample import Group, Sample, flatten
 from slime.data.source import DataSource, rollouts_of_epochs
 from slime.data.staleness import staleness_metrics
+from slime.data.tokenizers import preload_tokenizer
 from slime.engines.background import run
-from slime.engines.http import request
+from slime.engines.http import init_http_client, request, take_retries
 from slime.engines.process import exempt_from_proxy
 from slime.observability import progress
 from slime.observability.best_effort import take_warnings, warn
@@ -40,6 +45,7 @@ from slime.rollout.metrics import all_failed, eval_metrics, is_untrainable, roll
 from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
+    from slime.cluster.placement import Placement
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
     from slime.data.fields import Wire
@@ -47,6 +53,9 @@ if TYPE_CHECKING:
     from slime.observability.progress import Progress, Span
     from slime.rollout.fully_async_rollout import StandingPool
     from slime.rollout.weight_timeline import WeightTimeline
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,12 +73,17 @@ class RolloutBatch:
     """Warnings of the rollout manager's process since the last rollout."""
 
 
-class RolloutManager(EngineManager):
+class RolloutManager:
     """One per run. Generation runs on one thread, while :meth:`status` and others answer on further
     threads.
 
     Args:
         in_program: Whether the run belongs to a program, which may save at any time.
+
+    Attributes:
+        args: Passed to users' functions. Replaced once the addresses of the engines are known, but
+            never modified.
+        fleet: The engines; none in a run that only trains.
     """
 
     def __init__(
@@ -77,6 +91,7 @@ class RolloutManager(EngineManager):
         args: Args,
         run_dir: str,
         layout: ParallelLayout,
+        placement: Placement,
         keys: RunKeys,
         in_program: bool = False,
     ) -> None:
@@ -94,7 +109,9 @@ class RolloutManager(EngineManager):
                 len(self.data_source), args.num_epoch, args.rollout_batch_size
             )
             args = args.with_values(num_rollout=count)
-        super().__init__(args, self.run_dir / "logs", keys)
+        self.args = args
+        self.fleet = EngineFleet.from_args(args, placement, self.run_dir / "logs", keys)
+        self.workers: RolloutWorkers | None = None
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)
         self.in_program = in_program
@@ -114,6 +131,51 @@ class RolloutManager(EngineManager):
         self.args = self.args.with_values(
             max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only
         )
+
+    # --- the engines ---------------------------------------------------------------------------
+
+    def start_engines(self) -> list[str]:
+        """Start all engines at the same time, then the router and the workers if there are any;
+        returns the engine URLs.
+        """
+        raise_file_limit()  # The router inherits the limit, because it is a child of this process.
+        args = self.args
+        fleet = self.fleet
+        # The first request would wait for the tokenizer. Not on another thread: imports of
+        # transformers on two threads at once can fail.
+        meanwhile = partial(preload_tokenizer, args.hf_checkpoint, args.trust_remote_code)
+        urls = fleet.start(partial(progress.report, "start engines"), meanwhile)
+        self.args = args = args.with_values(**fleet.addresses)
+        init_http_client(args)
+        fleet.watch()
+        if count := fleet.settings.workers:
+            parts = parts_of_workers(count, fleet.shares, len(fleet.engines))
+            launch = worker_launcher(args, parts, fleet.log_dir, fleet.addresses_of)
+            wake = fleet.monitor.wake
+            self.workers = RolloutWorkers(launch, parts, args.start_timeout, wake)
+            self.workers.start()
+        return urls
+
+    def on_engines(
+        self,
+        call: Callable[Concatenate[EngineFleet, P], T],
+        *arguments: P.args,
+        **keywords: P.kwargs,
+    ) -> T:
+        """Call a function with the fleet; for the driver, whose calls answer while
+        :meth:`generate` runs.
+        """
+        return call(self.fleet, *arguments, **keywords)
+
+    def end_engines(self, now: bool = True) -> None:
+        """Stop rollout workers, router and engines; returns when their processes have ended.
+
+        Groups in progress fail.
+        """
+        # first: they would start requests again, and report engines as faulty
+        if self.workers is not None:
+            self.workers.stop()
+        self.fleet.stop(now)
 
     # --- the loop ----------------------------------------------------------------------------
 
@@ -169,7 +231,11 @@ class RolloutManager(EngineManager):
             output = returned
             if args.save_debug_rollout_data:
                 save_rollout(args, rollout_id, output.samples)
-        metrics = {**(output.metrics or {}), **self.fault_counts()}
+        # what was retried, lost and restarted since the previous rollout
+        metrics = {**(output.metrics or {}), **self.fleet.counts()}
+        metrics["rollout/http_retry_count"] = float(take_retries())
+        if self.workers is not None:
+            metrics["rollout/worker_restart_count"] = self.workers.restarts()
         rollout = Rollout(list(output.samples), metrics, time.perf_counter() - start)
         self.garbage.collect()  # between two rollouts, where no generation of this one waits for it
 
@@ -294,9 +360,8 @@ class RolloutManager(EngineManager):
         """Add the phases of driver and ranks up to the end of a step, and the engines' load, to its
         rollout's trace.
         """
-        self.traces.add_phases(
-            rollout_id, phases, self.loads.between if self.loads is not None else None
-        )
+        loads = self.fleet.loads
+        self.traces.add_phases(rollout_id, phases, loads.between if loads is not None else None)
 
     def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate all data sets with the weights that the engines hold now."""
@@ -381,7 +446,7 @@ class RolloutManager(EngineManager):
         # The engines may still work on requests whose senders have ended, and keep KV of weights
         # that are undone.
         run(abort(self.args))
-        self._on_engines(flush_when_idle)
+        call_each(self.fleet, flush_when_idle)
         self.state.close()
         self.data_source = load_function(self.args.data_source_path)(self.args)
         self.state = RolloutState(self.args, self.run_dir, self.data_source, self.in_program)
@@ -409,6 +474,6 @@ class RolloutManager(EngineManager):
         """Stop router and engines; returns the last warnings of this process when their processes
         have ended.
         """
-        self.end_engines(at_once=False)
+        self.end_engines(now=False)
         self.state.close()
         return take_warnings()

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from slime.cluster.actors import (
     Ref,
     door,
 )
+from slime.cluster.placement import thread_environment
 from slime.cluster.rollout_worker import (
     REPORT_SECONDS,
     GroupCall,
@@ -338,7 +339,10 @@ def parts_of_workers(workers: int, shares: int, engines: int) -> list[float]:
 
 
 def worker_launcher(
-    args: Sequence[Args], parts: Sequence[float], log_dir: Path, environment: dict[str, str]
+    args: Args,
+    parts: Sequence[float],
+    log_dir: Path,
+    addresses_of: Callable[[int], Mapping[str, object]] = lambda worker: {},
 ) -> Callable[[int], ActorHandle]:
     """Return a function that starts the actor of the worker with a given index.
 
@@ -346,32 +350,28 @@ def worker_launcher(
     its node.
 
     Args:
-        args: Of each worker, with the address of its engines.
         parts: The part of the engines that each worker uses.
-        environment: The environment variables of the workers.
+        addresses_of: The values of ``args`` with the addresses of the engines of a worker.
     """
     # Objects of classes of the hooks' files come back with samples; they are found only if the
     # files are loaded here.
-    common = args[0]
     hooks = [
-        (common.custom_generate_function_path, "custom_generate"),
-        (common.custom_rm_path, "CustomRewardModel"),
+        (args.custom_generate_function_path, "custom_generate"),
+        (args.custom_rm_path, "CustomRewardModel"),
     ]
-    for path, name in (*hooks, *((hook, None) for hook in common.rollout_sample_hook_path)):
+    for path, name in (*hooks, *((hook, None) for hook in args.rollout_sample_hook_path)):
         if path:
             load_function(path, name)
-    count = len(args)
-    nodes = door().nodes()
-    verifiers_of_node = default_workers() / math.ceil(count / nodes)
-    verifiers = math.ceil(
-        common.reward_workers / count if common.reward_workers else verifiers_of_node
-    )
-    # Groups wait in the worker for the requests before them, not for a place among the calls of the
-    # actor.
+    count = len(parts)
+    verifiers_of_node = default_workers() / math.ceil(count / door().nodes())
+    verifiers = math.ceil(args.reward_workers / count if args.reward_workers else verifiers_of_node)
+    environment = thread_environment(args.threads_per_process)
 
     def launch(index: int) -> ActorHandle:
-        own = args[index].with_values(reward_workers=verifiers)
+        own = args.with_values(reward_workers=verifiers, **addresses_of(index))
         arguments = own, index, str(log_dir), parts[index], known_keys()
+        # Groups wait in the worker for the requests before them, not for a place among the calls
+        # of the actor.
         return door().create(
             RolloutWorker, *arguments, environment=environment, threads=MOST_CALLS, spread=True
         )

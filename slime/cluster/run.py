@@ -279,6 +279,7 @@ def shut_down(parts: Parts, failed: bool) -> None:
 
     Errors of actors that are dead already are suppressed, so that the steps after them still run.
     """
+    from slime.cluster.engine_fleet import EngineFleet
     from slime.weights.transports.shared_memory import sweep_shared_memory
 
     if not door().connected:
@@ -293,7 +294,8 @@ def shut_down(parts: Parts, failed: bool) -> None:
         else:
             if failed and parts.engines_started:
                 with contextlib.suppress(Exception):
-                    note(door().get([manager.engine_report.remote()], timeout=REPORT_SECONDS)[0])
+                    report = manager.on_engines.remote(EngineFleet.report)
+                    note(door().get([report], timeout=REPORT_SECONDS)[0])
             with contextlib.suppress(Exception):
                 for warning in door().get([manager.shutdown.remote()], timeout=SHUTDOWN_SECONDS)[0]:
                     note(f"warning: {warning}")

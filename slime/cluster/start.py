@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from slime.checkpoint.manifest import RunFacts
 from slime.cluster.actors import ActorHandle, Ref, door, use
 from slime.cluster.checks import check_schedules
+from slime.cluster.engine_calls import offload
 from slime.cluster.engine_pool import EnginePool
 from slime.cluster.folders import FolderLock, lock_run, lock_save
 from slime.cluster.phases import Run, StepLog
@@ -157,11 +158,7 @@ def start(parts: Parts) -> Run:
         # knows the length of the run (--num-epoch). The training ranks need it when they are built,
         # for the learning-rate schedule.
         manager = parts.manager = _start_manager(parts, placement)
-        engines = (
-            None
-            if args.debug_train_only
-            else manager.start(RolloutManager.start_engines, placement)
-        )
+        engines = None if args.debug_train_only else manager.start(RolloutManager.start_engines)
         num_rollout = args.num_rollout
         if num_rollout is None:
             num_rollout = manager.call("the data source", RolloutManager.num_rollout)
@@ -291,8 +288,8 @@ def _start_manager(parts: Parts, placement: Placement) -> ManagerClient:
 
     args = parts.args
     layout = ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()
-    values = args, str(parts.dir.path), layout, parts.keys, parts.stop.in_program
-    # With several threads, status() and engine_status() can answer while generate() runs.
+    values = args, str(parts.dir.path), layout, placement, parts.keys, parts.stop.in_program
+    # With several threads, status() and on_engines() can answer while generate() runs.
     return ManagerClient(
         door().create(RolloutManager, *values, threads=8), parts.waiter, args.phase_timeout
     )
@@ -308,7 +305,7 @@ def _wait_for_engines(
     urls = manager.wait(starting, "the engines to start", deadline, flag="--start-timeout")
     parts.engines_started = bool(urls)
     if release and urls:
-        manager.call("the engines to release memory", RolloutManager.offload)
+        manager.wait(manager.start_on_engines(offload), "the engines to release memory")
     return urls
 
 

@@ -48,11 +48,13 @@ class FakeManager:
             "start_lost_engines": self._start,
             "end_update": lambda urls: self._engines(),
             "begin_update": self._engines,
-            "engine_status": self._engines,
+            "status": self._engines,
         }
 
     def __getattr__(self, name: str) -> Any:
         def remote(*arguments: Any) -> Any:
+            if name == "on_engines":  # the function to call, and its arguments
+                return getattr(self, arguments[0].__name__).remote(*arguments[1:])
             self.said.append(f"onload {', '.join(arguments[0])}" if name == "onload" else name)
             self.arguments.setdefault(name, []).append(arguments)
             return self.results.get(name, lambda *_: None)(*arguments)

@@ -5,6 +5,7 @@ current weights.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import socket
@@ -21,9 +22,9 @@ from make_args import make_args
 
 from slime.cluster import engine as engine_module
 from slime.cluster.engine import EngineStatus, FleetSettings
+from slime.cluster.engine_calls import start_lost_engines
 from slime.cluster.engine_fleet import EngineFleet
 from slime.cluster.health import HealthMonitor, answers
-from slime.cluster.rollout_manager import RolloutManager
 from slime.engines.http import close_session, post
 from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 from slime.engines.process import EngineProcess, ServerFailed
@@ -122,6 +123,20 @@ def specs(count: int) -> list[EngineSpec]:
     return [EngineSpec(index, "model", slot=index) for index in range(count)]
 
 
+def monitor_of(
+    fleet: EngineFleet,
+    interval: float,
+    timeout: float,
+    first_wait: float = 0.0,
+    start_seconds: float = 0.0,
+) -> HealthMonitor:
+    fleet.settings = dataclasses.replace(
+        fleet.settings, check_interval=interval, check_timeout=timeout, first_wait=first_wait,
+        start_seconds=start_seconds,
+    )  # fmt: skip
+    return HealthMonitor(fleet)
+
+
 class Started:
     """A fleet of fake hosts that serves."""
 
@@ -191,7 +206,7 @@ def test_an_engine_that_is_still_being_ended_is_started_again_on_demand(tmp_path
     fleet.end(fleet.mark_lost({started.hosts[0].url: "struck"}), wait=False)
     timer = threading.Timer(0.3, may_end.set)
     timer.start()
-    status = RolloutManager.start_lost_engines(SimpleNamespace(fleet=fleet))  # type: ignore[arg-type]
+    status = start_lost_engines(fleet)
     timer.join()
     assert status.unsynced == [started.hosts[1].url] and status.fatal is None
     fleet.stop()
@@ -374,7 +389,7 @@ def frozen(
     FrozenHost.over = threading.Event()
     for host in started.hosts[:8]:
         host.__class__ = FrozenHost
-    yield started, HealthMonitor(started.fleet, interval=1000.0, timeout=0.1, first_wait=0.0)
+    yield started, monitor_of(started.fleet, interval=1000.0, timeout=0.1)
     FrozenHost.over.set()
     started.fleet.stop()
 
@@ -417,7 +432,7 @@ def test_what_was_asked_before_a_pause_says_nothing(
     """An engine that loads weights or has released its memory makes no token."""
     started = Started(tmp_path)
     fleet = started.fleet
-    monitor = HealthMonitor(fleet, interval=0.0, timeout=0.1, first_wait=1000.0)
+    monitor = monitor_of(fleet, interval=0.0, timeout=0.1, first_wait=1000.0)
     asked, answer, answered = threading.Event(), threading.Event(), threading.Event()
 
     def hang(urls: Any, timeout: float) -> dict[str, str]:
@@ -445,7 +460,7 @@ def test_an_engine_that_ends_while_a_pause_begins_is_not_lost(tmp_path: Path) ->
     after it.
     """
     started = Started(tmp_path)
-    monitor = HealthMonitor(started.fleet, interval=1000.0, timeout=0.1, first_wait=0.0)
+    monitor = monitor_of(started.fleet, interval=1000.0, timeout=0.1)
     ended = monitor.processes.ended
 
     def paused_meanwhile(seconds: float) -> dict[str, str]:
@@ -478,7 +493,7 @@ def test_a_colocated_step_neither_causes_a_check_nor_waits_for_one(
     monkeypatch.setattr("slime.cluster.health.unhealthy", hang)
     monkeypatch.setattr("slime.cluster.health.time", SimpleNamespace(monotonic=lambda: now[0]))
     started = Started(tmp_path)
-    monitor = HealthMonitor(started.fleet, interval=30.0, timeout=0.1, first_wait=0.0)
+    monitor = monitor_of(started.fleet, interval=30.0, timeout=0.1)
     monkeypatch.setattr(monitor.processes, "ended", lambda seconds: {})
     monkeypatch.setattr("slime.cluster.health.wait", no_wait)
     for _ in range(60):  # steps of two seconds
@@ -514,7 +529,7 @@ def test_a_failed_request_causes_a_check_at_once(
         return {}
 
     monkeypatch.setattr("slime.cluster.health.unhealthy", note)
-    monitor = HealthMonitor(started.fleet, interval=1000.0, timeout=0.1, first_wait=0.0)
+    monitor = monitor_of(started.fleet, interval=1000.0, timeout=0.1)
     monitor.poll()
     assert not checks
     monitor.start()
@@ -523,7 +538,7 @@ def test_a_failed_request_causes_a_check_at_once(
     assert checked.wait(60)
     monitor.stop()
     assert checks.count(2) == 1, "many failures at once are one check"
-    monitor.first_wait = 1000.0
+    monitor.settings = dataclasses.replace(monitor.settings, first_wait=1000.0)
     monitor.resume("update")
     monitor.wakes_from = 0.0
     monitor.wake()
@@ -554,7 +569,7 @@ def test_a_young_engine_that_works_is_left_alone(
     started.hosts[0].cpu_seconds = lambda: next(total) * used  # type: ignore[method-assign]
     monkeypatch.setattr("slime.cluster.health.unhealthy", lambda urls, timeout: {url: reason})
     monkeypatch.setattr("slime.cluster.health.time.sleep", lambda seconds: None)
-    monitor = HealthMonitor(started.fleet, 1.0, 30.0, 0.0, start_seconds=900.0)
+    monitor = monitor_of(started.fleet, interval=1.0, timeout=30.0, start_seconds=900.0)
     for _ in range(2):
         assert started.fleet.urls() == [url]
         monitor.check([url])
@@ -595,7 +610,7 @@ def test_router_and_engine_that_end_together_both_come_back(tmp_path: Path, blow
     """
     started = Started(tmp_path)
     fleet, (first, second) = started.fleet, started.hosts
-    monitor = HealthMonitor(fleet, interval=0.0, timeout=0.1, first_wait=0.0)
+    monitor = monitor_of(fleet, interval=0.0, timeout=0.1)
     first.running = blow == "hangs"
     fleet.router.ended = True
     fleet.router.refuses = lambda url: url == first.url
@@ -614,7 +629,7 @@ def test_router_and_engine_that_end_together_both_come_back(tmp_path: Path, blow
 
 def test_nobody_is_looked_at_while_paused(tmp_path: Path) -> None:
     started = Started(tmp_path, count=1)
-    monitor = HealthMonitor(started.fleet, interval=0.01, timeout=0.2, first_wait=60.0)
+    monitor = monitor_of(started.fleet, interval=0.01, timeout=0.2, first_wait=60.0)
     looks: list[float] = []
     monitor.poll = lambda: looks.append(time.monotonic())  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
@@ -638,7 +653,7 @@ def test_nobody_is_looked_at_while_paused(tmp_path: Path) -> None:
 def test_without_fault_tolerance_one_late_answer_is_forgiven(tmp_path: Path) -> None:
     started = Started(tmp_path, tolerant=False, count=1)
     (url,) = started.fleet.urls()
-    monitor = HealthMonitor(started.fleet, interval=1.0, timeout=0.2, first_wait=0.0)
+    monitor = monitor_of(started.fleet, interval=1.0, timeout=0.2)
     with pytest.MonkeyPatch.context() as patch:
         said: list[dict[str, str]] = [{url: "late"}, {}, {url: "late"}, {url: "late"}]
         patch.setattr("slime.cluster.health.unhealthy", lambda urls, timeout: said.pop(0))
@@ -653,7 +668,7 @@ def test_without_fault_tolerance_one_late_answer_is_forgiven(tmp_path: Path) -> 
 def test_a_process_that_ends_just_before_its_engine_is_asked_is_named(tmp_path: Path) -> None:
     started = Started(tmp_path, tolerant=False, count=2)
     first, second = started.hosts
-    monitor = HealthMonitor(started.fleet, interval=1.0, timeout=0.2, first_wait=0.0)
+    monitor = monitor_of(started.fleet, interval=1.0, timeout=0.2)
 
     def refused(urls: Any, timeout: float) -> dict[str, str]:
         first.running = False
@@ -821,7 +836,7 @@ def real_fleet(
         router = {"request_seconds": 120, "options": {"policy": "round_robin"}}
         fleet = EngineFleet(fleet_settings(**router), tmp_path, launch, specs(count))
         fleet.start(lambda done, total: None)
-        monitor = HealthMonitor(fleet, interval, timeout=10.0, first_wait=0.0)
+        monitor = monitor_of(fleet, interval, timeout=10.0)
         monitor.start()
         started.append((fleet, monitor))
         return fleet, monitor
@@ -941,7 +956,7 @@ def test_engines_that_are_ended_at_once_are_killed_all_at_the_same_time() -> Non
         fleet.engines, hosts, ("serving", "unsynced", "starting"), strict=True
     ):
         engine.actors, engine.url, engine.state = [FakeActor(host)], host.url, state
-    fleet.stop(at_once=True)
+    fleet.stop(now=True)
     assert [host.killed for host in hosts] == [1, 1, 1] and not any(host.stopped for host in hosts)
     fleet.stop()
     assert [host.killed for host in hosts] == [1, 1, 1]

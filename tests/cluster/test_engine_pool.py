@@ -285,7 +285,7 @@ def recovered(driver: Driver, keep_version: bool = False) -> list[str]:
 def test_it_gets_the_weights_that_the_others_hold_and_is_audited() -> None:
     driver = tolerant([A], audit_weights=True)
     driver.actor_manager.unsynced = [NEW]
-    asked = ["engine_status", "begin_update", "actor sends ", "actor audits", "end_update"]
+    asked = ["status", "begin_update", "actor sends ", "actor audits", "end_update"]
     assert recovered(driver) == asked and driver.actor.sent == [[NEW]] == driver.actor.probed
     assert f"started again, with the current weights: {NEW}" in driver.printed.getvalue()
 
@@ -302,7 +302,7 @@ def test_where_a_step_was_trained_since_all_engines_get_newer_weights() -> None:
 def test_no_evaluation_gets_newer_weights_while_an_engine_serves() -> None:
     driver = tolerant([A])
     driver.trainer.trained, driver.actor_manager.unsynced = 3, [NEW]
-    assert recovered(driver, keep_version=True) == ["engine_status"]
+    assert recovered(driver, keep_version=True) == ["status"]
     driver.actor_manager.serving = []
     assert "actor sends 0.4" in recovered(driver, keep_version=True), "or nobody would answer"
 
@@ -310,10 +310,10 @@ def test_no_evaluation_gets_newer_weights_while_an_engine_serves() -> None:
 def test_colocated_a_new_engine_waits_for_the_next_update_and_nobody_says_otherwise() -> None:
     driver = tolerant([A], colocated=True)
     driver.actor_manager.unsynced = [NEW]
-    assert recovered(driver) == ["engine_status"] and not driver.printed.getvalue()
+    assert recovered(driver) == ["status"] and not driver.printed.getvalue()
     driver.actor_manager.serving = []
     said = recovered(driver)
-    assert said[:3] == ["engine_status", "offload", "actor wakes"] and "actor sends 0.0" in said
+    assert said[:3] == ["status", "offload", "actor wakes"] and "actor sends 0.0" in said
 
 
 def test_when_all_were_lost_the_next_that_comes_is_looked_after() -> None:

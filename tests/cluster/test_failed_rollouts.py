@@ -86,7 +86,7 @@ def test_a_step_without_anything_to_train_is_told(
     )  # fmt: skip
     take_warnings()
     layout: Any = None
-    batch = RolloutManager(args, str(tmp_path), layout, RunKeys()).generate(0)
+    batch = RolloutManager(args, str(tmp_path), layout, layout, RunKeys()).generate(0)
     assert batch.metrics["rollout/failed_ratio"] == share
     told = [warning for warning in batch.warnings if "this step trains nothing" in warning]
     assert bool(told) == (said is not None)

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
 from rollout_parts import SmallEngine, arguments, make_tokenizer, source_of
 
-from slime.cluster.placement import thread_environment
 from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.cluster.rollout_workers import (
     RolloutWorkers,
@@ -124,7 +123,7 @@ def begin(
         args = engine.serve(arguments(tokenizer_dir, **more))
         if count:
             parts = [1 / count] * count
-            launch = worker_launcher([args] * count, parts, tmp_path, thread_environment(1))
+            launch = worker_launcher(args, parts, tmp_path)
             started.append(RolloutWorkers(launch, parts, 120.0, lambda: None))
             started[-1].start()
             GenerateState(args).generator = started[-1]

@@ -98,7 +98,7 @@ def test_the_number_of_rollouts_is_given_or_follows_from_the_data(
         data_source_path=f"{__file__}:Rows",
     )
     layout: Any = None
-    manager = RolloutManager(args, str(tmp_path), layout, RunKeys())
+    manager = RolloutManager(args, str(tmp_path), layout, layout, RunKeys())
     assert manager.num_rollout() == manager.args.num_rollout == expected
     assert args.num_rollout == num_rollout
 

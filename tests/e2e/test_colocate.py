@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from slime.cluster.engine_manager import flush_when_idle
+from slime.cluster.engine_calls import flush_when_idle
 from slime.engines.sglang_api import EngineError
 
 PHASES = ("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload")

@@ -5,22 +5,20 @@ when checks pause.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from make_args import make_args
 
-from slime.cluster.engine_manager import CONTROL_DEADLINE_SECONDS, EngineManager
-from slime.engines.keys import RunKeys
+from slime.cluster import engine_calls
+from slime.cluster.engine_calls import CONTROL_DEADLINE_SECONDS
 from slime.engines.sglang_api import EngineError
 
 URLS = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
 
 
 class Held:
-    """A manager over a fleet and a monitor that write down what they are told."""
+    """A fleet with a monitor that write down what they are told."""
 
     def __init__(
         self,
@@ -30,20 +28,18 @@ class Held:
     ) -> None:
         self.lost: list[dict[str, str]] = []
         self.checks: list[str] = []
-        self.manager = EngineManager(make_args(), Path(), RunKeys())
-        fleet: Any = SimpleNamespace(
-            settings=SimpleNamespace(tolerant=tolerant), urls=lambda: URLS,
+        self.fleet: Any = SimpleNamespace(
+            settings=SimpleNamespace(tolerant=tolerant, check_timeout=1.0), urls=lambda: URLS,
             status=lambda: "the status", lose=self.lost.append,
             synced=lambda urls: self.checks.append(f"synced {len(urls)}"), settled=lambda: URLS,
         )  # fmt: skip
-        monitor: Any = SimpleNamespace(
+        self.fleet.monitor = SimpleNamespace(
             pause=lambda reason: self.checks.append(f"pause {reason}"),
             resume=lambda reason: self.checks.append(f"resume {reason}"),
             processes=SimpleNamespace(ended=lambda seconds: gone or {}),
         )
-        self.manager._fleet, self.manager._monitor = fleet, monitor
         monkeypatch.setattr(
-            "slime.cluster.engine_manager.unhealthy", lambda urls, timeout: {URLS[1]: "no token"}
+            "slime.cluster.engine_calls.unhealthy", lambda urls, timeout: {URLS[1]: "no token"}
         )
 
 
@@ -65,7 +61,7 @@ def test_tokens_are_asked_for_only_where_nobody_else_is_to_blame(
     lost: dict[str, str],
 ) -> None:
     held = Held(monkeypatch, gone=gone)
-    assert held.manager.lose_engines(blamed) == "the status"  # type: ignore[comparison-overlap]
+    assert engine_calls.lose_engines(held.fleet, blamed) == "the status"  # type: ignore[comparison-overlap]
     assert held.lost == [lost]
 
 
@@ -73,8 +69,8 @@ def test_checks_pause_from_the_begin_of_an_update_to_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held = Held(monkeypatch)
-    held.manager.begin_update()
-    held.manager.end_update(URLS)
+    engine_calls.begin_update(held.fleet)
+    engine_calls.end_update(held.fleet, URLS)
     assert held.checks == ["pause update", "synced 2", "resume update"]
 
 
@@ -88,14 +84,14 @@ def test_an_engine_that_does_not_take_its_memory_back_is_lost(
         await asyncio.sleep(0)
         return {}, {URLS[0]: EngineError("out of memory")}
 
-    monkeypatch.setattr("slime.cluster.engine_manager.on_each", on_each)
+    monkeypatch.setattr("slime.cluster.engine_calls.on_each", on_each)
     if not tolerant:
         with pytest.raises(EngineError, match="out of memory"):
-            held.manager.onload(("kv_cache",))
+            engine_calls.onload(held.fleet, ("kv_cache",))
         return
-    held.manager.onload(("weights",))
+    engine_calls.onload(held.fleet, ("weights",))
     assert held.lost == [{URLS[0]: "out of memory"}] and held.checks == []
-    held.manager.onload(("kv_cache",))
+    engine_calls.onload(held.fleet, ("kv_cache",))
     assert held.checks == ["resume offloaded"]
 
 
@@ -113,15 +109,7 @@ def test_engines_may_take_the_whole_deadline_to_release_and_resume_their_memory(
 
     monkeypatch.setattr("slime.engines.handle.request", request)
     held = Held(monkeypatch)
-    held.manager.offload()
-    held.manager.onload(("weights",))
+    engine_calls.offload(held.fleet)
+    engine_calls.onload(held.fleet, ("weights",))
     asked = limits["release_memory_occupation"], limits["resume_memory_occupation"]
     assert min(asked) >= CONTROL_DEADLINE_SECONDS and held.lost == [{}, {}]
-
-
-def test_nothing_is_asked_of_engines_that_were_not_started() -> None:
-    manager = EngineManager(make_args(), Path(), RunKeys())
-    manager.end_engines()
-    assert manager.engine_report() == "no engine was started"
-    with pytest.raises(AssertionError, match="start_engines comes first"):
-        manager.engine_status()
