@@ -41,24 +41,29 @@ def loop(args: Args, run: Run) -> None:
     if run.evaluates_at_start():
         run.evaluate(run.first_rollout)
     for rollout_id in range(run.first_rollout, run.num_rollout):
-        # waits for the rollout manager: samples with rewards, split over ranks
-        batch = run.generate(rollout_id)
-        # In a colocated run, the engines release their memory before the trainer takes it.
-        run.offload_engines()
-        # waits for all training ranks: first the critic's, then the actor's
-        run.train(rollout_id, batch)
-        if run.is_due(rollout_id, args.save_interval):
-            # Before the update: in a colocated run, the update puts the trainer to sleep. Waits
-            # until ranks and rollout manager have written their state (with --async-save: until
-            # they have copied it).
-            run.save(rollout_id)
-        # waits until every engine holds the new weights and has passed the audit
-        run.update_weights()
-        if run.is_due(rollout_id, args.eval_interval):
-            # waits for all evaluation sets, generated with the new weights
-            run.evaluate(rollout_id + 1)
-        # logs the step; commits a snapshot of --async-save once it is fully written
-        run.end_step(rollout_id)
+        step(args, run, rollout_id)
+
+
+def step(args: Args, run: Run, rollout_id: int) -> None:
+    """One iteration, which ``slime.Trainer`` calls as well."""
+    # waits for the rollout manager: samples with rewards, split over ranks
+    batch = run.generate(rollout_id)
+    # In a colocated run, the engines release their memory before the trainer takes it.
+    run.offload_engines()
+    # waits for all training ranks: first the critic's, then the actor's
+    run.train(rollout_id, batch)
+    if run.is_due(rollout_id, args.save_interval):
+        # Before the update: in a colocated run, the update puts the trainer to sleep. Waits until
+        # ranks and rollout manager have written their state (with --async-save: until they have
+        # copied it).
+        run.save(rollout_id)
+    # waits until every engine holds the new weights and has passed the audit
+    run.update_weights()
+    if run.is_due(rollout_id, args.eval_interval):
+        # waits for all evaluation sets, generated with the new weights
+        run.evaluate(rollout_id + 1)
+    # logs the step; commits a snapshot of --async-save once it is fully written
+    run.end_step(rollout_id)
 
 
 if __name__ == "__main__":

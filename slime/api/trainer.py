@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from slime.api.arguments import Data, InputFolder, Prompt, check_prompts, is_single, parse
 from slime.api.callbacks import Callback, as_callback
 from slime.api.table import Table
+from slime.cluster.stop_signals import StopRequested
 
 if TYPE_CHECKING:
     from slime.cluster.phases import Run
@@ -73,6 +74,7 @@ class Trainer:
         **flags: Any,
     ) -> None:
         global current
+        from slime.cluster.recovery import load_loop
         from slime.cluster.run import open_run
 
         listeners = [as_callback(one) for one in callbacks]
@@ -84,7 +86,7 @@ class Trainer:
             current.close()
         self.callbacks = listeners
         self.stopped = False
-        self._evaluation: tuple[int, Any] | None = None  # one that Ctrl-C has interrupted
+        self._loop = load_loop("train.py")
         # what is complete and was not told to the callbacks yet
         self._news: list[Callable[[Callback], None]] = []
         self._stack = contextlib.ExitStack()
@@ -112,33 +114,28 @@ class Trainer:
         if rollout_id >= self.num_rollout:
             raise Closed(f"all {self.num_rollout} rollouts are trained; give a larger num_rollout")
         saves = run.is_due(rollout_id, self.args.save_interval)
-        evaluates = run.is_due(rollout_id, self.args.eval_interval)
-        metrics: dict[str, float] = {}
         # With --async-save, the folder gets this name once the snapshot is complete.
         folder = run.snapshots.folder_of(rollout_id) if saves else None
-        # An evaluation that Ctrl-C has interrupted belongs to the weights before this step.
         with self._working(run):
+            # An evaluation that Ctrl-C has interrupted belongs to the weights before this step.
             self._finish_evaluation(run)
-            batch = run.generate(rollout_id)
-            told = len(self._news)
-            with run.stop.deferred():  # A step is trained completely or not at all.
-                run.offload_engines()
-                run.train(rollout_id, batch)
-                self.next_rollout = rollout_id + 1
-                if saves:
-                    run.save(rollout_id)
-                run.update_weights()
             try:
-                if evaluates:
-                    self._start_evaluation(run, rollout_id + 1)
-                    self._finish_evaluation(run)
-            finally:
+                # A step is trained completely or not at all: Ctrl-C ends only the waits for
+                # responses, of the rollout and of an evaluation.
+                with run.stop.deferred():
+                    self._loop.step(self.args, run, rollout_id)
+            except StopRequested:
+                if rollout_id in run.asked:
+                    raise
                 with run.stop.deferred():
                     run.end_step(rollout_id)
-                metrics.update(run.log.last_step)
-                self._news.insert(told, lambda one: one.on_step(self, metrics))
-                if folder is not None:
-                    self._news.insert(told + 1, lambda one: one.on_save(self, folder))
+            self.next_rollout = rollout_id + 1
+            metrics = dict(run.log.last_step)
+            self._news.append(lambda one: one.on_step(self, metrics))
+            if folder is not None:
+                self._news.append(lambda one: one.on_save(self, folder))
+            if run.is_due(rollout_id, self.args.eval_interval) and run.evaluation is None:
+                self._evaluated(run)
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -157,8 +154,8 @@ class Trainer:
             raise ValueError("there is nothing to evaluate: make the trainer with eval_data")
         with self._working(run):
             self._finish_evaluation(run)
-            self._start_evaluation(run, self.next_rollout)
-            self._finish_evaluation(run)
+            run.evaluate(self.next_rollout)
+            self._evaluated(run)
         return dict(run.log.last_evaluation)
 
     def save(self) -> Path:
@@ -387,8 +384,6 @@ class Trainer:
         closes the run.
 
         At its end the callbacks hear of what it has completed, also if Ctrl-C ended it."""
-        from slime.cluster.stop_signals import StopRequested
-
         run.stop.forget()
         try:
             with run.stop:
@@ -408,16 +403,14 @@ class Trainer:
         if interrupted:
             raise KeyboardInterrupt
 
-    def _start_evaluation(self, run: Run, step: int) -> None:
-        self._evaluation = step, run.evaluations.start(step)
-
     def _finish_evaluation(self, run: Run) -> None:
         """Wait for the evaluation in progress; Ctrl-C leaves it in progress."""
-        if self._evaluation is not None:
-            run.evaluations.finish(*self._evaluation)
-            self._evaluation = None
-            metrics = dict(run.log.last_evaluation)
-            self._news.append(lambda one: one.on_evaluate(self, metrics))
+        if run.finish_evaluation():
+            self._evaluated(run)
+
+    def _evaluated(self, run: Run) -> None:
+        metrics = dict(run.log.last_evaluation)
+        self._news.append(lambda one: one.on_evaluate(self, metrics))
 
     def _open(self) -> Run:
         if self._run is None:

@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 
 from slime.cli.errors import CommandError
-from slime.config.hooks import module_of_file
 
 LOOPS = {"train": "train.py", "train-async": "train_async.py"}
-"""The file of each command. A wheel has them in ``slime/cli/loops``, a checkout at its top."""
+"""The file of each command."""
 
 
 def run_loop(command: str, flags: Sequence[str]) -> int:
@@ -24,26 +21,14 @@ def run_loop(command: str, flags: Sequence[str]) -> int:
         SystemExit: The flags are wrong (2), or the run was stopped (130, 143).
     """
     from slime.cluster.checks import parse_and_check
+    from slime.cluster.recovery import load_loop
 
-    loop = load_loop(LOOPS[command])
+    try:
+        loop = load_loop(LOOPS[command])
+    except FileNotFoundError as error:
+        raise CommandError(str(error)) from error
     # The flags are read from sys.argv and not passed on, because only a command line can be run
     # again after a loss (--max-restarts). The first word is the name in messages.
     sys.argv = [f"slime {command}", *flags]
     loop.train(parse_and_check(asynchronous=command == "train-async"))
     return 0
-
-
-def load_loop(name: str) -> ModuleType:
-    """Import a file of :data:`LOOPS`.
-
-    Raises:
-        CommandError: It is neither in the package nor at the top of a checkout.
-    """
-    here = Path(__file__).resolve()
-    places = (here.parent / "loops" / name, here.parents[2] / name)
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
-        raise CommandError(
-            f"{name} is missing, neither {places[0]} nor {places[1]} exists: install slime again"
-        )
-    return module_of_file(f"slime_loop_{file.stem}", file)

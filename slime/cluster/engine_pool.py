@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
@@ -37,7 +37,6 @@ from slime.weights.update import UpdateReport, WeightSyncError
 
 if TYPE_CHECKING:
     from slime.backends.base import ModelTag
-    from slime.cluster.actors import Ref
     from slime.cluster.phases import StepLog
     from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.train_group import TrainGroup
@@ -81,44 +80,33 @@ class WeightClock:
         return self.updates <= 1 or (interval > 0 and (self.updates - 1) % interval == 0)
 
 
+@dataclass
 class EnginePool:
     """The engines of one run; used only by the driver's main thread, so the trainer is idle during
     every call.
 
-    Args:
-        urls: The URLs of the engines that were started; empty in a run without engines.
-        attempt: How often the run was resumed, the first part of a weight version.
-        first_rollout: The first rollout of this process.
-
     Attributes:
-        urls: The URLs of the engines that hold the current weights. Never empty in a run with
-            engines: if all of them are lost, they are replaced.
+        urls: The URLs of the engines that hold the current weights; empty in a run without engines.
+            If all of them are lost, they are replaced.
         clock: Which weights these are.
+        slots: By engine URL, the GPU slots that it occupies, among those of the rollout.
+        next_poll: When :meth:`sync_recovered_engines` asks next (``time.monotonic()``).
+        syncing: Whether that is running.
     """
 
-    def __init__(
-        self,
-        cluster: ClusterConfig,
-        sync: WeightSyncConfig,
-        manager: ManagerClient,
-        trainer: Trainer,
-        log: StepLog,
-        urls: Sequence[str] = (),
-        attempt: int = 0,
-        first_rollout: int = 0,
-    ) -> None:
-        self.cluster = cluster
-        self.sync = sync
-        self.urls = list(urls)
-        self.clock = WeightClock(attempt, first_rollout)
-        self._manager = manager
-        self._trainer = trainer
-        self._log = log
-        self._first_rollout = first_rollout
-        # by engine URL: the GPU slots that it occupies, among those of the rollout
-        self._slots: dict[str, range] = {}
-        self._syncing = False  # whether sync_recovered_engines is running
-        self.next_poll = 0.0  # time.monotonic()
+    cluster: ClusterConfig
+    sync: WeightSyncConfig
+    manager: ManagerClient
+    trainer: Trainer
+    log: StepLog
+    urls: list[str]
+    clock: WeightClock
+    slots: dict[str, range] = field(default_factory=dict)
+    next_poll: float = 0.0
+    syncing: bool = False
+
+    def __post_init__(self) -> None:
+        self.first_step = self.clock.step
 
     # --- weights -----------------------------------------------------------------------------
 
@@ -126,7 +114,7 @@ class EnginePool:
         """Send the actor's weights to every engine, as in the diagram above; engines that are lost
         are left out.
         """
-        actor = self._trainer.actor
+        actor = self.trainer.actor
         if actor is None or not self.urls:
             return
         # The last engine may be lost after it got its weights. Then the update is repeated with its
@@ -137,8 +125,8 @@ class EnginePool:
 
     def _update_once(self, actor: TrainGroup) -> bool:
         """Returns whether an engine holds the weights at the end."""
-        trainer = self._trainer
-        log = self._log
+        trainer = self.trainer
+        log = self.log
         with log.phase("update_weights"):
             urls = self._begin_update()
             # Colocated: the engines take memory for the weights only, because the trainer still
@@ -179,10 +167,10 @@ class EnginePool:
 
     def _next_weights(self) -> WeightClock:
         """Which weights the update sends that begins now."""
-        trained = self._trainer.trained
+        trained = self.trainer.trained
         # At the start of a run, nothing was trained here, or --start-rollout-id skips rollouts.
-        step = max(self._first_rollout, 0 if trained is None else trained + 1)
-        model, step = self._trainer.old_actor.to_send(step)
+        step = max(self.first_step, 0 if trained is None else trained + 1)
+        model, step = self.trainer.old_actor.to_send(step)
         return replace(
             self.clock, step=step, trained=trained, model=model, updates=self.clock.updates + 1
         )
@@ -190,7 +178,7 @@ class EnginePool:
     def _send(self, actor: TrainGroup, weights: WeightClock, urls: list[str]) -> UpdateReport:
         same_host = all(urlsplit(url).hostname == actor.host for url in urls)
         send = partial(
-            actor.update_weights, urls, weights.version, same_host, self._slots, weights.model
+            actor.update_weights, urls, weights.version, same_host, self.slots, weights.model
         )
         report = send()
         # If the checksums of an engine cannot be predicted, only this notices that a part of a
@@ -209,20 +197,20 @@ class EnginePool:
         it.
         """
         if self.cluster.offload_rollout and self.urls:
-            self._trainer.log_memory("rollout")
-            with self._log.phase("offload"):
+            self.trainer.log_memory("rollout")
+            with self.log.phase("offload"):
                 self._release()
-            self._trainer.log_memory("offload")
-        self._trainer.wake()
+            self.trainer.log_memory("offload")
+        self.trainer.wake()
 
     def _release(self) -> None:
-        release = self._manager.start_on_engines(engine_calls.offload)
-        self._manager.wait(release, "the engines to release memory")
+        what = "the engines to release memory"
+        self.manager.call(what, RolloutManager.on_engines, engine_calls.offload)
 
     def _onload(self, *tags: MemoryTag) -> None:
         if self.cluster.offload_rollout:
-            resume = self._manager.start_on_engines(engine_calls.onload, tags)
-            self._manager.wait(resume, f"the engines to get {', '.join(tags)} back")
+            what = f"the engines to get {', '.join(tags)} back"
+            self.manager.call(what, RolloutManager.on_engines, engine_calls.onload, tags)
 
     def end_for_save(self) -> None:
         """Before the last snapshot of a run that is being stopped, end the engines if the trainer
@@ -232,7 +220,7 @@ class EnginePool:
         not be used.
         """
         if self.cluster.offload_train and self.urls:
-            self._manager.call("the engines to end", RolloutManager.end_engines)
+            self.manager.call("the engines to end", RolloutManager.end_engines)
 
     # --- engines that are lost ---------------------------------------------------------------
 
@@ -246,15 +234,15 @@ class EnginePool:
         return self._alive(self._pause_checks()) or self._replace()
 
     def _pause_checks(self) -> EngineStatus:
-        pausing = self._manager.start_on_engines(engine_calls.begin_update)
-        return self._status(pausing, "the engines before an update")
+        return self._status("the engines before an update", engine_calls.begin_update)
 
     def end_update(self, urls: Sequence[str]) -> None:
         """Let these engines get requests: they hold the current weights and have passed the
         audit.
         """
-        ended = self._manager.start_on_engines(engine_calls.end_update, list(urls))
-        self.urls = self._alive(self._status(ended, "the engines after an update")) or self.urls
+        what = "the engines after an update"
+        status = self._status(what, engine_calls.end_update, list(urls))
+        self.urls = self._alive(status) or self.urls
 
     def _call_with_failover(
         self, call: Callable[[list[str]], T], urls: list[str], replace_all: bool = False
@@ -282,13 +270,13 @@ class EnginePool:
                 failed = getattr(getattr(error, "cause", error), "failed", {})
                 tolerant = self.cluster.use_fault_tolerance
                 blamed = {url: str(reason) for url, reason in failed.items()} if tolerant else None
-                lose = self._manager.start_on_engines(engine_calls.lose_engines, blamed)
-                alive = self._alive(self._status(lose, "the engines that failed"))
+                what = "the engines that failed"
+                alive = self._alive(self._status(what, engine_calls.lose_engines, blamed))
                 left = [url for url in urls if url in alive]
                 if len(left) == len(urls):  # No engine is to blame: the same call would fail again.
                     raise
                 lost = ", ".join(url for url in urls if url not in left)
-                self._log.note(
+                self.log.note(
                     f"lost {lost} during a weight update; going on with {', '.join(left) or 'none'}"
                 )
                 urls = left
@@ -307,14 +295,15 @@ class EnginePool:
         """
         if not self.cluster.use_fault_tolerance:
             raise EnginesLost("no engine is left (--use-fault-tolerance starts lost engines again)")
-        self._trainer.sleep()
-        restart = self._manager.start_on_engines(engine_calls.start_lost_engines)
-        urls = self._alive(self._status(restart, "engines that are started again", RESTART_SECONDS))
+        self.trainer.sleep()
+        what = "engines that are started again"
+        start = engine_calls.start_lost_engines
+        urls = self._alive(self._status(what, start, deadline=RESTART_SECONDS))
         if not urls:
             raise EnginesLost("no engine could be started again; see the logs")
         if self.cluster.offload_rollout:
             self._release()
-        self._trainer.make_room_for_weights()
+        self.trainer.make_room_for_weights()
         return urls
 
     def sync_recovered_engines(self, keep_version: bool = False) -> None:
@@ -332,17 +321,17 @@ class EnginePool:
         """
         now = time.monotonic()
         # The update below waits for the manager as well, and that wait may call this method again.
-        if self._syncing or now < self.next_poll or not self.urls:
+        if self.syncing or now < self.next_poll or not self.urls:
             return
         self.next_poll = now + POLL_SECONDS
-        self._syncing = True
+        self.syncing = True
         try:
-            status = self._status(self._manager.start_on_engines(EngineFleet.status), "the engines")
+            status = self._status("the engines", EngineFleet.status)
             self._alive(status)
-            if status.unsynced and self._trainer.actor is not None:
-                self._sync_recovered(self._trainer.actor, status, keep_version)
+            if status.unsynced and self.trainer.actor is not None:
+                self._sync_recovered(self.trainer.actor, status, keep_version)
         finally:
-            self._syncing = False
+            self.syncing = False
 
     def _sync_recovered(self, actor: TrainGroup, status: EngineStatus, keep_version: bool) -> None:
         """Send weights to restarted engines such that all engines of the run hold the same version.
@@ -350,8 +339,8 @@ class EnginePool:
         If the trainer has trained a step since the last update, the weights of that update exist
         only as the copy of ``--keep-old-actor``. Without it, all engines get the newest weights.
         """
-        trained_since = self._trainer.trained != self.clock.trained
-        copy = self._trainer.old_actor.engines_copy if trained_since else self.clock.model
+        trained_since = self.trainer.trained != self.clock.trained
+        copy = self.trainer.old_actor.engines_copy if trained_since else self.clock.model
         if self.cluster.offload_train or self.cluster.offload_rollout:
             # While an engine serves, the trainer has no memory: the restarted engines wait for the
             # next update. If none serves, waiting would not end, because the rollout cannot finish.
@@ -372,46 +361,24 @@ class EnginePool:
             if self.sync.audit_weights:
                 _, urls = self._call_with_failover(actor.check_probe, urls)
             self.end_update(urls)
-        self._log.note(
+        self.log.note(
             f"engines started again, with the current weights: {', '.join(status.unsynced)}"
         )
 
     def _status(
-        self, ref: Ref[EngineStatus], what: str, deadline: float = ANSWER_SECONDS
+        self,
+        what: str,
+        call: Callable[..., EngineStatus],
+        *arguments: object,
+        deadline: float = ANSWER_SECONDS,
     ) -> EngineStatus:
+        asked = self.manager.start(RolloutManager.on_engines, call, *arguments)
         # The manager may have to wait for a running check.
         check_under_way = 4 * self.cluster.rollout_health_check_timeout
-        return self._manager.wait(ref, what, deadline + check_under_way)
+        return self.manager.wait(asked, what, deadline + check_under_way)
 
     def _alive(self, status: EngineStatus) -> list[str]:
         if status.fatal:
             raise EnginesLost(status.fatal)
-        self._slots = status.slots
+        self.slots = status.slots
         return [*status.serving, *status.unsynced]
-
-
-class Evaluations:
-    """Runs all evaluation sets with the weights that the engines hold."""
-
-    def __init__(self, manager: ManagerClient, pool: EnginePool, log: StepLog) -> None:
-        self._manager = manager
-        self._pool = pool
-        self._log = log
-
-    def run(self, step: int) -> None:
-        """Evaluate the weights, which ``step`` rollouts have trained, and wait for the result."""
-        self.finish(step, self.start(step))
-
-    def start(self, step: int) -> Ref[dict[str, float]]:
-        """Start an evaluation. Training may continue, but the engines' weights must not change
-        until :meth:`finish`.
-        """
-        return self._manager.start(RolloutManager.eval, step)
-
-    def finish(self, step: int, evaluation: Ref[dict[str, float]]) -> None:
-        """Wait for the evaluation that :meth:`start` returned, and log its metrics."""
-        with self._log.phase("eval"):
-            # A restarted engine must not bring newer weights into the middle of the evaluation.
-            recover = partial(self._pool.sync_recovered_engines, keep_version=True)
-            metrics = self._manager.wait(evaluation, "the evaluation", meanwhile=recover)
-        self._log.log_evaluation(step, metrics)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from slime.backends.lr_schedule import zero_lr_warning
-from slime.cluster.engine_pool import EnginePool, Evaluations
+from slime.cluster.engine_pool import EnginePool
 from slime.cluster.prefetch import Prefetcher
 from slime.cluster.rollout_manager import RolloutBatch, RolloutManager
 from slime.observability.run_state import SentWeights, append_weights, digest_of_digests
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from slime.weights.update import UpdateReport
 
 
+@dataclass
 class Run:
     """A run that has been started. Every method waits until its phase is complete.
 
@@ -40,34 +43,23 @@ class Run:
             1``.
         completed: Whether the ledger is closed and the summary was printed.
         asked: The rollouts that were requested and not waited for to the end, by their ids.
+        evaluation: The evaluation in progress: the number of rollouts that had trained its weights,
+            and the reference to its result.
     """
 
-    def __init__(
-        self,
-        args: Args,
-        first_rollout: int,
-        num_rollout: int,
-        *,
-        manager: ManagerClient,
-        trainer: Trainer,
-        pool: EnginePool,
-        snapshots: Snapshots,
-        log: StepLog,
-        stop: StopSignals,
-    ) -> None:
-        self.args = args
-        self.first_rollout = first_rollout
-        self.num_rollout = num_rollout
-        self.manager = manager
-        self.trainer = trainer
-        self.pool = pool
-        self.snapshots = snapshots
-        self.log = log
-        self.stop = stop
-        self.evaluations = Evaluations(manager, pool, log)
-        self.completed = False
-        self.asked: dict[int, Ref[RolloutBatch]] = {}
-        self._warned_of_zero_lr = False
+    args: Args
+    first_rollout: int
+    num_rollout: int
+    manager: ManagerClient
+    trainer: Trainer
+    pool: EnginePool
+    snapshots: Snapshots
+    log: StepLog
+    stop: StopSignals
+    completed: bool = False
+    asked: dict[int, Ref[RolloutBatch]] = field(default_factory=dict)
+    evaluation: tuple[int, Ref[dict[str, float]]] | None = None
+    _warned_of_zero_lr: bool = False
 
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Generate samples with rewards, split over the data-parallel ranks.
@@ -75,7 +67,7 @@ class Run:
         If a signal ends the wait, the engines continue, and the next call waits for the same
         rollout.
         """
-        with self.log.phase("rollout"):
+        with self.log.phase("rollout"), self.stop.deferred(False):
             if rollout_id not in self.asked:
                 self.asked[rollout_id] = self.manager.start(RolloutManager.generate, rollout_id)
             # The trainer is idle here, so engines that were restarted can get the weights during
@@ -138,7 +130,29 @@ class Run:
         """Run all evaluation sets with the engines' weights, which ``step`` rollouts have
         trained.
         """
-        self.evaluations.run(step)
+        self.start_evaluation(step)
+        self.finish_evaluation()
+
+    def start_evaluation(self, step: int) -> None:
+        """Start an evaluation. Training may continue, but the engines' weights must not change
+        until :meth:`finish_evaluation`.
+        """
+        self.evaluation = step, self.manager.start(RolloutManager.eval, step)
+
+    def finish_evaluation(self) -> bool:
+        """Wait for the evaluation in progress, and log its metrics; returns whether there was
+        one.
+        """
+        if self.evaluation is None:
+            return False
+        step, evaluation = self.evaluation
+        with self.log.phase("eval"), self.stop.deferred(False):
+            # A restarted engine must not bring newer weights into the middle of the evaluation.
+            recover = partial(self.pool.sync_recovered_engines, keep_version=True)
+            metrics = self.manager.wait(evaluation, "the evaluation", meanwhile=recover)
+        self.evaluation = None
+        self.log.log_evaluation(step, metrics)
+        return True
 
     def end_step(self, rollout_id: int) -> None:
         """Log the step's metrics and begin the next step."""
@@ -178,25 +192,26 @@ MOST_RANK_SPANS = 5000
 """The same of the training ranks: some steps of a thousand ranks."""
 
 
+@dataclass
 class StepLog:
     """Collects the metrics of the current step and times its phases; one per run, in the driver.
 
     Attributes:
         pending: Metrics of the current step, by name.
         last_step, last_evaluation: Metrics of the last complete step and of the last evaluation.
+        all_failed: Of each rollout, whether no sample can be trained.
     """
 
-    def __init__(self, display: Display) -> None:
-        self.display = display
-        self.pending: dict[str, float] = {}
-        self.last_step: dict[str, float] = {}
-        self.last_evaluation: dict[str, float] = {}
-        self.all_failed: list[bool] = []  # of each rollout: whether no sample can be trained
-        self._metrics: MetricsLogger | None = None
-        self._phase: Phase | None = None  # the innermost open phase
-        self._spans: list[Span] = []
-        self._rank_spans: list[Span] = []
-        self._step_started = time.perf_counter()
+    display: Display
+    pending: dict[str, float] = field(default_factory=dict)
+    last_step: dict[str, float] = field(default_factory=dict)
+    last_evaluation: dict[str, float] = field(default_factory=dict)
+    all_failed: list[bool] = field(default_factory=list)
+    _metrics: MetricsLogger | None = None
+    _phase: Phase | None = None  # the innermost open phase
+    _spans: list[Span] = field(default_factory=list)
+    _rank_spans: list[Span] = field(default_factory=list)
+    _step_started: float = 0.0
 
     def begin_steps(self, metrics: MetricsLogger) -> None:
         """Begin to measure the first step after a start, or after the run has gone back to a

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from slime.cluster.actors import NoAnswer, Ref, door
+from slime.cluster.actors import NoAnswer, door
 from slime.cluster.ray_wait import WaitExpired
 from slime.cluster.rollout_manager import RolloutBatch, RolloutManager
 from slime.rollout.admission import Admission
@@ -74,8 +74,6 @@ class Prefetcher:
         self.generating = False  # whether the thread waits for a rollout from the manager
         self.closed = False
         self.holding = False  # whether the main thread keeps new rollouts from starting
-        # the step, and the reference to its result
-        self.evaluation: tuple[int, Ref[dict[str, float]]] | None = None
         self.training = False  # whether a rollout was taken whose step is not complete yet
         self.error: BaseException | None = None  # of the thread
         self.changed = threading.Condition()
@@ -102,7 +100,7 @@ class Prefetcher:
             # After an error, the engines or the manager may be gone, so the result of the
             # evaluation is given up.
             if kind is None:
-                self._end_evaluation()
+                self._run.finish_evaluation()
         finally:
             # The thread is a daemon and is not joined: it may be waiting for a rollout that nobody
             # needs any more.
@@ -164,7 +162,7 @@ class Prefetcher:
             if self.error is not None:
                 raise self.error
             self._run.stop.check()
-            self._pool.sync_recovered_engines(keep_version=self.evaluation is not None)
+            self._pool.sync_recovered_engines(keep_version=self._run.evaluation is not None)
             # If the trainer has moved on since the last update, a recovered engine causes an update
             # of all engines.
             self._announce_version()
@@ -231,7 +229,7 @@ class Prefetcher:
         """Send the new weights to the engines, between two rollouts or in the middle of a standing
         pool's groups.
         """
-        self._end_evaluation()
+        self._run.finish_evaluation()
         # In a replay, the update must not come before the recorded number of tokens was generated
         # with the old weights.
         if self.replays:
@@ -261,19 +259,14 @@ class Prefetcher:
         the next update waits for it.
         """
         if self.in_flight:
-            self._end_evaluation()
-            self.evaluation = step, self._run.evaluations.start(step)
+            self._run.finish_evaluation()
+            self._run.start_evaluation(step)
             return
         self._hold()
         try:
-            self._run.evaluations.run(step)
+            self._run.evaluate(step)
         finally:
             self._let_go()
-
-    def _end_evaluation(self) -> None:
-        if self.evaluation is not None:
-            self._run.evaluations.finish(*self.evaluation)
-            self.evaluation = None
 
     def _hold(self) -> None:
         """Wait until no rollout is in progress, and let none start before :meth:`_let_go`."""

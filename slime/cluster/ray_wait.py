@@ -18,7 +18,6 @@ from slime.observability.progress import Progress
 from slime.observability.run_state import StateFile
 
 if TYPE_CHECKING:
-    from slime.cluster.engine_fleet import EngineFleet
     from slime.cluster.rollout_manager import RolloutManager
 
 P = ParamSpec("P")
@@ -76,10 +75,11 @@ class NoStatus(WaitExpired):
     """
 
 
+@dataclass
 class Waiter:
     """Waits for results in the driver's main thread.
 
-    Args:
+    Attributes:
         stop: Checked during the wait, unless the wait must not be interrupted.
         on_status: Called with what the processes report, about twice a second.
         silence: Seconds without an answer to ``status()`` after which an actor that has answered
@@ -87,20 +87,13 @@ class Waiter:
         state: Where the wait is recorded while it goes on, for ``slime ui``.
     """
 
-    def __init__(
-        self,
-        stop: StopSignals,
-        on_status: Callable[[Progress], None] | None = None,
-        silence: float | None = None,
-        state: StateFile | None = None,
-    ) -> None:
-        self.stop = stop
-        self.on_status = on_status
-        self.silence = silence
-        self.state = state
-        # By name of the actor. They outlive a wait: an actor that fell silent in one wait is known
-        # in the next.
-        self._polls: dict[str, _Poll] = {}
+    stop: StopSignals
+    on_status: Callable[[Progress], None] | None = None
+    silence: float | None = None
+    state: StateFile | None = None
+    # By name of the actor. They outlive a wait: an actor that fell silent in one wait is known in
+    # the next.
+    _polls: dict[str, _Poll] = field(default_factory=dict)
 
     def get(
         self,
@@ -249,18 +242,18 @@ class _StatusPoll:
         return "what the processes say:\n" + "\n".join(lines) if lines else ""
 
 
+@dataclass
 class ManagerClient:
     """Calls :class:`~slime.cluster.rollout_manager.RolloutManager`; every wait has a deadline.
 
-    Args:
+    Attributes:
         handle: The handle of the manager's actor.
         timeout: Default deadline of a wait, in seconds (``--phase-timeout``).
     """
 
-    def __init__(self, handle: ActorHandle, waiter: Waiter, timeout: float) -> None:
-        self.handle = handle
-        self.timeout = timeout
-        self._waiter = waiter
+    handle: ActorHandle
+    waiter: Waiter
+    timeout: float
 
     def start(
         self,
@@ -272,15 +265,6 @@ class ManagerClient:
         to its result.
         """
         return getattr(self.handle, method.__name__).remote(*arguments, **keywords)
-
-    def start_on_engines(
-        self,
-        call: Callable[Concatenate[EngineFleet, P], T],
-        *arguments: P.args,
-        **keywords: P.kwargs,
-    ) -> Ref[T]:
-        """Start a call with the fleet of engines; see :mod:`slime.cluster.engine_calls`."""
-        return self.handle.on_engines.remote(call, *arguments, **keywords)
 
     def call(
         self,
@@ -306,4 +290,4 @@ class ManagerClient:
         """
         named = {"rollout manager": self.handle}
         limit = deadline or self.timeout
-        return self._waiter.get([ref], what, limit, actors=named, meanwhile=meanwhile, flag=flag)[0]
+        return self.waiter.get([ref], what, limit, actors=named, meanwhile=meanwhile, flag=flag)[0]

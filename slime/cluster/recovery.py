@@ -13,6 +13,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from slime.cluster.run import RunEnd, answers, lost_parts
@@ -20,6 +22,7 @@ from slime.cluster.stop_signals import StopRequested
 from slime.cluster.supervised import Supervised
 from slime.cluster.supervisor import REPORTS
 from slime.config.data import DEFAULT_DATA_SOURCE
+from slime.config.hooks import module_of_file
 
 if TYPE_CHECKING:
     from slime.checkpoint.snapshot import Snapshot
@@ -62,6 +65,23 @@ def run_loop(args: Args, loop: Callable[[Args, Run], None], asynchronous: bool =
                 if following is None:
                     raise
             run = following
+
+
+def load_loop(name: str) -> ModuleType:
+    """Import ``train.py`` or ``train_async.py``, which a wheel has in ``slime/cli/loops``, and a
+    checkout at its top.
+
+    Raises:
+        FileNotFoundError: It is in neither place.
+    """
+    package = Path(__file__).resolve().parents[1]
+    places = package / "cli" / "loops" / name, package.parent / name
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise FileNotFoundError(
+            f"{name} is missing, neither {places[0]} nor {places[1]} exists: install slime again"
+        )
+    return module_of_file(f"slime_loop_{file.stem}", file)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from slime.checkpoint.files import Answer, answer
 from slime.cluster.actors import Ref, door
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from slime.rollout.fully_async_rollout import StandingPool
     from slime.rollout.weight_timeline import WeightTimeline
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -156,16 +155,9 @@ class RolloutManager:
             self.workers.start()
         return urls
 
-    def on_engines(
-        self,
-        call: Callable[Concatenate[EngineFleet, P], T],
-        *arguments: P.args,
-        **keywords: P.kwargs,
-    ) -> T:
-        """Call a function with the fleet; for the driver, whose calls answer while
-        :meth:`generate` runs.
-        """
-        return call(self.fleet, *arguments, **keywords)
+    def on_engines(self, call: Callable[..., T], *arguments: object) -> T:
+        """Call a function with the fleet, also while :meth:`generate` runs."""
+        return call(self.fleet, *arguments)
 
     def end_engines(self, now: bool = True) -> None:
         """Stop rollout workers, router and engines; returns when their processes have ended.

@@ -141,6 +141,7 @@ def restore_rollouts(
         log.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
 
 
+@dataclass
 class Snapshots:
     """Writes snapshots: all ranks and the rollout manager write their parts, then one manifest
     commits them.
@@ -148,37 +149,26 @@ class Snapshots:
     Until the commit, the parts are in a temporary folder. A fault before it leaves the previous
     snapshot the newest.
 
-    Args:
-        facts: What manifests say about the run.
-        saved: The rollout of the snapshot with which a resumed run began.
-
     Attributes:
+        facts: What manifests say about the run.
+        saved: The rollout of the newest complete snapshot; at first that with which a resumed run
+            began.
         folder: Where snapshots are written; None in a run without them.
-        saved: The rollout of the newest complete snapshot; None before the first.
     """
 
-    def __init__(
-        self,
-        settings: CheckpointConfig,
-        facts: RunFacts,
-        manager: ManagerClient,
-        trainer: Trainer,
-        pool: EnginePool,
-        log: StepLog,
-        stop: StopSignals,
-        saved: int | None = None,
-    ) -> None:
-        self.settings = settings
-        self.facts = facts
-        self.saved = saved
-        self.folder = Path(settings.save) if settings.save else None
-        self._manager = manager
-        self._trainer = trainer
-        self._pool = pool
-        self._log = log
-        self._stop = stop
-        # the temporary folder, and the content of its manifest
-        self._open: tuple[Path, Facts] | None = None
+    settings: CheckpointConfig
+    facts: RunFacts
+    manager: ManagerClient
+    trainer: Trainer
+    pool: EnginePool
+    log: StepLog
+    stop: StopSignals
+    saved: int | None = None
+    # the temporary folder, and the content of its manifest
+    _open: tuple[Path, Facts] | None = None
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.settings.save) if self.settings.save else None
 
     def save(self, rollout_id: int) -> None:
         """Write a snapshot of the state after rollout ``rollout_id``, and with ``--save-hf`` also
@@ -189,35 +179,35 @@ class Snapshots:
         """
         folder = self.folder
         assert folder is not None, "--save-interval implies --save"
-        with self._log.phase("save_model"):
+        with self.log.phase("save_model"):
             self.commit()  # Only one snapshot is open at a time.
             # A stop request saves the same rollout again. In the middle of this save, it would
             # remove the folder to which ranks are still writing.
-            with self._stop.deferred():
+            with self.stop.deferred():
                 temp = self._with_room(rollout_id, lambda: snapshot.begin(folder, rollout_id))
-                for group in self._trainer.groups:
-                    self._trainer.take_turn(group)
+                for group in self.trainer.groups:
+                    self.trainer.take_turn(group)
                     self._with_room(rollout_id, partial(group.save, temp))
                 what = "the data source to be saved"
                 save = RolloutManager.save_state
                 ahead = self._with_room(
-                    rollout_id, lambda: self._manager.call(what, save, rollout_id, str(temp))
+                    rollout_id, lambda: self.manager.call(what, save, rollout_id, str(temp))
                 )
                 # A copy of the metrics: with --async-save the step's end clears them before the
                 # commit.
-                version = self._pool.clock.version
-                metrics = {**self._log.pending}
+                version = self.pool.clock.version
+                metrics = {**self.log.pending}
                 step = Facts(
                     rollout_id=rollout_id, ahead=ahead, weight_version=version, metrics=metrics
                 )
-                if (old_actor := self._trainer.old_actor.facts(ahead)) is not None:
+                if (old_actor := self.trainer.old_actor.facts(ahead)) is not None:
                     step["old_actor"] = old_actor
                 self._open = temp, {**self.facts, **step}
             if not self.settings.async_save:
                 self.commit()
-            actor = self._trainer.actor
+            actor = self.trainer.actor
             if self.settings.save_hf and actor is not None:
-                self._trainer.take_turn(actor)
+                self.trainer.take_turn(actor)
                 export = Path(self.settings.save_hf.format(rollout_id=rollout_id))
                 self._with_room(rollout_id, lambda: actor.save_hf(str(export)), export)
 
@@ -241,8 +231,8 @@ class Snapshots:
         rollout_id = facts["rollout_id"]
         written = list[FileEntry]()
         # A signal must not leave a snapshot that is written but not committed.
-        with self._stop.deferred():
-            for group in self._trainer.groups:
+        with self.stop.deferred():
+            for group in self.trainer.groups:
                 repeat = group.repeat_save if self.settings.async_save else None
                 written += self._with_room(rollout_id, group.finish_save, repeat=repeat)
         self._with_room(rollout_id, lambda: snapshot.commit(temp, facts, written))
@@ -284,7 +274,7 @@ class Snapshots:
                     repeat()
             else:
                 if told:
-                    self._log.note(f"there is room again: rollout {rollout_id} is being saved")
+                    self.log.note(f"there is room again: rollout {rollout_id} is being saved")
                 return result
 
     def _pause(self, rollout_id: int, folder: Path | None, error: Exception, told: bool) -> None:
@@ -299,15 +289,15 @@ class Snapshots:
 
         # signals are deferred while a snapshot is open, but this wait has no deadline
         def check() -> None:
-            if self._stop.requested is not None:
-                self._log.note(
+            if self.stop.requested is not None:
+                self.log.note(
                     f"rollout {rollout_id} is not saved: the disk of {folder} is full; {newest}"
                 )
-                raise StopRequested(self._stop.requested) from error
+                raise StopRequested(self.stop.requested) from error
 
         check()
         if not told:
-            self._log.note(
+            self.log.note(
                 f"the disk of {folder} is full: the run is paused until rollout {rollout_id} can "
                 f"be saved. Free some space, or press Ctrl-C to end the run; {newest}"
             )
@@ -315,5 +305,5 @@ class Snapshots:
 
     def commit_if_written(self) -> None:
         """Commit the open snapshot if all ranks have finished writing it."""
-        if self._open is not None and not any(group.is_saving() for group in self._trainer.groups):
+        if self._open is not None and not any(group.is_saving() for group in self.trainer.groups):
             self.commit()

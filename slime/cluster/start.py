@@ -13,7 +13,7 @@ from slime.checkpoint.manifest import RunFacts
 from slime.cluster.actors import ActorHandle, Ref, door, use
 from slime.cluster.checks import check_schedules
 from slime.cluster.engine_calls import offload
-from slime.cluster.engine_pool import EnginePool
+from slime.cluster.engine_pool import EnginePool, WeightClock
 from slime.cluster.folders import FolderLock, lock_run, lock_save
 from slime.cluster.phases import Run, StepLog
 from slime.cluster.ray_wait import ManagerClient, Waiter
@@ -267,9 +267,9 @@ def _begin_run(
     args = parts.args
     begin = parts.begin
     log = parts.log
-    # The arguments are the settings of every section.
-    # The arguments as the sections of the cluster and of weight sync.
-    pool = EnginePool(args, args, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
+    # The arguments are all of their sections: here those of the cluster and of weight sync.
+    clock = WeightClock(begin.attempt, begin.first_rollout)
+    pool = EnginePool(args, args, manager, trainer, log, urls, clock)
     world_size = len(trainer.actor.ranks) if trainer.actor is not None else 0
     facts = RunFacts(
         attempt=begin.attempt, world_size=world_size, seed=args.seed, settings=parts.settings
@@ -305,7 +305,7 @@ def _wait_for_engines(
     urls = manager.wait(starting, "the engines to start", deadline, flag="--start-timeout")
     parts.engines_started = bool(urls)
     if release and urls:
-        manager.wait(manager.start_on_engines(offload), "the engines to release memory")
+        manager.call("the engines to release memory", RolloutManager.on_engines, offload)
     return urls
 
 

@@ -99,12 +99,12 @@ class StopSignals:
             raise StopRequested(self.requested)
 
     @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
+    def deferred(self, deferred: bool = True) -> Iterator[None]:
         """A signal does not interrupt waits inside this block; it interrupts the first wait after
-        the block.
+        the block. With False, a block inside of another can be interrupted.
         """
         before = self.ending
-        self.ending = True
+        self.ending = deferred
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ and which weights the copy ``old_actor`` holds."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from slime.backends.token_budget import MOST_TOKENS, Measurement, budget
@@ -33,6 +34,7 @@ class HoldsCopies(Protocol):
     def refresh_old_actor(self, behind: bool) -> None: ...
 
 
+@dataclass
 class OldActor:
     """Keeps the copy ``old_actor`` equal to the weights that generated the rollout that is trained
     next.
@@ -47,37 +49,35 @@ class OldActor:
     sends these weights again, from the copy of them in the snapshot, and not those of its last
     step.
 
-    Args:
+    Attributes:
         is_kept: ``--keep-old-actor``.
         lag: The number of updates by which the first rollout after an update is behind, 0 or 1; see
             :func:`old_actor_lag`.
         interval: The number of steps between two updates.
         before: What the snapshot says from which the run resumes; None without one.
         first_step: The number of steps that had trained the weights of that snapshot.
+        held: The number of steps that had trained the engines' weights at the last update; None
+            before the first.
+        version: That of the last update of this process.
+        steps_behind: Steps since the last update whose rollouts had the weights from before it;
+            None once the copy holds the engines' weights.
     """
 
-    def __init__(
-        self,
-        is_kept: bool,
-        lag: int = 0,
-        interval: int = 1,
-        before: OldActorFacts | None = None,
-        first_step: int = 0,
-    ) -> None:
-        self.is_kept = is_kept
-        self.lag = lag
-        self.interval = interval
-        self.first_step = first_step
+    is_kept: bool
+    lag: int = 0
+    interval: int = 1
+    before: OldActorFacts | None = None
+    first_step: int = 0
+    held: int | None = None
+    version: str = ""
+    steps_behind: int | None = None
+
+    def __post_init__(self) -> None:
         # With another lag, the snapshot has other copies.
-        self._before = before if is_kept and before is not None and before["lag"] == lag else None
-        self.held = None if self._before is None else self._before["held"]
-        """The number of steps that had trained the engines' weights at the last update; None before
-        the first.
-        """
-        self._version = ""  # of the last update of this process
-        self._steps_behind: int | None = None
-        """Steps since the last update whose rollouts had the weights from before it; None once the
-        copy holds the engines' weights."""
+        if self.before is not None and self.is_kept and self.before["lag"] == self.lag:
+            self.held = self.before["held"]
+        else:
+            self.before = None
 
     @classmethod
     def from_args(
@@ -121,17 +121,17 @@ class OldActor:
 
         Calls are repeated when a weight update is repeated because engines were lost.
         """
-        if not self.is_kept or version == self._version:
+        if not self.is_kept or version == self.version:
             return
-        before = self._before
-        self._before = None
-        self._version = version
+        before = self.before
+        self.before = None
+        self.version = version
         self.held = parse_version(version).step
         # After a resume, no rollout is behind if those of the snapshot were generated with the
         # weights that the engines get now, or if there are none, because what was in progress at a
         # stop is generated again.
         none_behind = before is not None and (before["ahead"] == 0 or self.held < self.first_step)
-        self._steps_behind = None if self.lag == 0 else 1 if none_behind else 0
+        self.steps_behind = None if self.lag == 0 else 1 if none_behind else 0
         # With the same weights as in the snapshot, its copies are the right ones.
         if before is None or before["held"] != self.held:
             actor.refresh_old_actor(behind=self.lag == 1)
@@ -141,51 +141,41 @@ class OldActor:
         # The first rollout after an update still has the weights from before it. With the second
         # one, the copy moves on to ``rollout_actor``, in which the ranks keep what the engines
         # hold.
-        if self._steps_behind == 0:
-            self._steps_behind = 1
-        elif self._steps_behind == 1:
+        if self.steps_behind == 0:
+            self.steps_behind = 1
+        elif self.steps_behind == 1:
             actor.copy_weights("rollout_actor", "old_actor")
-            self._steps_behind = None
+            self.steps_behind = None
 
 
+@dataclass
 class Trainer:
     """The training side of one run; used only by the driver's main thread.
 
-    Args:
+    Attributes:
         actor: None in a run that does not train (``--debug-rollout-only``).
         critic: None in a run without a critic.
-        trained: The last rollout that a resumed run had trained in its snapshot.
-
-    Attributes:
+        trained: The last rollout whose training is complete, also before a resume; None before the
+            first.
         offloads: Whether training ranks move to CPU memory between their phases
             (``--offload-train``).
         colocated: Whether they or the engines do so, because both share accelerators.
-        trained: The last rollout whose training is complete; None before the first.
     """
 
-    def __init__(
-        self,
-        cluster: ClusterConfig,
-        kl: KlConfig,
-        num_critic_only_steps: int,
-        actor: TrainGroup | None,
-        critic: TrainGroup | None,
-        old_actor: OldActor,
-        log: StepLog,
-        stop: StopSignals,
-        trained: int | None = None,
-    ) -> None:
-        self.offloads = bool(cluster.offload_train)
-        self.colocated = bool(cluster.offload_train or cluster.offload_rollout)
-        self.kl = kl
-        self.num_critic_only_steps = num_critic_only_steps
-        self.actor = actor
-        self.critic = critic
-        self.old_actor = old_actor
-        self.groups = [group for group in (actor, critic) if group is not None]
-        self.trained = trained
-        self._log = log
-        self._stop = stop
+    cluster: ClusterConfig
+    kl: KlConfig
+    num_critic_only_steps: int
+    actor: TrainGroup | None
+    critic: TrainGroup | None
+    old_actor: OldActor
+    log: StepLog
+    stop: StopSignals
+    trained: int | None = None
+
+    def __post_init__(self) -> None:
+        self.offloads = bool(self.cluster.offload_train)
+        self.colocated = bool(self.offloads or self.cluster.offload_rollout)
+        self.groups = [group for group in (self.actor, self.critic) if group is not None]
 
     def train(self, rollout_id: int, refs: Batches) -> None:
         """Train on a rollout: first the critic, because the actor's advantages need its values,
@@ -199,7 +189,7 @@ class Trainer:
         # A snapshot may only be written between rollouts. If a signal ended one of the waits below,
         # the snapshot before the stop would hold weights of this rollout but count it as untrained,
         # and a resumed run would repeat it.
-        with self._stop.deferred():
+        with self.stop.deferred():
             self._train(rollout_id, refs)
         self.trained = rollout_id
 
@@ -217,7 +207,7 @@ class Trainer:
                 self._log_result(result)
             self.take_turn(self.critic)
             result, values = self.critic.train(rollout_id, refs, scores)
-            self._log.pending.update(result["metrics"])
+            self.log.pending.update(result["metrics"])
         if trains_actor:
             self.take_turn(self.actor)
             if scores is None:
@@ -235,8 +225,8 @@ class Trainer:
             self.actor.copy_weights("actor", "ref")
 
     def _log_result(self, result: TrainResult) -> None:
-        self._log.pending.update(result["metrics"])
-        self._log.pending.update(
+        self.log.pending.update(result["metrics"])
+        self.log.pending.update(
             {f"perf/{name}_time": seconds for name, seconds in result["timings"].items()}
         )
 
@@ -257,7 +247,7 @@ class Trainer:
         """With ``--offload-train``, wake the group that works first: the critic if there is one
         that does not wait for the actor's log-probs."""
         if self.offloads and self.groups:
-            with self._log.timed("wake_up"):
+            with self.log.timed("wake_up"):
                 self.take_turn(self.groups[0 if self.kl.kl_coef else -1])
             self.log_memory("wake_up")
 
@@ -286,7 +276,7 @@ class Trainer:
             for group in self.groups:
                 role = "" if group is self.actor else f"{group.role}_"
                 used = {f"memory/{phase}/{role}{name}": gib for name, gib in group.memory().items()}
-                self._log.pending.update(used)
+                self.log.pending.update(used)
 
 
 SHARE = 0.85

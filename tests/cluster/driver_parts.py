@@ -17,7 +17,7 @@ from rich.console import Console
 
 from slime.checkpoint.manifest import RunFacts
 from slime.cluster.engine import EngineStatus
-from slime.cluster.engine_pool import EnginePool
+from slime.cluster.engine_pool import EnginePool, WeightClock
 from slime.cluster.phases import Run, StepLog
 from slime.cluster.ray_wait import ManagerClient
 from slime.cluster.rollout_manager import RolloutBatch
@@ -221,8 +221,9 @@ class Driver:
             self.args, self.args, steps, *groups, old_actor, self.log, self.stop, trained
         )
         self.pool = EnginePool(
-            self.args, self.args, self.manager, self.trainer, self.log, serving, 0, first_rollout
-        )
+            self.args, self.args, self.manager, self.trainer, self.log, list(serving),
+            WeightClock(0, first_rollout),
+        )  # fmt: skip
         facts = RunFacts(attempt=0, world_size=2, seed=self.args.seed, settings={})
         self.snapshots = Snapshots(
             self.args, facts, self.manager, self.trainer, self.pool, self.log, self.stop, trained

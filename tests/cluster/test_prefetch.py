@@ -78,7 +78,6 @@ class Run:
             num_rollout=8,
             manager=ManagerClient(self.actor_manager, waiter, 10.0),
             pool=self,
-            evaluations=SimpleNamespace(run=self.evaluate, start=self.start_evaluation, finish=self.end_evaluation),
             snapshots=SimpleNamespace(save=lambda rollout_id: self.events.append(("save", rollout_id))),
             log=SimpleNamespace(
                 note=self.notes.append, pending=self.pending, add_rollout=lambda batch: None,
@@ -86,6 +85,18 @@ class Run:
             ),
             stop=SimpleNamespace(check=lambda: None),
         )  # fmt: skip
+        run.evaluate, run.evaluation = self.evaluate, None
+
+        def start_evaluation(step: int) -> None:
+            self.events.append(("eval begins", step))
+            run.evaluation = step
+
+        def finish_evaluation() -> None:
+            if run.evaluation is not None:
+                self.events.append(("eval ends", run.evaluation))
+                run.evaluation = None
+
+        run.start_evaluation, run.finish_evaluation = start_evaluation, finish_evaluation
         return Prefetcher(run)
 
     def sync_recovered_engines(self, keep_version: bool = False) -> None:
@@ -97,13 +108,6 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         self.events.append(("eval", step))
-
-    def start_evaluation(self, step: int) -> int:
-        self.events.append(("eval begins", step))
-        return step
-
-    def end_evaluation(self, step: int, evaluation: int) -> None:
-        self.events.append(("eval ends", step))
 
 
 @pytest.fixture(autouse=True)
