@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from slime.cluster.actors import ActorError, ActorHandle, NoAnswer, door
 from slime.cluster.supervised import Supervised
-from slime.config.rollout import may_use_workers
 from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 from slime.engines.router import Worker
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
-    from slime.config.args import Args
-    from slime.engines.keys import RunKeys
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -298,22 +295,6 @@ class FleetSettings:
     check_interval: float = 30.0
     check_timeout: float = 30.0
     first_wait: float = 0.0
-
-    @classmethod
-    def from_args(cls, args: Args, keys: RunKeys) -> FleetSettings:
-        return cls(
-            router=RouterSettings.from_args(args, keys),
-            tolerant=bool(args.use_fault_tolerance),
-            always_routed=bool(args.use_router),
-            updated=not args.debug_rollout_only,
-            start_seconds=args.start_timeout,
-            workers=args.rollout_workers
-            if args.rollout_workers > 1 and may_use_workers(args)
-            else 0,
-            check_interval=args.rollout_health_check_interval,
-            check_timeout=args.rollout_health_check_timeout,
-            first_wait=args.rollout_health_check_first_wait,
-        )
 
 
 def at_once(call: Callable[[A], T], items: Sequence[A]) -> list[T]:

@@ -21,9 +21,10 @@ from slime.cluster.health import EngineLoads, HealthMonitor
 from slime.cluster.placement import thread_environment
 from slime.cluster.ray_wait import wait_for
 from slime.config.engine import DEFAULT_MODEL
+from slime.config.rollout import may_use_workers
 from slime.engines.http import watch_faults
 from slime.engines.keys import RunKeys, send_key
-from slime.engines.launch import EngineSettings, EngineSpec, plan_engines
+from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings, plan_engines
 from slime.engines.process import ServerFailed
 from slime.engines.router import Routers, Worker
 from slime.observability.run_dir import RunDir
@@ -112,7 +113,18 @@ class EngineFleet:
             thread_environment(args.threads_per_process),
         )
         urls = [url if "://" in url else f"http://{url}" for url in external]
-        return cls(FleetSettings.from_args(args, keys), log_dir, launch, specs, urls, keys)
+        settings = FleetSettings(
+            router=RouterSettings.from_args(args, keys),
+            tolerant=bool(args.use_fault_tolerance),
+            always_routed=bool(args.use_router),
+            updated=not args.debug_rollout_only,
+            start_seconds=args.start_timeout,
+            workers=args.rollout_workers if may_use_workers(args) else 0,
+            check_interval=args.rollout_health_check_interval,
+            check_timeout=args.rollout_health_check_timeout,
+            first_wait=args.rollout_health_check_first_wait,
+        )
+        return cls(settings, log_dir, launch, specs, urls, keys)
 
     # --- the state of all engines ------------------------------------------------------------
 
