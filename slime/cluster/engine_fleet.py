@@ -119,7 +119,9 @@ class EngineFleet:
             always_routed=bool(args.use_router),
             updated=not args.debug_rollout_only,
             start_seconds=args.start_timeout,
-            workers=args.rollout_workers if may_use_workers(args) else 0,
+            workers=args.rollout_workers
+            if args.rollout_workers > 1 and may_use_workers(args)
+            else 0,
             check_interval=args.rollout_health_check_interval,
             check_timeout=args.rollout_health_check_timeout,
             first_wait=args.rollout_health_check_first_wait,

@@ -147,7 +147,7 @@ class RolloutManager:
         self.args = args = args.with_values(**fleet.addresses)
         init_http_client(args)
         fleet.watch()
-        if (count := fleet.settings.workers) > 1:
+        if count := fleet.settings.workers:
             parts = parts_of_workers(count, fleet.shares, len(fleet.engines))
             launch = worker_launcher(args, parts, fleet.log_dir, fleet.addresses_of)
             wake = fleet.monitor.wake
