@@ -12,13 +12,9 @@ import path of the loader, because SGLang's server process imports it
 
 def parts() -> None:
     """Register the transport under the mode that chooses it."""
-<<<<<<< HEAD
     register(
         "weight mode",
         "delta",
-        "slime.plugins.delta.kind:DELTA",
+        "slime.plugins.delta.published:DELTA",
         flags="slime.plugins.delta.config:DeltaConfig",
     )
-=======
-    register("weight mode", "delta", "slime.plugins.delta.published:DELTA")
->>>>>>> 76adda6b (train.py, slime.Trainer: one step, that of train.py; the driver's parts are dataclasses)

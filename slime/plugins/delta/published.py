@@ -21,6 +21,7 @@ from slime.plugins.delta import LOADER
 from slime.weights.transports.base import TransportKind
 
 if TYPE_CHECKING:
+    from slime.plugins.delta.config import DeltaConfig
     from slime.plugins.delta.transport import DeltaTransport
     from slime.weights.settings import WeightSyncSettings
 
@@ -202,13 +203,14 @@ def _create(settings: WeightSyncSettings, _: bool) -> DeltaTransport:
     from slime.weights.transports.disk import claimed_folder
 
     folder, model = claimed_folder(settings)
+    own = cast("DeltaConfig", settings.own)
     return DeltaTransport(
         folder,
         model,
         settings.step_seconds,
-        cast("Encoding", settings.delta_encoding),
-        settings.delta_checksum,
-        settings.keep_files,
+        cast("Encoding", own.update_weight_delta_encoding),
+        own.update_weight_delta_checksum,
+        settings.sync.update_weight_disk_keep_files,
         settings.on_written,
     )
 
