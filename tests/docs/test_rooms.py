@@ -146,10 +146,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "slime.plugins.agents.environments.base",
         "slime.environments.base",
     ): "the name that a message tells users",
-    (
-        "slime.engines.sglang_api",
-        "slime.plugins.delta.loader",
-    ): "SGLang imports it in its server process",
 }
 """Arrows that lead up, each with the reason."""
 
