@@ -10,10 +10,11 @@ objects and threads of this process. Nothing else in slime may tell them apart: 
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -247,6 +248,42 @@ class Actors(ABC):
     @abstractmethod
     async def result(self, ref: Ref[T]) -> T:
         """Wait for one result on an event loop; raises what :meth:`get` does."""
+
+
+# What engines, rollout workers and training ranks have in common: each is started again after a
+# loss, a few times.
+
+
+@dataclass(kw_only=True)
+class Supervised:
+    """A part of a run that is started again when it was lost; a restarted part is the same object.
+
+    Attributes:
+        most_losses: Losses within ``losses_seconds`` after which another start would not help.
+        losses: When it was lost (``time.monotonic()``).
+        last_words: The reason for the last loss, or the end of the log.
+    """
+
+    most_losses: int = 5
+    losses_seconds: float = 600.0
+    losses: list[float] = field(default_factory=list)
+    last_words: str = ""
+
+    def note_loss(self, why: str) -> None:
+        """Count a loss, or a start that failed."""
+        self.losses.append(time.monotonic())
+        self.last_words = why
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it was lost so often that it is not worth another start."""
+        recent = [at for at in self.losses if at > time.monotonic() - self.losses_seconds]
+        return len(recent) >= self.most_losses
+
+    @property
+    def how_often(self) -> str:
+        """The limit that a hopeless part has reached, for a message."""
+        return f"{self.most_losses} times within {self.losses_seconds:.0f} s"
 
 
 _current: Actors | None = None

@@ -5,21 +5,16 @@ that it spans.
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
-from slime.cluster.actors import ActorError, ActorHandle, NoAnswer, door
-from slime.cluster.supervised import Supervised
+from slime.cluster.actors import ActorError, ActorHandle, NoAnswer, Supervised, door
 from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 from slime.engines.router import Worker
-
-if TYPE_CHECKING:
-    from slime.cluster.placement import Placement
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -305,56 +300,3 @@ def at_once(call: Callable[[A], T], items: Sequence[A]) -> list[T]:
 
 class EnginesLost(RuntimeError):
     """The run cannot continue; the message says which engine was lost, why, and what to do."""
-
-
-def launcher(
-    settings: EngineSettings,
-    start_seconds: float,
-    specs: Sequence[EngineSpec],
-    placement: Placement,
-    log_dir: Path,
-    environment: dict[str, str],
-) -> Callable[[int], list[ActorHandle]]:
-    """Return a function that starts the engine with a given index, in one actor per node that it
-    spans.
-    """
-
-    def launch(index: int) -> list[ActorHandle]:
-        spec = specs[index]
-        nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
-        warms = needs_sampler_warmup(settings, spec)
-        common = settings, start_seconds, spec, str(log_dir)
-        # The port may be in use on that node. Then this start fails with SGLang's error, and a
-        # restart picks another.
-        rendezvous = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
-        # With several threads, an actor can report on its server, or kill it, while wait_ready()
-        # blocks.
-        return [
-            door().create(
-                EngineActor,
-                *(*common, gpus, (rank, len(nodes), rendezvous), warms and rank == 0),
-                options=placement.engine_options(slot),
-                environment=environment,
-                threads=3,
-            )
-            for rank, (slot, _, gpus) in enumerate(nodes)
-        ]
-
-    return launch
-
-
-def needs_sampler_warmup(settings: EngineSettings, spec: EngineSpec) -> bool:
-    """Whether the server must sample with top-p and top-k to count as ready, so that SGLang
-    compiles the kernels.
-
-    Every server needs it whose sampling backend has kernels to compile. SGLang's own health check
-    asks for a greedy token, greedy is top-k with k = 1 there, and a batch with one such request is
-    sampled with the top-k kernel as a whole. Without a warm-up, the first health check of a rollout
-    would stop the engine for more than a minute. A server that only prefills or only decodes
-    answers no plain request, so it cannot be warmed up; models that are not trained get no
-    rollouts.
-    """
-    from slime.engines.sglang.launch import sampling_backend
-
-    compiles = settings.backend == "sglang" and sampling_backend(settings, spec) != "pytorch"
-    return compiles and spec.updates and spec.worker_type == "regular"

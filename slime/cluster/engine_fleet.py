@@ -16,23 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from slime.cluster.engine import GONE, Engine, EngineStatus, FleetSettings, State, at_once, launcher
+from slime.cluster.engine import GONE, Engine, EngineStatus, FleetSettings, State, at_once
 from slime.cluster.health import EngineLoads, HealthMonitor
-from slime.cluster.placement import thread_environment
 from slime.cluster.ray_wait import wait_for
 from slime.config.engine import DEFAULT_MODEL
-from slime.config.rollout import may_use_workers
-from slime.engines.http import watch_faults
 from slime.engines.keys import RunKeys, send_key
-from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings, plan_engines
+from slime.engines.launch import EngineSpec
 from slime.engines.process import ServerFailed
 from slime.engines.router import Routers, Worker
-from slime.observability.run_dir import RunDir
 
 if TYPE_CHECKING:
     from slime.cluster.actors import ActorHandle
-    from slime.cluster.placement import Placement
-    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 
@@ -97,37 +91,6 @@ class EngineFleet:
         self.monitor = HealthMonitor(self)
         self.loads: EngineLoads | None = None
 
-    @classmethod
-    def from_args(
-        cls, args: Args, placement: Placement, log_dir: Path, keys: RunKeys
-    ) -> EngineFleet:
-        """The engines that the flags ask for; a run that only trains has none."""
-        external = args.rollout_external_engine_addrs or []
-        specs = [] if args.debug_train_only else plan_engines(args)
-        launch = launcher(
-            EngineSettings.from_args(args, keys.engine),
-            args.start_timeout,
-            specs,
-            placement,
-            log_dir,
-            thread_environment(args.threads_per_process),
-        )
-        urls = [url if "://" in url else f"http://{url}" for url in external]
-        settings = FleetSettings(
-            router=RouterSettings.from_args(args, keys),
-            tolerant=bool(args.use_fault_tolerance),
-            always_routed=bool(args.use_router),
-            updated=not args.debug_rollout_only,
-            start_seconds=args.start_timeout,
-            workers=args.rollout_workers
-            if args.rollout_workers > 1 and may_use_workers(args)
-            else 0,
-            check_interval=args.rollout_health_check_interval,
-            check_timeout=args.rollout_health_check_timeout,
-            first_wait=args.rollout_health_check_first_wait,
-        )
-        return cls(settings, log_dir, launch, specs, urls, keys)
-
     # --- the state of all engines ------------------------------------------------------------
 
     def urls(self, *states: State) -> list[str]:
@@ -187,16 +150,6 @@ class EngineFleet:
             progress(done, self.count)
         self.start_routers()
         return self.status().serving
-
-    def watch(self) -> None:
-        """Begin the health checks, which a failed request causes at once, and the record of the
-        load.
-        """
-        self.monitor.start()
-        watch_faults(self.monitor.wake)
-        path = RunDir(self.log_dir.parent).engines
-        self.loads = EngineLoads(self.engines, lambda: self.monitor.paused, path)
-        self.loads.start()
 
     def wait_ready(self, engine: Engine) -> None:
         engine.wait_ready(self.settings.start_seconds)

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from slime.cluster.actors import Supervised
 from slime.cluster.run import RunEnd, answers, lost_parts
 from slime.cluster.stop_signals import StopRequested
-from slime.cluster.supervised import Supervised
 from slime.cluster.supervisor import REPORTS
 from slime.config.data import DEFAULT_DATA_SOURCE
 from slime.config.hooks import module_of_file
@@ -127,7 +127,7 @@ def recover(parts: Parts, error: Exception, ranks: TrainingRanks) -> Run | None:
     names = ", ".join(parts.lost)
     try:
         snapshot = newest_snapshot(parts, run)
-        reason = obstacle(run.args, parts.lost, snapshot, parts.engines_started) or _unwell(parts)
+        reason = obstacle(run.args, parts.lost, snapshot, bool(parts.urls)) or _unwell(parts)
         if reason is None and snapshot is not None:
             ranks.note_loss_after(snapshot.iteration, names)
         if reason is None and ranks.hopeless:

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
@@ -16,20 +15,17 @@ from typing import TYPE_CHECKING, TypeVar
 from slime.checkpoint.files import Answer, answer
 from slime.cluster.actors import Ref, door
 from slime.cluster.engine_calls import CONTROL_DEADLINE_SECONDS, call_each, flush_when_idle
-from slime.cluster.engine_fleet import EngineFleet
+from slime.cluster.engine_start import fleet_of, start_engines
 from slime.cluster.generation import GarbageCollection, Generation
 from slime.cluster.ray_wait import wait_for
 from slime.cluster.rollout_state import Rollout, RolloutState
-from slime.cluster.rollout_workers import RolloutWorkers, parts_of_workers, worker_launcher
 from slime.config.hooks import load_function
-from slime.config.machine import raise_file_limit
 from slime.data.convert import parts_of_ranks
 from slime.data.sample import Group, Sample, flatten
 from slime.data.source import DataSource, rollouts_of_epochs
 from slime.data.staleness import staleness_metrics
-from slime.data.tokenizers import preload_tokenizer
 from slime.engines.background import run
-from slime.engines.http import init_http_client, request, take_retries
+from slime.engines.http import request, take_retries
 from slime.engines.process import exempt_from_proxy
 from slime.observability import progress
 from slime.observability.best_effort import take_warnings, warn
@@ -46,6 +42,7 @@ from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
+    from slime.cluster.rollout_workers import RolloutWorkers
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
     from slime.data.fields import Wire
@@ -109,7 +106,7 @@ class RolloutManager:
             )
             args = args.with_values(num_rollout=count)
         self.args = args
-        self.fleet = EngineFleet.from_args(args, placement, self.run_dir / "logs", keys)
+        self.fleet = fleet_of(args, placement, self.run_dir / "logs", keys)
         self.workers: RolloutWorkers | None = None
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)
@@ -134,26 +131,9 @@ class RolloutManager:
     # --- the engines ---------------------------------------------------------------------------
 
     def start_engines(self) -> list[str]:
-        """Start all engines at the same time, then the router and the workers if there are any;
-        returns the engine URLs.
-        """
-        raise_file_limit()  # The router inherits the limit, because it is a child of this process.
-        args = self.args
-        fleet = self.fleet
-        # The first request would wait for the tokenizer. Not on another thread: imports of
-        # transformers on two threads at once can fail.
-        meanwhile = partial(preload_tokenizer, args.hf_checkpoint, args.trust_remote_code)
-        urls = fleet.start(partial(progress.report, "start engines"), meanwhile)
-        self.args = args = args.with_values(**fleet.addresses)
-        init_http_client(args)
-        fleet.watch()
-        if count := fleet.settings.workers:
-            parts = parts_of_workers(count, fleet.shares, len(fleet.engines))
-            launch = worker_launcher(args, parts, fleet.log_dir, fleet.addresses_of)
-            wake = fleet.monitor.wake
-            self.workers = RolloutWorkers(launch, parts, args.start_timeout, wake)
-            self.workers.start()
-        return urls
+        """Start all engines, and the rollout workers if there are any; returns the engine URLs."""
+        self.args, self.workers = start_engines(self.fleet, self.args)
+        return self.fleet.status().serving
 
     def on_engines(self, call: Callable[..., T], *arguments: object) -> T:
         """Call a function with the fleet, also while :meth:`generate` runs."""

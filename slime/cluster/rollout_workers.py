@@ -22,6 +22,7 @@ from slime.cluster.actors import (
     ActorProcess,
     NotEnded,
     Ref,
+    Supervised,
     door,
 )
 from slime.cluster.placement import thread_environment
@@ -32,7 +33,6 @@ from slime.cluster.rollout_worker import (
     Report,
     RolloutWorker,
 )
-from slime.cluster.supervised import Supervised
 from slime.config.hooks import load_function
 from slime.data.sample import Group, flatten
 from slime.data.token_fields import TOKEN_FIELDS, Packed

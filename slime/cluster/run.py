@@ -292,7 +292,7 @@ def shut_down(parts: Parts, failed: bool) -> None:
             with contextlib.suppress(ActorError):
                 door().kill(manager)  # It is frozen or gone. Its engines end with it.
         else:
-            if failed and parts.engines_started:
+            if failed and parts.urls:
                 with contextlib.suppress(Exception):
                     report = manager.on_engines.remote(EngineFleet.report)
                     note(door().get([report], timeout=REPORT_SECONDS)[0])

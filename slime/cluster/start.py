@@ -22,7 +22,11 @@ from slime.cluster.snapshots import Snapshots, StartingPoint, restore_rollouts, 
 from slime.cluster.stop_signals import StopSignals
 from slime.cluster.supervisor import REPORTS
 from slime.cluster.trainer import OldActor, Trainer, settle_token_budget
+from slime.config.algorithm import KlConfig
+from slime.config.cluster import ClusterConfig
 from slime.config.parser import ConfigError
+from slime.config.run import CheckpointConfig
+from slime.config.weight_sync import WeightSyncConfig
 from slime.engines.keys import RunKeys
 
 if TYPE_CHECKING:
@@ -54,7 +58,8 @@ class Parts:
         locks: Of the folders to which only this run may write.
         keys: The keys of engines and routers.
         waiter: Waits for calls of all actors.
-        engines_started: Whether all engines have answered, so that the manager can report on them.
+        starting: The engines that are being started: a reference to their URLs.
+        urls: The URLs of the engines once all of them have answered.
         run: None until the start is complete, and while training ranks are replaced.
         settings: What manifests say of the arguments, see :func:`settings_of`; empty until the
             start is complete.
@@ -72,7 +77,8 @@ class Parts:
     waiter: Waiter = field(init=False)
     placement: Placement | None = None
     manager: ManagerClient | None = None
-    engines_started: bool = False
+    starting: Ref[list[str]] | None = None
+    urls: list[str] = field(default_factory=list)
     groups: list[TrainGroup] = field(default_factory=list)
     run: Run | None = None
     settings: JsonObject = field(default_factory=dict)
@@ -81,6 +87,19 @@ class Parts:
     def __post_init__(self) -> None:
         silence = self.args.status_timeout or None
         self.waiter = Waiter(self.stop, self.log.show_status, silence, self.log.display.state)
+
+    def await_engines(self, manager: ManagerClient, release: bool) -> None:
+        """Wait until the engines that are being started answer, if there are any; with ``release``,
+        they then release their memory.
+        """
+        if self.starting is None:
+            return
+        deadline = self.args.start_timeout + START_MARGIN_SECONDS
+        flag = "--start-timeout"
+        self.urls = manager.wait(self.starting, "the engines to start", deadline, flag=flag)
+        self.starting = None
+        if release and self.urls:
+            manager.call("the engines to release memory", RolloutManager.on_engines, offload)
 
     def actors(self) -> dict[str, ActorHandle]:
         """The actors that hold the run's state, by the name that a message uses for them."""
@@ -158,7 +177,8 @@ def start(parts: Parts) -> Run:
         # knows the length of the run (--num-epoch). The training ranks need it when they are built,
         # for the learning-rate schedule.
         manager = parts.manager = _start_manager(parts, placement)
-        engines = None if args.debug_train_only else manager.start(RolloutManager.start_engines)
+        if not args.debug_train_only:
+            parts.starting = manager.start(RolloutManager.start_engines)
         num_rollout = args.num_rollout
         if num_rollout is None:
             num_rollout = manager.call("the data source", RolloutManager.num_rollout)
@@ -167,18 +187,14 @@ def start(parts: Parts) -> Run:
         # The training ranks. Where they share GPUs with the engines, these come first.
         if slots.train:
             _start_training(parts, placement)
-        urls: list[str] = []
-        if engines is not None and args.offload_rollout and placement.on_gpu:
-            urls = _wait_for_engines(parts, manager, engines, release=slots.train > 0)
-            engines = None
+        release = bool(args.offload_rollout and slots.train)
+        if args.offload_rollout and placement.on_gpu:
+            parts.await_engines(manager, release)
         for group in parts.groups:
             group.load()
         if args.save:
             check_save_folder(Path(args.save), manager, parts.groups)
-        if engines is not None:
-            urls = _wait_for_engines(
-                parts, manager, engines, release=args.offload_rollout and slots.train > 0
-            )
+        parts.await_engines(manager, release)
         for group in parts.groups:
             group.wait_started()
         trainer = _trainer(parts)
@@ -191,7 +207,7 @@ def start(parts: Parts) -> Run:
         parts.settings = settings_of(args)
         restore_rollouts(begin, parts.settings, manager, log, args)
         metrics = _open_records(parts, placement)
-    return _begin_run(parts, manager, trainer, urls, metrics)
+    return _begin_run(parts, manager, trainer, parts.urls, metrics)
 
 
 def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
@@ -252,13 +268,18 @@ def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
 
 def _trainer(parts: Parts) -> Trainer:
     args = parts.args
-    actor = next((group for group in parts.groups if group.role == "actor"), None)
-    critic = next((group for group in parts.groups if group.role == "critic"), None)
-    old_actor = OldActor.from_args(args, parts.asynchronous, parts.begin.manifest)
-    steps = args.num_critic_only_steps
-    trained = parts.begin.trained
-    # The arguments are all of their sections: here those of the cluster and of KL.
-    return Trainer(args, args, steps, actor, critic, old_actor, parts.log, parts.stop, trained)
+    groups = {group.role: group for group in parts.groups}
+    return Trainer(
+        args.section(ClusterConfig),
+        args.section(KlConfig),
+        args.num_critic_only_steps,
+        groups.get("actor"),
+        groups.get("critic"),
+        OldActor.from_args(args, parts.asynchronous, parts.begin.manifest),
+        parts.log,
+        parts.stop,
+        parts.begin.trained,
+    )
 
 
 def _begin_run(
@@ -267,18 +288,21 @@ def _begin_run(
     args = parts.args
     begin = parts.begin
     log = parts.log
-    # The arguments are all of their sections: here those of the cluster and of weight sync.
+    cluster = args.section(ClusterConfig)
+    sync = args.section(WeightSyncConfig)
     clock = WeightClock(begin.attempt, begin.first_rollout)
-    pool = EnginePool(args, args, manager, trainer, log, urls, clock)
-    world_size = len(trainer.actor.ranks) if trainer.actor is not None else 0
+    pool = EnginePool(cluster, sync, manager, trainer, log, urls, clock)
     facts = RunFacts(
-        attempt=begin.attempt, world_size=world_size, seed=args.seed, settings=parts.settings
+        attempt=begin.attempt,
+        world_size=len(trainer.actor.ranks) if trainer.actor is not None else 0,
+        seed=args.seed,
+        settings=parts.settings,
     )
-    snapshots = Snapshots(args, facts, manager, trainer, pool, log, parts.stop, begin.trained)
-    run = parts.run = Run(
-        args, begin.first_rollout, int(args.num_rollout or 0),
-        manager=manager, trainer=trainer, pool=pool, snapshots=snapshots, log=log, stop=parts.stop,
-    )  # fmt: skip
+    saving = args.section(CheckpointConfig)
+    snapshots = Snapshots(saving, facts, manager, trainer, pool, log, parts.stop, begin.trained)
+    last = int(args.num_rollout or 0)
+    run = Run(args, begin.first_rollout, last, manager, trainer, pool, snapshots, log, parts.stop)
+    parts.run = run
     log.begin_steps(metrics)
     return run
 
@@ -293,20 +317,6 @@ def _start_manager(parts: Parts, placement: Placement) -> ManagerClient:
     return ManagerClient(
         door().create(RolloutManager, *values, threads=8), parts.waiter, args.phase_timeout
     )
-
-
-def _wait_for_engines(
-    parts: Parts, manager: ManagerClient, starting: Ref[list[str]], release: bool
-) -> list[str]:
-    """Wait until all engines answer, and return their URLs; with ``release``, they then release
-    their memory.
-    """
-    deadline = parts.args.start_timeout + START_MARGIN_SECONDS
-    urls = manager.wait(starting, "the engines to start", deadline, flag="--start-timeout")
-    parts.engines_started = bool(urls)
-    if release and urls:
-        manager.call("the engines to release memory", RolloutManager.on_engines, offload)
-    return urls
 
 
 def _start_training(parts: Parts, placement: Placement) -> None:

@@ -83,7 +83,11 @@ class Recovering:
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.driver, self.ranks, self.started = Driver(trained=3), TrainingRanks(), 0
         begin = StartingPoint(SNAPSHOT, True, 3, 4, 1)
-        given = {"manager": self.driver.manager, "engines_started": True, "run": self.driver.run}
+        given = {
+            "manager": self.driver.manager,
+            "urls": ["http://127.0.0.1:1"],
+            "run": self.driver.run,
+        }
         self.parts = Parts(
             self.driver.args, RunDir(folder), begin, self.driver.log, self.driver.stop, **given
         )
