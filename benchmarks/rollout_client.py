@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -192,16 +193,17 @@ def rollout_workers(args: Any, count: int, folder: Path) -> Iterator[list[psutil
     if not count:
         yield []
         return
-    from slime.cluster.rollout_workers import RolloutWorkers, worker_launcher
     from slime.cluster.session import connect, disconnect
+    from slime.plugins.workers.workers import start
     from slime.rollout.state import GenerateState
 
     connect()
-    parts = [1 / count] * count
-    launch = worker_launcher(args, parts, folder)
-    workers = RolloutWorkers(launch, parts, 120.0, lambda: None)
+    fleet: Any = SimpleNamespace(
+        shares=0, engines=[], log_dir=folder, addresses_of=lambda worker: {},
+        monitor=SimpleNamespace(wake=lambda: None),
+    )  # fmt: skip
+    workers = start(args.with_values(rollout_workers=count, start_timeout=120.0), fleet)
     try:
-        workers.start()
         GenerateState(args).generator = workers
         yield [psutil.Process(pid) for pid in workers.pids()]
     finally:

@@ -34,6 +34,8 @@ KINDS = {
     "RunningEngine",
     "options": "a slime.config.passthrough.EngineOptions: flags --NAME-… for the server of the engine "
     "of this name",
+    "generator": "a function start(args, fleet) that returns the slime.cluster.engine_calls.Workers of "
+    "--rollout-workers",
     "transport": "a slime.weights.transports.base.TransportKind, for --update-weight-transport",
     "weight mode": "the same, for --update-weight-mode, which then decides about the transport",
     "tracker": "a class that derives from slime.observability.trackers.Tracker, for --tracker",

@@ -83,16 +83,26 @@ def all_checks(asynchronous: bool = False) -> tuple[ExtraCheck, ...]:
 
 
 def _check_all(args: Args, asynchronous: bool) -> list[str]:
+    # imported only when it runs, so that --help needs no numpy
+    from slime.data.validate import check_data
+    from slime.rollout.rm_hub.dispatch import check_rewards
+    from slime.rollout.rm_hub.reward import check_label
+
     of_parts = [
         part
         for part in registry.parts("check").values()
         if any(getattr(args, name) for name in part.when)
     ]
     checks = (
-        _check_rows_and_rewards, *(registry.find("check", part.name) for part in of_parts), check_schedules,
-        check_family, check_checkpoints, partial(check_snapshots, asynchronous=asynchronous),
+        lambda args: check_data(args, check_label),
+        check_rewards,
+        *(registry.find("check", part.name) for part in of_parts),
+        check_schedules,
+        check_family,
+        check_checkpoints,
+        partial(check_snapshots, asynchronous=asynchronous),
         _check_server_options,
-    )  # fmt: skip
+    )
     # Without its model, the other checks of a run would wait for the hub again.
     return _check_hub(_named_checkpoints(args)) or [
         problem for check in checks for problem in check(args)
@@ -111,15 +121,6 @@ def _check_hub(named: dict[str, str]) -> list[str]:
             except ModelError as error:
                 problems.append(f"{option}: {error}")
     return problems
-
-
-def _check_rows_and_rewards(args: Args) -> list[str]:
-    # imported only when it runs, so that --help needs no numpy
-    from slime.data.validate import check_data
-    from slime.rollout.rm_hub.dispatch import check_rewards
-    from slime.rollout.rm_hub.reward import check_label
-
-    return [*check_data(args, check_label), *check_rewards(args)]
 
 
 def check_schedules(args: Args) -> list[str]:
@@ -179,7 +180,6 @@ def check_checkpoints(args: Args) -> list[str]:
             args.notices.extend(f"{path} {notice}" for notice in notices)
         except ModelError as error:
             problems.append(f"{option}: {error}")
-    problems += _check_megatron_lm(args)
     updates = not (args.debug_train_only or args.debug_rollout_only)
     return problems + _check_quantized_engines(
         args.hf_checkpoint, args.rollout_backend == "sglang" and updates
@@ -205,54 +205,6 @@ def _here(named: dict[str, str]) -> dict[str, str]:
         for path in reversed(once)
         if is_hf_folder(path) or read_config(path) is not None
     }
-
-
-def _check_megatron_lm(args: Args) -> list[str]:
-    """Check that the checkpoints of Megatron-LM have all tensors of the model, in the shapes of
-    ``--hf-checkpoint``.
-    """
-    named = {
-        "--load": (args.load, args.ckpt_step),
-        "--ref-load": (args.ref_load, args.ref_ckpt_step),
-    }
-    named["--opd-teacher-load"] = (args.opd_teacher_load, None)
-    folders = {
-        option: str(folder)
-        for option, (path, step) in named.items()
-        if (folder := megatron_lm_folder(path, step))
-    }
-    if not folders or args.debug_rollout_only:
-        return []
-    if args.lora_rank:
-        return [
-            f"{option} {path}: --lora-rank needs a base with a Hugging Face folder, but "
-            "Megatron-LM wrote this one: convert it with tools/convert_torch_dist_to_hf.py and "
-            "pass the result as --hf-checkpoint"
-            for option, path in folders.items()
-        ]
-    if "--load" in folders:
-        args.notices.append(
-            f"--load {folders['--load']}: only the weights are read from this checkpoint of "
-            "Megatron-LM. Its optimizer, random states and position in the data are not, so the "
-            "run starts with its first rollout"
-        )
-    if args.hf_checkpoint is None or read_config(args.hf_checkpoint) is None:
-        return []  # a hub id that is not here yet: the trainer compares them
-    from slime.weights.torch_dist import differing_shapes, open_megatron_lm
-
-    problems = []
-    for option, path in folders.items():
-        try:
-            weights = open_megatron_lm(
-                path, args.hf_checkpoint, args.model_name, args.trust_remote_code
-            )
-            assert weights is not None, "the folder was found above"
-            problems += [
-                f"{option}: {text}" for text in differing_shapes(weights, args.hf_checkpoint)
-            ]
-        except ModelError as error:
-            problems.append(f"{option}: {error}")
-    return problems
 
 
 def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> list[str]:

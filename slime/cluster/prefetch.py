@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime.cluster.actors import NoAnswer, door
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.25
 
 
+@dataclass
 class Prefetcher:
     """Generates rollouts ahead of the one that trains; they are trained in the order of their ids.
 
@@ -45,17 +47,29 @@ class Prefetcher:
         ``generating`` becomes False     -->  _hold() waits before weights change or are saved
         stores an error                  -->  every wait raises it
 
-    Args:
+    Attributes:
         run: Whose rollouts are generated; a signal to it ends every wait of the main thread.
+        in_flight: Whether there is a standing pool, whose groups continue through an update.
+        generating: Whether the thread waits for a rollout from the manager.
+        holding: Whether the main thread keeps new rollouts from starting.
+        training: Whether a rollout was taken whose step is not complete yet.
+        error: An error of the thread.
     """
 
-    def __init__(self, run: Run) -> None:
+    run: Run
+    finished: deque[RolloutBatch] = field(default_factory=deque)
+    in_flight: bool = False
+    generating: bool = False
+    closed: bool = False
+    holding: bool = False
+    training: bool = False
+    error: BaseException | None = None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        run = self.run
         args = run.args
         self.rollouts = range(run.first_rollout, run.num_rollout)
-        self._run = run
-        self._manager = run.manager
-        self._pool = run.pool
-        self._log = run.log
         self.admission = Admission(
             1,
             args.async_buffer_size,
@@ -68,30 +82,21 @@ class Prefetcher:
         self.replays = bool(args.replay_schedule)
         # whether an update waits for the groups in progress
         self.drains = args.update_weight_pause_mode == "drain"
-        self.finished: deque[RolloutBatch] = deque()
-        # whether there is a standing pool, whose groups continue through an update
-        self.in_flight = False
-        self.generating = False  # whether the thread waits for a rollout from the manager
-        self.closed = False
-        self.holding = False  # whether the main thread keeps new rollouts from starting
-        self.training = False  # whether a rollout was taken whose step is not complete yet
-        self.error: BaseException | None = None  # of the thread
-        self.changed = threading.Condition()
         self.thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
 
     def __enter__(self) -> Prefetcher:
         bound = self.admission.bound
-        optimizer = bound * (self._run.args.num_steps_per_rollout or 1)
+        optimizer = bound * (self.run.args.num_steps_per_rollout or 1)
         in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
-        self._log.note(
+        self.run.log.note(
             f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that "
             "sampled them"
         )
         first = self.rollouts.start
         last = self.rollouts.stop
-        step = self._pool.clock.step
+        step = self.run.pool.clock.step
         what = "the rollout manager to open a pool"
-        self.in_flight = self._manager.call(what, RolloutManager.open_pool, first, last, step)
+        self.in_flight = self.run.manager.call(what, RolloutManager.open_pool, first, last, step)
         self.thread.start()
         return self
 
@@ -100,7 +105,7 @@ class Prefetcher:
             # After an error, the engines or the manager may be gone, so the result of the
             # evaluation is given up.
             if kind is None:
-                self._run.finish_evaluation()
+                self.run.finish_evaluation()
         finally:
             # The thread is a daemon and is not joined: it may be waiting for a rollout that nobody
             # needs any more.
@@ -112,8 +117,8 @@ class Prefetcher:
         try:
             # Not with the driver's Waiter: signals and the progress display belong to the main
             # thread.
-            manager = self._manager
-            limit = self._manager.timeout
+            manager = self.run.manager
+            limit = manager.timeout
             for rollout_id in self.rollouts:
                 # A replay starts each rollout under the recorded weights. A standing pool does that
                 # for its groups.
@@ -161,13 +166,13 @@ class Prefetcher:
         while not ready():
             if self.error is not None:
                 raise self.error
-            self._run.stop.check()
-            self._pool.sync_recovered_engines(keep_version=self._run.evaluation is not None)
+            self.run.stop.check()
+            self.run.pool.sync_recovered_engines(keep_version=self.run.evaluation is not None)
             # If the trainer has moved on since the last update, a recovered engine causes an update
             # of all engines.
             self._announce_version()
             waited = time.monotonic() - started
-            limit = self._manager.timeout
+            limit = self.run.manager.timeout
             if waited > limit:
                 raise WaitExpired(
                     f"waited {waited:.0f} s (deadline {limit:.0f} s, --phase-timeout) for {what}"
@@ -185,15 +190,15 @@ class Prefetcher:
         self._step_is_over()
         bounded = self.admission.limited_by_staleness
         started = time.monotonic()
-        with self._log.phase("rollout"), self.changed:
+        with self.run.log.phase("rollout"), self.changed:
             self._wait(lambda: self.finished, "a finished rollout")
             batch = self.finished.popleft()
             self.admission.taken()
             self.training = True
             self.changed.notify_all()
-        self._log.add_rollout(batch)
-        self._log.pending["rollout/buffered"] = float(len(self.finished))
-        self._log.pending["perf/staleness_wait_time"] = (
+        self.run.log.add_rollout(batch)
+        self.run.log.pending["rollout/buffered"] = float(len(self.finished))
+        self.run.log.pending["perf/staleness_wait_time"] = (
             time.monotonic() - started if bounded else 0.0
         )
         self._tell_pool(taken=True)
@@ -223,28 +228,28 @@ class Prefetcher:
         # rollout. In a replay, the recording decides when a rollout starts.
         if not self.in_flight and not self.replays:
             self._hold()
-        self._run.snapshots.save(rollout_id)
+        self.run.snapshots.save(rollout_id)
 
     def update_weights(self) -> None:
         """Send the new weights to the engines, between two rollouts or in the middle of a standing
         pool's groups.
         """
-        self._run.finish_evaluation()
+        self.run.finish_evaluation()
         # In a replay, the update must not come before the recorded number of tokens was generated
         # with the old weights.
         if self.replays:
-            self._manager.call(
+            self.run.manager.call(
                 "the recorded tokens before the weight update", RolloutManager.await_tokens
             )
         if not self.in_flight:
             self._hold()
         elif self.drains:
-            with self._log.phase("drain"):
-                drained = self._manager.start(RolloutManager.drain_pool)
+            with self.run.log.phase("drain"):
+                drained = self.run.manager.start(RolloutManager.drain_pool)
                 what = "the groups in progress to finish"
-                self._manager.wait(drained, what, meanwhile=self._pool.sync_recovered_engines)
+                self.run.manager.wait(drained, what, meanwhile=self.run.pool.sync_recovered_engines)
         try:
-            self._pool.update_weights()
+            self.run.pool.update_weights()
             # The version first: _step_is_over makes room, and what starts then must count for the
             # new weights.
             self._announce_version()
@@ -259,12 +264,12 @@ class Prefetcher:
         the next update waits for it.
         """
         if self.in_flight:
-            self._run.finish_evaluation()
-            self._run.start_evaluation(step)
+            self.run.finish_evaluation()
+            self.run.start_evaluation(step)
             return
         self._hold()
         try:
-            self._run.evaluate(step)
+            self.run.evaluate(step)
         finally:
             self._let_go()
 
@@ -272,7 +277,7 @@ class Prefetcher:
         """Wait until no rollout is in progress, and let none start before :meth:`_let_go`."""
         with self.changed:
             self.holding = True  # before the wait, or the thread could start rollouts forever
-            with self._log.phase("drain"):
+            with self.run.log.phase("drain"):
                 self._wait(
                     lambda: not self.generating,
                     "the current rollout to finish before the weights change or are saved",
@@ -287,12 +292,12 @@ class Prefetcher:
         """Tell the admission and the manager if the engines hold newer weights: samples started now
         are less stale.
         """
-        step = self._pool.clock.step
+        step = self.run.pool.clock.step
         if step > self.admission.version:
             with self.changed:
                 self.admission.version_changed(step)
                 self.changed.notify_all()
-            self._manager.call(
+            self.run.manager.call(
                 "the rollout manager to note the weights", RolloutManager.weights_are_of, step
             )
             self._tell_pool()
@@ -300,5 +305,5 @@ class Prefetcher:
     def _tell_pool(self, taken: bool = False, trained: bool = False) -> None:
         if self.in_flight:
             what = "the rollout manager to start more groups"
-            step = self._pool.clock.step
-            self._manager.call(what, RolloutManager.advance_pool, step, taken, trained)
+            step = self.run.pool.clock.step
+            self.run.manager.call(what, RolloutManager.advance_pool, step, taken, trained)

@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from slime.checkpoint.files import Answer, answer
 from slime.cluster.actors import Ref, door
-from slime.cluster.engine_calls import CONTROL_DEADLINE_SECONDS, call_each, flush_when_idle
-from slime.cluster.engine_start import fleet_of, start_engines
+from slime.cluster.engine_calls import (
+    CONTROL_DEADLINE_SECONDS,
+    Workers,
+    call_each,
+    fleet_of,
+    flush_when_idle,
+    start_engines,
+)
 from slime.cluster.generation import GarbageCollection, Generation
 from slime.cluster.ray_wait import wait_for
 from slime.cluster.rollout_state import Rollout, RolloutState
@@ -42,7 +48,6 @@ from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
-    from slime.cluster.rollout_workers import RolloutWorkers
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
     from slime.data.fields import Wire
@@ -107,7 +112,7 @@ class RolloutManager:
             args = args.with_values(num_rollout=count)
         self.args = args
         self.fleet = fleet_of(args, placement, self.run_dir / "logs", keys)
-        self.workers: RolloutWorkers | None = None
+        self.workers: Workers | None = None
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)
         self.in_program = in_program

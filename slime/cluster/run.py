@@ -82,23 +82,22 @@ class RunEnd:
     """
 
     def __init__(self, parts: Parts) -> None:
-        args = parts.args
         self.parts = parts
-        self.max_restarts = args.max_restarts or 0
-        # who debugs or programs needs the whole error
-        self._brief = not (args.inline or parts.stop.in_program)
-        name = args.run_name
-        folder = args.output_dir
-        self._settings = Settings(
-            max_restarts=self.max_restarts, status_timeout=args.status_timeout, save=args.save, run_name=name,
-            output_dir=folder,
-        )  # fmt: skip
+        self.max_restarts = parts.args.max_restarts or 0
 
     def __enter__(self) -> None:
         self.parts.stop.__enter__()
+        args = self.parts.args
+        began = Settings(
+            max_restarts=self.max_restarts,
+            status_timeout=args.status_timeout,
+            save=args.save,
+            run_name=args.run_name,
+            output_dir=args.output_dir,
+        )
         # From now on, the supervisor treats an end of this process without a report as a loss (kill
         # -9, say).
-        REPORTS.began(self._settings)
+        REPORTS.tell(began=began)
 
     def __exit__(
         self,
@@ -125,7 +124,8 @@ class RunEnd:
             raise KeyboardInterrupt from None
         if outcome == "stopped":
             sys.exit(130 if str(cause) == "SIGINT" else 143)
-        if cause is not None and self._brief:
+        # who debugs or programs needs the whole error
+        if cause is not None and not (self.parts.args.inline or self.parts.stop.in_program):
             self._tell_briefly(cause)
         if cause is not None and cause is not error:
             raise cause
@@ -144,7 +144,7 @@ class RunEnd:
         if isinstance(error, StopRequested):
             # Before the snapshot: if this process is killed during it, the supervisor must not
             # restart the run.
-            REPORTS.over()
+            REPORTS.tell(over=True)
             try:
                 snapshot_before_stop(self.parts)
             except Exception as failure:  # The step is lost, which is not a stop in order.
@@ -156,17 +156,14 @@ class RunEnd:
     def _end_processes(self, outcome: Outcome) -> None:
         # Before the shutdown: Ray may end this process during it, and then nobody could tell the
         # supervisor.
-        if outcome == "restarting":
-            REPORTS.lost()
-        else:
-            REPORTS.over()
-        REPORTS.shuts_down(complete=outcome == "completed")
+        end = "lost" if outcome == "restarting" else "over"
+        REPORTS.tell(**{end: True}, in_shutdown=True, complete=outcome == "completed")
         try:
             shut_down(self.parts, failed=outcome in ("restarting", "failed"))
         finally:
             for lock in self.parts.locks:
                 lock.release()
-        REPORTS.shut_down()
+        REPORTS.tell(in_shutdown=False)
         self.parts.stop.__exit__(None, None, None)
 
     def _tell_briefly(self, error: BaseException) -> None:
@@ -362,7 +359,8 @@ def _lost_actors(actors: Mapping[str, ActorHandle], error: Exception) -> list[st
         lost += [f"{asked[ref]} (which does not answer)" for ref in silent]
     # An actor was lost, even if every actor answers by now: it may have been unreachable only for a
     # while.
-    if not lost and isinstance(error, ActorLost | NoStatus) and not _failed_to_start(error):
+    failed_to_start = isinstance(error, ActorLost) and error.at_creation
+    if not lost and isinstance(error, ActorLost | NoStatus) and not failed_to_start:
         return [f"an answer ({type(error).__name__})"]
     return lost
 
@@ -384,13 +382,6 @@ def answers(actor: ActorHandle) -> bool:
     except Exception:
         return False
     return True
-
-
-def _failed_to_start(error: Exception) -> bool:
-    """Whether the error comes from an actor's constructor, which would fail again after a
-    restart.
-    """
-    return isinstance(error, ActorLost) and error.at_creation
 
 
 def exit_for_restart() -> NoReturn:

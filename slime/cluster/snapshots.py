@@ -238,7 +238,7 @@ class Snapshots:
         self._with_room(rollout_id, lambda: snapshot.commit(temp, facts, written))
         self._open = None
         self.saved = facts["rollout_id"]
-        REPORTS.saved()  # From now on, a restart loads this run's own snapshot.
+        REPORTS.tell(saved=True)  # From now on, a restart loads this run's own snapshot.
         # After the commit, so that there is a complete snapshot at any time.
         if self.settings.save_keep_last:
             snapshot.prune(

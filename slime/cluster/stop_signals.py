@@ -115,7 +115,9 @@ def end_at_once(code: int) -> None:
     """Kill all child processes and exit without saving."""
     import psutil
 
-    REPORTS.over()  # first, or the supervisor would take this end for a loss and restart the run
+    REPORTS.tell(
+        over=True
+    )  # first, or the supervisor would take this end for a loss and restart the run
     for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(code)

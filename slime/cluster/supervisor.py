@@ -93,39 +93,22 @@ class Reports:
     def attached(self) -> bool:
         return self._pipe is not None
 
-    def began(self, values: Settings) -> None:
-        """The run has begun: from now on, an end without :meth:`over` is a loss.
+    def tell(self, **facts: object) -> None:
+        """Report facts:
 
-        Args:
-            values: See :func:`restart_settings`.
+        - ``began``: the run has begun, with these :class:`Settings`; from now on, an end without
+          ``over`` is a loss.
+        - ``saved``: a snapshot of this run was committed.
+        - ``lost``: a part of the run was lost; the driver must be run again, however this process
+          ends.
+        - ``over``: the run ends, successfully or not, and must not be run again.
+        - ``in_shutdown``: whether the processes of the run are being ended; ``complete``: whether
+          all of its work is done.
         """
-        self._send({"began": values})
-
-    def saved(self) -> None:
-        """A snapshot of this run was committed."""
-        self._send({"saved": True})
-
-    def lost(self) -> None:
-        """A part of the run was lost: the driver must be run again, however this process ends."""
-        self._send({"lost": True})
-
-    def over(self) -> None:
-        """The run ends, successfully or not, and must not be run again."""
-        self._send({"over": True})
-
-    def shuts_down(self, complete: bool) -> None:
-        """The processes of the run are ended from now on; ``complete``: all of its work is done."""
-        self._send({"in_shutdown": True, "complete": complete})
-
-    def shut_down(self) -> None:
-        """The processes of the run have ended."""
-        self._send({"in_shutdown": False})
-
-    def _send(self, message: dict[str, object]) -> None:
         if self._pipe is not None:
             # The supervisor was killed; this process is killed with its parent.
             with contextlib.suppress(OSError):
-                os.write(self._pipe, json.dumps(message).encode() + b"\n")
+                os.write(self._pipe, json.dumps(facts).encode() + b"\n")
 
 
 REPORTS = Reports()

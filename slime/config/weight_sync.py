@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
 from slime.config.hf_config import model_config
@@ -54,6 +55,30 @@ class WeightSyncConfig(Section):
     --update-weight-transport nccl, for models of which all tensors are sent"""
     check_weight_update_interval: int = flag(100, low=0)
     """Weight syncs between two checks of --check-weight-update-equal; 0 checks only the first"""
+
+
+@dataclass(frozen=True)
+class TransportKind:
+    """A value of ``--update-weight-transport``, as :func:`slime.registry.register` takes it.
+
+    The driver and the servers ask for its attributes, so its module should not import torch.
+
+    Attributes:
+        create: ``fn(settings, colocated_host)`` creates a
+            :class:`slime.weights.transports.Transport` from the
+            :class:`~slime.weights.settings.WeightSyncSettings`. ``colocated_host`` tells
+            whether all engines run on the host of rank 0. A :class:`ValueError` says what the
+            settings lack.
+        through_folder: Whether rank 0 writes files that all engines read.
+        many_senders: Whether other training ranks than rank 0 can send to some of the engines.
+        weight_loader: The import path of the function with which engines load what was published,
+            which SGLang gets as ``--custom-weight-loader``; None without one.
+    """
+
+    create: Callable[..., Any]
+    through_folder: bool = False
+    many_senders: bool = False
+    weight_loader: str | None = None
 
 
 def transport_part(sync: WeightSyncConfig) -> Part:

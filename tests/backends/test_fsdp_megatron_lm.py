@@ -14,7 +14,8 @@ from fsdp_helpers import VOCAB, make_args, save_tiny_llama, save_tiny_qwen3_moe
 
 from slime.backends.create import create_backend
 from slime.backends.fsdp.hf_weights import iter_hf_weights
-from slime.cluster.checks import check_checkpoints, check_snapshots
+from slime.cluster.checks import check_snapshots
+from slime.plugins.compat import check_megatron_lm
 from slime.weights.hf_folder import HfFolder
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "weights"))
@@ -77,19 +78,19 @@ def test_what_does_not_fit_is_told_before_the_start(tmp_path: Path) -> None:
         ref_load=str(base),
         train_backend="fsdp",
     )
-    assert check_checkpoints(args) == [] and check_snapshots(args) == []
+    assert check_megatron_lm(args) == [] and check_snapshots(args) == []
     assert "only the weights" in args.notices[-1] and "first rollout" in args.notices[-1]
     args.save = args.load
     (problem,) = check_snapshots(args)
     assert problem.startswith(f"--save {args.save} holds checkpoints that slime did not write")
     args.save, args.lora_rank = None, 4
-    assert "--lora-rank" in check_checkpoints(args)[0]
+    assert "--lora-rank" in check_megatron_lm(args)[0]
     args.lora_rank, args.ckpt_step = 0, 7
     assert "checkpoints" in check_snapshots(args)[0]  # there is no iteration 7
     args.ckpt_step = None
     del tensors["decoder.final_layernorm.weight"]
     args.ref_load = str(write(tmp_path / "broken", tensors))
-    (problem,) = check_checkpoints(args)
+    (problem,) = check_megatron_lm(args)
     assert (
         problem.startswith("--ref-load: checkpoint")
         and "1 parameters: model.norm.weight" in problem
@@ -100,4 +101,4 @@ def test_what_does_not_fit_is_told_before_the_start(tmp_path: Path) -> None:
         write(tmp_path / "wide", their_names(save_tiny_llama(tmp_path / "w", intermediate_size=40)))
     )
     args.hf_checkpoint = str(wider)
-    assert "shape than --hf-checkpoint" in check_checkpoints(args)[0]
+    assert "shape than --hf-checkpoint" in check_megatron_lm(args)[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import slime.cluster.engine_start as module
+import slime.cluster.engine_calls as module
 from slime.config.args import Args
 from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.process import ServerFailed

@@ -34,9 +34,11 @@ with (here / "starts").open("a") as file:
     print(*sys.argv[1:], json.dumps(REPORTS.settings), file=file)
 if how == "before":
     os._exit(3)
-REPORTS.began({"max_restarts": restarts, "status_timeout": 1.0, "save": "ckpt", "run_name": "r", "output_dir": "o"})
+REPORTS.tell(
+    began={"max_restarts": restarts, "status_timeout": 1.0, "save": "ckpt", "run_name": "r", "output_dir": "o"}
+)
 if restarts == 2:
-    REPORTS.saved()
+    REPORTS.tell(saved=True)
 stop = StopSignals()
 stop.install()
 # What a dead raylet leaves behind: nobody is its parent any more.
@@ -46,13 +48,13 @@ if how in ("vanish", "vanish always", "killed", "asks"):
     pid = subprocess.run([sys.executable, "-c", orphan], stdout=subprocess.PIPE, text=True, close_fds=False).stdout
     (here / f"orphan{restarts}").write_text(pid)
     if restarts == 1 and how != "vanish always":
-        REPORTS.over()
+        REPORTS.tell(over=True)
         sys.exit(7)
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "asks":
-        REPORTS.lost()
-        REPORTS.over()
+        REPORTS.tell(lost=True)
+        REPORTS.tell(over=True)
         os._exit(LOST_CODE)
     os._exit(1)
 if how in ("raylet", "ray::TrainActor") and restarts == 1:
@@ -62,15 +64,15 @@ if how in ("raylet", "ray::TrainActor") and restarts == 1:
     child.wait()
     os._exit(1)  # as Ray's C++ code does when the raylet is gone
 if how in ("lost at the end", "fails afterwards"):
-    REPORTS.over()
-    REPORTS.shuts_down(complete=True)
+    REPORTS.tell(over=True)
+    REPORTS.tell(in_shutdown=True, complete=True)
     if how == "fails afterwards":
-        REPORTS.shut_down()
+        REPORTS.tell(in_shutdown=False)
     pid = subprocess.run([sys.executable, "-c", orphan], stdout=subprocess.PIPE, text=True, close_fds=False).stdout
     (here / "left").write_text(pid)
     os._exit(3)
 if how == "fails":
-    REPORTS.over()
+    REPORTS.tell(over=True)
     raise SystemExit(5)
 (here / "pid.part").write_text(str(os.getpid()))
 (here / "pid.part").rename(here / "pid")  # the file is whole from the moment at which a test sees it
@@ -79,7 +81,7 @@ try:
         stop.check()
         time.sleep(0.02)
 except StopRequested as asked:
-    REPORTS.over()
+    REPORTS.tell(over=True)
     time.sleep(0.5)  # so that a signal that came twice had time to
     sys.exit({"SIGINT": 130, "SIGTERM": 143}[str(asked)])
 """

@@ -15,6 +15,6 @@ def parts() -> None:
     register(
         "weight mode",
         "delta",
-        "slime.plugins.delta.published:DELTA",
+        "slime.plugins.delta.config:DELTA",
         flags="slime.plugins.delta.config:DeltaConfig",
     )

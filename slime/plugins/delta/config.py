@@ -1,10 +1,18 @@
-"""Flags of the delta transport."""
+"""The flags of the delta transport, and its kind, which the driver and the servers read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from slime.config.flag import Section, flag
+from slime.config.weight_sync import TransportKind
+from slime.plugins.delta import LOADER
+
+if TYPE_CHECKING:
+    from slime.plugins.delta.published import Encoding
+    from slime.plugins.delta.transport import DeltaTransport
+    from slime.weights.settings import WeightSyncSettings
 
 
 @dataclass
@@ -15,3 +23,23 @@ class DeltaConfig(Section):
     """Delta of a changed byte: the XOR of old and new value, or the new value"""
     update_weight_delta_checksum: str = flag("xxh3-128", choices=("xxh3-128", "blake3", "adler32"))
     """Checksum of each tensor with --update-weight-mode delta"""
+
+
+def _create(settings: WeightSyncSettings, _: bool) -> DeltaTransport:
+    from slime.plugins.delta.transport import DeltaTransport
+    from slime.weights.transports.disk import claimed_folder
+
+    folder, model = claimed_folder(settings)
+    own = cast("DeltaConfig", settings.own)
+    return DeltaTransport(
+        folder,
+        model,
+        settings.step_seconds,
+        cast("Encoding", own.update_weight_delta_encoding),
+        own.update_weight_delta_checksum,
+        settings.sync.update_weight_disk_keep_files,
+        settings.on_written,
+    )
+
+
+DELTA = TransportKind(_create, through_folder=True, weight_loader=LOADER)

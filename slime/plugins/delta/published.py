@@ -14,16 +14,9 @@ import re
 import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal
 
 from slime.engines.payload import ALIGNMENT, Entry
-from slime.plugins.delta import LOADER
-from slime.weights.transports.base import TransportKind
-
-if TYPE_CHECKING:
-    from slime.plugins.delta.config import DeltaConfig
-    from slime.plugins.delta.transport import DeltaTransport
-    from slime.weights.settings import WeightSyncSettings
 
 MANIFEST = "slime_weights.json"
 Encoding = Literal["xor", "overwrite"]
@@ -196,23 +189,3 @@ def read_request(text: str) -> Request:
         int(said.get("ranks", 1)),
         float(said.get("seconds", 600.0)),
     )
-
-
-def _create(settings: WeightSyncSettings, _: bool) -> DeltaTransport:
-    from slime.plugins.delta.transport import DeltaTransport
-    from slime.weights.transports.disk import claimed_folder
-
-    folder, model = claimed_folder(settings)
-    own = cast("DeltaConfig", settings.own)
-    return DeltaTransport(
-        folder,
-        model,
-        settings.step_seconds,
-        cast("Encoding", own.update_weight_delta_encoding),
-        own.update_weight_delta_checksum,
-        settings.sync.update_weight_disk_keep_files,
-        settings.on_written,
-    )
-
-
-DELTA = TransportKind(_create, through_folder=True, weight_loader=LOADER)

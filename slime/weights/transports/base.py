@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from slime.config.weight_sync import TransportKind as TransportKind
 from slime.engines.handle import EngineHandle, Failures
 from slime.engines.payload import Bucket
-from slime.weights.settings import WeightSyncSettings
 from slime.weights.update import WeightUpdate
 
 
@@ -83,28 +83,6 @@ class Transport(Protocol):
         """Release process groups, shared memory and files. The transport can connect again
         afterwards.
         """
-
-
-@dataclass(frozen=True)
-class TransportKind:
-    """A value of ``--update-weight-transport``, as :func:`slime.registry.register` takes it.
-
-    The driver and the servers ask for its attributes, so its module should not import torch.
-
-    Attributes:
-        create: ``fn(settings, colocated_host)`` creates the transport. ``colocated_host`` tells
-            whether all engines run on the host of rank 0. A :class:`ValueError` says what the
-            settings lack.
-        through_folder: Whether rank 0 writes files that all engines read.
-        many_senders: Whether other training ranks than rank 0 can send to some of the engines.
-        weight_loader: The import path of the function with which engines load what was published,
-            which SGLang gets as ``--custom-weight-loader``; None without one.
-    """
-
-    create: Callable[[WeightSyncSettings, bool], Transport]
-    through_folder: bool = False
-    many_senders: bool = False
-    weight_loader: str | None = None
 
 
 async def stream(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:

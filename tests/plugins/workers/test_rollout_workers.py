@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,17 +23,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from rollout_parts import SmallEngine, arguments, make_tokenizer, source_of
 
 from slime.cluster.rollout_state import Rollout, RolloutState
-from slime.cluster.rollout_workers import (
-    RolloutWorkers,
-    WorkersLost,
-    parts_of_workers,
-    worker_launcher,
-)
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.data.sample import Sample, flatten
 from slime.data.staleness import sample_staleness
 from slime.engines.background import run
 from slime.plugins.tools.summary.ledger_report import read_ledger
+from slime.plugins.workers.workers import (
+    RolloutWorkers,
+    WorkersLost,
+    parts_of_workers,
+)
+from slime.plugins.workers.workers import start as start_workers
 from slime.rollout.fully_async_rollout import StandingPool
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.sglang_rollout import eval_rollout
@@ -112,6 +113,14 @@ def hook(tmp_path: Path) -> Callable[[str], str]:
     return lambda name: f"{file}:{name}"
 
 
+def fleet_in(folder: Path) -> Any:
+    """A fleet that is not divided, as the workers see it."""
+    return SimpleNamespace(
+        shares=0, engines=[], log_dir=folder, addresses_of=lambda worker: {},
+        monitor=SimpleNamespace(wake=lambda: None),
+    )  # fmt: skip
+
+
 @pytest.fixture
 def begin(
     ray_cluster: None, tmp_path: Path, tokenizer_dir: Path, engine: SmallEngine
@@ -122,10 +131,8 @@ def begin(
     def start(count: int, **more: Any) -> Any:
         args = engine.serve(arguments(tokenizer_dir, **more))
         if count:
-            parts = [1 / count] * count
-            launch = worker_launcher(args, parts, tmp_path)
-            started.append(RolloutWorkers(launch, parts, 120.0, lambda: None))
-            started[-1].start()
+            args = args.with_values(rollout_workers=count, start_timeout=120.0)
+            started.append(start_workers(args, fleet_in(tmp_path)))
             GenerateState(args).generator = started[-1]
         return args
 
@@ -320,7 +327,7 @@ def test_the_groups_of_lost_workers_are_generated_again(
     lost: int,
     number: str,
 ) -> None:
-    monkeypatch.setattr("slime.cluster.rollout_workers.SILENT_SECONDS", 12.0)
+    monkeypatch.setattr("slime.plugins.workers.workers.SILENT_SECONDS", 12.0)
     args = begin(count, deterministic=True, rollout_batch_size=8, phase_timeout=200.0, **ACCOUNTED)
     source = source_of(args)
     state = RolloutState(args, tmp_path, source)
@@ -359,7 +366,7 @@ def test_the_groups_of_lost_workers_are_generated_again(
 def test_a_group_that_ends_every_worker_ends_the_run(
     begin, hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.cluster.rollout_workers.MOST_TRIES", 2)
+    monkeypatch.setattr("slime.plugins.workers.workers.MOST_TRIES", 2)
     args = begin(2, custom_generate_function_path=hook("deadly"), phase_timeout=200.0)
     with pytest.raises(WorkersLost, match="rollout worker"):
         rollout(args, source_of(args))

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,6 @@ from slime.cluster.actors import (
     door,
 )
 from slime.cluster.placement import thread_environment
-from slime.cluster.rollout_worker import (
-    REPORT_SECONDS,
-    GroupCall,
-    GroupResult,
-    Report,
-    RolloutWorker,
-)
 from slime.config.hooks import load_function
 from slime.data.sample import Group, flatten
 from slime.data.token_fields import TOKEN_FIELDS, Packed
@@ -40,12 +33,18 @@ from slime.engines import http
 from slime.engines.background import run
 from slime.engines.keys import known_keys
 from slime.observability.best_effort import warn
+from slime.plugins.workers.worker import (
+    REPORT_SECONDS,
+    GroupCall,
+    GroupResult,
+    Report,
+    RolloutWorker,
+)
 from slime.rollout.state import GenerateState
 from slime.rollout.verifier.pool import default_workers
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from slime.cluster.engine_fleet import EngineFleet
     from slime.config.args import Args
     from slime.types import SamplingParams
 
@@ -338,20 +337,11 @@ def parts_of_workers(workers: int, shares: int, engines: int) -> list[float]:
     return [sizes[worker % shares] / engines / users[worker % shares] for worker in range(workers)]
 
 
-def worker_launcher(
-    args: Args,
-    parts: Sequence[float],
-    log_dir: Path,
-    addresses_of: Callable[[int], Mapping[str, object]] = lambda worker: {},
-) -> Callable[[int], ActorHandle]:
-    """Return a function that starts the actor of the worker with a given index.
+def start(args: Args, fleet: EngineFleet) -> RolloutWorkers:
+    """Start the workers of a run, each with the address of its share of the engines.
 
     Workers are spread over the nodes of the cluster. Each has its part of the verifier processes of
     its node.
-
-    Args:
-        parts: The part of the engines that each worker uses.
-        addresses_of: The values of ``args`` with the addresses of the engines of a worker.
     """
     # Objects of classes of the hooks' files come back with samples; they are found only if the
     # files are loaded here.
@@ -362,21 +352,24 @@ def worker_launcher(
     for path, name in (*hooks, *((hook, None) for hook in args.rollout_sample_hook_path)):
         if path:
             load_function(path, name)
-    count = len(parts)
+    count = args.rollout_workers
+    parts = parts_of_workers(count, fleet.shares, len(fleet.engines))
     verifiers_of_node = default_workers() / math.ceil(count / door().nodes())
     verifiers = math.ceil(args.reward_workers / count if args.reward_workers else verifiers_of_node)
     environment = thread_environment(args.threads_per_process)
 
     def launch(index: int) -> ActorHandle:
-        own = args.with_values(reward_workers=verifiers, **addresses_of(index))
-        arguments = own, index, str(log_dir), parts[index], known_keys()
+        own = args.with_values(reward_workers=verifiers, **fleet.addresses_of(index))
+        arguments = own, index, str(fleet.log_dir), parts[index], known_keys()
         # Groups wait in the worker for the requests before them, not for a place among the calls
         # of the actor.
         return door().create(
             RolloutWorker, *arguments, environment=environment, threads=MOST_CALLS, spread=True
         )
 
-    return launch
+    workers = RolloutWorkers(launch, parts, args.start_timeout, fleet.monitor.wake)
+    workers.start()
+    return workers
 
 
 async def _quiet(ref: Ref[Any]) -> None:
