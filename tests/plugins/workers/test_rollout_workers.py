@@ -18,7 +18,7 @@ import psutil
 import pytest
 from needs import of_all
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "rollout"))
 
 from rollout_parts import SmallEngine, arguments, make_tokenizer, source_of
 
