@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slime.api.callbacks import Callback as Callback
+    from slime.api.functions import Callback as Callback
     from slime.api.run import Result as Result
     from slime.api.run import dry_run as dry_run
     from slime.api.run import train as train
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _NAMES = {
-    "Callback": "slime.api.callbacks",
+    "Callback": "slime.api.functions",
     "ConfigError": "slime.config.parser",
     "Result": "slime.api.run",
     "Trainer": "slime.api.trainer",

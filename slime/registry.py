@@ -49,6 +49,8 @@ KINDS = {
     "name at the start",
     "summary": "what is shown of a finished run: finish(run_dir, console, seconds, since), "
     "figures(run_dir), picture(figures) and write_picture(path, figures)",
+    "record": "a class of (engines, is_paused, file), the slime.cluster.engine.LoadRecord of a run, whose "
+    "name is `engine loads`",
     "report": "a function report(args, asynchronous) that returns lines for --dry-run",
 }
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from slime.api.arguments import Data, InputFolder, Prompt, check_prompts, is_single, parse
-from slime.api.callbacks import Callback, as_callback
+from slime.api.functions import Callback, as_callback
 from slime.api.table import Table
 from slime.cluster.stop_signals import StopRequested
 

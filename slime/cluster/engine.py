@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
 
 from slime.cluster.actors import ActorError, ActorHandle, NoAnswer, Supervised, door
 from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 from slime.engines.router import Worker
+
+if TYPE_CHECKING:
+    from slime.observability.trace_file import Load
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -102,18 +105,9 @@ class EngineActor:
             "bootstrap_port": port,
         }
 
-    def log_tail(self) -> str:
-        return self.process.log_tail()
-
-    def cpu_seconds(self) -> float:
-        """CPU time that the server and all its children have used since they started."""
-        return self.process.cpu_seconds()
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def stop(self) -> None:
-        self.process.stop()
+    def ask(self, method: str) -> Any:
+        """Call a method of the server; see :class:`~slime.engines.launch.RunningEngine`."""
+        return getattr(self.process, method)()
 
 
 @dataclass
@@ -157,7 +151,7 @@ class Engine(Supervised):
         Args:
             seconds: How long the server may take.
         """
-        self.url = str(self._get("wait_ready", seconds + ACTOR_MARGIN_SECONDS)[0])
+        self.url = str(self._get("wait_ready", seconds=seconds + ACTOR_MARGIN_SECONDS)[0])
         self.ready_at = time.monotonic()
         if self.spec.worker_type == "prefill":
             self.bootstrap_port = self.describe()["bootstrap_port"]
@@ -175,11 +169,11 @@ class Engine(Supervised):
         }
 
     def log_tail(self) -> str:
-        return "\n".join(self._get("log_tail"))
+        return "\n".join(self._get("ask", "log_tail"))
 
     def cpu_seconds(self) -> float:
         """CPU time that the server and all its children have used since they started."""
-        return float(sum(self._get("cpu_seconds")))
+        return float(sum(self._get("ask", "cpu_seconds")))
 
     def end_of_log(self, reason: str) -> str:
         """The last lines of its log, or ``reason`` where there is none."""
@@ -218,7 +212,7 @@ class Engine(Supervised):
         # The actor kills the server's whole process tree. If it does not answer, the server still
         # dies with the actor.
         with contextlib.suppress(Exception):
-            self._get("kill", KILL_SECONDS)
+            self._get("ask", "kill", seconds=KILL_SECONDS)
         for actor in self.actors:
             with contextlib.suppress(ActorError):
                 door().kill(actor)
@@ -226,9 +220,9 @@ class Engine(Supervised):
     def stop(self) -> None:
         """Stop the server gracefully; its actor stays."""
         with contextlib.suppress(Exception):
-            self._get("stop", ACTOR_MARGIN_SECONDS)
+            self._get("ask", "stop", seconds=ACTOR_MARGIN_SECONDS)
 
-    def _get(self, method: str, seconds: float = ASK_SECONDS) -> list[Any]:
+    def _get(self, method: str, *arguments: str, seconds: float = ASK_SECONDS) -> list[Any]:
         """Call a method of all actors and return their answers.
 
         If the last call was not answered, this one gets only :data:`SILENT_SECONDS`: several calls
@@ -239,7 +233,7 @@ class Engine(Supervised):
         limit = SILENT_SECONDS if actors is self._silent else seconds
         try:
             answers = door().get(
-                [getattr(actor, method).remote() for actor in actors], timeout=limit
+                [getattr(actor, method).remote(*arguments) for actor in actors], timeout=limit
             )
         except NoAnswer:
             self._silent = actors
@@ -296,6 +290,17 @@ def at_once(call: Callable[[A], T], items: Sequence[A]) -> list[T]:
     """Call a function of all items at the same time, on threads."""
     with ThreadPoolExecutor(max(len(items), 1)) as pool:
         return list(pool.map(call, items))
+
+
+class LoadRecord(Protocol):
+    """What asks the engines how many requests they run, while a run goes on."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def between(self, start: float, end: float) -> list[Load]:
+        """Return what was measured between two wall times."""
 
 
 class EnginesLost(RuntimeError):

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from slime.cluster.actors import ActorHandle, door
-from slime.cluster.engine import ASK_SECONDS, EngineActor, EngineStatus, FleetSettings
+from slime.cluster.engine import ASK_SECONDS, EngineActor, EngineStatus, FleetSettings, LoadRecord
 from slime.cluster.engine_fleet import EngineFleet
-from slime.cluster.health import EngineLoads, unhealthy
+from slime.cluster.health import unhealthy
 from slime.cluster.placement import Placement, thread_environment
 from slime.config.machine import raise_file_limit
 from slime.config.rollout import may_use_workers
@@ -203,8 +203,9 @@ def start_engines(fleet: EngineFleet, args: Args) -> tuple[Args, Workers | None]
     monitor.start()
     watch_faults(monitor.wake)
     file = RunDir(fleet.log_dir.parent).engines
-    fleet.loads = EngineLoads(fleet.engines, lambda: monitor.paused, file)
-    fleet.loads.start()
+    loads: LoadRecord = find("record", "engine loads")(fleet.engines, lambda: monitor.paused, file)
+    loads.start()
+    fleet.loads = loads
     workers: Workers | None = None
     if fleet.settings.workers:
         workers = find("generator", "workers")(args, fleet)

@@ -10,14 +10,23 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from slime.cluster.engine import GONE, Engine, EngineStatus, FleetSettings, State, at_once
-from slime.cluster.health import EngineLoads, HealthMonitor
+from slime.cluster.engine import (
+    GONE,
+    Engine,
+    EngineStatus,
+    FleetSettings,
+    LoadRecord,
+    State,
+    at_once,
+)
+from slime.cluster.health import HealthMonitor
 from slime.cluster.ray_wait import wait_for
 from slime.config.engine import DEFAULT_MODEL
 from slime.engines.keys import RunKeys, send_key
@@ -82,14 +91,14 @@ class EngineFleet:
         self.router: Routers | None = None
         self.addresses: dict[str, object] = {}
         self.fatal: str | None = None
-        self.lost_count = self.restart_count = self.router_restart_count = 0
+        self.counted: Counter[str] = Counter()  # since the last call of counts()
         self.lock = threading.RLock()
         # held while routers are restarted; always taken before the other
         self._router_lock = threading.Lock()
         # enough threads to start or end all engines at the same time
         self._threads = ThreadPoolExecutor(2 * len(self.engines) + 1, thread_name_prefix="engines")
         self.monitor = HealthMonitor(self)
-        self.loads: EngineLoads | None = None
+        self.loads: LoadRecord | None = None
 
     # --- the state of all engines ------------------------------------------------------------
 
@@ -118,13 +127,10 @@ class EngineFleet:
 
     def counts(self) -> dict[str, float]:
         """Metrics: engines lost, engines restarted and routers restarted since the last call."""
+        names = ("engine_lost", "engine_restart", "router_restart")
         with self.lock:
-            counts = {
-                "rollout/engine_lost_count": float(self.lost_count),
-                "rollout/engine_restart_count": float(self.restart_count),
-                "rollout/router_restart_count": float(self.router_restart_count),
-            }
-            self.lost_count = self.restart_count = self.router_restart_count = 0
+            counts = {f"rollout/{name}_count": float(self.counted[name]) for name in names}
+            self.counted.clear()
         return counts
 
     def report(self) -> str:
@@ -239,7 +245,7 @@ class EngineFleet:
                 engine.state = "lost"
                 engine.ending = True
                 engine.note_loss(reasons[engine.url])
-                self.lost_count += 1
+                self.counted["engine_lost"] += 1
                 lost.append(engine)
                 if not self.settings.tolerant:
                     why = "--use-fault-tolerance goes on without it and starts it again"
@@ -313,7 +319,7 @@ class EngineFleet:
             for engine in lost:
                 engine.state = "starting"
         for engine in lost:
-            self.restart_count += 1
+            self.counted["engine_restart"] += 1
             self._threads.submit(self._restart, engine)
 
     def _restart(self, engine: Engine) -> None:
@@ -376,12 +382,8 @@ class EngineFleet:
             else:
                 self._forget(url)
 
-    def settled(self, deadline: float | None = None) -> list[str]:
-        """Wait until no engine is being started or ended; returns the URLs of those that answer.
-
-        Args:
-            deadline: In seconds; ``--start-timeout`` by default.
-        """
+    def settled(self) -> None:
+        """Wait until no engine is being started or ended."""
 
         def done() -> bool:
             with self.lock:
@@ -389,13 +391,8 @@ class EngineFleet:
                     engine.state == "starting" or engine.ending for engine in self.engines
                 )
 
-        wait_for(
-            "engines that are started again",
-            done,
-            deadline or self.settings.start_seconds,
-            report=self.report,
-        )
-        return self.urls()
+        what = "engines that are started again"
+        wait_for(what, done, self.settings.start_seconds, report=self.report)
 
     # --- the router --------------------------------------------------------------------------
 
@@ -414,7 +411,7 @@ class EngineFleet:
                 if not self.settings.tolerant:
                     self.fatal = f"{words}\n--use-fault-tolerance starts it again"
                     return
-                self.router_restart_count += 1
+                self.counted["router_restart"] += 1
                 with self.lock:
                     workers = self._workers()
                 try:

@@ -35,6 +35,7 @@ def parts() -> None:
         "slime.plugins.tools.plan.checkpoint_size:check_save_folder",
         when=("save",),
     )
+    register("record", "engine loads", "slime.plugins.tools.engine_loads:EngineLoads")
     register("summary", "finish", "slime.plugins.tools.summary.figures:finish")
     register("summary", "figures", "slime.plugins.tools.summary.figures:summarize")
     register("summary", "picture", "slime.plugins.tools.summary.charts:reward_curve")

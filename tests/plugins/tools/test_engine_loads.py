@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import pytest
 
-from slime.cluster import health
 from slime.cluster.engine import Engine
-from slime.cluster.health import EngineLoads
 from slime.engines.launch import EngineSpec
 from slime.engines.process import free_port
+from slime.plugins.tools import engine_loads
+from slime.plugins.tools.engine_loads import EngineLoads
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -85,8 +85,8 @@ def test_lines_become_rarer_with_the_age_of_the_run(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(health.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(health, "load_of", lambda engine, paused, moment: {
+    monkeypatch.setattr(engine_loads.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(engine_loads, "load_of", lambda engine, paused, moment: {
         "time": moment, "engine": engine.index, "state": "serving", "running": 1, "waiting": 0, "tokens": 1,
     })  # fmt: skip
     loads = EngineLoads(engines(url), lambda: False, tmp_path / "engines.jsonl")
