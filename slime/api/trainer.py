@@ -94,7 +94,9 @@ class Trainer:
         current = self
         # After Ray's own handler was registered, which would otherwise run first.
         atexit.register(self.close)
-        self._folder: RunDir = self._display_folder(self._run)
+        folder = self._run.log.display.run_dir
+        assert folder is not None, "open_run creates the folder of the run"
+        self._folder: RunDir = folder
         self._inode = self._folder.path.stat().st_ino
         self.next_rollout, self.num_rollout = self._run.first_rollout, self._run.num_rollout
         with self._working(self._run):
@@ -422,9 +424,3 @@ class Trainer:
     def _tell(self, what: Callable[[Callback], None]) -> None:
         for one in self.callbacks:
             what(one)
-
-    @staticmethod
-    def _display_folder(run: Run) -> RunDir:
-        folder = run.log.display.run_dir
-        assert folder is not None, "open_run creates the folder of the run"
-        return folder

@@ -106,12 +106,9 @@ class EngineFleet:
         """URLs of the engines in one of ``states``; by default of all that answer, whatever weights
         they hold.
         """
+        wanted = states or ("serving", "unsynced")
         with self.lock:
-            return [
-                engine.url
-                for engine in self.engines
-                if engine.state in (states or ("serving", "unsynced"))
-            ]
+            return [engine.url for engine in self.engines if engine.state in wanted]
 
     def status(self) -> EngineStatus:
         with self.lock:
@@ -170,22 +167,15 @@ class EngineFleet:
         if not workers:
             return
         url = workers[0].url
+        models: object = {}
         settings = self.settings
-        if (
-            len(workers) > 1
-            or settings.always_routed
-            or settings.tolerant
-            or settings.router.address is not None
-        ):
+        always = settings.always_routed or settings.tolerant or settings.router.address is not None
+        if len(workers) > 1 or always:
             self.router = Routers(settings.router, self.log_dir, self.shares)
             self.router.start(workers)
             url = self.router.url
-        address = urlsplit(url)
-        self.addresses = {
-            "sglang_router_ip": address.hostname or "127.0.0.1",
-            "sglang_router_port": address.port or 80,
-            "sglang_model_routers": self.router.addresses if self.router is not None else {},
-        }
+            models = self.router.addresses
+        self.addresses = _addresses(url, models)
 
     def addresses_of(self, worker: int) -> dict[str, object]:
         """Return :attr:`addresses` as a rollout worker gets them: with the router of its share of
@@ -193,13 +183,10 @@ class EngineFleet:
         """
         if self.router is None or not self.shares:
             return self.addresses
-        url = urlsplit(list(self.router.by_share.values())[worker % self.shares].url)
-        models = dict.fromkeys(self.router.addresses, (url.hostname, url.port))
-        return {
-            "sglang_router_ip": url.hostname,
-            "sglang_router_port": url.port,
-            "sglang_model_routers": models,
-        }
+        url = list(self.router.by_share.values())[worker % self.shares].url
+        address = urlsplit(url)
+        models = dict.fromkeys(self.router.addresses, (address.hostname, address.port))
+        return _addresses(url, models)
 
     def stop(self, now: bool = False) -> None:
         """Stop router and engines; returns when their processes have ended. Safe to call twice.
@@ -290,11 +277,8 @@ class EngineFleet:
         peers = [e for e in self.engines if (e.spec.model, e.spec.worker_type) == kind]
         hopeless = all(e.state == "given up" or (e.state == "lost" and e.external) for e in peers)
         if hopeless and self.fatal is None:
-            which = (
-                ""
-                if len(peers) == len(self.engines)
-                else f" ({engine.spec.worker_type}) of model {kind[0]}"
-            )
+            alone = len(peers) == len(self.engines)
+            which = "" if alone else f" ({kind[1]}) of model {kind[0]}"
             self.fatal = f"no engine{which} is left; the last one: {what}\n{engine.last_words}"
 
     def _forget(self, url: str) -> None:
@@ -359,10 +343,10 @@ class EngineFleet:
         """Let engines serve that hold the current weights and were audited; those that already
         serve are left alone.
         """
-        for engine in [
-            engine for engine in self.engines if engine.url in urls and engine.state == "unsynced"
-        ]:
+        for engine in self.engines:
             url = engine.url
+            if url not in urls or engine.state != "unsynced":
+                continue
             try:
                 # It may have ended during the update, while the health checks were paused.
                 self.check_router()
@@ -387,9 +371,7 @@ class EngineFleet:
 
         def done() -> bool:
             with self.lock:
-                return not any(
-                    engine.state == "starting" or engine.ending for engine in self.engines
-                )
+                return not any(e.state == "starting" or e.ending for e in self.engines)
 
         what = "engines that are started again"
         wait_for(what, done, self.settings.start_seconds, report=self.report)
@@ -416,10 +398,7 @@ class EngineFleet:
                     workers = self._workers()
                 try:
                     self.router.restart(model, workers)
-                    with self.lock:
-                        serving = {
-                            engine.url for engine in self.engines if engine.state == "serving"
-                        }
+                    serving = self.urls("serving")
                     for worker in workers:
                         if worker.url not in serving:
                             self.router.remove_worker(worker.url)
@@ -428,3 +407,12 @@ class EngineFleet:
                     logger.error("the router could not be started again: %s", error)
                     continue
                 logger.warning("the router of %s serves again", model)
+
+
+def _addresses(url: str, models: object) -> dict[str, object]:
+    address = urlsplit(url)
+    return {
+        "sglang_router_ip": address.hostname or "127.0.0.1",
+        "sglang_router_port": address.port or 80,
+        "sglang_model_routers": models,
+    }

@@ -136,16 +136,8 @@ def prepare(args: Args, asynchronous: bool = False, in_program: bool = False) ->
         raise
     # The time of a program before its run does not count as the run's.
     log = StepLog(Display(folder, since=time.time() if in_program else None))
-    return Parts(
-        args,
-        folder,
-        begin,
-        log,
-        StopSignals(in_program),
-        asynchronous,
-        locks,
-        RunKeys.from_args(args),
-    )
+    stop = StopSignals(in_program)
+    return Parts(args, folder, begin, log, stop, asynchronous, locks, RunKeys.from_args(args))
 
 
 def start(parts: Parts) -> Run:

@@ -150,16 +150,8 @@ class TrainActor:
         # an actor sees only its own GPU, as device 0.
         local_rank = 0 if door().own_gpus() else self.rank
         with ONE_AT_A_TIME:
-            self.backend = create_backend(
-                self.args,
-                self.role,
-                self.rank,
-                self.world_size,
-                master_addr,
-                master_port,
-                local_rank,
-                self.read,
-            )
+            where = self.rank, self.world_size, master_addr, master_port, local_rank
+            self.backend = create_backend(self.args, self.role, *where, self.read)
         self.read = None
         if load_path is not None:
             self.backend.load(Path(load_path))
