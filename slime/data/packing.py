@@ -358,12 +358,10 @@ def build_context_pack(
         pad_to_multiple: The number of tokens of each rank is padded to a multiple of this.
     """
     arrays = [np.asarray(t, dtype=np.int64) for t in tokens]
-    # Every rank holds two chunks of each sample, so the layout of the rows is the same on all
-    # ranks.
+    # Every rank holds two chunks of each sample, so all ranks have as many rows.
     halves = [-(-len(array) // (2 * size)) for array in arrays]
-    count = 2 * sum(halves)
-    num_padding = -count % pad_to_multiple
-    rows = count + num_padding
+    num_padding = -2 * sum(halves) % pad_to_multiple
+    rows = 2 * sum(halves) + num_padding
     builder = _Builder()
     response_index, whole_samples, sample_ranges = [], [], []
     for array, half, response in zip(arrays, halves, response_lengths, strict=True):
@@ -385,7 +383,7 @@ def build_context_pack(
         response_index.append(own[scored] - first)
     if num_padding:  # It only attends to itself.
         places = np.arange(num_padding)
-        builder.add(np.zeros(num_padding, np.int64), places, rank * rows + count + places)
+        builder.add(np.zeros(num_padding, np.int64), places, rank * rows + builder.size + places)
     return builder.finish(
         kv_ranges=[],
         kv_index=np.concatenate(builder.keys),

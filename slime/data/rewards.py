@@ -77,9 +77,7 @@ def post_process_rewards(
     if args.custom_reward_post_process_path:
         return _custom(args, samples)
     # Raw rewards stay as they are for metrics; everything below changes ``shaped`` only.
-    raw = [
-        math.nan if s.reward_timed_out else _number(s, s.get_reward_value(args)) for s in samples
-    ]
+    raw = [_number(args, sample) for sample in samples]
     shaped = raw
     if args.overlong_buffer_len:
         limits = args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty
@@ -95,10 +93,9 @@ def post_process_rewards(
         return raw, rewards
     algorithm = create_algorithm(args)
     rollouts = keys_of_rollouts(samples) if rollout_keys is None else rollout_keys
-    # Group → rollout → positions of samples.
     groups: dict[Hashable, dict[Hashable, list[int]]] = {}
     for i, reward in enumerate(shaped):
-        if not math.isnan(reward):
+        if not math.isnan(reward):  # group → rollout → positions of samples
             groups.setdefault(group_keys[i], {}).setdefault(rollouts[i], []).append(i)
     for group in groups.values():
         # The baseline is that of rollouts; the samples of one rollout then share its reward.
@@ -116,7 +113,10 @@ def post_process_rewards(
     return raw, rewards
 
 
-def _number(sample: Sample, value: SupportsFloat | dict[str, object] | None) -> float:
+def _number(args: Args, sample: Sample) -> float:
+    if sample.reward_timed_out:
+        return math.nan
+    value: SupportsFloat | dict[str, object] | None = sample.get_reward_value(args)
     if isinstance(value, dict):
         raise ValueError(
             f"the reward of sample {sample.index} is {value}: name the entry to train with "

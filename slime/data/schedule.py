@@ -88,17 +88,6 @@ def build_dp_schedule(
     Samples with the same rollout id (fan-out siblings) stay in one step, and a step holds
     ``global_batch_size`` rollouts. In a step, every rank gets the same number of micro-batches.
 
-    With ``--use-dynamic-batch-size``, a micro-batch holds at most ``max_tokens_per_gpu * cp_size``
-    tokens; only a single longer sample may exceed that. With ``--balance-data`` or
-    ``--balance-by-flops``, micro-batches are packed by estimated FLOPs for ranks that run in lock
-    step (see :mod:`slime.data.lock_step`). Otherwise they are filled first-fit in the order of the
-    samples, the largest are halved until their number is a multiple of the number of ranks, and
-    they are assigned round-robin.
-
-    Without ``--use-dynamic-batch-size``, a micro-batch is ``micro_batch_size`` consecutive samples.
-    Micro-batches are assigned round-robin or, with ``--balance-data``, such that ranks have about
-    equal FLOPs in each of them.
-
     Args:
         train_parallel_config: ``dp_size``, and ``cp_size``, ``vpp_size`` and
             ``microbatch_group_size_per_vp_stage`` if they are not 1.
@@ -112,8 +101,8 @@ def build_dp_schedule(
     Returns:
         ``partitions[rank]``: sample positions in training order; ``micro_batch_indices[rank]``: for
         each micro-batch, positions within ``partitions[rank]``; ``num_microbatches[step]``: per
-        rank; ``global_batch_sizes[step]``:
-        number of rollouts. Rollouts that do not fill a whole step are left out, with a warning.
+        rank; ``global_batch_sizes[step]``: number of rollouts. Rollouts that do not fill a whole
+        step are left out, with a warning.
 
     Raises:
         ValueError: There are too few rollouts for a step, or the micro-batches cannot be
@@ -211,6 +200,17 @@ def _pack_step(
     step: int,
 ) -> list[list[list[int]]]:
     """Pack the samples of one optimizer step as ``[rank][micro-batch]``.
+
+    With ``--use-dynamic-batch-size``, a micro-batch holds at most ``max_tokens_per_gpu * cp_size``
+    tokens; only a single longer sample may exceed that. With ``--balance-data`` or
+    ``--balance-by-flops``, micro-batches are packed by estimated FLOPs for ranks that run in lock
+    step (see :mod:`slime.data.lock_step`). Otherwise they are filled first-fit in the order of the
+    samples, the largest are halved until their number is a multiple of the number of ranks, and
+    they are assigned round-robin.
+
+    Without ``--use-dynamic-batch-size``, a micro-batch is ``micro_batch_size`` consecutive samples.
+    Micro-batches are assigned round-robin or, with ``--balance-data``, such that ranks have about
+    equal FLOPs in each of them.
 
     Args:
         sizes: The data-parallel size, the number of which the micro-batches over all ranks must be

@@ -104,6 +104,27 @@ def _fields_from(settings: Settings, cls: type) -> dict[str, Any]:
     return {name: value for name, value in renamed.items() if name in names and value is not None}
 
 
+_FIXED: dict[str, object] = {
+    "gated_linear_unit": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "perform_initialization": False,
+    # Losses are shares of the mean of a step, so gradients are summed over micro-batches and
+    # ranks, not averaged.
+    "calculate_per_token_loss": True,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "bias_dropout_fusion": False,
+    "barrier_with_L1_time": False,
+    # Megatron's default, allgather, needs packs of equal length
+    "moe_token_dispatcher_type": "alltoall",
+    "deterministic_mode": False,
+}
+"""What slime gives every model, whatever the flags are."""
+
+
 def transformer_config(
     args: Args, settings: Settings, layout: ParallelLayout, device: torch.device
 ) -> TransformerConfig:
@@ -116,9 +137,9 @@ def transformer_config(
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    cls = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
-    dtype = DTYPES[args.train_dtype]
     moe, latent = bool(settings.get("num_experts")), bool(settings.get("multi_latent_attention"))
+    cls = MLATransformerConfig if latent else TransformerConfig
+    dtype = DTYPES[args.train_dtype]
     if problems := _layout_problems(settings, layout):
         raise MegatronError("; ".join(problems))
     activation = (
@@ -141,26 +162,11 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "gated_linear_unit": True,
         "activation_func": activation,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
         "use_cpu_initialization": device.type == "cpu",
-        "perform_initialization": False,
         "variable_seq_lengths": layout.pp > 1,
-        # Losses are shares of the mean of a step, so gradients are summed over micro-batches and
-        # ranks, not averaged.
-        "calculate_per_token_loss": True,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
         "bias_activation_fusion": device.type == "cuda" and not settings.get("gelu_tanh"),
-        "bias_dropout_fusion": False,
-        "barrier_with_L1_time": False,
-        # Megatron's default, allgather, needs packs of equal length
-        "moe_token_dispatcher_type": "alltoall",
-        "deterministic_mode": False,
+        **_FIXED,
     }
     if layout.vpp > 1:
         # With two stages and the default settings, messages of neighboring stages are mixed up

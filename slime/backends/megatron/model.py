@@ -267,15 +267,12 @@ def build_chunk(
     # The last stage scores response tokens, or values them for a critic, instead of returning all
     # logits.
     if model.post_process:
-        critic = role == "critic"
         layer = model.output_layer
-        scale = settings.get("logit_scale") or 1.0
-        head = (
-            ValueHead(config, seed, layer)
-            if critic
-            else PolicyHead(layer, settings["vocab_size"], scale)
-        )
-        model.output_layer = head
+        if role == "critic":
+            model.output_layer = ValueHead(config, seed, layer)
+        else:
+            scale = settings.get("logit_scale") or 1.0
+            model.output_layer = PolicyHead(layer, settings["vocab_size"], scale)
     return model
 
 
