@@ -44,6 +44,12 @@ KINDS = {
     "checkpoint": "a function read(folder, family, settings) that returns the NamedWeights of another "
     "program's folder",
     "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",
+    "other flags": "a function find() that returns a function add(parser), which adds the flags of another "
+    "program and returns a problem or None; None if the program is not there",
+    "data name": "a function named(text) that returns what text names, a slime.config.files.NamedData, or "
+    "None",
+    "resolver": "a function resolve(args) that fills in defaults before the data are read, and returns "
+    "problems",
     "check": "a function check(args) that returns problems, one line each, before a run starts",
     "warning": "a function warn(args, asynchronous) that returns lines, which are printed after the "
     "name at the start",

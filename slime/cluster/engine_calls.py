@@ -155,7 +155,9 @@ def fleet_of(args: Args, placement: Placement, log_dir: Path, keys: RunKeys) -> 
     """The engines that the flags ask for, before their start; a run that only trains has none."""
     specs = [] if args.debug_train_only else plan_engines(args)
     external = args.rollout_external_engine_addrs or []
-    uses_workers = args.rollout_workers > 1 and may_use_workers(args)
+    uses_workers = args.rollout_workers > 1 and may_use_workers(
+        args.rollout_function_path, args.eval_function_path
+    )
     settings = FleetSettings(
         router=RouterSettings.from_args(args, keys),
         tolerant=bool(args.use_fault_tolerance),

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 from slime.backends.token_budget import MOST_TOKENS, Measurement, budget
 from slime.cluster.rollout_manager import RolloutManager
 from slime.config.hf_config import read_config
-from slime.config.rollout import longest_per_gpu, old_actor_lag
+from slime.config.rollout import (
+    is_fully_async,
+    longest_sample,
+    old_actor_lag,
+    served_context,
+)
 from slime.weights.update import parse_version
 
 if TYPE_CHECKING:
@@ -84,12 +89,12 @@ class OldActor:
         cls, args: Args, asynchronous: bool, snapshot: Manifest | None = None
     ) -> OldActor:
         is_kept = bool(args.keep_old_actor)
-        lag = (old_actor_lag(args) or 0) if asynchronous and is_kept else 0
         interval = args.update_weights_interval if asynchronous else 1
+        lag = old_actor_lag(args, interval, is_fully_async(args)) if asynchronous else 0
         of_snapshot = (
             (snapshot.get("old_actor"), snapshot["rollout_id"] + 1) if snapshot is not None else ()
         )
-        return cls(is_kept, lag, interval, *of_snapshot)
+        return cls(is_kept, (lag or 0) if is_kept else 0, interval, *of_snapshot)
 
     def facts(self, ahead: int) -> OldActorFacts | None:
         """Return what a snapshot with ``ahead`` rollouts generated ahead says; None if there is
@@ -328,7 +333,8 @@ def settle_token_budget(
         note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
     else:
         share = memory_share(str(args.hf_checkpoint))
-        longest = longest_per_gpu(args)
+        ranks = int(args.megatron.get("context_parallel_size") or 1)
+        longest = longest_sample(args, served_context(args), ranks)
         measurements: list[Measurement] = []
         for group in reversed(trainer.groups):  # the actor last, so that it is awake afterwards
             trainer.take_turn(group)

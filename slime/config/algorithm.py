@@ -167,16 +167,15 @@ def loading_problem(name: str) -> str | None:
     return None
 
 
-def trial_problem(args: Args) -> str | None:
+def trial_problem(name: str, settings: EstimatorSettings) -> str | None:
     """Try the estimator's baseline on a few small groups, and explain why it fails; None if it
     works.
     """
     try:
-        algorithm = create_algorithm(args)
+        problem = baseline_problem(algorithm_class(name)(settings))
     except Exception as error:  # the constructor of the user's class can raise anything
-        return f"--advantage-estimator {args.advantage_estimator}: {type(error).__name__}: {error}"
-    problem = baseline_problem(algorithm)
-    return f"--advantage-estimator {args.advantage_estimator}: {problem}" if problem else None
+        problem = f"{type(error).__name__}: {error}"
+    return f"--advantage-estimator {name}: {problem}" if problem else None
 
 
 def estimator_label(name: str) -> str:
@@ -200,7 +199,7 @@ def check_estimator(args: Args) -> list[str]:
     and forbids.
     """
     name = args.advantage_estimator
-    if problem := loading_problem(name) or trial_problem(args):
+    if problem := loading_problem(name) or trial_problem(name, estimator_settings(args)):
         return [problem]
     algorithm = algorithm_class(name)
     flags = flags_of(type(args))
@@ -227,15 +226,17 @@ def check_estimator(args: Args) -> list[str]:
     return problems
 
 
-def check_patterns(args: Args) -> list[str]:
+_PATTERNS = (
+    "only_train_params_name_list",
+    "freeze_params_name_list",
+    "lora_target_modules",
+    "lora_exclude_modules",
+)
+
+
+def check_patterns(values: object) -> list[str]:
     problems = []
-    lists = (
-        "only_train_params_name_list",
-        "freeze_params_name_list",
-        "lora_target_modules",
-        "lora_exclude_modules",
-    )
-    for name, pattern in [(one, pattern) for one in lists for pattern in getattr(args, one) or ()]:
+    for name, pattern in [(one, each) for one in _PATTERNS for each in getattr(values, one) or ()]:
         try:
             re.compile(pattern)
         except re.error as error:
@@ -346,7 +347,7 @@ def _correct_by_default(args: Args, asynchronous: bool) -> None:
     elif asynchronous and bound > 0:
         why = f"tokens can be {bound} step(s) older than the weights that they train"
     # which excludes such tokens
-    elif trains_late(args) and not args.mask_offpolicy_in_partial_rollout:
+    elif trains_late(args, args.rollout_batch_size) and not args.mask_offpolicy_in_partial_rollout:
         why = (
             "with --over-sampling-batch-size or --partial-rollout, groups that a rollout does "
             "not need train in a later one, so their tokens are older than the weights that they "

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple, Self
 
-from slime.config.agent import AgentConfig, EnvironmentConfig
 from slime.config.algorithm import AlgorithmConfig, DistillationConfig, KlConfig, OffPolicyConfig
 from slime.config.batch import BatchConfig
 from slime.config.cluster import ClusterConfig
 from slime.config.data import DataConfig, EvalConfig, RewardConfig
 from slime.config.engine import EngineConfig
-from slime.config.flag import Flag, S, did_you_mean, flags_of, section
+from slime.config.flag import Flag, S, defaults_of, did_you_mean, flags_of, section
 from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
@@ -96,7 +95,7 @@ def _is_asked_with_default() -> bool:
     return _has_default_of_its_own(caller.f_code, caller.f_lasti)
 
 
-@dataclass
+@dataclass(init=False)
 class Args(
     MegatronExtrasConfig,
     DebugConfig,
@@ -109,8 +108,6 @@ class Args(
     CheckpointConfig,
     EvalConfig,
     RewardConfig,
-    AgentConfig,
-    EnvironmentConfig,
     RolloutPrecisionConfig,
     EngineConfig,
     AsyncConfig,
@@ -154,11 +151,15 @@ class Args(
     notices: list[str] = dataclasses.field(default_factory=list)
     explicit: frozenset[str] = frozenset()  # attributes that the user set, by flag or file
 
-    def __post_init__(self) -> None:
-        for part in all_sections():
-            self.__dict__.update(vars(part()))
+    def __init__(self, **values: Any) -> None:
+        """Set the defaults of all flags, also of registered parts, and then ``values``."""
+        for part in (Args, *all_sections()):
+            self.__dict__.update(defaults_of(part))
         for family in families():
             self.__dict__.setdefault(family, {})
+        if unknown := values.keys() - self.__dict__.keys():
+            raise TypeError(f"Args has no {', '.join(sorted(unknown))}")
+        self.__dict__.update(values)
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
@@ -193,14 +194,6 @@ class Args(
         object of its own.
         """
         return section(kind, self)
-
-    def fill(self, **defaults: Any) -> None:
-        """Set those of the flags that have no value yet, such as
-        ``args.fill(critic_lr=args.lr)``.
-        """
-        self.__dict__.update(
-            {name: value for name, value in defaults.items() if self.__dict__[name] is None}
-        )
 
     def with_values(self, **changes: Any) -> Self:
         """Return a copy with other values, such as ``args.with_values(num_rollout=12)`` once the

@@ -4,12 +4,13 @@ micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.flag import DERIVED, Section, flag
 from slime.config.layout import ParallelLayout
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, longest_per_gpu
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, longest_sample, served_context
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -67,7 +68,13 @@ def derive_batch(args: Args) -> list[str]:
         f"--rollout-batch-size {args.rollout_batch_size} x "
         f"--n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
     )
-    _micro_batches(args)
+    ranks = int(args.megatron.get("context_parallel_size") or 1)
+    _size_micro_batches(
+        args,
+        explicit=args.explicit,
+        padded=args.attn_implementation not in (None, "varlen"),
+        longest=longest_sample(args, served_context(args), ranks),
+    )
     size = args.global_batch_size
     steps = args.num_steps_per_rollout
     # the range checks report it
@@ -92,7 +99,9 @@ def derive_batch(args: Args) -> list[str]:
     ]
 
 
-def _micro_batches(args: Args) -> None:
+def _size_micro_batches(
+    batch: BatchConfig, explicit: Collection[str], padded: bool, longest: int
+) -> None:
     """Size micro-batches by tokens, unless the user sets their size in samples.
 
     Here the token budget follows from flags alone. The default needs no more memory than the
@@ -100,12 +109,11 @@ def _micro_batches(args: Args) -> None:
     measured one (``cluster/token_budget.py``). On a CPU it stays, because engines, object store and
     trainer share the memory, and larger packs are not faster there.
     """
-    padded = args.attn_implementation not in (None, "varlen")
-    args.fill(use_dynamic_batch_size="micro_batch_size" not in args.explicit and not padded)
-    args.fill(balance_data=args.use_dynamic_batch_size or args.balance_by_flops)
-    if args.use_dynamic_batch_size:
-        args.fill(max_tokens_per_gpu=max(MIN_TOKEN_BUDGET, longest_per_gpu(args)))
-    args.fill(log_probs_max_tokens_per_gpu=args.max_tokens_per_gpu)
+    batch.fill(use_dynamic_batch_size="micro_batch_size" not in explicit and not padded)
+    batch.fill(balance_data=batch.use_dynamic_batch_size or batch.balance_by_flops)
+    if batch.use_dynamic_batch_size:
+        batch.fill(max_tokens_per_gpu=max(MIN_TOKEN_BUDGET, longest))
+    batch.fill(log_probs_max_tokens_per_gpu=batch.max_tokens_per_gpu)
 
 
 def check_split(args: Args) -> list[str]:

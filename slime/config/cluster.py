@@ -134,13 +134,6 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
 def check_placement(args: Args) -> list[str]:
     """Check the rules that do not depend on the machine."""
     problems = [*check_server_groups(args), *check_colocated_pipelines(args)]
-    per_engine = args.rollout_num_gpus_per_engine
-    others = args.debug_train_only or args.rollout_external_engine_addrs or args.sglang_config
-    if not others and per_engine >= 1 and args.rollout_num_gpus % per_engine:
-        problems.append(
-            f"--rollout-num-gpus {args.rollout_num_gpus} is not a multiple of "
-            f"--rollout-num-gpus-per-engine {per_engine}"
-        )
     if args.embedded_device is not None and args.embedded_device.partition(":")[0] not in (
         "cpu",
         "cuda",

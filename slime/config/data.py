@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.config.files import file_of, first_row, lookup, read_yaml
+from slime.config.files import NamedDataError, data_name, file_of, first_row, lookup, read_yaml
 from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag, shown
-from slime.config.named_data import data_name
 from slime.config.rollout import (
     DEFAULT_ROLLOUT_FUNCTION,
     OWN_FUNCTIONS,
     context_notice,
     is_fully_async,
+    served_context,
 )
 from slime.registry import parts
 
@@ -79,6 +79,30 @@ class DataConfig(Section):
     """Chat format by which the loss mask of SFT samples is computed"""
 
 
+def derive_named_data(args: Args) -> list[str]:
+    """Replace a name in ``--prompt-data`` by a file, and select its usual reward if no flag provides
+    one.
+
+    Names of evaluation sets are replaced by
+    :func:`slime.data.eval_config.resolve_eval_datasets`."""
+    name = data_name(args.prompt_data) if args.prompt_data else None
+    if name is None:
+        return []
+    option = f"--prompt-data {args.prompt_data}"
+    try:
+        args.prompt_data = name.file()
+    except NamedDataError as error:
+        return [f"{option}: {error}"]
+    args.notices.append(f"{option}: its rows are in {args.prompt_data}")
+    kind = name.reward_type
+    if kind and not (args.rm_type or args.custom_rm_path or args.custom_generate_function_path):
+        args.fill(math_answer="any", rm_type=kind)
+        args.notices.append(
+            f"no flag provides rewards: --rm-type is {kind}, as usual for {name.path}"
+        )
+    return []
+
+
 def derive_data(args: Args) -> None:
     # Many public data sets call the prompt "input". Only a column that is named by the user is
     # never replaced.
@@ -96,16 +120,16 @@ def derive_data(args: Args) -> None:
     # A prompt that fills the whole context leaves no token for the response.
     if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
-    if not args.debug_train_only and (notice := context_notice(args)) is not None:
-        args.notices.append(notice)
+    if not args.debug_train_only:
+        args.notices += context_notice(args, served_context(args))
     args.fill(over_sampling_batch_size=args.rollout_batch_size)
     derive_reward(args, row)
 
 
-def check_data_files(args: Args) -> list[str]:
-    needs_data = args.rollout_global_dataset and not args.load_debug_rollout_data
-    custom_source = args.data_source_path != DEFAULT_DATA_SOURCE
-    if args.prompt_data is None:
+def check_data_files(data: DataConfig, saved_samples: str | None) -> list[str]:
+    needs_data = data.rollout_global_dataset and not saved_samples
+    custom_source = data.data_source_path != DEFAULT_DATA_SOURCE
+    if data.prompt_data is None:
         if needs_data and not custom_source:
             return [
                 "--prompt-data is missing: pass a JSONL or Parquet file, or your own "
@@ -113,13 +137,10 @@ def check_data_files(args: Args) -> list[str]:
             ]
         return []
     # A source of the user may give the path any meaning.
-    if (
-        file_of(args.prompt_data).is_file()
-        or custom_source
-        or data_name(args.prompt_data) is not None
-    ):
+    path = data.prompt_data
+    if file_of(path).is_file() or custom_source or data_name(path) is not None:
         return []
-    return [f"--prompt-data {args.prompt_data}: no such file"]
+    return [f"--prompt-data {path}: no such file"]
 
 
 def check_multimodal_keys(data: DataConfig) -> list[str]:

@@ -9,9 +9,11 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
+
+from slime.registry import find, parts
 
 _LONGEST_NAME = 255  # bytes; the limit of the usual file systems
 
@@ -107,6 +109,38 @@ def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
             f"{type(content).__name__}"
         ]
     return content, []
+
+
+class NamedDataError(ValueError):
+    """A data set cannot be loaded by its name; the message says why and what to do."""
+
+
+class NamedData(Protocol):
+    """A data set that a registered part finds by its name."""
+
+    @property
+    def path(self) -> str:
+        """Its name, or its folder."""
+
+    @property
+    def reward_type(self) -> str | None:
+        """Its usual ``--rm-type``; None if it has none."""
+
+    def file(self) -> str:
+        """Return a file of its rows, with a slice as in ``--prompt-data``, which is written first if
+        it does not exist.
+
+        Raises:
+            NamedDataError: It cannot be loaded.
+        """
+
+
+def data_name(text: str) -> NamedData | None:
+    """Return what a value of ``--prompt-data`` names; None if it is the path of a file, whether it
+    exists or not.
+    """
+    found = (find("data name", name)(text) for name in parts("data name"))
+    return next((named for named in found if named is not None), None)
 
 
 def file_of(prompt_data: str) -> Path:

@@ -67,6 +67,14 @@ class Section:
             )
         object.__setattr__(self, name, value)
 
+    def fill(self, **defaults: Any) -> None:
+        """Set those of the flags that have no value yet, such as
+        ``args.fill(critic_lr=args.lr)``.
+        """
+        self.__dict__.update(
+            {name: value for name, value in defaults.items() if self.__dict__[name] is None}
+        )
+
 
 S = TypeVar("S")
 
@@ -231,11 +239,19 @@ def _flags_of(cls: type) -> dict[str, Flag]:
     }
 
 
+def defaults_of(cls: type) -> dict[str, Any]:
+    """Return the default of each field of a dataclass."""
+    return {field.name: _default(field) for field in dataclasses.fields(cls)}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
+
+
 def _make(field: dataclasses.Field[Any], hint: object, section: type) -> Flag:
     meta = dict(field.metadata.get(_KEY, {}))
-    default = (
-        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    )
+    default = _default(field)
     value_type, container, optional = _unwrap(hint)
     optional = optional or default is None
     return Flag(

@@ -5,7 +5,7 @@ does not read."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.config.files import read_table
@@ -39,15 +39,17 @@ def _unsupported() -> type:
 UnsupportedConfig = _unsupported()
 
 
-def check_states(args: Args, flags: Mapping[str, Flag]) -> tuple[list[str], list[tuple[str, str]]]:
+def check_states(
+    values: object, explicit: Collection[str], flags: Mapping[str, Flag]
+) -> tuple[list[str], list[tuple[str, str]]]:
     """Return the problems of refused flags that the user set, and each flag without effect with the
     reason.
     """
     problems: list[str] = []
     idle: list[tuple[str, str]] = []
     for name, entry in flags.items():
-        value = getattr(args, name)
-        if name not in args.explicit or value in (None, entry.default):
+        value = getattr(values, name)
+        if name not in explicit or value in (None, entry.default):
             continue
         words = value if isinstance(value, str) else shown(value)
         typed = entry.option if entry.is_bool or entry.takes_list else f"{entry.option} {words}"

@@ -10,15 +10,12 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from slime.config.flag import flags_of
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
+from slime.config.flag import Flag
 
 
 class HookError(ValueError):
@@ -204,14 +201,11 @@ HOOK_NAMES = {
 """The name that a bare ``file.py`` stands for, for the flags that have a conventional name."""
 
 
-_DERIVED_HOOKS = ("eval_function_path",)
-
-
-def check_hooks(args: Args) -> list[str]:
+def check_hooks(flags: Mapping[str, Flag], values: object) -> list[str]:
     """Check that every function that a flag names can be imported and called."""
     return [
         problem
-        for option, name, path in _hooks(args)
+        for option, name, path in _hooks(flags, values)
         if (problem := hook_problem(option, name, path))
     ]
 
@@ -224,10 +218,11 @@ def dotted(path: object) -> object:
     return str(path).replace(":", ".") if own else path
 
 
-def _hooks(args: Args) -> Iterator[tuple[str, str, str]]:
-    for name, flag in flags_of(type(args)).items():
-        value = getattr(args, name)
-        if name in _DERIVED_HOOKS and value == args.rollout_function_path:
+def _hooks(flags: Mapping[str, Flag], values: object) -> Iterator[tuple[str, str, str]]:
+    for name, flag in flags.items():
+        value = getattr(values, name)
+        # by default it is the function of rollouts
+        if name == "eval_function_path" and value == vars(values)["rollout_function_path"]:
             continue
         if flag.kind == "hook" and value is not None and value != flag.default:
             yield flag.option, name, value

@@ -130,11 +130,13 @@ def _count_stages(text: str) -> int:
     )
 
 
-def check_layout(args: Args) -> list[str]:
-    problems = ParallelLayout.from_args(args).problems()
-    pp = args.megatron.get("pipeline_model_parallel_size") or 1
-    per_chunk = args.megatron.get("num_layers_per_virtual_pipeline_stage")
-    layers = _layers_to_divide(args.megatron, args.hf_checkpoint) if per_chunk else 0
+def check_layout(
+    layout: ParallelLayout, given: Mapping[str, Any], checkpoint: str | None
+) -> list[str]:
+    problems = layout.problems()
+    pp = given.get("pipeline_model_parallel_size") or 1
+    per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
+    layers = _layers_to_divide(given, checkpoint) if per_chunk else 0
     # Megatron would round, and train with another number of chunks than the user asked for.
     if per_chunk and layers % (pp * per_chunk):
         problems.append(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from slime.config.checkpoint import InitialWeights, weights_path
 from slime.config.flag import DERIVED, Section, flag
@@ -22,9 +22,9 @@ ADAPTER_NAME = "slime"
 """The name of the trained adapter in engines that load adapters by name."""
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """The projections that SGLang computes at once."""
-_PROJECTIONS = tuple(name for group in _FUSED for name in group)
+PROJECTIONS = tuple(name for group in FUSED for name in group)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names in config.json of the number of routed experts."""
 _IN_FILE = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
@@ -123,58 +123,6 @@ def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
     return ADAPTER_NAME if rank and sync == "adapter" and backend == "sglang" else None
 
 
-def sglang_targets(targets: Sequence[str]) -> list[str]:
-    """Return the projections on which an SGLang server needs room for adapters of
-    ``--lora-target-modules``.
-    """
-    names = [name.rpartition(".")[2] for name in targets]
-    chosen = set(_PROJECTIONS if ALL_LINEAR in names else names)
-    return [
-        name
-        for name in _PROJECTIONS
-        if any(name in group and chosen & set(group) for group in _FUSED)
-    ]
-
-
-def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
-    """Return PEFT's ``adapter_config.json`` in the form from which SGLang computes the same factor.
-
-    SGLang divides ``lora_alpha`` by the rank and does not know rsLoRA, so the file gets the
-    ``lora_alpha`` with which the quotient is right.
-
-    Args:
-        config: The configuration with the whole names of the layers.
-
-    Raises:
-        ValueError: In some decoder layer, not all projections that SGLang computes at once have an
-            adapter.
-    """
-    layers = [str(name) for name in cast("Sequence[object]", config["target_modules"])]
-    # SGLang computes the projections of a group in one matrix, so a group has all of its adapters
-    # or none.
-    places: dict[str, set[str]] = {}
-    for name in layers:
-        module, _, last = name.rpartition(".")
-        places.setdefault(module, set()).add(last)
-    for module, names in places.items():
-        for group in _FUSED:
-            if names & set(group) and not names >= set(group):
-                raise ValueError(
-                    f"--lora-sync adapter: {module} has adapters on "
-                    f"{', '.join(sorted(names & set(group)))}, but SGLang needs them on all of "
-                    f"{', '.join(group)} or on none: change --lora-target-modules and "
-                    "--lora-exclude-modules, or use --lora-sync merged"
-                )
-    # With rsLoRA the factor is alpha / sqrt(rank); SGLang computes alpha / rank.
-    rank = int(str(config["r"]))
-    alpha = float(str(config["lora_alpha"]))
-    return {
-        **config,
-        "lora_alpha": alpha * rank**0.5 if config.get("use_rslora") else alpha,
-        "use_rslora": False,
-    }
-
-
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a model with routed experts."""
     return any(config.get(name) for name in _EXPERTS)
@@ -186,7 +134,7 @@ def check_lora(args: Args) -> list[str]:
     """
     if not args.lora_rank:
         return []
-    problems = _contradictions(args)
+    problems = _contradictions(args, args.load)
     reference = weights_path(args.ref_load, args.ref_ckpt_step)
     base = (
         InitialWeights.from_args(args).path(args.train_backend == "megatron")
@@ -219,10 +167,10 @@ def check_lora(args: Args) -> list[str]:
         names = {name.rpartition(".")[2] for name in args.lora_target_modules} - {
             ALL_LINEAR,
             EXPERTS,
-            *_PROJECTIONS,
+            *PROJECTIONS,
         }
         problems += [
-            f"--lora-sync adapter: slime starts SGLang with adapters on {', '.join(_PROJECTIONS)} "
+            f"--lora-sync adapter: slime starts SGLang with adapters on {', '.join(PROJECTIONS)} "
             f"only, not on {name}; use --lora-sync merged"
             for name in sorted(names)
         ]
@@ -259,14 +207,12 @@ def megatron_problems(config: Mapping[str, Any], tensor_parallel: int) -> list[s
     return problems
 
 
-def _contradictions(args: Args) -> list[str]:
+def _contradictions(lora: LoraConfig, load: str | None) -> list[str]:
     """Compare the flags with the adapter in ``--load``."""
-    found = adapter_file(args.load)
-    if found is None:
-        return []
+    found = adapter_file(load) or {}
     return [
-        f"--{name.replace('_', '-')} {getattr(args, name)}, but the adapter in --load {args.load} "
+        f"--{name.replace('_', '-')} {getattr(lora, name)}, but the adapter in --load {load} "
         f"has {key} {found[key]}: leave the flag out"
         for name, key in _IN_FILE.items()
-        if key in found and found[key] != getattr(args, name)
+        if key in found and found[key] != getattr(lora, name)
     ]

@@ -4,21 +4,15 @@ are refused.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import importlib.util
-import json
-import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.config.files import read_table
 from slime.config.hf_config import SHAPE
 from slime.config.passthrough import MEGATRON_VERSION, by_name, load_table
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 _TABLE = read_table("passed_on.json")["megatron"]
 READ_BY_SLIME = frozenset(_TABLE["read"])
@@ -77,39 +71,21 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
     return problems
 
 
-def check_megatron(args: Args) -> list[str]:
-    """Check the flags of Megatron for its backend: those that do not fit, and those that it cannot
-    support. A notice names a checkout of Megatron-LM whose ``megatron.core`` is not used."""
-    if args.train_backend != "megatron":
-        return []
-    if notice := shadowing_notice():
-        args.notices.append(notice)
-    return refused_flags(args.megatron)
-
-
-def check_fsdp(args: Args) -> list[str]:
-    """Check the number of shards, and name Megatron's flags that have no effect in one notice."""
-    if args.train_backend != "fsdp":
-        return []
+def fsdp_notices(given: Mapping[str, Any]) -> list[str]:
+    """Name Megatron's flags that have no effect with FSDP in one notice."""
     # FSDP reads the shape from config.json, which the checks compare with these flags.
     known = {*SHAPE, *ARCHITECTURE, *_TABLE["understood_by_fsdp"]}
     defaults = {name: entry.flag.default for name, entry in by_name("megatron").items()}
     # what FSDP does anyway needs no notice
     as_usual = {**defaults, "attention_dropout": 0, "hidden_dropout": 0}
-    idle = [
-        name
-        for name, value in args.megatron.items()
-        if name not in known and value != as_usual[name]
-    ]
-    if idle:
-        shown = ", ".join("--" + name.replace("_", "-") for name in sorted(idle))
-        args.notices.append(
-            f"these Megatron flags have no effect with --train-backend fsdp: {shown}"
-        )
-    return _shard_size(args.fsdp_shard_size, args.world_size)
+    idle = [name for name, value in given.items() if name not in known and value != as_usual[name]]
+    if not idle:
+        return []
+    shown = ", ".join("--" + name.replace("_", "-") for name in sorted(idle))
+    return [f"these Megatron flags have no effect with --train-backend fsdp: {shown}"]
 
 
-def _shard_size(size: int | None, ranks: int) -> list[str]:
+def check_shard_size(size: int | None, ranks: int) -> list[str]:
     if size is None or size < 1 or ranks % size == 0:  # the range check reports a size below 1
         return []
     sizes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
@@ -117,62 +93,6 @@ def _shard_size(size: int | None, ranks: int) -> list[str]:
         f"--fsdp-shard-size {size} does not divide the {ranks} training ranks: use one of "
         f"{sizes}, or leave it out"
     ]
-
-
-ASK_SECONDS = 120.0
-_MARK = "@@slime "
-_TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
-_PROGRAM = f"""
-import argparse, json
-from megatron.training.arguments import add_megatron_arguments
-
-parser = argparse.ArgumentParser(allow_abbrev=False)
-add_megatron_arguments(parser)
-said = []
-for action in parser._actions:
-    if action.dest != "help":
-        kind = getattr(action.type, "__name__", "str")
-        const = action.const if isinstance(action.const, (bool, int, float, str)) else None
-        said.append([action.option_strings, action.dest, action.nargs, const, kind])
-print({_MARK!r} + json.dumps(said))
-"""
-
-
-def is_there() -> bool:
-    """Whether Megatron-LM can be imported. Nothing is imported for this."""
-    spec = importlib.util.find_spec("megatron")
-    places = (spec.submodule_search_locations or []) if spec else []
-    return any((Path(place) / "training" / "arguments.py").is_file() for place in places)
-
-
-def add_options(parser: argparse.ArgumentParser) -> str | None:
-    """Add those options of Megatron-LM that ``parser`` does not have. Return the problem, or
-    None.
-    """
-    command = [sys.executable, "-P", "-c", _PROGRAM]
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"Megatron-LM on PYTHONPATH did not list its flags within {ASK_SECONDS:.0f} s"
-    # Imports of Megatron-LM print to the same stream, so the answer has a mark.
-    said = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
-    if said is None:
-        last = answer.stderr.strip().splitlines()[-1:] or [f"exit {answer.returncode}"]
-        return f"the flags of Megatron-LM on PYTHONPATH could not be read: {last[0]}"
-    for options, dest, nargs, const, kind in json.loads(said.removeprefix(_MARK)):
-        new = [option for option in options if option not in parser._option_string_actions]
-        common: dict[str, Any] = {
-            "dest": dest,
-            "default": argparse.SUPPRESS,
-            "help": argparse.SUPPRESS,
-        }
-        if new and nargs == 0:
-            parser.add_argument(*new, action="store_const", const=const, **common)
-        elif new:
-            parser.add_argument(*new, nargs=nargs, type=_TYPES.get(kind, str), **common)
-    return None
 
 
 def installed_core() -> Path | None:
@@ -223,13 +143,13 @@ def prefer_installed_core() -> list[str]:
     return shadowing
 
 
-def shadowing_notice() -> str | None:
-    """Return a notice about :func:`shadowing_paths`; None if there are none."""
+def shadowing_notices() -> list[str]:
+    """Return a notice about :func:`shadowing_paths`, if there are any."""
     paths = shadowing_paths()
     if not paths:
-        return None
+        return []
     version = importlib.metadata.version("megatron-core")
-    return (
+    return [
         f"{', '.join(paths)} on PYTHONPATH contains its own megatron.core, which slime does not "
         f"use: it imports the installed megatron-core {version}, with which it is tested"
-    )
+    ]

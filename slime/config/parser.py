@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from slime import registry
-from slime.config import megatron, passthrough
+from slime.config import passthrough
 from slime.config.args import FLAGS, Args, Spelling
 from slime.config.flag import Flag, Kind, did_you_mean
 from slime.config.flag_support import (
@@ -216,15 +216,17 @@ def read_command_line(
     theirs: list[str] = []
     namespace, rest, misused = _parse(parser, argv)
     problems = _unknown(parser, rest)
-    # Asking Megatron-LM for its flags imports it in a separate process, which takes seconds. So
-    # this happens only for flags that are unknown otherwise, and with a parser of its own: the
-    # cached one must stay as it is.
-    if problems and megatron.is_there():
+    # Asking another program for its flags can take seconds. So this happens only for flags that are
+    # unknown otherwise, and with a parser of its own: the cached one must stay as it is.
+    others = [
+        registry.find("other flags", name)() for name in registry.parts("other flags") if problems
+    ]
+    if any(others):
         known = set(parser._option_string_actions)
         parser = build_parser(add_custom_arguments, prog)
-        problem = megatron.add_options(parser)
+        wrong = [add(parser) for add in others if add is not None]
         namespace, rest, misused = _parse(parser, argv)
-        problems = [*_unknown(parser, rest), *([problem] if problem else [])]
+        problems = [*_unknown(parser, rest), *filter(None, wrong)]
         words = {word.partition("=")[0] for word in argv}
         theirs = sorted(words & (set(parser._option_string_actions) - known))
     problems = misused + problems
@@ -385,7 +387,7 @@ def check_args(
         sys.argv[1:] if argv is None else argv, add_custom_arguments, settings
     )
     # What a refused flag says is told before what follows from other flags.
-    refused, idle = check_states(args, FLAGS)
+    refused, idle = check_states(args, args.explicit, FLAGS)
     args.notices += [*unread_variables(os.environ), *registry.failures()]
     problems += [*refused, *resolve_defaults(args, asynchronous=asynchronous)]
     problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))

@@ -7,10 +7,9 @@ return a list of problems, each with what to change, and all problems are report
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from slime.config import (
-    agent,
     algorithm,
     batch,
     cluster,
@@ -20,7 +19,6 @@ from slime.config import (
     layout,
     lora,
     megatron,
-    named_data,
     observability,
     passthrough,
     rollout,
@@ -30,8 +28,10 @@ from slime.config import (
 )
 from slime.config.args import FLAGS, Args
 from slime.config.flag import out_of_range
+from slime.config.layout import ParallelLayout
 from slime.config.machine import Machine, this_machine
 from slime.config.rules import Run, check_rules
+from slime.registry import find, parts
 
 
 def resolve_defaults(
@@ -55,11 +55,11 @@ def resolve_defaults(
     # Then what replaces a part of the run: a debug mode has no trainer or no engines, and an
     # environment or an agent program selects functions of its own.
     observability.derive_debug_modes(args)
-    agent.derive_environment(args)
-    agent.derive_agent(args)
+    for name in parts("resolver"):
+        problems += find("resolver", name)(args)
     # A data set by name becomes a file here, because the next derivation reads the first row of the
     # file.
-    problems += named_data.derive_named_data(args)
+    problems += data.derive_named_data(args)
     data.derive_data(args)
     # The estimator decides on a critic, and the placement has to know whether there is one.
     problems += batch.derive_batch(args)
@@ -77,30 +77,58 @@ def check_ranges(args: Args) -> list[str]:
     """Check the ranges of derived values. Values of the command line and of files are checked when
     they are read.
     """
-    problems = []
-    for name, flag in FLAGS.items():
-        value = getattr(args, name)
-        problem = out_of_range(flag, value) if flag.status != "refused" else None
-        if problem:
-            problems.append(f"{flag.option} {value}: {problem}")
-    return problems
+    return [
+        f"{flag.option} {value}: {problem}"
+        for name, flag in FLAGS.items()
+        if flag.status != "refused"
+        for value in [getattr(args, name)]
+        if (problem := out_of_range(flag, value))
+    ]
 
 
-CHECKS: tuple[Callable[[Args], list[str]], ...] = (
-    trainer.check_checkpoint, trainer.check_reference, trainer.check_teacher, run.check_folders,
-    observability.check_debug_files, observability.check_sinks, hooks.check_hooks, data.check_multimodal_keys,
-    rollout.check_rotary, check_ranges, batch.check_split, engine.check_outer_caches, data.check_reward,
-    agent.check_parsers, algorithm.check_estimator, algorithm.check_patterns, trainer.check_shape, trainer.check_media,
-    layout.check_layout, megatron.check_fsdp, megatron.check_megatron, lora.check_lora, trainer.check_quantized_model,
-    cluster.check_placement, passthrough.check, settings.check_roles,
-)  # fmt: skip
-"""What is not a row of :mod:`slime.config.rules`, because it reads files, or computes what to
-say.
-"""
-DATA_CHECKS = (data.check_data_files, data.check_scored, data.check_eval_files)
-"""Checks that need not read all data. Where ``slime.data`` reads the files, its own checks replace
-these.
-"""
+def _checks(args: Args) -> Iterator[list[str]]:
+    """What is not a row of :mod:`slime.config.rules`, because it reads files, or computes what to
+    say. Each check gets the sections and values that it reads.
+    """
+    checkpoint = args.hf_checkpoint
+    megatron_flags = args.megatron
+    trains = not args.debug_rollout_only
+    # The checkpoints, and the files that flags name.
+    yield trainer.check_checkpoint(args)
+    yield trainer.check_reference(args)
+    yield trainer.check_teacher(args.opd_teacher_load, args.train_backend)
+    yield run.check_folders(args)
+    yield observability.check_debug_files(args)
+    yield observability.check_sinks(args)
+    yield hooks.check_hooks(FLAGS, args)
+    # What a rollout generates.
+    yield data.check_multimodal_keys(args)
+    if trains and args.loss_type != "sft_loss":
+        yield rollout.check_rotary(args, rollout.served_context(args), checkpoint)
+    yield check_ranges(args)
+    yield engine.check_outer_caches(args)
+    yield data.check_reward(args)
+    # What is trained, and how it is divided over ranks.
+    yield batch.check_split(args)
+    yield algorithm.check_estimator(args)
+    yield algorithm.check_patterns(args)
+    yield trainer.check_shape(megatron_flags, checkpoint)
+    if args.multimodal_keys:
+        yield trainer.check_media(checkpoint)
+    yield layout.check_layout(ParallelLayout.from_args(args), megatron_flags, checkpoint)
+    if args.train_backend == "fsdp":
+        args.notices += megatron.fsdp_notices(megatron_flags)
+        yield megatron.check_shard_size(args.fsdp_shard_size, args.world_size)
+    else:
+        args.notices += megatron.shadowing_notices()
+        yield megatron.refused_flags(megatron_flags)
+    yield lora.check_lora(args)
+    if args.rollout_quantization and args.rollout_backend == "sglang":
+        yield trainer.check_quantized_model(args.rollout_quantization, checkpoint)
+    # The processes and what is passed on to them.
+    yield cluster.check_placement(args)
+    yield passthrough.check(args)
+    yield settings.check_roles(args)
 
 
 def validate(
@@ -117,13 +145,12 @@ def validate(
             reported twice.
     """
     machine = machine or this_machine()
-    problems = [
-        problem
-        for check in (*CHECKS, *(() if data_is_checked else DATA_CHECKS))
-        for problem in check(args)
-    ]
+    problems = [problem for check in _checks(args) for problem in check]
+    # Checks that need not read all data. Where slime.data reads the files, its own replace them.
+    if not data_is_checked:
+        problems += data.check_data_files(args, args.load_debug_rollout_data)
+        problems += data.check_scored(args)
+        problems += data.check_eval_files(args)
     # Rules are checked even if other checks fail, so that one call tells everything.
     problems += check_rules(Run(args, asynchronous, machine))
-    if asynchronous:
-        problems += [*rollout.check_staleness(args), *rollout.check_old_actor(args)]
     return problems + cluster.check_machine(args, machine)

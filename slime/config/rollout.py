@@ -15,6 +15,7 @@ from slime.config.passthrough import given_options
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.data import EvalConfig
 
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 
@@ -125,7 +126,7 @@ def staleness_bound(
     return implied if max_staleness is None else min(implied, max_staleness)
 
 
-def old_actor_lag(args: Args) -> int | None:
+def old_actor_lag(asynchrony: AsyncConfig, interval: int, fully_async: bool = False) -> int | None:
     """Return by how many weight updates a rollout of ``train_async.py`` is behind, when it is the
     first one that is trained after an update: its weights compared to those that the engines hold
     then.
@@ -139,15 +140,14 @@ def old_actor_lag(args: Args) -> int | None:
         0 or 1; None if it depends on the speed of rollouts and steps, or if groups continue across
         an update.
     """
-    buffered = args.async_buffer_size
-    interval = args.update_weights_interval
-    bound = args.max_weight_staleness
+    buffered = asynchrony.async_buffer_size
+    bound = asynchrony.max_weight_staleness
     # The rollout may not start before the update that its step needs.
     if bound is not None and bound < interval:
         return 0
     # Several rollouts are in progress then, and which of them an update interrupts depends on their
     # speed.
-    if is_fully_async(args) or (buffered > 1 and (bound is None or bound > interval)):
+    if fully_async or (buffered > 1 and (bound is None or bound > interval)):
         return None
     return 1
 
@@ -156,16 +156,11 @@ def is_fully_async(rollout: RolloutConfig) -> bool:
     return rollout.rollout_function_path.replace(":", ".") == FULLY_ASYNC_FUNCTION
 
 
-def may_use_workers(args: Args) -> bool:
-    """Whether rollouts or evaluations hand groups to rollout workers; a user's function generates
-    them itself.
+def may_use_workers(*functions: str | None) -> bool:
+    """Whether rollouts or evaluations, of which these are the functions, hand groups to rollout
+    workers; a user's function generates them itself.
     """
-    functions = {
-        path.replace(":", ".")
-        for path in (args.rollout_function_path, args.eval_function_path)
-        if path
-    }
-    return bool(functions & set(OWN_FUNCTIONS))
+    return any(path and path.replace(":", ".") in OWN_FUNCTIONS for path in functions)
 
 
 def restricts_vocabulary(top_p: float | None, top_k: int | None) -> bool:
@@ -175,56 +170,21 @@ def restricts_vocabulary(top_p: float | None, top_k: int | None) -> bool:
     return (top_p or 1.0) < 1 or (top_k or -1) > 0
 
 
-def samples_whole_vocabulary(args: Args) -> bool:
+def samples_whole_vocabulary(rollout: RolloutConfig, evaluation: EvalConfig) -> bool:
     """Whether no flag asks for top-p or top-k. Data sets of ``--eval-config`` may ask for them."""
-    rollout = restricts_vocabulary(args.rollout_top_p, args.rollout_top_k)
     return not (
-        rollout or restricts_vocabulary(args.eval_top_p, args.eval_top_k) or args.eval_config
+        restricts_vocabulary(rollout.rollout_top_p, rollout.rollout_top_k)
+        or restricts_vocabulary(evaluation.eval_top_p, evaluation.eval_top_k)
+        or evaluation.eval_config
     )
 
 
-def trains_late(args: Args) -> bool:
+def trains_late(rollout: RolloutConfig, batch_size: int) -> bool:
     """Whether groups that a rollout does not need are kept for a later one, which may be any of
     those that follow.
     """
-    samples_more = (args.over_sampling_batch_size or 0) > args.rollout_batch_size
-    return (samples_more or args.partial_rollout) and not is_fully_async(args)
-
-
-def check_old_actor(args: Args) -> list[str]:
-    """Refuse ``--keep-old-actor`` where no single copy of the weights generated all samples of a
-    rollout.
-    """
-    if not args.keep_old_actor or old_actor_lag(args) is not None:
-        return []
-    interval = args.update_weights_interval
-    if is_fully_async(args):
-        how = "groups of the fully asynchronous rollout continue across weight updates"
-        instead = f"pass --max-weight-staleness {interval - 1}"
-    else:
-        how = (
-            f"with --async-buffer-size {args.async_buffer_size}, samples come from several weight "
-            "versions"
-        )
-        instead = f"pass --async-buffer-size 1 or --max-weight-staleness {interval}"
-    return [
-        f"--keep-old-actor: {how}, but the old log-probs are computed with a single copy of the "
-        f"weights: {instead}, or use --use-rollout-logprobs (the engine's log-probs) instead"
-    ]
-
-
-def check_staleness(args: Args) -> list[str]:
-    bound = args.max_weight_staleness
-    interval = args.update_weights_interval
-    if bound is None:
-        return []
-    if bound < interval - 1:
-        return [
-            f"--max-weight-staleness {bound}: with --update-weights-interval {interval}, the "
-            f"engines' weights can be {interval - 1} steps old: use at least {interval - 1}, or "
-            "update more often"
-        ]
-    return []
+    samples_more = (rollout.over_sampling_batch_size or 0) > batch_size
+    return (samples_more or rollout.partial_rollout) and not is_fully_async(rollout)
 
 
 ENGINES_OWN = 8
@@ -278,45 +238,41 @@ def _first_model(
     ]
 
 
-def context_limit(args: Args, given: int | None) -> int | None:
+def context_limit(served: int | None, given: int | None) -> int | None:
     """Return the maximum number of tokens of prompt and response together: ``given``, the value of
-    ``--rollout-max-context-len`` or ``--eval-max-context-len``, limited by what the engines accept.
-    None if there is no limit."""
-    served = served_context(args)
+    ``--rollout-max-context-len`` or ``--eval-max-context-len``, limited by what the engines accept
+    (:func:`served_context`). None if there is no limit."""
     # SGLang refuses requests that would use its last tokens.
     limits = [given, None if served is None else served - ENGINES_OWN]
     return min((int(limit) for limit in limits if limit is not None), default=None)
 
 
-def longest_per_gpu(args: Args) -> int:
-    """Return the number of tokens of the longest possible sample on one GPU; context parallel ranks
-    share a sample.
+def longest_sample(rollout: RolloutConfig, served: int | None, ranks: int = 1) -> int:
+    """Return the number of tokens of the longest possible sample on one GPU. Prompts without a limit
+    count as empty ones.
+
+    Args:
+        served: See :func:`served_context`.
+        ranks: The number of context parallel ranks, which share a sample.
     """
-    return math.ceil(
-        longest_sample(args) / max(int(args.megatron.get("context_parallel_size") or 1), 1)
-    )
+    longest = rollout.rollout_max_response_len + (rollout.rollout_max_prompt_len or 0)
+    limit = context_limit(served, rollout.rollout_max_context_len)
+    return math.ceil((longest if limit is None else min(longest, limit)) / max(ranks, 1))
 
 
-def longest_sample(args: Args) -> int:
-    """Return the number of tokens of the longest possible sample. Prompts without a limit count as
-    empty ones.
-    """
-    longest: int = args.rollout_max_response_len + (args.rollout_max_prompt_len or 0)
-    limit = context_limit(args, args.rollout_max_context_len)
-    return longest if limit is None else min(longest, limit)
-
-
-def check_rotary(args: Args) -> list[str]:
+def check_rotary(rollout: RolloutConfig, served: int | None, checkpoint: str | None) -> list[str]:
     """Refuse samples of a rollout that may be longer than what the trainer computes independently
     of their batch.
     """
-    limit = rotary_limit(model_config(args.hf_checkpoint))
-    if limit is None or args.loss_type == "sft_loss" or args.debug_rollout_only:
+    limit = rotary_limit(model_config(checkpoint))
+    if limit is None:
         return []
-    served = context_limit(args, args.rollout_max_context_len)
+    served_limit = context_limit(served, rollout.rollout_max_context_len)
     # Without a limit of prompts, only the context of the engines bounds a sample.
-    is_known = args.rollout_max_prompt_len is not None or (served is not None and served <= limit)
-    if is_known and longest_sample(args) <= limit:
+    is_known = rollout.rollout_max_prompt_len is not None or (
+        served_limit is not None and served_limit <= limit
+    )
+    if is_known and longest_sample(rollout, served) <= limit:
         return []
     return [
         f"samples may have more than {limit} tokens. Beyond that, the rotary frequencies of this "
@@ -325,18 +281,23 @@ def check_rotary(args: Args) -> list[str]:
     ]
 
 
-def context_notice(args: Args) -> str | None:
+def context_notice(rollout: RolloutConfig, served: int | None) -> list[str]:
     """Return a notice if the longest prompt and the longest response together exceed the context
     length.
     """
-    limit = context_limit(args, args.rollout_max_context_len)
-    response = args.rollout_max_response_len
-    if limit is None or response is None or response + (args.rollout_max_prompt_len or 1) <= limit:
-        return None
-    given = args.rollout_max_context_len is not None and args.rollout_max_context_len <= limit
-    return (
+    asked = rollout.rollout_max_context_len
+    limit = context_limit(served, asked)
+    response = rollout.rollout_max_response_len
+    if (
+        limit is None
+        or response is None
+        or response + (rollout.rollout_max_prompt_len or 1) <= limit
+    ):
+        return []
+    given = asked is not None and asked <= limit
+    return [
         f"prompt and response can have at most {limit} tokens together "
         f"({'--rollout-max-context-len' if given else 'the context length of the engines'}): "
         f"responses are truncated there before --rollout-max-response-len {response}, and prompts "
         "that leave no room are dropped and counted"
-    )
+    ]

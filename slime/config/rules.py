@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 _COMPARISONS: dict[str, tuple[Any, str]] = {
+    "%": (lambda value, unit: unit and value % unit, "not a multiple of"),
     ">=": (operator.ge, "not below"),
     "<=": (operator.le, "not above"),
     "==": (operator.eq, "the same as"),
@@ -217,6 +218,11 @@ class Run(NamedTuple):
         return model_config(self.args.hf_checkpoint)
 
     @property
+    def old_actor_lag(self) -> int | None:
+        args = self.args
+        return old_actor_lag(args, args.update_weights_interval, is_fully_async(args))
+
+    @property
     def ranks(self) -> int:
         return self.args.actor_num_nodes * (self.args.actor_num_gpus_per_node or 1)
 
@@ -253,10 +259,19 @@ def _decay_changes(run: Run) -> bool:
 FACTS: dict[str, Callable[[Run], object]] = {
     "train_async.py": lambda run: run.asynchronous,
     "the fully asynchronous rollout": lambda run: is_fully_async(run.args),
-    "a rollout function of slime": lambda run: may_use_workers(run.args),
-    "groups that train in a later rollout": lambda run: trains_late(run.args),
+    "a rollout function of slime": lambda run: may_use_workers(
+        run.args.rollout_function_path, run.args.eval_function_path
+    ),
+    "groups that train in a later rollout": lambda run: trains_late(
+        run.args, run.args.rollout_batch_size
+    ),
     "groups that are aborted": _returns_groups,
-    "an old actor that is one update behind": lambda run: old_actor_lag(run.args) == 1,
+    "an old actor that is one update behind": lambda run: run.old_actor_lag == 1,
+    "samples of several weight versions": lambda run: run.old_actor_lag is None,
+    "weights older than --max-weight-staleness": lambda run: (
+        run.args.max_weight_staleness is not None
+        and run.args.max_weight_staleness < run.args.update_weights_interval - 1
+    ),
     "evaluation data": _evaluates,
     "use_rs of --custom-config-path": lambda run: vars(run.args).get("use_rs"),
     "a critic": lambda run: run.args.use_critic,
@@ -274,6 +289,9 @@ FACTS: dict[str, Callable[[Run], object]] = {
     "several training ranks": lambda run: run.ranks > 1,
     "several replicas": lambda run: run.args.fsdp_shard_size not in (None, run.ranks),
     "packs of a multiple of 16 tokens": lambda run: run.args.data_pad_size_multiplier % 16 == 0,
+    "keys that differ": lambda run: (
+        run.args.sglang.get("api_key") != run.args.router.get("api_key")
+    ),
     "a weight decay that changes": _decay_changes,
     "the package megatron-core": lambda run: installed("megatron.core"),
     "the package torchao": lambda run: installed("torchao"),

@@ -182,34 +182,33 @@ def check_reference(args: Args) -> list[str]:
     ]
 
 
-def check_teacher(args: Args) -> list[str]:
-    teacher = args.opd_teacher_load
+def check_teacher(teacher: str | None, backend: str) -> list[str]:
     if (
         not teacher
         or megatron_lm_folder(teacher)
-        or (args.train_backend == "megatron" and megatron_folder(teacher))
+        or (backend == "megatron" and megatron_folder(teacher))
     ):
         return []
     return _hf_problem("--opd-teacher-load", teacher)
 
 
-def check_shape(args: Args) -> list[str]:
+def check_shape(given: Mapping[str, Any], checkpoint: str | None) -> list[str]:
     """Report every difference between the shape flags (MODEL_ARGS) and config.json."""
     return [
         f"{difference}: use the model script of this checkpoint, or leave the flag out"
-        for difference in _differences(args.megatron, args.hf_checkpoint)
+        for difference in _differences(given, checkpoint)
     ]
 
 
-def check_media(args: Args) -> list[str]:
+def check_media(checkpoint: str | None) -> list[str]:
     """Check that the model of ``--multimodal-keys`` can process images, video or audio."""
-    folder = Path(args.hf_checkpoint or "").expanduser()
-    if not args.multimodal_keys or not folder.is_dir() or media_token_ids(args.hf_checkpoint):
+    folder = Path(checkpoint or "").expanduser()
+    if not folder.is_dir() or media_token_ids(checkpoint):
         return []
     if any((folder / f"{name}_config.json").is_file() for name in ("preprocessor", "processor")):
         return []
     return [
-        f"--multimodal-keys: {args.hf_checkpoint} is a text model (no image token in its "
+        f"--multimodal-keys: {checkpoint} is a text model (no image token in its "
         "config.json, no preprocessor_config.json); use a vision-language model, or leave the "
         "flag out"
     ]
@@ -346,16 +345,10 @@ class RolloutPrecisionConfig(Section):
     of an output channel, or the whole tensor. SGLang can update only block"""
 
 
-def check_quantized_model(args: Args) -> list[str]:
+def check_quantized_model(quantization: str, checkpoint: str | None) -> list[str]:
     """Refuse models of which SGLang would not quantize the same layers as slime."""
-    if (
-        args.rollout_quantization is None
-        or args.rollout_backend != "sglang"
-        or not args.hf_checkpoint
-    ):
-        return []
-    architectures = set(model_config(args.hf_checkpoint).get("architectures") or ())
-    option = f"--rollout-quantization {args.rollout_quantization}"
+    architectures = set(model_config(checkpoint).get("architectures") or ())
+    option = f"--rollout-quantization {quantization}"
     other = "use the embedded engine"
     if lost := ", ".join(sorted(architectures & set(_NO_SCALES))):
         return [f"{option}: SGLang does not load the scales of blocks of {lost}; {other}"]

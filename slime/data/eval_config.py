@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_h
 
 from slime.config.args import FLAGS
 from slime.config.data import eval_pairs
-from slime.config.files import load_yaml
+from slime.config.files import NamedDataError, data_name, load_yaml
 from slime.config.flag import out_of_range
-from slime.config.named_data import NamedDataError, data_name, named_path
 from slime.data.dataset import PromptMaker
 from slime.data.prompts import RowKeys
 from slime.types import JsonObject
@@ -159,7 +158,7 @@ def _with_file(config: EvalDatasetConfig) -> EvalDatasetConfig:
     if name is None:
         return config
     try:
-        return replace(config, path=named_path(name))
+        return replace(config, path=name.file())
     except NamedDataError as error:
         raise ValueError(f"evaluation set {config.name}, {config.path}: {error}") from error
 

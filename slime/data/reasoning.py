@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from slime.config.agent import SGLANG_REASONING_PARSERS, reasoning_parser_problem, sglang_parsers
 from slime.types import Tokenizer
 
 
@@ -33,32 +32,6 @@ TAGS: dict[str, Tags] = {
 }
 ALL_TAGS = tuple(dict.fromkeys(TAGS.values()))
 _OPENING_TOKENS = 16  # more tokens than a start tag and the white space after it have
-
-
-def reasoning_tags(name: str, tokenizer: Tokenizer) -> Tags | None:
-    """Return the tags for ``--agent-reasoning-parser``; with ``auto``, those in the chat template
-    or the tokenizer.
-
-    Raises:
-        ValueError: Neither slime nor the installed SGLang has a parser of this name.
-    """
-    if name == "none":
-        return None
-    if name == "auto":
-        template = str(tokenizer.chat_template)
-        return next((tags for tags in ALL_TAGS if _knows(tokenizer, template, tags)), None)
-    if name in TAGS:
-        return TAGS[name]
-    problem = reasoning_parser_problem(name)
-    if problem is not None:
-        raise ValueError(problem)
-    detector = sglang_parsers(*SGLANG_REASONING_PARSERS)[name]()
-    return Tags(detector.think_start_token, detector.think_end_token)
-
-
-def _knows(tokenizer: Tokenizer, template: str, tags: Tags) -> bool:
-    token = tokenizer.convert_tokens_to_ids(tags.end)
-    return tags.end in template or (token is not None and token != tokenizer.unk_token_id)
 
 
 def opened_by(prompt: str, among: Iterable[Tags] = ALL_TAGS) -> Tags | None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.data import check_multimodal_keys, reward_type_problem
+from slime.config.files import data_name
 from slime.config.flag import shown
 from slime.config.hf_config import read_chat_template
 from slime.config.hooks import hook_problem
-from slime.config.named_data import data_name
 from slime.config.rollout import (
     DEFAULT_ROLLOUT_FUNCTION,
     OWN_FUNCTIONS,

@@ -18,10 +18,11 @@ from slime.config.engine import (
     simple_groups,
 )
 from slime.config.hf_config import model_config
-from slime.config.lora import engine_adapter, sglang_targets
-from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line, given_options
+from slime.config.lora import ALL_LINEAR, FUSED, PROJECTIONS, engine_adapter
+from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, given_options
 from slime.config.rollout import samples_whole_vocabulary
 from slime.config.weight_sync import transport_part
+from slime.engines.command_line import command_line
 from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys
 from slime.models.fp8_format import Fp8Format
 from slime.registry import find, load
@@ -108,13 +109,26 @@ class EngineSettings:
             sglang={name: value for name, value in args.sglang.items() if name not in KEYS},
             options=given_options(args),
             keys=keys,
-            whole_vocabulary=samples_whole_vocabulary(args),
+            whole_vocabulary=samples_whole_vocabulary(args, args),
             adapter_rank=args.lora_rank if named is not None else 0,
             adapter_targets=tuple(sglang_targets(args.lora_target_modules))
             if named is not None
             else (),
             inline=inline_engine(args),
         )
+
+
+def sglang_targets(targets: Sequence[str]) -> list[str]:
+    """Return the projections on which an SGLang server needs room for adapters of
+    ``--lora-target-modules``.
+    """
+    names = [name.rpartition(".")[2] for name in targets]
+    chosen = set(PROJECTIONS if ALL_LINEAR in names else names)
+    return [
+        name
+        for name in PROJECTIONS
+        if any(name in group and chosen & set(group) for group in FUSED)
+    ]
 
 
 def fp8_format(

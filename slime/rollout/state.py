@@ -181,8 +181,8 @@ class GenerateState:
         # Limits of a sequence, which differ between rollouts and evaluations.
         self.served = served_context(args)
         self._contexts = {
-            False: context_limit(args, args.rollout_max_context_len),
-            True: context_limit(args, args.eval_max_context_len),
+            False: context_limit(self.served, args.rollout_max_context_len),
+            True: context_limit(self.served, args.eval_max_context_len),
         }
         self.media_token_ids = frozenset(media_token_ids(args.hf_checkpoint))
         self.seed = args.rollout_seed

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from slime.config.cluster import inline_engine
 from slime.config.flag import own_section
 from slime.config.hf_config import model_config
-from slime.config.lora import engine_adapter, sglang_adapter
+from slime.config.lora import FUSED, engine_adapter
 from slime.config.weight_sync import WeightSyncConfig, transport_part
 from slime.engines.launch import fp8_format
 from slime.models.fp8_format import Fp8Format
@@ -163,6 +163,45 @@ class WeightSyncSettings:
             untied_engines=args.rollout_backend == "sglang" and _is_untied(str(args.hf_checkpoint)),
             own=own_section(transport_part(args), args),
         )
+
+
+def sglang_adapter(config: Mapping[str, object]) -> dict[str, object]:
+    """Return PEFT's ``adapter_config.json`` in the form from which SGLang computes the same factor.
+
+    SGLang divides ``lora_alpha`` by the rank and does not know rsLoRA, so the file gets the
+    ``lora_alpha`` with which the quotient is right.
+
+    Args:
+        config: The configuration with the whole names of the layers.
+
+    Raises:
+        ValueError: In some decoder layer, not all projections that SGLang computes at once have an
+            adapter.
+    """
+    layers = [str(name) for name in cast("Sequence[object]", config["target_modules"])]
+    # SGLang computes the projections of a group in one matrix, so a group has all of its adapters
+    # or none.
+    places: dict[str, set[str]] = {}
+    for name in layers:
+        module, _, last = name.rpartition(".")
+        places.setdefault(module, set()).add(last)
+    for module, names in places.items():
+        for group in FUSED:
+            if names & set(group) and not names >= set(group):
+                raise ValueError(
+                    f"--lora-sync adapter: {module} has adapters on "
+                    f"{', '.join(sorted(names & set(group)))}, but SGLang needs them on all of "
+                    f"{', '.join(group)} or on none: change --lora-target-modules and "
+                    "--lora-exclude-modules, or use --lora-sync merged"
+                )
+    # With rsLoRA the factor is alpha / sqrt(rank); SGLang computes alpha / rank.
+    rank = int(str(config["r"]))
+    alpha = float(str(config["lora_alpha"]))
+    return {
+        **config,
+        "lora_alpha": alpha * rank**0.5 if config.get("use_rslora") else alpha,
+        "use_rslora": False,
+    }
 
 
 def _is_untied(model: str) -> bool:

@@ -4,7 +4,6 @@ either side is.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_args import make_args
+from make_args import make_args, rule_problems
 from needs import of_all
 
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.trainer import OldActor
 from slime.config.args import Args
-from slime.config.rollout import FULLY_ASYNC_FUNCTION, check_old_actor, old_actor_lag
+from slime.config.rollout import FULLY_ASYNC_FUNCTION, is_fully_async, old_actor_lag
 from slime.rollout.admission import Admission
 
 
@@ -150,6 +149,15 @@ def arguments(buffered: int, interval: int, bound: int | None, **more: object) -
 SECONDS = st.lists(st.sampled_from([0.1, 1.0, 5.0]), min_size=9, max_size=9)
 
 
+def lag_of(args: Args) -> int | None:
+    return old_actor_lag(args, args.update_weights_interval, is_fully_async(args))
+
+
+def problems_of(args: Args) -> list[str]:
+    problems = rule_problems(args, asynchronous=True)
+    return [problem for problem in problems if "--keep-old-actor" in problem]
+
+
 @settings(max_examples=of_all(200, 50), deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 4), st.booleans(), SECONDS, SECONDS)
 def test_the_old_actor_made_the_samples_also_after_a_resume(
@@ -161,10 +169,10 @@ def test_the_old_actor_made_the_samples_also_after_a_resume(
     training: list[float],
 ) -> None:
     args = arguments(buffered, interval, interval - 1 + more if bounded else None)
-    if old_actor_lag(args) is None:
-        assert any("--keep-old-actor" in problem for problem in check_old_actor(args))
+    if lag_of(args) is None:
+        assert problems_of(args)
         return
-    assert check_old_actor(args) == []
+    assert problems_of(args) == []
     whole = Loop(args, making)
     made_with, scored_with = zip(*whole.run(training), strict=True)
     assert scored_with == made_with
@@ -197,18 +205,16 @@ def test_lag(
 ) -> None:
     function = {"rollout_function_path": FULLY_ASYNC_FUNCTION} if in_flight else {}
     args = arguments(buffered, interval, bound, **function)
-    assert old_actor_lag(args) == lag
-    problems = check_old_actor(args)
+    assert lag_of(args) == lag
+    problems = problems_of(args)
     assert len(problems) == (lag is None)
     if lag is None:
-        advice = re.findall(
-            r"--(async-buffer-size|max-weight-staleness) (\d+)", problems[0].partition(": pass ")[2]
-        )
-        assert advice
-        for name, value in advice:
-            fixed = arguments(buffered, interval, bound, **function)
-            setattr(fixed, name.replace("-", "_"), int(value))
-            assert old_actor_lag(fixed) is not None, name
+        # What the messages advise.
+        fixed = [arguments(buffered, interval, interval - 1, **function)]
+        if not in_flight:
+            fixed += [arguments(1, interval, bound), arguments(buffered, interval, interval)]
+        for args in fixed:
+            assert lag_of(args) is not None and problems_of(args) == []
 
 
 def test_in_train_py_each_update_is_followed() -> None:

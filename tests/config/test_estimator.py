@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.algorithm import loading_problem, trial_problem
+from slime.config.algorithm import estimator_settings, loading_problem, trial_problem
 from tests.make_args import make_args
 
 BASE = "from slime.algorithms.grpo import Grpo\n\n\nclass Mine(Grpo):\n"
@@ -47,7 +47,8 @@ def test_a_baseline_that_fails_on_a_small_group_is_named(
     (tmp_path / "mine.py").write_text(
         f"{BASE}    def group_baseline(self, rewards):\n        {body}\n"
     )
-    found = trial_problem(make_args(advantage_estimator=f"{tmp_path}/mine.py:Mine"))
+    args = make_args(advantage_estimator=f"{tmp_path}/mine.py:Mine")
+    found = trial_problem(args.advantage_estimator, estimator_settings(args))
     assert found is not None and problem in found
 
 

@@ -18,13 +18,12 @@ from slime.config.lora import (
     check_lora,
     engine_adapter,
     megatron_problems,
-    sglang_adapter,
-    sglang_targets,
 )
 from slime.config.machine import Machine
 from slime.config.parser import ConfigError
+from slime.engines.launch import sglang_targets
 from slime.rollout.state import GenerateState
-from slime.weights.settings import WeightSyncSettings
+from slime.weights.settings import WeightSyncSettings, sglang_adapter
 
 MEGATRON = "--lora-rank 8 --train-backend megatron "
 GPU = Machine(gpus=1, cores=8, in_cluster=False)

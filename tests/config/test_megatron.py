@@ -97,8 +97,8 @@ def fake_checkout(folder: Path, is_regular: bool) -> Path:
 
 WHICH = """
 import importlib.util
-from slime.config.megatron import prefer_installed_core, shadowing_notice
-print(shadowing_notice())
+from slime.config.megatron import prefer_installed_core, shadowing_notices
+print(*shadowing_notices())
 print(prefer_installed_core(), prefer_installed_core())
 print(importlib.util.find_spec("megatron.core").origin)
 training = importlib.util.find_spec("megatron.training")

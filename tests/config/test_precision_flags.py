@@ -12,6 +12,7 @@ from make_args import make_args, rule_problems
 from slime.config import rules, trainer
 from slime.config.machine import Machine
 from slime.config.parser import ConfigError
+from slime.config.resolve import validate
 from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.sglang.launch import ServerPlace, server_options
 from slime.models.fp8_format import Fp8Format
@@ -117,15 +118,16 @@ def test_other_families_and_cpus_are_refused_for_sglang(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
     flags = dict(rollout_quantization="fp8", rollout_backend="sglang", rollout_dtype="bfloat16")
     args = make_args(machine=GPU, hf_checkpoint=str(tmp_path), **flags)
-    (problem,) = trainer.check_quantized_model(args)
+    (problem,) = trainer.check_quantized_model("fp8", args.hf_checkpoint)
     assert "DeepseekV3ForCausalLM" in problem
     (problem,) = rule_problems(args)
     assert "--rollout-backend embedded" in problem and not rule_problems(args, machine=GPU)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    (problem,) = trainer.check_quantized_model(args)
+    (problem,) = trainer.check_quantized_model("fp8", args.hf_checkpoint)
     assert "LlamaForCausalLM" in problem
-    embedded = args.with_values(rollout_backend="embedded")
-    assert not trainer.check_quantized_model(embedded)
+    embedded = {**flags, "rollout_backend": "embedded"}
+    problems = validate(make_args(machine=GPU, hf_checkpoint=str(tmp_path), **embedded))
+    assert not any("--rollout-quantization" in problem for problem in problems)
 
 
 def test_shards_over_all_ranks_are_no_replicas() -> None:

@@ -461,7 +461,7 @@ def test_a_staleness_bound_that_cannot_hold_is_refused(workplace) -> None:
     (problem,) = workplace.problems(
         "--max-weight-staleness 1 --update-weights-interval 3", asynchronous=True
     )
-    assert "2 steps" in problem
+    assert "--update-weights-interval 3" in problem
     assert (
         workplace.problems(
             "--max-weight-staleness 2 --update-weights-interval 3", asynchronous=True
@@ -521,12 +521,10 @@ def test_rollout_workers_generate_for_the_rollout_functions_of_slime() -> None:
     asynchronous = FULLY_ASYNC_FUNCTION.replace(".generate", ":generate")
     for path, workers in ((DEFAULT_ROLLOUT_FUNCTION, True), (asynchronous, True), ("a.b", False)):
         args = make_args(rollout_workers=3, rollout_function_path=path)
-        assert may_use_workers(args) == workers
+        assert may_use_workers(args.rollout_function_path, args.eval_function_path) == workers
         told = [words for words, _ in idle_flags(Run(args, True, LAPTOP))]
         assert told == [] if workers else told == ["--rollout-workers 3"]
-    assert may_use_workers(
-        make_args(rollout_function_path="a.b", eval_function_path=DEFAULT_ROLLOUT_FUNCTION)
-    )
+    assert may_use_workers("a.b", DEFAULT_ROLLOUT_FUNCTION)
 
 
 def test_a_schedule_is_replayed_in_one_process(tmp_path: Path) -> None:

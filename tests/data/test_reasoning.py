@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from slime.config.agent import REASONING_PARSERS
 from slime.data.reasoning import (
     ALL_TAGS,
     TAGS,
@@ -14,6 +13,7 @@ from slime.data.reasoning import (
     answer_after_reasoning,
     opened_by,
 )
+from slime.plugins.agents.config import REASONING_PARSERS
 
 
 def test_every_parser_that_the_flag_accepts_has_its_tags() -> None:

@@ -92,26 +92,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "slime.rollout.fully_async_rollout",
     ): "a value of --rollout-function-path with other checks",
     (
-        "slime.config.agent",
-        "slime.plugins.agents.rollout",
-    ): "--custom-generate-function-path, where an agent is given",
-    (
-        "slime.config.agent",
-        "slime.plugins.agents.environments.source",
-    ): "--data-source-path, where --environment is given",
-    (
-        "slime.config.agent",
-        "slime.plugins.agents.environments.rollout",
-    ): "--custom-generate-function-path, where --environment is given",
-    (
-        "slime.config.agent",
-        "slime.plugins.agents.environments.mcp",
-    ): "the same, where --mcp-server is given",
-    (
-        "slime.config.agent",
-        "slime.plugins.agents.environments.verifiers",
-    ): "--agent-function-path, for tasks of verifiers",
-    (
         "slime.config.observability",
         "slime.rollout.forge_load",
     ): "--rollout-function-path, with --load-forge-rollout-data",

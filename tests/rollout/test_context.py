@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from rollout_parts import Prompts, SmallEngine, arguments, source_of
 
+from slime.config.args import Args
 from slime.config.hf_config import context_length, rotary_limit
-from slime.config.rollout import check_rotary, context_limit, context_notice, served_context
+from slime.config.resolve import validate
+from slime.config.rollout import context_limit, context_notice, served_context
 from slime.data.sample import Sample, flatten
 from slime.engines.http import post
 from slime.rollout.multi_turn import Conversation
@@ -35,10 +37,15 @@ def checkpoint(tokenizer_dir: Path, tmp_path: Path) -> Path:
     return folder
 
 
+def problems_of_rotary(args: Args) -> list[str]:
+    return [problem for problem in validate(args) if "rotary" in problem]
+
+
 def test_what_the_engines_take(checkpoint: Path) -> None:
     def served(**more: Any) -> tuple[int | None, int | None]:
         args = arguments(checkpoint, **more)
-        return served_context(args), context_limit(args, args.rollout_max_context_len)
+        served = served_context(args)
+        return served, context_limit(served, args.rollout_max_context_len)
 
     assert served() == (48, 40) and served(rollout_max_context_len=30) == (48, 30)
     assert served(rollout_max_context_len=47) == (48, 40)
@@ -54,16 +61,11 @@ def test_what_the_engines_take(checkpoint: Path) -> None:
         context_length({**config, "rope_scaling": {**yarn, "original_max_position_embeddings": 50}})
         == 100
     )
-    notice = context_notice(
-        arguments(checkpoint, rollout_max_response_len=100, rollout_max_prompt_len=None)
-    )
-    assert notice is not None and "40 tokens together" in notice
-    assert (
-        context_notice(
-            arguments(checkpoint, rollout_max_response_len=10, rollout_max_prompt_len=30)
-        )
-        is None
-    )
+    args = arguments(checkpoint, rollout_max_response_len=100, rollout_max_prompt_len=None)
+    (notice,) = context_notice(args, served_context(args))
+    assert "40 tokens together" in notice
+    args = arguments(checkpoint, rollout_max_response_len=10, rollout_max_prompt_len=30)
+    assert context_notice(args, served_context(args)) == []
 
 
 def test_samples_that_would_change_the_rotary_frequencies_of_others(checkpoint: Path) -> None:
@@ -77,27 +79,34 @@ def test_samples_that_would_change_the_rotary_frequencies_of_others(checkpoint: 
     (checkpoint / "config.json").write_text(json.dumps({**config, "rope_scaling": long}))
     assert served_context(arguments(checkpoint, rollout_backend="embedded")) == 20
     assert (
-        check_rotary(arguments(checkpoint, rollout_backend="embedded", rollout_max_response_len=40))
+        problems_of_rotary(
+            arguments(checkpoint, rollout_backend="embedded", rollout_max_response_len=40)
+        )
         == []
     )
     assert (
-        check_rotary(arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=5))
+        problems_of_rotary(
+            arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=5)
+        )
         == []
     )
     assert (
-        check_rotary(arguments(checkpoint, rollout_max_context_len=20, rollout_max_prompt_len=None))
+        problems_of_rotary(
+            arguments(checkpoint, rollout_max_context_len=20, rollout_max_prompt_len=None)
+        )
         == []
     )
     assert (
-        check_rotary(
+        problems_of_rotary(
             arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=None)
         )
         != []
     )
     assert (
-        check_rotary(arguments(checkpoint, rollout_max_response_len=40, loss_type="sft_loss")) == []
+        problems_of_rotary(arguments(checkpoint, rollout_max_response_len=40, loss_type="sft_loss"))
+        == []
     )
-    (problem,) = check_rotary(
+    (problem,) = problems_of_rotary(
         arguments(checkpoint, rollout_max_response_len=15, rollout_max_prompt_len=6)
     )
     assert problem.endswith("use --rollout-max-context-len 20")
@@ -190,7 +199,7 @@ def test_what_the_server_groups_take(
     args = arguments(
         checkpoint, rollout_backend="sglang", sglang_config=str(file), sglang={"context_length": 32}
     )
-    assert served_context(args) == served and context_limit(args, None) == served - 8
+    assert served_context(args) == served and context_limit(served, None) == served - 8
     assert GenerateState(args).context == served - 8, (
         "prompts and responses are checked against this"
     )

@@ -10,7 +10,7 @@ from slime.registry import register
 
 
 def parts() -> None:
-    """Register the environments of other packages, and the check of the flags that name one."""
+    """Register the environments of other packages, the flags, and the check of those that name one."""
     for name, module in (
         ("gymnasium", "gymnasium"),
         ("openenv", "openenv"),
@@ -19,8 +19,15 @@ def parts() -> None:
     ):
         register("environment", name, f"slime.plugins.agents.environments.{module}:make")
     register(
+        "resolver",
+        "agents",
+        "slime.plugins.agents.config:resolve",
+        flags="slime.plugins.agents.config:AgentConfig",
+    )
+    register(
         "check",
         "environment",
         "slime.plugins.agents.environments.source:check_environment",
+        flags="slime.plugins.agents.config:EnvironmentConfig",
         when=("environment", "mcp_server"),
     )

@@ -14,63 +14,12 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from slime.config.hooks import is_async, load_function
 from slime.config.process import module_command, reduced_environment
 from slime.engines.background import background_loop
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
-
-
-@dataclass(frozen=True)
-class AgentSettings:
-    """Settings for running agent programs and answering their requests.
-
-    Attributes:
-        function_path: Path of the program as a function (``--agent-function-path``).
-        command: The program as a command line, which is split as by a shell (``--agent-command``).
-            It takes precedence over ``function_path``.
-        environment: Names of variables that a command gets in addition to those that it needs to
-            run (``--agent-env``).
-        timeout: Deadline of a program in seconds.
-        host: Address on which the endpoint listens.
-        tool_parser: Name or path of the tool parser; ``auto`` selects it by the model.
-        reasoning_parser: Name of the reasoning parser, ``auto`` or ``none``.
-        constrains: Whether the engine constrains answers to ``tool_choice`` and ``response_format``
-            (``--agent-constrained-decoding``).
-        max_turns: Maximum number of turns of a conversation; None or 0 for no limit.
-        max_context_len: Maximum number of tokens of a conversation (``--rollout-max-context-len``);
-            None for the limit of the engines.
-    """
-
-    function_path: str | None
-    command: str | None
-    environment: tuple[str, ...]
-    timeout: float
-    host: str
-    tool_parser: str
-    reasoning_parser: str
-    constrains: bool
-    max_turns: int | None
-    max_context_len: int | None
-
-    @classmethod
-    def from_args(cls, args: Args) -> AgentSettings:
-        return cls(
-            function_path=args.agent_function_path,
-            command=args.agent_command,
-            environment=tuple(args.agent_env or ()),
-            timeout=args.agent_timeout,
-            host=args.agent_host,
-            tool_parser=args.agent_tool_parser,
-            reasoning_parser=args.agent_reasoning_parser,
-            constrains=args.agent_constrained_decoding,
-            max_turns=args.max_turns,
-            max_context_len=args.rollout_max_context_len,
-        )
-
+from slime.plugins.agents.config import AgentConfig
 
 _KEPT_BYTES = 1 << 16  # the last bytes of a command's output that are kept
 _MOST_TASK_BYTES = 131_000  # a variable with its name may have 131,072 (MAX_ARG_STRLEN)
@@ -130,7 +79,7 @@ class Task:
         }
 
 
-async def run_program(settings: AgentSettings, task: Task) -> Reward:
+async def run_program(settings: AgentConfig, task: Task) -> Reward:
     """Run the program of ``--agent-function-path`` or ``--agent-command``, and return its reward or
     None.
 
@@ -143,14 +92,14 @@ async def run_program(settings: AgentSettings, task: Task) -> Reward:
         TypeError: The reward is not a number, a dict or None.
         ValueError: The reward is infinite or NaN, or no program is given.
     """
-    if settings.command is not None:
+    if settings.agent_command is not None:
         return reward_of(
-            await _run_command(shlex.split(settings.command), task, settings.environment),
-            settings.command,
+            await _run_command(shlex.split(settings.agent_command), task, settings.agent_env or ()),
+            settings.agent_command,
         )
-    if settings.function_path is None:
+    if settings.agent_function_path is None:
         raise ValueError("there is no agent program: pass --agent-function-path or --agent-command")
-    fn = load_function(settings.function_path)
+    fn = load_function(settings.agent_function_path)
     if is_async(fn):
         running = asyncio.run_coroutine_threadsafe(
             _contained(fn, task), background_loop("slime-agents")
@@ -158,7 +107,7 @@ async def run_program(settings: AgentSettings, task: Task) -> Reward:
         result = await asyncio.wrap_future(running)
     else:
         result = await in_thread(lambda: fn(task))
-    return reward_of(result, settings.function_path)
+    return reward_of(result, settings.agent_function_path)
 
 
 def reward_of(value: object, name: str) -> Reward:

@@ -11,9 +11,11 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from slime.config.flag import section
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
-from slime.plugins.agents.program import AgentSettings, Reward, Task, run_program
+from slime.plugins.agents.config import AgentConfig
+from slime.plugins.agents.program import Reward, Task, run_program
 from slime.plugins.agents.server import agent_server
 from slime.plugins.agents.session import Session
 from slime.plugins.agents.trajectory import without_response
@@ -52,8 +54,8 @@ async def generate(
     sample.session_id = session_id
     sample.metadata.pop(FAILURE_KEY, None)
     # The program reaches the model at an address of its own, which identifies its session.
-    settings = AgentSettings.from_args(args)
-    server = await agent_server(settings.host)
+    settings = section(AgentConfig, args)
+    server = await agent_server(settings.agent_host)
     session = server.open(args, sample, sampling_params, evaluation)
     url = server.url(session)
     task = Task(
@@ -102,14 +104,14 @@ async def generate(
 
 
 async def _outcome(
-    settings: AgentSettings, session: Session, task: Task
+    settings: AgentConfig, session: Session, task: Task
 ) -> tuple[Reward, tuple[str, str] | None]:
     """Run the program; return its reward and None, or None and a failure (its kind and a message).
 
     Both are None if the rollout was aborted or an engine failed."""
     # The program runs beside this loop, which watches everything else that may end it.
     program = asyncio.ensure_future(run_program(settings, task))
-    deadline = time.monotonic() + settings.timeout
+    deadline = time.monotonic() + settings.agent_timeout
     try:
         while (
             not program.done()
@@ -119,9 +121,7 @@ async def _outcome(
         ):
             left = deadline - time.monotonic()
             if left <= 0:
-                late = (
-                    f"the agent program did not end within {settings.timeout:g} s (--agent-timeout)"
-                )
+                late = f"the agent program did not end within {settings.agent_timeout:g} s (--agent-timeout)"
                 return None, ("timeout", late)
             await asyncio.wait({program}, timeout=min(_POLL_SECONDS, left))
         # The session has ended for a reason of its own: a request failed, an abort, or an engine.

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from slime.config.flag import section
 from slime.config.rollout import ENGINES_OWN
 from slime.config.seeds import derive_seed
-from slime.data.reasoning import opened_by_ids, reasoning_tags
+from slime.data.reasoning import opened_by_ids
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.plugins.agents.chat import ChatTemplate
+from slime.plugins.agents.config import AgentConfig, reasoning_tags
 from slime.plugins.agents.demands import UNMET, structural_tag
 from slime.plugins.agents.messages import ApiError, Ask, Message, Reply, note
-from slime.plugins.agents.program import AgentSettings
 from slime.plugins.agents.tool_formats import KNOWN_MARKS, NoCalls
 from slime.plugins.agents.tool_parsers import (
     Shown,
@@ -93,15 +94,16 @@ class Session:
         evaluation: bool = False,
     ) -> None:
         self.id, self.sample, self.params, self.evaluation = session_id, sample, params, evaluation
-        self.settings = AgentSettings.from_args(args)
+        self.settings = section(AgentConfig, args)
+        self.max_turns = args.max_turns
         self.state = GenerateState(args)
         self.template = ChatTemplate(self.state.tokenizer, sample.apply_chat_template_kwargs)
         self.parser_name = parser_name(
-            self.settings.tool_parser, self.state.tokenizer, args.hf_checkpoint
+            self.settings.agent_tool_parser, self.state.tokenizer, args.hf_checkpoint
         )
         # raise an error for an unknown name here, and not in the first request
         tool_parser(self.parser_name)
-        self.tags = reasoning_tags(self.settings.reasoning_parser, self.state.tokenizer)
+        self.tags = reasoning_tags(self.settings.agent_reasoning_parser, self.state.tokenizer)
         self.context = self.state.served
         self.tree = Tree()
         self.counts: Counter[str] = Counter()
@@ -150,7 +152,7 @@ class Session:
         """
         self.check_open()
         parent, messages, added = self._place(ask)
-        most_turns = self.settings.max_turns
+        most_turns = self.max_turns
         if parent is not None and most_turns and parent.depth >= most_turns:
             self._overflow(
                 parent,
@@ -210,7 +212,9 @@ class Session:
         if self.context:
             left = min(left, self.context - ENGINES_OWN - len(probe.tokens))
         if left < 1:
-            why = _too_long(self.settings.max_context_len, self.context, len(probe.tokens))
+            why = _too_long(
+                self.state.args.rollout_max_context_len, self.context, len(probe.tokens)
+            )
             self._overflow(parent, why, "context_length_exceeded")
         return min(left, ask.max_tokens or left)
 
@@ -302,7 +306,7 @@ class Session:
     def _constraint(self, ask: Ask, opened: bool) -> Reply | None:
         """Return the structural tag for the engine; None without ``--agent-constrained-decoding``
         or without a demand."""
-        if ask.demand is None or not self.settings.constrains:
+        if ask.demand is None or not self.settings.agent_constrained_decoding:
             return None
         tag = structural_tag(ask.demand, self.parser_name, ask.tools, self.tags, opened)
         if tag is None:

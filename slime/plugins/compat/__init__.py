@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def parts() -> None:
-    """Register the subcommand, and the reader with its check."""
+    """Register the subcommand, the reader with its check, and the flags of Megatron-LM."""
+    register("other flags", "megatron_lm", "slime.plugins.compat.megatron_lm_flags:find")
     register("command", "translate", "slime.plugins.compat:add_translate")
     named = ("load", "ref_load", "opd_teacher_load")
     register("check", "megatron_lm", "slime.plugins.compat:check_megatron_lm", when=named)

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from make_args import rule_problems
 
-from slime.config.agent import (
-    REASONING_PARSERS,
-    TOOL_PARSERS,
-    check_parsers,
-    choose_parser,
-    sglang_parsers,
-)
 from slime.config.args import Args
 from slime.config.hf_config import read_chat_template
 from slime.config.resolve import resolve_defaults
 from slime.data.reasoning import TAGS
+from slime.plugins.agents.config import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    choose_parser,
+    resolve,
+    sglang_parsers,
+)
 from slime.plugins.agents.program import Task, reward_of
 from slime.plugins.agents.tool_formats import FORMATS
 from slime.plugins.agents.tool_parsers import tool_parser
@@ -61,13 +61,13 @@ def test_the_checks_know_the_names_of_all_parsers() -> None:
     "name", ["auto", *TOOL_PARSERS, "slime.plugins.agents.tool_formats.Hermes"]
 )
 def test_parsers_that_exist_are_accepted(name: str) -> None:
-    assert check_parsers(Args(agent_tool_parser=name)) == []
+    assert resolve(Args(agent_tool_parser=name)) == []
     assert tool_parser(choose_parser(name, "", None)).parse("no call") == ("no call", [])
 
 
 @pytest.mark.parametrize("name", ["auto", "none", *REASONING_PARSERS])
 def test_reasoning_parsers_that_exist_are_accepted(name: str) -> None:
-    assert check_parsers(Args(agent_reasoning_parser=name)) == []
+    assert resolve(Args(agent_reasoning_parser=name)) == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_reasoning_parsers_that_exist_are_accepted(name: str) -> None:
 def test_a_parser_that_does_not_exist_is_found_before_the_start(
     flags: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
-    (problem,) = check_parsers(Args(**flags))
+    (problem,) = resolve(Args(**flags))
     assert all(part in problem for part in parts), problem
 
 
@@ -127,12 +127,11 @@ def test_what_auto_stands_for_is_found_before_the_start(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     args = Args(hf_checkpoint=str(tmp_path), agent_command="node agent.js", **flags)
-    assert resolve_defaults(args) == []
-    problems = check_parsers(args)
+    problems = resolve_defaults(args)
     assert len(problems) == bool(parts) and all(part in problems[0] for part in parts), problems
     args.custom_generate_function_path = "mine:generate"
     sglang_parsers.cache_clear()
-    assert check_parsers(args) == [], "only what serves agents needs the parser"
+    assert resolve(args) == [], "only what serves agents needs the parser"
 
 
 @pytest.mark.parametrize("kind", ["file", "named file", "list", "text"])

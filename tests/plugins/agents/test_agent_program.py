@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from make_args import make_args
 
-from slime.plugins.agents.program import AgentSettings, ProgramError, Task, reward_of, run_program
+from slime.plugins.agents.config import AgentConfig
+from slime.plugins.agents.program import ProgramError, Task, reward_of, run_program
 
 TASK = Task(
     prompt="p",
@@ -42,7 +43,7 @@ async def stays(task: Task) -> float:
 
 async def run(program: str) -> Any:
     args = make_args(agent_function_path=f"{__name__}:{program}")
-    return await run_program(AgentSettings.from_args(args), TASK)
+    return await run_program(args.section(AgentConfig), TASK)
 
 
 async def test_an_exit_of_one_program_is_not_the_end_of_the_others() -> None:
@@ -73,7 +74,7 @@ def test_what_is_no_reward(value: Any) -> None:
 @pytest.mark.parametrize(("length", "fits"), [(130_900, True), (131_000, False)])
 async def test_a_row_that_is_too_long_for_a_variable(length: int, fits: bool) -> None:
     args = make_args(agent_command="true")
-    run = run_program(AgentSettings.from_args(args), replace(TASK, prompt="p" * length))
+    run = run_program(args.section(AgentConfig), replace(TASK, prompt="p" * length))
     if fits:
         assert await run is None
     else:
@@ -99,7 +100,7 @@ async def test_a_command_gets_the_secrets_of_the_user_only_by_name(
     file = tmp_path / "program.py"
     file.write_text("import json, os; print(json.dumps({'reward': dict(os.environ)}))")
     args = make_args(agent_command=f"{sys.executable} {file}", agent_env=named)
-    found = await run_program(AgentSettings.from_args(args), TASK)
+    found = await run_program(args.section(AgentConfig), TASK)
     assert isinstance(found, dict)
     assert {name: found[name] for name in secret if name in found} == (
         {"MY_TOOL_KEY": "d"} if named else {}
@@ -132,7 +133,7 @@ async def test_what_a_command_leaves_behind_costs_nothing_and_ends_with_it(
         f"while [ ! -s {pid_file} ]; do sleep 0.02; done\necho '{{\"reward\": 0.5}}'\n"
     )
     args = make_args().with_values(agent_command=f"bash {script}", agent_function_path=None)
-    assert await asyncio.wait_for(run_program(AgentSettings.from_args(args), TASK), 60) == 0.5
+    assert await asyncio.wait_for(run_program(args.section(AgentConfig), TASK), 60) == 0.5
     assert _gone(int(pid_file.read_text()))
 
 
@@ -142,7 +143,7 @@ async def test_a_command_that_is_cancelled_leaves_nothing(tmp_path: Path) -> Non
     script = tmp_path / "agent.sh"
     script.write_text(f"setsid bash -c 'echo $$ > {pid_file}; exec sleep 600' &\nsleep 600\n")
     args = make_args().with_values(agent_command=f"bash {script}", agent_function_path=None)
-    task = asyncio.ensure_future(run_program(AgentSettings.from_args(args), TASK))
+    task = asyncio.ensure_future(run_program(args.section(AgentConfig), TASK))
     async with asyncio.timeout(60):
         while not pid_file.is_file() or not pid_file.read_text().strip():
             await asyncio.sleep(0.02)

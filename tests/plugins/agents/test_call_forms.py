@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from needs import of_all
 from test_agent_tools import QUESTION, Scripted
 
-from slime.config.agent import choose_parser
 from slime.config.hooks import HookError
-from slime.data.reasoning import THINK, reasoning_tags
+from slime.data.reasoning import THINK
 from slime.plugins.agents import messages as common
 from slime.plugins.agents import server as server_module
+from slime.plugins.agents.config import choose_parser, reasoning_tags
 from slime.plugins.agents.server import AgentServer
 from slime.plugins.agents.tool_formats import FORMATS, Hermes
 from slime.plugins.agents.tool_parsers import (
@@ -99,7 +99,7 @@ from slime.engines.sglang.kernels import install
 install()
 import json, sys
 from call_forms import FORMS, TOOLS
-from slime.data.reasoning import reasoning_tags
+from slime.plugins.agents.config import reasoning_tags
 from slime.plugins.agents.tool_parsers import SGLangParser, tool_parser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 dsml, texts = json.loads(sys.argv[1])

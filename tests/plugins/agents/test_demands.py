@@ -250,7 +250,9 @@ async def test_constrained_answers_are_trained_only_by_name(
     script = [("<tool_call>\n{", {"type": "abort"}), CALL, "Sure."]
     async with ScriptedEngine(make_tokenizer(), script) as engine:
         talk = Scripted(endpoint, checkpoint, engine)
-        talk.session.settings = dataclasses.replace(talk.session.settings, constrains=True)
+        talk.session.settings = dataclasses.replace(
+            talk.session.settings, agent_constrained_decoding=True
+        )
         talk.args.allow_truncated_sampling, talk.args.rollout_backend = allowed, "sglang"
         create = talk.openai.chat.completions.create
         fixed: dict[str, Any] = {"model": "m", "tools": CHAT_TOOLS}

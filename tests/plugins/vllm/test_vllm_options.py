@@ -15,6 +15,7 @@ from slime.config import passthrough
 from slime.config.args import Args
 from slime.config.machine import Machine
 from slime.config.parser import read_command_line
+from slime.engines.command_line import command_line
 from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.sglang_api import Capabilities, choose_api_version
 from slime.plugins.vllm import launch
@@ -28,7 +29,7 @@ def words(monkeypatch: pytest.MonkeyPatch, gpus: int, **changes: Any) -> str:
     monkeypatch.setattr(launch, "this_machine", lambda: machine)
     args = make_args(machine=machine, rollout_backend="vllm", hf_checkpoint="/m", **changes)
     settings = EngineSettings.from_args(args)
-    return " ".join(passthrough.command_line("vllm", launch.server_options(settings, SPEC)))
+    return " ".join(command_line("vllm", launch.server_options(settings, SPEC)))
 
 
 def test_words_of_a_server_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

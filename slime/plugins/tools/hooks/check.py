@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from slime.cli.errors import CommandError
-from slime.config.agent import (
+from slime.config.args import FLAGS, Args
+from slime.config.hooks import CALLS, HOOK_NAMES, HookError, load_function
+from slime.config.parser import check_args
+from slime.plugins.agents.config import (
     AGENT_GENERATE,
     ENVIRONMENT_GENERATE,
     ENVIRONMENT_SOURCE,
     MCP_GENERATE,
 )
-from slime.config.args import FLAGS, Args
-from slime.config.hooks import CALLS, HOOK_NAMES, HookError, load_function
-from slime.config.parser import check_args
 from slime.plugins.tools.hooks.bench import Bench
 from slime.plugins.tools.hooks.guard import Complaint, check_call, complaint_of
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_args import make_args, rule_problems
 
-from slime.config.agent import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE
 from slime.config.args import Args
 from slime.data.sample import Sample
+from slime.plugins.agents.config import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE
 from slime.plugins.agents.environments.base import EnvironmentProblem, Spec, environment, own_seed
 from slime.plugins.agents.environments.rollout import generate
 from slime.plugins.agents.environments.source import EnvironmentSource

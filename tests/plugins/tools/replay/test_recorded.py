@@ -13,7 +13,6 @@ from transformers import LlamaConfig
 
 from slime.checkpoint.manifest import Manifest
 from slime.checkpoint.snapshot import Snapshot
-from slime.config.agent import AGENT_GENERATE
 from slime.config.args import Args
 from slime.config.rollout import FULLY_ASYNC_FUNCTION
 from slime.observability.run_dir import RunDir, public_settings
@@ -24,6 +23,7 @@ from slime.observability.run_state import (
     append_weights,
     digest_of_digests,
 )
+from slime.plugins.agents.config import AGENT_GENERATE
 from slime.plugins.tools.replay.recorded import (
     RecordedRun,
     ReplayError,

@@ -12,17 +12,12 @@ from typing import Any
 import pytest
 from make_args import make_args
 
-from slime.config import named_data
-from slime.config.named_data import (
-    DataName,
-    NamedDataError,
-    data_name,
-    derive_named_data,
-    known_sets,
-    mapped,
-)
+from slime.config.data import derive_named_data
+from slime.config.files import NamedDataError
 from slime.data.dataset import Dataset
 from slime.data.eval_config import resolve_eval_datasets
+from slime.plugins.named_data import named_data
+from slime.plugins.named_data.named_data import DataName, data_name, known_sets, mapped
 
 ROWS = [{"question": f"{i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(5)]
 

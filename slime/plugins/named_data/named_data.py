@@ -2,7 +2,7 @@
 ``datasets`` provided.
 
 The name is ``ORGANIZATION/NAME:CONFIGURATION:SPLIT``, as ``datasets.load_dataset`` takes it;
-instead of a name, the path of a folder that it can load is possible. ``tables/datasets.json`` has
+instead of a name, the path of a folder that it can load is possible. ``datasets.json`` has
 the columns, and the default configuration and split, of the best-known sets. The rows are written
 once to a file of slime's cache, with the columns ``prompt``, ``label`` and ``metadata`` besides
 their own. From there on a run knows only the file, so the order of its rows, and a resume, do not
@@ -21,13 +21,10 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from slime.config.files import read_table
+from slime.config.files import NamedDataError, read_json
 from slime.config.machine import cache_folder
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 _NAME = re.compile(
     r"^(?P<path>[^:@]*[^:@/])(?::(?P<first>[\w.-]+))?(?::(?P<second>[\w.+-]+(?:\[[^\]@]*\])?))?(?P<slice>@\[-?\d*:-?\d*\])?$"
@@ -35,10 +32,6 @@ _NAME = re.compile(
 _OF_HUB = re.compile(r"^[\w.-]+/[\w.-]+$")
 _FILES = (".jsonl", ".parquet", ".json")
 _USUAL_SPLITS = ("train", "test", "validation", "dev")
-
-
-class NamedDataError(ValueError):
-    """A data set cannot be loaded by its name; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +43,23 @@ class DataName:
     split: str | None
     rows: str
 
+    def file(self) -> str:
+        """Return the file of the rows, with the slice of them.
+
+        Raises:
+            NamedDataError: As :func:`file_of_name`.
+        """
+        return f"{file_of_name(self)}{self.rows}"
+
+    @property
+    def reward_type(self) -> str | None:
+        """The usual ``--rm-type``, if the set is known."""
+        return known_sets().get(self.path, {}).get("rm_type")
+
 
 def known_sets() -> dict[str, dict[str, Any]]:
     """The table of known data sets by name."""
-    table: dict[str, dict[str, Any]] = read_table("datasets.json")
+    table: dict[str, dict[str, Any]] = read_json(Path(__file__).parent / "datasets.json")
     return table
 
 
@@ -84,40 +90,6 @@ def data_name(text: str) -> DataName | None:
         second or known.get("split"),
         match["slice"] or "",
     )
-
-
-def derive_named_data(args: Args) -> list[str]:
-    """Replace a name in ``--prompt-data`` by a file, and select the table's reward if no flag
-    provides one.
-
-    Names of evaluation sets are replaced by
-    :func:`slime.data.eval_config.resolve_eval_datasets`."""
-    name = data_name(args.prompt_data) if args.prompt_data else None
-    if name is None:
-        return []
-    try:
-        path = named_path(name)
-    except NamedDataError as error:
-        return [f"--prompt-data {args.prompt_data}: {error}"]
-    args.notices.append(f"--prompt-data {args.prompt_data}: its rows are in {path}")
-    args.prompt_data = path
-    kind = known_sets().get(name.path, {}).get("rm_type")
-    if kind and not (args.rm_type or args.custom_rm_path or args.custom_generate_function_path):
-        args.math_answer = args.math_answer or "any"
-        args.rm_type = kind
-        args.notices.append(
-            f"no flag provides rewards: --rm-type is {kind}, as usual for {name.path}"
-        )
-    return []
-
-
-def named_path(name: DataName) -> str:
-    """Return the file of a name, with the slice of its rows.
-
-    Raises:
-        NamedDataError: As :func:`file_of_name`.
-    """
-    return f"{file_of_name(name)}{name.rows}"
 
 
 @functools.cache

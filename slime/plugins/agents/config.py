@@ -1,35 +1,42 @@
-"""Flags of black-box agents: unmodified programs that call the model through an OpenAI or Anthropic
-endpoint.
+"""Flags of agents and environments, and the names of the parsers of what a model writes.
 
-This module contains the names of the parsers, so that an unknown name is reported before any
-process starts. The parsers themselves are in ``slime.plugins.agents``.
+The parsers themselves are in :mod:`slime.plugins.agents.tool_parsers`; an unknown name is reported
+before any process starts.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.files import read_table
+from slime.config.files import read_json
 from slime.config.flag import Section, flag, hook_flag
 from slime.config.hf_config import model_config, read_chat_template
 from slime.config.hooks import hook_problem
+from slime.data.reasoning import ALL_TAGS, TAGS, Tags
+from slime.types import Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 
-
 AGENT_GENERATE = "slime.plugins.agents.rollout.generate"
+ENVIRONMENT_SOURCE = "slime.plugins.agents.environments.source.EnvironmentSource"
+ENVIRONMENT_GENERATE = "slime.plugins.agents.environments.rollout.generate"
+MCP_GENERATE = "slime.plugins.agents.environments.mcp.generate"
+PROGRAMS = {"verifiers": "slime.plugins.agents.environments.verifiers.run"}
+"""Agent program of each environment that speaks with the model by itself, by the name of the
+environment.
+"""
 
 
-_PARSERS = read_table("parsers.json")
+_PARSERS = read_json(Path(__file__).parent / "parsers.json")
 TOOL_PARSERS: list[str] = _PARSERS["tool_parsers"]
 REASONING_PARSERS: list[str] = _PARSERS["reasoning_parsers"]
 _BY_TEMPLATE: dict[str, str] = _PARSERS["tool_parser_by_template"]
@@ -76,17 +83,41 @@ class AgentConfig(Section):
     """Address of this machine at which agent programs reach the endpoint"""
 
 
-def derive_agent(args: Args) -> None:
-    """Select the generate function for agents if an agent program is given."""
-    if (
-        args.agent_function_path or args.agent_command
-    ) and args.custom_generate_function_path is None:
-        args.custom_generate_function_path = AGENT_GENERATE
+@dataclass
+class EnvironmentConfig(Section):
+    _title = "environments"
+
+    environment: str | None = flag(None, metavar="NAME:WHAT?KEY=VALUE")
+    """Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID,
+    verifiers:TASKSET, openenv:URL or file.py:Class, with options after a question mark"""
+    environment_timeout: float = flag(60.0, above=0)
+    """Deadline in seconds for the beginning and each step of an episode of --environment, and for
+    each call of a tool of --mcp-server"""
+    mcp_server: list[str] | None = None
+    """MCP servers whose tools the model may call: a command in quotes, sandbox:FILE.py, or an http
+    URL
+    """
 
 
-def check_parsers(args: Args) -> list[str]:
-    """Check that ``--agent-tool-parser`` and ``--agent-reasoning-parser`` name parsers that exist,
-    and that the parser that ``auto`` selects exists too."""
+def resolve(args: Args) -> list[str]:
+    """Select the data source and the generate function of ``--environment``, ``--mcp-server`` or an
+    agent program, and report parsers that do not exist. What the user chose stays, and the rules
+    refuse it."""
+    chosen: dict[str, object] = (
+        {"custom_generate_function_path": MCP_GENERATE} if args.mcp_server else {}
+    )
+    if args.environment is not None:
+        program = PROGRAMS.get(args.environment.partition(":")[0])
+        chosen = {
+            "data_source_path": ENVIRONMENT_SOURCE,
+            "agent_function_path": program,
+            "custom_generate_function_path": AGENT_GENERATE if program else ENVIRONMENT_GENERATE,
+        }
+    for name, value in chosen.items():
+        if name not in args.explicit:
+            setattr(args, name, value)
+    if args.agent_function_path or args.agent_command:
+        args.fill(custom_generate_function_path=AGENT_GENERATE)
     problems = [
         tool_parser_problem(args.agent_tool_parser),
         reasoning_parser_problem(args.agent_reasoning_parser),
@@ -185,44 +216,27 @@ def sglang_parsers(module: str, attribute: str) -> dict[str, Any]:
     return dict(found)
 
 
-ENVIRONMENT_SOURCE = "slime.plugins.agents.environments.source.EnvironmentSource"
-ENVIRONMENT_GENERATE = "slime.plugins.agents.environments.rollout.generate"
-MCP_GENERATE = "slime.plugins.agents.environments.mcp.generate"
-PROGRAMS = {"verifiers": "slime.plugins.agents.environments.verifiers.run"}
-"""Agent program of each environment that speaks with the model by itself, by the name of the
-environment.
-"""
+def reasoning_tags(name: str, tokenizer: Tokenizer) -> Tags | None:
+    """Return the tags for ``--agent-reasoning-parser``; with ``auto``, those in the chat template
+    or the tokenizer.
 
-
-@dataclass
-class EnvironmentConfig(Section):
-    _title = "environments"
-
-    environment: str | None = flag(None, metavar="NAME:WHAT?KEY=VALUE")
-    """Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID,
-    verifiers:TASKSET, openenv:URL or file.py:Class, with options after a question mark"""
-    environment_timeout: float = flag(60.0, above=0)
-    """Deadline in seconds for the beginning and each step of an episode of --environment, and for
-    each call of a tool of --mcp-server"""
-    mcp_server: list[str] | None = None
-    """MCP servers whose tools the model may call: a command in quotes, sandbox:FILE.py, or an http
-    URL
+    Raises:
+        ValueError: Neither slime nor the installed SGLang has a parser of this name.
     """
+    if name == "none":
+        return None
+    if name == "auto":
+        template = str(tokenizer.chat_template)
+        return next((tags for tags in ALL_TAGS if _knows(tokenizer, template, tags)), None)
+    if name in TAGS:
+        return TAGS[name]
+    problem = reasoning_parser_problem(name)
+    if problem is not None:
+        raise ValueError(problem)
+    detector = sglang_parsers(*SGLANG_REASONING_PARSERS)[name]()
+    return Tags(detector.think_start_token, detector.think_end_token)
 
 
-def derive_environment(args: Args) -> None:
-    """Select the data source and the generate function of ``--environment`` or ``--mcp-server``.
-    What the user chose stays, and the rules refuse it."""
-    chosen: dict[str, object] = (
-        {"custom_generate_function_path": MCP_GENERATE} if args.mcp_server else {}
-    )
-    if args.environment is not None:
-        program = PROGRAMS.get(args.environment.partition(":")[0])
-        chosen = {
-            "data_source_path": ENVIRONMENT_SOURCE,
-            "agent_function_path": program,
-            "custom_generate_function_path": AGENT_GENERATE if program else ENVIRONMENT_GENERATE,
-        }
-    for name, value in chosen.items():
-        if name not in args.explicit:
-            setattr(args, name, value)
+def _knows(tokenizer: Tokenizer, template: str, tags: Tags) -> bool:
+    token = tokenizer.convert_tokens_to_ids(tags.end)
+    return tags.end in template or (token is not None and token != tokenizer.unk_token_id)
