@@ -248,7 +248,9 @@ class VllmEngine:
         """Load the adapter in a folder in PEFT's form under a name that is not taken."""
         if name in self.adapters:
             raise BadRequest(f"the adapter {name!r} is loaded already; unload it first")
-        request = LoRARequest(name, next(self._numbers), folder)
+        number = next(self._numbers)
+        # The keys of the KV cache contain this name, so another version has another one.
+        request = LoRARequest(f"{name}-{number}", number, folder)
         try:
             await self.llm.add_lora(request)
         except Exception as error:
