@@ -22,14 +22,15 @@ async def serving(model: Path) -> AsyncIterator[str]:
 
     from slime.engines.http import close_session
     from slime.plugins.embedded import routes_generate
-    from slime.plugins.embedded.fields import LOADED, errors_as_json
+    from slime.plugins.embedded.fields import errors_as_json
     from slime.plugins.embedded.loading import EngineOptions, load_engine
+    from slime.plugins.embedded.served import SERVED
 
     loaded = load_engine(
         EngineOptions(model_path=str(model), dtype="float32", device="cpu", max_total_tokens=4096)
     )
     app = web.Application(middlewares=[errors_as_json])
-    app[LOADED] = loaded
+    app[SERVED] = loaded
     app.add_routes(routes_generate.routes)
     loaded.engine.start(asyncio.get_running_loop())
     runner = web.AppRunner(app, shutdown_timeout=0.1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.plugins.embedded import attention, routes_generate
-from slime.plugins.embedded.fields import LOADED
+from slime.plugins.embedded.served import SERVED
 
 
 class BusyEngine:
@@ -31,7 +31,7 @@ async def test_a_long_prefill_is_no_hang(
     """As long as layers are computed the engine is well; when nothing is, it hangs."""
     monkeypatch.setattr(routes_generate, "HEALTH_SECONDS", 0.05)
     monkeypatch.setattr(attention, "progressed_at", lambda: time.monotonic() if layers else 0.0)
-    request: Any = SimpleNamespace(app={LOADED: SimpleNamespace(engine=BusyEngine())})
+    request: Any = SimpleNamespace(app={SERVED: SimpleNamespace(engine=BusyEngine())})
     assert (await routes_generate.health_generate(request)).status == status
 
 
