@@ -9,6 +9,8 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 if [ $# -eq 0 ]; then
     # A group is a file, or a whole run. Those that are longest come first, so that both processes end together.
-    set -- -n 2 --dist loadfile --durations 40
+    # Only files with such a mark are imported, which takes half of the time that all take.
+    mapfile -t files < <(cd "$here/.." && grep -rlE 'mark\.(real|slow|megatron)\b' tests --include='test_*.py')
+    set -- -n 2 --dist loadfile --durations 40 "${files[@]}"
 fi
 exec bash "$here/test.sh" -m "(real or slow or megatron) and not sglang and not vllm and not cuda" "$@"

@@ -4,102 +4,96 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-
-RANK = """
-import json, sys
-from datetime import timedelta
-import psutil, torch
+import torch
 import torch.distributed as dist
+from quick_processes import start_ranks
+
 from slime.backends.create import _init_process_group
-
-rank, world_size, port = map(int, sys.argv[1:])
-_init_process_group(rank, world_size, "127.0.0.1", port, torch.device("cpu"), timedelta(minutes=2))
-total = torch.tensor([rank + 1.0])
-dist.all_reduce(total)
-dist.all_reduce(total, group=dist.new_group(list(range(world_size))))
-listening = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
-dist.barrier()
-print(json.dumps([total.item(), listening]))
-dist.destroy_process_group()
-"""
+from slime.engines.process import free_port
 
 
-def run_ranks(script: str, world_size: int) -> list[Any]:
-    """What each rank of a script prints."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-c", script]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world_size), port], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        return [json.loads(rank.communicate(timeout=200)[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+def run_ranks(worker: Callable[..., None], folder: Path, world_size: int) -> list[Any]:
+    """What each rank writes: they are forked from a process that has imported torch."""
+    start_ranks(worker, (world_size, free_port("127.0.0.1"), folder), world_size, join=True)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def join(rank: int, world_size: int, port: int) -> None:
+    wait = timedelta(minutes=2)
+    _init_process_group(rank, world_size, "127.0.0.1", port, torch.device("cpu"), wait)
+
+
+def listening(rank: int, world_size: int, port: int, folder: Path) -> None:
+    """Write a sum over ranks, and the addresses at which this rank listens."""
+    join(rank, world_size, port)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=dist.new_group(list(range(world_size))))
+    found = psutil.Process().net_connections("inet")
+    addresses = [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN]
+    dist.barrier()
+    (folder / f"{rank}.json").write_text(json.dumps([total.item(), addresses]))
+    dist.destroy_process_group()
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_ranks_of_a_private_cluster_listen_on_the_loopback_interface_only(world_size: int) -> None:
-    said = run_ranks(RANK, world_size)
+def test_ranks_of_a_private_cluster_listen_on_the_loopback_interface_only(
+    world_size: int, tmp_path: Path
+) -> None:
+    said = run_ranks(listening, tmp_path, world_size)
     addresses = {address for _, listening in said for address in listening}
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert {total for total, _ in said} == {1.0 if world_size == 1 else 6.0}
 
 
-CONNECTIONS = """
-import json, sys
-from datetime import timedelta
-import psutil, torch
-import torch.distributed as dist
-from slime.backends.create import _init_process_group
+def connecting(rank: int, world_size: int, port: int, folder: Path) -> None:
+    """Write the number of open connections to other ranks, after each thing that ranks say to each
+    other.
+    """
+    join(rank, world_size, port)
+    store = dist.distributed_c10d._get_default_store()
+    found: list[int] = []
 
-rank, world_size, port = map(int, sys.argv[1:])
+    def count() -> None:
+        """While all ranks are here."""
+        number = len(found)
+        for place in ("arrived", "counted"):
+            store.set(f"{place} {number} {rank}", "")
+            store.wait([f"{place} {number} {other}" for other in range(world_size)])
+            if place == "arrived":
+                sockets = psutil.Process().net_connections("tcp")
+                open_ = [c for c in sockets if c.status == psutil.CONN_ESTABLISHED]
+                # not those to the store
+                found.append(sum(port not in (c.laddr.port, c.raddr.port) for c in open_))
 
-_init_process_group(rank, world_size, "127.0.0.1", port, torch.device("cpu"), timedelta(minutes=2))
-store = dist.distributed_c10d._get_default_store()
-
-def count():
-    # open connections to other ranks, while all ranks are here
-    found.append(None)
-    for place in ("arrived", "counted"):
-        store.set(f"{place} {len(found)} {rank}", "")
-        store.wait([f"{place} {len(found)} {other}" for other in range(world_size)])
-        if place == "arrived":
-            open_ = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
-            found[-1] = sum(port not in (c.laddr.port, c.raddr.port) for c in open_)  # not those to the store
-
-found = []
-second = dist.new_group(backend="gloo")
-count()
-dist.all_reduce(torch.ones(1))
-count()
-everyones = [None] * world_size
-dist.all_gather_object(everyones, rank, group=second)
-assert everyones == list(range(world_size))
-count()
-print(json.dumps(found))
-dist.destroy_process_group()
-"""
+    second = dist.new_group(backend="gloo")
+    count()
+    dist.all_reduce(torch.ones(1))
+    count()
+    everyones: list[Any] = [None] * world_size
+    dist.all_gather_object(everyones, rank, group=second)
+    assert everyones == list(range(world_size))
+    count()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_ranks_are_connected_when_they_have_something_to_say_to_each_other() -> None:
+def test_ranks_are_connected_when_they_have_something_to_say_to_each_other(tmp_path: Path) -> None:
     """A connection between all ranks, for each group, is more than a thousand ranks can open."""
     neighbours = 2  # in a ring
-    for counts in run_ranks(CONNECTIONS, world_size=5):
+    for counts in run_ranks(connecting, tmp_path, world_size=5):
         assert counts == [0, neighbours, 2 * neighbours]
 
 
