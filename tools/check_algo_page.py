@@ -24,7 +24,7 @@ END = "<!-- end of the table -->"
 HEAD = """\
 | estimator | 0 | 1 | 4 | lengths | var 0 | var 4 | verdict | other effects of its design |
 |---|---|---|---|---|---|---|---|---|"""
-DRAWN = "rloo", "grpo", "gspo", "cispo", "sapo", "dppo"
+DRAWN = "rloo", "grpo", "gspo", "maxrl", "vespo", "reinforce_plus_plus"
 
 
 def row(report: Report) -> str:

@@ -19,7 +19,7 @@ from slime.plugins.tools.check_algo.step import Step, Trainer
 from slime.plugins.tools.check_algo.world import PROMPT, TOOL, Draw, World
 
 DRIFT = 0.04
-"""How far a logit moves in one step at most, so that the ratios of four steps reach the clip."""
+"""How far a logit moves in one step at most: four steps stay within the usual clips."""
 CORRECTIONS = ("use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "keep_old_actor")
 """Flags with which the user says how older samples are corrected."""
 
