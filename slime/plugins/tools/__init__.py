@@ -15,6 +15,7 @@ _COMMANDS = {
     "merge-lora": "merge_lora:add_merge_lora",
     "ledger": "reports:add_ledger",
     "replay": "replay:add_replay",
+    "what-if": "replay:add_what_if",
     "verify": "replay:add_verify",
     "plan": "plan:add_plan",
     "check-algo": "check_algo:add_check_algo",

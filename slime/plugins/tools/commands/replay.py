@@ -1,5 +1,5 @@
-"""``slime replay`` and ``slime verify``: compute again what a run or plain transformers computed,
-and compare.
+"""``slime replay``, ``slime what-if`` and ``slime verify``: compute again what a run or plain
+transformers computed, and compare.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,34 +97,91 @@ def replay(
     Raises:
         CommandError: The step cannot be replayed, or a training rank failed.
     """
-    from slime.config.hooks import SAFE_PATH
     from slime.observability.debug_data import DebugDataError
     from slime.plugins.tools.local_ranks import RankError
     from slime.plugins.tools.replay.recorded import ReplayError, read_run
     from slime.plugins.tools.replay.step import replay_step
 
-    # The folder of the run must not add modules to the import path of any process.
+    with _safe_path():
+        try:
+            run = read_run(folder.resolve(), wanted.step, flags, _tell if run_its_code else None)
+            if run.unrecorded:
+                names = shown(", ".join(run.unrecorded))
+                print(
+                    f"slime replay: the values of {names} are not recorded: pass --train-env-vars",
+                    file=sys.stderr,
+                )
+            if wanted.tensors is not None:
+                with writing(f"--tensors {wanted.tensors}"):
+                    wanted.tensors.mkdir(parents=True, exist_ok=True)
+            result = replay_step(run, wanted)
+            _show(result, wanted, as_json, run)
+        except (ReplayError, RankError, DebugDataError) as error:
+            raise CommandError(str(error)) from error
+    return int(not result.equal)
+
+
+def add_what_if(commands: Subparsers) -> None:
+    what_if = commands.add_parser(
+        "what-if",
+        help="compute a training step of a run with one thing changed, beside the step as it was",
+        usage="slime what-if RUN --step N [options] [flags of train.py to change]",
+        description="Prints how loss, gradient and update differ, by layer. It needs what slime "
+        "replay needs.",
+        allow_abbrev=False,
+    )
+    what_if.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
+    what_if.add_argument("--step", type=whole(0), required=True, help="as in metrics.jsonl")
+    for option, what in (
+        ("--without-sample", "leave this sample out, as one whose verifier timed out"),
+        ("--flip-reward", "mirror the reward of this sample in the range of the step's"),
+    ):
+        what_if.add_argument(
+            option, type=whole(0), action="append", default=[], metavar="INDEX", help=what
+        )
+    what_if.add_argument("--through", action="store_true", help="as for slime replay")
+    what_if.add_argument("--run-its-code", action="store_true", help="as for slime replay")
+    what_if.add_argument("--json", action="store_true", help="print the result as JSON instead")
+    what_if.set_defaults(run=_what_if, takes_flags=True)
+
+
+def _what_if(args: argparse.Namespace) -> int:
+    from slime.observability.debug_data import DebugDataError
+    from slime.plugins.tools.local_ranks import RankError
+    from slime.plugins.tools.replay.recorded import ReplayError, read_run
+    from slime.plugins.tools.replay.step import Wanted
+    from slime.plugins.tools.replay.what_if import ChangedSamples, page, what_if
+
+    change = ChangedSamples(tuple(args.without_sample), tuple(args.flip_reward))
+    if not (change.without or change.flipped or args.rest):
+        raise CommandError("nothing is changed: --without-sample, --flip-reward, or flags of a run")
+    folder = args.run_dir.resolve()
+    tell = _tell if args.run_its_code else None
+    with _safe_path():
+        try:
+            run, changed = (read_run(folder, args.step, flags, tell) for flags in ((), args.rest))
+            result = what_if(run, changed, Wanted(args.step, args.through, change=change))
+        except (ReplayError, RankError, DebugDataError) as error:
+            raise CommandError(str(error)) from error
+    if args.json:
+        print(json.dumps(asdict(result), indent=2, default=_plain))
+    else:
+        print(*map(shown, page(result)), sep="\n")
+    return 0
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Let the folder of a run add no modules to the import path of any process."""
+    from slime.config.hooks import SAFE_PATH
+
     added = SAFE_PATH.keys() - os.environ.keys()
     os.environ.update(SAFE_PATH)  # also for the processes that libraries start
     try:
-        run = read_run(folder.resolve(), wanted.step, flags, _tell if run_its_code else None)
-        if run.unrecorded:
-            names = shown(", ".join(run.unrecorded))
-            print(
-                f"slime replay: the values of {names} are not recorded: pass --train-env-vars",
-                file=sys.stderr,
-            )
-        if wanted.tensors is not None:
-            with writing(f"--tensors {wanted.tensors}"):
-                wanted.tensors.mkdir(parents=True, exist_ok=True)
-        result = replay_step(run, wanted)
-        _show(result, wanted, as_json, run)
-    except (ReplayError, RankError, DebugDataError) as error:
-        raise CommandError(str(error)) from error
+        yield
     finally:
         for name in added:
             del os.environ[name]
-    return int(not result.equal)
 
 
 def _tell(lines: Sequence[str]) -> None:

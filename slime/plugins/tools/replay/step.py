@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,7 @@ class Wanted:
         sample: The index of a sample to look into.
         tensors: A folder for intermediate tensors.
         tolerance: The allowed difference of metrics; None for 0 in an exact replay, else by dtype.
+        change: Changes the samples of the step before they are converted; None for none.
         seconds: The deadline for all ranks of a role.
     """
 
@@ -53,6 +54,7 @@ class Wanted:
     sample: int | None = None
     tensors: Path | None = None
     tolerance: float | None = None
+    change: Callable[[Sequence[Sample]], None] | None = None
     seconds: float = 3600.0
 
 
@@ -79,6 +81,7 @@ class Replayed:
         worst: The largest difference of all tensors, relative to the change of the same tensor by
             the step.
         skipped: Whether the actor did not train in this step.
+        values: All metrics of the step as it was computed now.
     """
 
     step: int
@@ -100,6 +103,7 @@ class Replayed:
     worst: float
     sample: SampleFacts | None
     skipped: bool
+    values: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
@@ -147,6 +151,8 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
         for rollout_id in rollouts:
             groups = load_rollout(run.template, rollout_id, args.load_debug_rollout_data_subsample)
             samples = flatten(groups)
+            if wanted.change is not None and rollout_id == wanted.step:
+                wanted.change(samples)
             # A function of the user's replaces the metrics of the samples.
             metrics = (
                 {}
@@ -298,6 +304,7 @@ def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
         ),
         sample=_merged([one.sample for one in trained.ranks if one.sample is not None]),
         skipped=first.skipped,
+        values=dict(trained.metrics),
     )
 
 

@@ -1,0 +1,167 @@
+"""A recorded step with one thing changed, beside the step as it was: loss, gradient, weights."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slime.data.sample import Sample
+from slime.plugins.tools.replay.capture import AFTER, BEFORE
+from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError
+from slime.plugins.tools.replay.step import Replayed, Wanted, replay_step
+
+METRICS = ("train/loss", "train/pg_loss", "train/grad_norm", "train/ppo_kl", "train/pg_clipfrac")
+"""The metrics that are shown whether they change or not."""
+
+
+@dataclass(frozen=True)
+class ChangedSamples:
+    """What is changed in the samples of a step.
+
+    Attributes:
+        without: Indices of samples that count neither in the loss nor in the statistics of their
+            group; the divisor of the mean stays.
+        flipped: Indices of samples whose reward is mirrored in the range of the step's rewards: 0
+            becomes 1, and 1 becomes 0.
+    """
+
+    without: tuple[int, ...] = ()
+    flipped: tuple[int, ...] = ()
+
+    def __call__(self, samples: Sequence[Sample]) -> None:
+        """Change the samples.
+
+        Raises:
+            ReplayError: There is no such sample, or its reward is no number.
+        """
+        by_index = {sample.index: sample for sample in samples}
+        unknown = sorted({*self.without, *self.flipped} - by_index.keys())
+        if unknown:
+            raise ReplayError(f"the step has no sample with index {', '.join(map(str, unknown))}")
+        for index in self.without:
+            by_index[index].reward_timed_out = True
+        numbers = [s.reward for s in samples if isinstance(s.reward, int | float)]
+        for index in self.flipped:
+            reward = by_index[index].reward
+            if not isinstance(reward, int | float):
+                raise ReplayError(f"sample {index} has the reward {reward}, which is no number")
+            by_index[index].reward = min(numbers) + max(numbers) - reward
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a set of tensors differs between the two steps.
+
+    Attributes:
+        before, after: The norm without and with the change.
+        cosine: Between both; NaN if one of them is 0.
+        relative: The norm of the difference over ``before``.
+    """
+
+    name: str
+    before: float
+    after: float
+    cosine: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The result.
+
+    Attributes:
+        plain: The step as it was, computed again.
+        metrics: ``(name, before, after)``.
+        tensors: The gradient of each optimizer step, its layers, and the change of the weights.
+    """
+
+    plain: Replayed
+    metrics: tuple[tuple[str, float, float], ...]
+    tensors: tuple[Difference, ...]
+
+
+def what_if(run: RecordedRun, changed: RecordedRun, wanted: Wanted) -> WhatIf:
+    """Compute a step as it was, and with other settings or samples.
+
+    Args:
+        changed: The run with the settings of the second step.
+        wanted: The step; its ``change`` is for the second one.
+
+    Raises:
+        ReplayError, RankError: As for :func:`.step.replay_step`.
+    """
+    with tempfile.TemporaryDirectory(prefix="slime-what-if-") as name:
+        folders = Path(name) / "plain", Path(name) / "changed"
+        plain = replay_step(run, replace(wanted, change=None, tensors=folders[0]))
+        other = replay_step(changed, replace(wanted, tensors=folders[1]))
+        tensors = tuple(compare_folders(*folders))
+    before, after = plain.values, other.values
+    names = [name for name in METRICS if name in before and name in after]
+    return WhatIf(plain, tuple((name, before[name], after[name]) for name in names), tensors)
+
+
+def compare_folders(plain: Path, changed: Path) -> Iterator[Difference]:
+    """Compare the gradients and the updates in two folders of ``--tensors``."""
+    for file in sorted(plain.glob("actor_gradients_*.safetensors")):
+        step = int(re.findall(r"\d+", file.name)[-1])
+        other = changed / file.name
+        after = load_file(other) if other.is_file() else {}
+        yield from _by_layer(f"gradient of optimizer step {step}", load_file(file), after)
+    updates = []
+    for folder in (plain, changed):
+        start, end = load_file(folder / BEFORE), load_file(folder / AFTER)
+        updates.append({name: end[name].float() - start[name].float() for name in end})
+    yield compare(updates[0], updates[1], "change of the weights")
+
+
+def _by_layer(
+    what: str, plain: dict[str, Tensor], changed: dict[str, Tensor]
+) -> Iterator[Difference]:
+    yield compare(plain, changed, what)
+    layers: dict[str, list[str]] = {}
+    for name in plain:
+        found = re.search(r"layers\.(\d+)\.", name)
+        layers.setdefault(f"layer {found[1]}" if found else name, []).append(name)
+    # Layers by their number, then what is in none.
+    for layer in sorted(layers, key=lambda one: (not one.startswith("layer "), len(one), one)):
+        yield compare({name: plain[name] for name in layers[layer]}, changed, f"  {layer}")
+
+
+def compare(plain: dict[str, Tensor], changed: dict[str, Tensor], name: str) -> Difference:
+    """Compare the tensors of ``plain``; one that ``changed`` lacks counts as 0."""
+    squares = torch.zeros(4, dtype=torch.float64)
+    for key, tensor in plain.items():
+        a = tensor.double().flatten()
+        b = changed[key].double().flatten() if key in changed else torch.zeros_like(a)
+        squares += torch.stack([a @ a, b @ b, a @ b, (a - b) @ (a - b)])
+    before, after, far = (math.sqrt(float(squares[i])) for i in (0, 1, 3))
+    cosine = float(squares[2]) / (before * after) if before * after else math.nan
+    return Difference(name, before, after, cosine, far / before if before else math.nan)
+
+
+def page(result: WhatIf) -> Iterator[str]:
+    """Yield the lines of the report."""
+    equal = result.plain.exact and result.plain.equal
+    yield (
+        "the step as it was: equal to the recorded one, bit for bit"
+        if equal
+        else f"the step as it was: differs from the recorded one by rounding at least "
+        f"(tolerance {result.plain.tolerance:g}); smaller effects say nothing"
+    )
+    yield f"{'':<36}{'before':>13}{'after':>13}{'cosine':>10}{'change':>11}"
+    for name, before, after in result.metrics:
+        change = (after - before) / abs(before) if before else math.nan
+        yield f"{name:<36}{before:>13.6g}{after:>13.6g}{'':>10}{change:>11.2%}"
+    for one in result.tensors:
+        yield (
+            f"{one.name:<36}{one.before:>13.6g}{one.after:>13.6g}{one.cosine:>10.5f}"
+            f"{one.relative:>11.2%}"
+        )

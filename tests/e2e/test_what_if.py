@@ -1,0 +1,36 @@
+"""``slime what-if`` on a real run: what one sample or one flag did to a step."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_one_changed_thing_is_compared_with_the_step_as_it_was(runner, flags) -> None:
+    ran = runner.inline(*flags, "--num-rollout", 1, "--dump-details", "details")
+    assert ran.code == 0, ran.output
+
+    def what_if(*words: object) -> dict:
+        command = [sys.executable, "-m", "slime.cli.main", "what-if", str(ran.folder)]
+        words = (*command, "--step", 0, "--json", *words)
+        result = runner.finish(runner.spawn([str(word) for word in words]), "run")
+        assert result.code == 0, result.output
+        found = json.loads(result.output)
+        assert found["plain"]["exact"] and not found["plain"]["metrics"]["differences"]
+        return {one["name"]: one for one in found["tensors"]}
+
+    # On the policy's own samples nothing is clipped, so that another range changes no bit.
+    nothing = what_if("--eps-clip", "0.4")
+    assert {one["relative"] for one in nothing.values()} == {0.0}
+    for words in (
+        ("--without-sample", 1),
+        ("--flip-reward", 1),
+        ("--advantage-estimator", "rloo"),
+    ):
+        gradient = what_if(*words)["gradient of optimizer step 0"]
+        assert 0 < gradient["relative"] < 2, (words, gradient)
+        assert gradient["cosine"] < 1 - 1e-6, (words, gradient)
