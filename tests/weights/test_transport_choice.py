@@ -14,7 +14,6 @@ from real_engines import sync_settings
 
 from slime.weights import transports
 from slime.weights.transports import create_transport, disk, ranks_of_engines
-from slime.weights.transports.distributed import DistributedTransport
 
 
 @pytest.fixture
@@ -199,13 +198,3 @@ def test_senders_are_for_broadcasts_only() -> None:
 def test_buckets_of_broadcasts_between_gpus_are_larger(on_gpus: None) -> None:
     assert create_transport(sync_settings(), False).bucket_bytes == 2**30
     assert create_transport(sync_settings(colocate=True), True).bucket_bytes == 2**29
-
-
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_the_flag_for_the_size_of_buckets_wins(backend: str) -> None:
-    transport = DistributedTransport(backend, 1.0)
-    assert sync_settings(update_weight_buffer_size=5).bucket_bytes(transport.bucket_bytes) == 5
-    assert (
-        sync_settings(update_weight_buffer_size=None).bucket_bytes(transport.bucket_bytes)
-        == transport.bucket_bytes
-    )
