@@ -49,7 +49,7 @@ TOKENS = {
     "plugins/estimators": 2_109,
     "plugins/named_data": 1_431,
     "plugins/rewards": 14_753,
-    "plugins/tools": 100_198,
+    "plugins/tools": 100_205,
     "plugins/vllm": 6_730,
     "plugins/workers": 2_889,
 }
