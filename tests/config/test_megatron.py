@@ -132,7 +132,7 @@ def test_the_installed_core_is_imported_beside_a_checkout(
 
 @pytest.mark.megatron
 def test_no_notice_without_a_checkout(tmp_path: Path) -> None:
-    assert run_beside(tmp_path, WHICH).startswith("None\n[] []\n")
+    assert run_beside(tmp_path, WHICH).startswith("\n[] []\n")
 
 
 IMPORTED = """
