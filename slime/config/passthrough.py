@@ -84,10 +84,13 @@ class EngineOptions:
     Attributes:
         table: The JSON file of the options, as ``tools/generate_flag_tables.py`` writes it.
         reasons: Options that slime refuses, as in :data:`REASONS`.
+        context_length: The option for the most tokens of prompt and response. A value that is no
+            whole number leaves it to the model.
     """
 
     table: Path
     reasons: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    context_length: str = "context_length"
 
     @property
     def version(self) -> str:

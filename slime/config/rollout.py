@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.engine import ServerGroupError, read_server_groups
 from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
 from slime.config.hf_config import context_length, model_config, rotary_limit
-from slime.config.passthrough import given_options
+from slime.config.passthrough import engine_options, given_options
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -195,8 +195,9 @@ def served_context(args: Args) -> int | None:
     """Return the maximum number of tokens of prompt and response that the engines accept; None if
     it is not known.
 
-    It is ``--sglang-context-length`` or ``--vllm-max-model-len``, or else the value in the model's
-    config.json, and at most the size of the KV cache if that is given. With ``--sglang-config`` it
+    It is ``--sglang-context-length`` or the option of a registered engine
+    (:class:`slime.config.passthrough.EngineOptions`), or else the value in the model's config.json,
+    and at most the size of the KV cache if that is given. With ``--sglang-config`` it
     is the minimum over the groups of the first model, whose router gets the requests of a rollout;
     the overrides of a group take precedence over the flags.
     """
@@ -210,10 +211,12 @@ def served_context(args: Args) -> int | None:
         given = given_options(args)
         path, overrides = _first_model(args.sglang_config, path, args.rollout_num_gpus_per_engine)
         limits = []
+        registered = engine_options().get(args.rollout_backend)
+        name = "context_length" if registered is None else registered.context_length
         for options in ({**given, **group} for group in overrides):
-            length = options.get("context_length") or options.get("max_model_len")
-            known = str(length).isdigit()  # vLLM also takes 4k and auto
-            limits += [length if known else _of_model(path), options.get("max_total_tokens")]
+            length = options.get(name)
+            length = length if str(length).isdigit() else _of_model(path)
+            limits += [length, options.get("max_total_tokens")]
     return min((int(limit) for limit in limits if limit), default=None)
 
 

@@ -27,10 +27,12 @@ _in_use = False
 
 @cache
 def is_installed() -> bool:
-    """Return whether the package can be imported; an older ``flash-attn`` has the same name."""
+    """Return whether the package is there. An older ``flash-attn`` has the same name, and often
+    cannot be imported with another torch than its own.
+    """
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:
+    except ImportError:
         return False
 
 

@@ -151,8 +151,7 @@ def _contribute(
         return
     dtype = getattr(torch, orders["dtype"]) if orders["dtype"] else None
     transforms = transforms_of(settings, dtype, orders["leave_out_frozen"])
-    size = settings.sync.update_weight_buffer_size or transport.bucket_bytes
-    buckets = finished(sent_buckets(settings, source, size, transforms))
+    buckets = finished(sent_buckets(settings, source, transport.bucket_bytes, transforms))
     transport.contribute(peers, (bucket for bucket in buckets if not bucket.adapter))
 
 
@@ -230,8 +229,8 @@ class Sender:
             if self.peers is not None:
                 self.peers.open({"dtype": self.report.dtype, "leave_out_frozen": leave_out_frozen})
             transforms = transforms_of(self.settings, dtype, leave_out_frozen)
-            size = self.settings.sync.update_weight_buffer_size or self.transport.bucket_bytes
-            for bucket in finished(sent_buckets(self.settings, source, size, transforms)):
+            usual = self.transport.bucket_bytes
+            for bucket in finished(sent_buckets(self.settings, source, usual, transforms)):
                 if not bucket.adapter:  # a named adapter has digests of its own, see AdapterPayload
                     self._digest(bucket, dtype, plan)
                 if not handoff.put(bucket):

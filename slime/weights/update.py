@@ -324,11 +324,16 @@ def transforms_of(
 def sent_buckets(
     settings: WeightSyncSettings,
     source: Iterable[NamedTensor],
-    size: int,
+    usual_bytes: int,
     transforms: list[Transform],
 ) -> Iterator[Bucket]:
     """Divide the stream into buckets. The factors of an adapter that engines load by name are a
-    bucket of their own, the last one."""
+    bucket of their own, the last one.
+
+    Args:
+        usual_bytes: The size of a bucket that the transport prefers; the flag wins.
+    """
+    size = settings.sync.update_weight_buffer_size or usual_bytes
     if settings.adapter is None or settings.adapter_name is None:
         yield from iter_buckets(source, size, transforms)
         return

@@ -32,7 +32,7 @@ TOKENS = {
     "checkpoint": 8_222,
     "cli": 694,
     "cluster": 41_628,
-    "config": 33_675,
+    "config": 33_698,
     "data": 37_884,
     "engines": 19_149,
     "environments": 45,
@@ -41,8 +41,8 @@ TOKENS = {
     "ray": 13,
     "rollout": 38_531,
     "utils": 1_082,
-    "weights": 27_950,
-    "plugins/agents": 38_583,
+    "weights": 27_942,
+    "plugins/agents": 38_588,
     "plugins/compat": 6_675,
     "plugins/delta": 6_724,
     "plugins/embedded": 41_217,
@@ -50,7 +50,7 @@ TOKENS = {
     "plugins/named_data": 1_431,
     "plugins/rewards": 14_753,
     "plugins/tools": 100_205,
-    "plugins/vllm": 6_730,
+    "plugins/vllm": 6_734,
     "plugins/workers": 2_889,
 }
 """The most tokens of each room and plug-in."""

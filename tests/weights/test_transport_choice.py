@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from real_engines import sync_settings
 
 from slime.weights import transports
 from slime.weights.transports import create_transport, disk, ranks_of_engines
+from slime.weights.update import sent_buckets
 
 
 @pytest.fixture
@@ -198,3 +200,10 @@ def test_senders_are_for_broadcasts_only() -> None:
 def test_buckets_of_broadcasts_between_gpus_are_larger(on_gpus: None) -> None:
     assert create_transport(sync_settings(), False).bucket_bytes == 2**30
     assert create_transport(sync_settings(colocate=True), True).bucket_bytes == 2**29
+
+
+@pytest.mark.parametrize("flag, buckets", [(None, 1), (8, 3), (16, 2)])
+def test_the_flag_for_the_size_of_buckets_wins(flag: int | None, buckets: int) -> None:
+    tensors = [(f"w{i}", torch.zeros(2)) for i in range(3)]  # of 8 bytes each
+    settings = sync_settings(update_weight_buffer_size=flag)
+    assert len(list(sent_buckets(settings, tensors, 2**20, []))) == buckets

@@ -351,6 +351,77 @@ def parent_death_signal() -> None:
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+# Instructions of the classic BPF machine: load a word, compare, and give the verdict.
+_LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_GE, _GIVE = 0x20, 0x15, 0x45, 0x35, 0x06
+
+
+class Filter:
+    """A seccomp filter for the architecture of this machine: system calls are allowed but for those
+    that are refused.
+
+    Raises:
+        OSError: The numbers of system calls are not known for this machine.
+    """
+
+    def __init__(self) -> None:
+        machine = platform.machine()
+        if machine not in _ARCHITECTURES:
+            known = ", ".join(_ARCHITECTURES)
+            raise OSError(f"no system call numbers for {machine}: the sandbox knows {known}")
+        self.column, audit = _ARCHITECTURES[machine]
+        # First the architecture, since the numbers of another one mean other calls.
+        self.program = [
+            (_LOAD, 0, 0, 4),
+            (_JUMP_EQUAL, 1, 0, audit),
+            (_GIVE, 0, 0, _KILL),
+            (_LOAD, 0, 0, 0),
+        ]
+        if machine == "x86_64":
+            # x32 calls would bypass the checked numbers
+            self.program += [(_JUMP_GE, 0, 1, 0x40000000), (_GIVE, 0, 0, _KILL)]
+
+    def refuse(self, numbers: Numbers, answer: int = _EPERM) -> None:
+        """Refuse a call with an error number."""
+        number = numbers[self.column]
+        if number is not None:
+            self.program += [(_JUMP_EQUAL, 0, 1, number), (_GIVE, 0, 0, answer)]
+
+    def refuse_if(
+        self,
+        numbers: Numbers,
+        argument: int,
+        test: int,
+        values: tuple[int, ...],
+        wanted: bool = True,
+    ) -> None:
+        """Refuse the call if the test of the argument's low word against a value gives ``wanted``;
+        allow it otherwise.
+        """
+        number = numbers[self.column]
+        if number is None:
+            return
+        yes, no = (0, 1) if wanted else (1, 0)
+        self.program += [
+            (_JUMP_EQUAL, 0, 2 * len(values) + 2, number),
+            (_LOAD, 0, 0, 16 + 8 * argument),  # little-endian
+        ]
+        for value in values:
+            self.program += [(test, yes, no, value), (_GIVE, 0, 0, _EPERM)]
+        self.program.append((_GIVE, 0, 0, _ALLOW))
+
+    def install(self) -> None:
+        """Install the filter for this process and its descendants. It needs the promise to gain no
+        privileges, and cannot be taken back.
+        """
+        program = [*self.program, (_GIVE, 0, 0, _ALLOW)]
+        call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
+        code = b"".join(struct.pack("HBBI", *line) for line in program)
+        filters = ctypes.create_string_buffer(code, len(code))
+        pointer = struct.pack("HxxxxxxP", len(program), ctypes.addressof(filters))
+        call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        call("prctl", _PR_SET_SECCOMP, 2, pointer, 0, 0)
+
+
 def refuse_system_calls(children: bool, outside: bool) -> None:
     """Install a seccomp filter for this process and its descendants.
 
@@ -359,79 +430,31 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
         outside: Whether there are no namespaces. Then signals and all calls that write to files are
             refused, too.
     """
-    machine = platform.machine()
-    if machine not in _ARCHITECTURES:
-        raise OSError(
-            f"no system call numbers for {machine}: the sandbox knows {', '.join(_ARCHITECTURES)}"
-        )
-    column, audit = _ARCHITECTURES[machine]
-    # Instructions of the classic BPF machine: load a word, compare, and give the verdict.
-    load, jump_equal, jump_set, jump_ge, give = 0x20, 0x15, 0x45, 0x35, 0x06
-    low_word = lambda argument: 16 + 8 * argument  # noqa: E731  # little-endian
-    # First the architecture, since the numbers of another one mean other calls.
-    program = [(load, 0, 0, 4), (jump_equal, 1, 0, audit), (give, 0, 0, _KILL), (load, 0, 0, 0)]
-    if machine == "x86_64":
-        # x32 calls would bypass the checked numbers
-        program += [(jump_ge, 0, 1, 0x40000000), (give, 0, 0, _KILL)]
-
-    def refuse(numbers: Numbers, answer: int = _EPERM) -> None:
-        if numbers[column] is not None:
-            program.extend([(jump_equal, 0, 1, numbers[column]), (give, 0, 0, answer)])  # type: ignore[list-item]
-
-    def refuse_if(numbers: Numbers, argument: int, test: int, value: int, wanted: bool) -> None:
-        """Refuse the call if the test of the argument's low word gives ``wanted``; allow it
-        otherwise.
-        """
-        if numbers[column] is not None:
-            yes, no = (0, 1) if wanted else (1, 0)
-            program.extend([
-                (jump_equal, 0, 4, numbers[column]), (load, 0, 0, low_word(argument)),  # type: ignore[list-item]
-                (test, yes, no, value), (give, 0, 0, _EPERM), (give, 0, 0, _ALLOW),
-            ])  # fmt: skip
-
-    def refuse_values(numbers: tuple[int, int], argument: int, values: tuple[int, ...]) -> None:
-        """Refuse the call if the argument's low word is one of the values; allow it otherwise."""
-        program.extend(
-            [
-                (jump_equal, 0, 2 * len(values) + 2, numbers[column]),
-                (load, 0, 0, low_word(argument)),
-            ]
-        )
-        for value in values:
-            program.extend([(jump_equal, 0, 1, value), (give, 0, 0, _EPERM)])
-            program.append((give, 0, 0, _ALLOW))
-
+    rules = Filter()
     for numbers in _REFUSED.values():
-        refuse(numbers)
+        rules.refuse(numbers)
     # The flags of clone3 are in memory, which a filter cannot read. After ENOSYS, libc falls back
     # to clone.
-    refuse(_CLONE3, _ENOSYS)
+    rules.refuse(_CLONE3, _ENOSYS)
     if children:
-        refuse_if(_CLONE, 0, jump_set, _CLONE_NEW, True)
+        rules.refuse_if(_CLONE, 0, _JUMP_SET, (_CLONE_NEW,))
     else:
-        refuse(_FORK)
-        refuse(_VFORK)
-        refuse_if(_CLONE, 0, jump_set, _CLONE_THREAD, False)
+        rules.refuse(_FORK)
+        rules.refuse(_VFORK)
+        rules.refuse_if(_CLONE, 0, _JUMP_SET, (_CLONE_THREAD,), wanted=False)
     # Without namespaces: signals to other processes, and everything that writes to files.
     if outside:
         for numbers in _REFUSED_OUTSIDE.values():
-            refuse(numbers)
+            rules.refuse(numbers)
         for commands, values in _SIGNALLING.items():
-            refuse_values(commands, 1, values)
-        refuse(_OPENAT2, _ENOSYS)
-        refuse_if(_OPEN, 1, jump_set, _WRITES, True)
-        refuse_if(_OPENAT, 2, jump_set, _WRITES, True)
+            rules.refuse_if(commands, 1, _JUMP_EQUAL, values)
+        rules.refuse(_OPENAT2, _ENOSYS)
+        rules.refuse_if(_OPEN, 1, _JUMP_SET, (_WRITES,))
+        rules.refuse_if(_OPENAT, 2, _JUMP_SET, (_WRITES,))
         # pid 0 is the process itself; limits of others are refused
-        refuse_if(_PRLIMIT, 0, jump_equal, 0, False)
-    refuse_if(_PRCTL, 0, jump_equal, _PR_SET_PDEATHSIG, True)
-    program.append((give, 0, 0, _ALLOW))
-    call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
-    # Install the filter. It needs the promise to gain no privileges, and cannot be taken back.
-    code = b"".join(struct.pack("HBBI", *line) for line in program)
-    filters = ctypes.create_string_buffer(code, len(code))
-    pointer = struct.pack("HxxxxxxP", len(program), ctypes.addressof(filters))
-    call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    call("prctl", _PR_SET_SECCOMP, 2, pointer, 0, 0)
+        rules.refuse_if(_PRLIMIT, 0, _JUMP_EQUAL, (0,), wanted=False)
+    rules.refuse_if(_PRCTL, 0, _JUMP_EQUAL, (_PR_SET_PDEATHSIG,))
+    rules.install()
 
 
 def call(name: str, *arguments: int | bytes | None) -> None:

@@ -54,6 +54,7 @@ VLLM = EngineOptions(
             "skip_tokenizer_init": "stop strings need the tokenizer",
         },
     },
+    context_length="max_model_len",
 )
 
 
