@@ -42,7 +42,7 @@ TOKENS = {
     "rollout": 38_531,
     "utils": 1_082,
     "weights": 27_942,
-    "plugins/agents": 38_588,
+    "plugins/agents": 38_583,
     "plugins/compat": 6_675,
     "plugins/delta": 6_724,
     "plugins/embedded": 41_217,

@@ -366,8 +366,10 @@ class Filter:
     def __init__(self) -> None:
         machine = platform.machine()
         if machine not in _ARCHITECTURES:
-            known = ", ".join(_ARCHITECTURES)
-            raise OSError(f"no system call numbers for {machine}: the sandbox knows {known}")
+            raise OSError(
+                f"no system call numbers for {machine}: the sandbox knows "
+                f"{', '.join(_ARCHITECTURES)}"
+            )
         self.column, audit = _ARCHITECTURES[machine]
         # First the architecture, since the numbers of another one mean other calls.
         self.program = [
@@ -382,8 +384,7 @@ class Filter:
 
     def refuse(self, numbers: Numbers, answer: int = _EPERM) -> None:
         """Refuse a call with an error number."""
-        number = numbers[self.column]
-        if number is not None:
+        if (number := numbers[self.column]) is not None:
             self.program += [(_JUMP_EQUAL, 0, 1, number), (_GIVE, 0, 0, answer)]
 
     def refuse_if(
@@ -397,8 +398,7 @@ class Filter:
         """Refuse the call if the test of the argument's low word against a value gives ``wanted``;
         allow it otherwise.
         """
-        number = numbers[self.column]
-        if number is None:
+        if (number := numbers[self.column]) is None:
             return
         yes, no = (0, 1) if wanted else (1, 0)
         self.program += [
