@@ -65,7 +65,7 @@ TUNED = {
     "trainer.v1.sampler.custom_sampler.path": HERE / "verl_hooks.py",
     "trainer.v1.sampler.custom_sampler.name": "QuickSampler",
 }  # fmt: skip
-ATTENTION_BACKEND, LR = "triton", 1e-6
+LR = 1e-6
 
 
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:
@@ -88,6 +88,11 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument(
         "--engine-memory", type=float, default=0.6, help="share of the GPU's memory for SGLang"
+    )
+    parser.add_argument(
+        "--attention-backend",
+        default="triton",
+        help="SGLang's, the same for both (default: triton); flashinfer compiles on first use",
     )
     parser.add_argument(
         "--offload",
@@ -182,7 +187,7 @@ def sglang_settings(args: argparse.Namespace) -> dict[str, Any]:
         return {"device": "cpu", "max_total_tokens": 16384, "disable_cuda_graph": True}
     requests = args.prompts * args.group_size
     graphs = {"cuda_graph_max_bs_decode": requests, "disable_prefill_cuda_graph": True}
-    return {"attention_backend": ATTENTION_BACKEND, **graphs}
+    return {"attention_backend": args.attention_backend, **graphs}
 
 
 def verl_command(args: argparse.Namespace) -> list[str]:
@@ -383,7 +388,7 @@ def figures(side: str, rows: list[dict[str, Any]], warmup: int) -> dict[str, Any
 def report(args: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
     """Prints a table; returns everything for the JSON."""
     work = ("shape", "prompts", "group_size", "lengths", "micro_batch_tokens", "engine_memory")
-    told = (*work, "offload", "bypass", "tuned")
+    told = (*work, "attention_backend", "offload", "bypass", "tuned")
     made: dict[str, Any] = {
         "benchmark": "verl_step",
         **{name: getattr(args, name) for name in told},
