@@ -3,7 +3,7 @@ models get.
 
 transformers computes the RMSNorm with a gate of the gated delta nets of Qwen3-Next and Qwen3.5 in
 some ten passes from release 5.15 on, by estimate a tenth of a log-prob pass of Qwen3.5-4B's shape
-on an H200 (benchmarks/README.md); older releases take a kernel of flash-linear-attention.
+on an H200 (benchmarks/history.md); older releases take a kernel of flash-linear-attention.
 
 PyTorch's own kernels for causal depthwise convolutions of a few taps (gated delta nets, Mamba-2,
 LFM2) take a seventh of a step of Qwen3.5-4B's shape on an H200, with the copies into their layout

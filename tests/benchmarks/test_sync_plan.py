@@ -32,7 +32,7 @@ def table(**changes: Any) -> list[str]:
 
 
 def test_the_page_has_the_scripts_table() -> None:
-    page = (CHECKOUT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    page = (CHECKOUT / "benchmarks" / "history.md").read_text(encoding="utf-8")
     assert "\n".join(table()) in page, "print it with benchmarks/sync_plan.py"
 
 

@@ -1,6 +1,6 @@
 """Device memory of a run: what each phase holds on a GPU, in bytes.
 
-The constants were measured on H200s (benchmarks/README.md); ``benchmarks/plan.md`` compares the
+The constants were measured on H200s (benchmarks/history.md); ``benchmarks/plan.md`` compares the
 model with each row.
 """
 

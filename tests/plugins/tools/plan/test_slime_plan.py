@@ -73,7 +73,7 @@ def test_state_of_fsdp_is_twelve_bytes_per_parameter_over_the_shards(dense: Plan
 
 
 def test_experts_are_divided_by_expert_parallelism_alone(sparse: PlannedModel) -> None:
-    """8.8 billion parameters in bf16 on each of four GPUs, as benchmarks/README.md says."""
+    """8.8 billion parameters in bf16 on each of four GPUs, as benchmarks/history.md says."""
     train = TrainSetup(
         "megatron", ParallelLayout(world_size=4, ep=4), 8192, recomputed=-1, gradient_bytes=2
     )
