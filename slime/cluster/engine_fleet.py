@@ -136,17 +136,20 @@ class EngineFleet:
 
     # --- start and end -----------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Let the servers of all engines start in the background."""
+        for engine in self.engines[: self.count]:
+            engine.actors = engine.actors or self.launch(engine.index)
+
     def start(
         self, progress: Callable[[int, int], None], meanwhile: Callable[[], None] = lambda: None
     ) -> list[str]:
         """Start all engines at the same time, then the router; returns the URLs. The first failure
         propagates. ``progress`` gets the number of engines that have started and that of all."""
         progress(0, self.count)
-        own = self.engines[: self.count]
-        for engine in own:
-            engine.actors = self.launch(engine.index)
+        self.begin()
         meanwhile()
-        for done, engine in enumerate(own, start=1):
+        for done, engine in enumerate(self.engines[: self.count], start=1):
             self.wait_ready(engine)
             # without "unsynced": no request comes before the run's first weight update
             engine.state = "serving"

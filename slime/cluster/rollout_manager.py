@@ -103,6 +103,9 @@ class RolloutManager:
         os.environ.update(exempt_from_proxy(door().address()))
         self.garbage = GarbageCollection()
         self.layout = layout
+        # First: the engines import and load their models meanwhile.
+        self.fleet = fleet_of(args, placement, self.run_dir / "logs", keys)
+        self.fleet.begin()
         self.data_source: DataSource = load_function(args.data_source_path)(args)
         if args.num_rollout is None:
             # Only the data source knows how many prompts an epoch has.
@@ -111,7 +114,6 @@ class RolloutManager:
             )
             args = args.with_values(num_rollout=count)
         self.args = args
-        self.fleet = fleet_of(args, placement, self.run_dir / "logs", keys)
         self.workers: Workers | None = None
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import re
 import secrets
@@ -91,7 +92,7 @@ def connect() -> None:
     common |= {"num_cpus": max(os.cpu_count() or 1, 4), "object_store_memory": object_store_bytes()}
     for left in reversed(range(_STARTS)):
         try:
-            with _signals_left_to_us():
+            with _signals_left_to_us(), _few_processes():
                 ray.init(**common)
             break
         except Exception as error:  # Ray raises no class of its own
@@ -140,6 +141,38 @@ def _signals_left_to_us() -> Iterator[None]:
     finally:
         services.ConsolePopen = popen
         utils.set_sigterm_handler = set_handler
+
+
+@contextlib.contextmanager
+def _few_processes() -> Iterator[None]:
+    """While Ray starts, leave out those of its processes that a private cluster has no use for, and
+    let its workers start at once.
+
+    The monitor adds nodes, the log monitor sends lines of workers to the driver, and the API server
+    serves the dashboard; ``ray.init`` waits for its start even without one. All three together take
+    three seconds of a core. The agent of the node cannot be left out, but needs no HTTP server.
+    Workers are started by :mod:`slime.cluster.worker_start`. ``ray.init`` has settings for none of
+    these, so what another version of Ray does not have is left as it is.
+    """
+    node: Any = importlib.import_module("ray._private.node").Node
+    parameter: Any = importlib.import_module("ray._private.parameter")
+    utils: Any = importlib.import_module("ray._private.utils")
+    starter = str(Path(__file__).with_name("worker_start.py"))
+    instead: list[tuple[Any, str, Any]] = [
+        (node, "start_monitor", lambda self: None),
+        (node, "start_log_monitor", lambda self: None),
+        (node, "start_api_server", lambda self, **_: None),
+        (utils, "get_dashboard_dependency_error", lambda: ImportError("left out")),
+    ]
+    if "setup_worker_path" in inspect.signature(parameter.RayParams).parameters:
+        params = functools.partial(parameter.RayParams, setup_worker_path=starter)
+        instead.append((parameter, "RayParams", params))
+    with contextlib.ExitStack() as stack:
+        for owner, name, other in instead:
+            if hasattr(owner, name):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, other)
+        yield
 
 
 _SESSION = re.compile(r"(/\S*?/session_[^/\s]+)/")

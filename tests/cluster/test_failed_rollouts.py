@@ -83,6 +83,7 @@ def test_a_step_without_anything_to_train_is_told(
     args = make_args(
         run_name=words, data_source_path=f"{__file__}:Rows", rollout_function_path=f"{__file__}:rollout",
         debug_rollout_only=True, num_rollout=1, rollout_batch_size=2, n_samples_per_prompt=2,
+        rollout_external_engine_addrs=["127.0.0.1:1"],  # so that it starts none
     )  # fmt: skip
     take_warnings()
     layout: Any = None

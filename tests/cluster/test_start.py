@@ -96,6 +96,7 @@ def test_the_number_of_rollouts_is_given_or_follows_from_the_data(
         num_epoch=num_epoch,
         run_name=str(rows),
         data_source_path=f"{__file__}:Rows",
+        rollout_external_engine_addrs=["127.0.0.1:1"],  # so that it starts none
     )
     layout: Any = None
     manager = RolloutManager(args, str(tmp_path), layout, layout, RunKeys())
