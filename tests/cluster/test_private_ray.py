@@ -7,17 +7,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from run_processes import command_line
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 DRIVER = """
 import os
+from slime.cluster.actors import door
 from slime.cluster.session import connect, disconnect
 
 connect()
 import ray
 
 print(ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN"], flush=True)
+
+
+class Speaker:
+    def says(self):
+        return os.environ["WORDS"]
+
+
+speaker = door().create(Speaker, environment={"WORDS": "of its own, 'quoted'"})
+print(door().get([speaker.says.remote()], timeout=60)[0], flush=True)
 input()
 disconnect()
 """
@@ -40,6 +52,9 @@ def knock(address: str, home: Path, **more: str) -> str:
 
 
 def test_only_the_token_of_the_run_opens_its_cluster(tmp_path: Path) -> None:
+    """It has no process that only a larger cluster needs, and its actors have their
+    environment.
+    """
     old = tmp_path / ".ray" / "auth_token"  # Ray's own token of all clusters of a user
     old.parent.mkdir()
     old.write_text("b" * 64)
@@ -55,6 +70,12 @@ def test_only_the_token_of_the_run_opens_its_cluster(tmp_path: Path) -> None:
         try:
             address, token = driver.stdout.readline().split()
             assert len(token) == 64 and token != "b" * 64
+            assert driver.stdout.readline() == "of its own, 'quoted'\n"
+            started = psutil.Process(driver.pid).children(recursive=True)
+            words = " ".join(word for process in started for word in command_line(process)[:4])
+            assert "gcs_server" in words and "raylet" in words
+            for needless in ("monitor.py", "dashboard.py", "setup_worker.py"):
+                assert needless not in words
             assert "let in" in knock(address, tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
             for more in ({"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "disabled"}):
                 said = knock(address, tmp_path, **more)

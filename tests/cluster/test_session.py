@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import ray
 
 from slime.cluster import session
 from slime.cluster.session import ClusterError, connect, disconnect, object_store_bytes
+from slime.cluster.worker_start import command
 
 GIB = 2**30
 
@@ -132,3 +134,16 @@ def test_a_folder_that_hides_this_package_is_named_before_ray_starts(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ClusterError, match=f"{tmp_path}/slime"):
         connect()
+
+
+def test_a_worker_gets_the_command_of_ray_and_the_environment_of_its_actor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's own program does the same, and imports Ray for it."""
+    monkeypatch.setenv("OUTER", "x")
+    context = '{"env_vars": {"INNER": "${OUTER}:y"}, "py_executable": "/bin/python"}'
+    given = ["worker.py", "--node-id=1", "--language=PYTHON"]
+    words, variables = command([*given, f"--serialized-runtime-env-context={context}"])
+    assert words == ["/bin/python", "worker.py", "--node-id=1"]
+    assert variables == {"INNER": "x:y"}
+    assert command(given) == ([sys.executable, "worker.py", "--node-id=1"], {})
