@@ -1,8 +1,8 @@
 """Start a worker of a private Ray cluster, in place of Ray's own ``setup_worker.py``.
 
-Ray's file imports Ray, sets the environment, and executes Python again, which imports Ray once more:
-0.6 seconds of a core for each actor, in which the run waits. This one needs the standard library only.
-It knows what slime asks for: environment variables.
+Ray's file imports Ray, sets the environment, and executes Python again, which imports Ray once
+more: half a second of a core for each actor, for which the run waits. This one needs the standard
+library only. It knows what slime asks of Ray for an actor: environment variables.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ def command(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     settings = json.loads(context.removeprefix(CONTEXT) or "{}")
     own = [word for word in arguments if not word.startswith((CONTEXT, LANGUAGE))]
     variables = {
-        name: os.path.expandvars(value)
-        for name, value in (settings.get("env_vars") or {}).items()
+        name: os.path.expandvars(value) for name, value in (settings.get("env_vars") or {}).items()
     }
     return [settings.get("py_executable") or sys.executable, *own], variables
 
