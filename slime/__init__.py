@@ -1,6 +1,7 @@
 """slime: LLM post-training for RL scaling.
 
-``slime.train`` and ``slime.Trainer`` train from Python; docs/en/python_api.md describes them.
+``slime.train`` and ``slime.Trainer`` train from Python, ``slime.Session`` has the primitives;
+docs/en/python_api.md and docs/en/primitives.md describe them.
 Importing this package imports neither torch nor Ray: the names below are loaded when they are first
 used.
 """
@@ -17,14 +18,20 @@ if TYPE_CHECKING:
     from slime.api.run import Result as Result
     from slime.api.run import dry_run as dry_run
     from slime.api.run import train as train
+    from slime.api.session import Session as Session
     from slime.api.trainer import Trainer as Trainer
     from slime.config.parser import ConfigError as ConfigError
+    from slime.data.datum import Datum as Datum
+    from slime.types import AdamSettings as AdamSettings
 
 __version__ = "0.1.0"
 _NAMES = {
+    "AdamSettings": "slime.types",
     "Callback": "slime.api.functions",
     "ConfigError": "slime.config.parser",
+    "Datum": "slime.data.datum",
     "Result": "slime.api.run",
+    "Session": "slime.api.session",
     "Trainer": "slime.api.trainer",
     "dry_run": "slime.api.run",
     "train": "slime.api.run",

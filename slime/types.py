@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Required, TypeAlias, TypedDict
 
@@ -133,3 +134,20 @@ class Tokenizer(Protocol):
         self, conversation: Sequence[Mapping[str, object]], **kwargs: object
     ) -> Any:
         """Text with ``tokenize=False``, token ids otherwise."""
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """The settings of one step of AdamW, in place of those of the flags.
+
+    Attributes:
+        weight_decay: Not applied to vectors (norms, biases).
+        clip_grad: The largest norm of the gradient; 0 for no clipping.
+    """
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 0.0

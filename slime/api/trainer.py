@@ -8,7 +8,7 @@ import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from slime.api.arguments import Data, InputFolder, Prompt, check_prompts, is_single, parse
 from slime.api.functions import Callback, as_callback
@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from slime.observability.run_dir import RunDir
 
 Listener = Callback | Callable[["Trainer", Mapping[str, float]], object]
-current: Trainer | None = None
-"""The trainer whose run is open. A process has at most one, since it has one connection to Ray."""
+
+
+class Opened(Protocol):
+    """A trainer or a session whose processes are there."""
+
+    def close(self) -> None: ...
+
+
+current: Opened | None = None
+"""The one whose run is open. A process has at most one, since it has one connection to Ray."""
 
 
 class Closed(RuntimeError):

@@ -381,11 +381,21 @@ def _custom_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
     return LossSum(loss, found)
 
 
+def _token_sum(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
+    """Return the plain sum of a loss over the tokens of a micro-batch."""
+    assert settings.token_loss is not None, "the loss type has a token loss"
+    log_probs = _need(tokens.log_probs, "log_probs", "a sum over tokens")
+    weights = _need(tokens.advantages, "advantages", "a sum over tokens")
+    sampled = log_probs.detach() if tokens.rollout_log_probs is None else tokens.rollout_log_probs
+    return LossSum(settings.token_loss(log_probs, sampled, weights).sum(), {})
+
+
 LOSSES: dict[str, Callable[[LossSettings, TokenBatch, Reduce], LossSum]] = {
     "policy_loss": _policy_loss,
     "value_loss": _value_loss,
     "sft_loss": _sft_loss,
     "custom_loss": _custom_loss,
+    "token_sum": _token_sum,
 }
 
 

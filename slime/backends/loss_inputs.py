@@ -45,6 +45,10 @@ class LossSettings:
     """The function of ``--custom-loss-function-path``."""
     args: Args
     """For custom functions only."""
+    token_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """With the loss type ``token_sum``, which no flag has: a loss of
+    :mod:`slime.algorithms.token_losses` with its options.
+    """
 
     @property
     def metrics_vary(self) -> bool:

@@ -108,7 +108,7 @@ class ResponseValues:
         places = torch.cat([x + self.starts[i] for i, x in zip(indices, own, strict=True)])
         rows = to_device(places.numpy(), self.flat.device)
         for row, name in zip(self.flat, self.names, strict=True):
-            row.index_copy_(0, rows, getattr(scores, name).float())
+            row.index_copy_(0, rows, getattr(scores, name).detach().float())
 
     def by_sample(self) -> dict[str, list[Tensor]]:
         """Return for each name one CPU tensor ``[response_length]`` per sample."""

@@ -259,7 +259,7 @@ class SharedBackend:
             else:
                 total[name] = max(before, value) if is_max_metric(name) else before + value
 
-    def _step_metrics(
+    def step_metrics(
         self,
         shares: dict[str, float],
         batch: RankBatch,
@@ -305,7 +305,7 @@ class SharedBackend:
         skipped = self._skips(grad_norm)
         if not skipped:
             self._require_finite(grad_norm, "gradient norm", batch, step)
-        return self._step_metrics(shares, batch, scheduled, trained) | {
+        return self.step_metrics(shares, batch, scheduled, trained) | {
             **({} if skipped else {"grad_norm": grad_norm}),
             "lr-pg_0": self.optimizer.lr if skipped else self.optimizer.step(grad_norm),
             "global_batch_size": float(batch["global_batch_sizes"][step]),

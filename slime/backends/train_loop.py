@@ -82,7 +82,7 @@ def train_on_rollout(
             batch["old_values"] = backend.values(batch)
     else:
         # Forward passes of the other models and of the old policy, each only if the loss needs it.
-        _score(backend, batch, timer)
+        score(backend, batch, timer)
         if args.use_critic and batch.get("old_values") is None:
             raise ValueError(
                 f"--advantage-estimator {args.advantage_estimator} needs the critic's values in "
@@ -135,11 +135,11 @@ def score_rollout(
     """
     timer = PhaseTimer(profiler, timers)
     before = {*batch}
-    _score(backend, batch, timer)
+    score(backend, batch, timer)
     return {name: entry for name, entry in batch.items() if name not in before}, timer.seconds
 
 
-def _score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
+def score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
     """Run the forward passes of the actor before the first optimizer step, each only if it is
     needed.
     """

@@ -380,7 +380,12 @@ class RolloutManager:
         return metrics
 
     def complete(
-        self, prompts: Sequence[Prompt], n: int, changes: Mapping[str, object]
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        changes: Mapping[str, object],
+        first: int = 0,
+        purpose: str = "complete",
     ) -> list[list[Sample]] | str:
         """Generate responses outside of any rollout; see :func:`slime.rollout.evaluate.complete`.
 
@@ -389,7 +394,7 @@ class RolloutManager:
             An exception would reach the driver as one of Ray, which ends the run.
         """
         try:
-            return run(complete(GenerateState(self.args), prompts, n, changes))
+            return run(complete(GenerateState(self.args), prompts, n, changes, first, purpose))
         except NotCompleted as error:
             return str(error)
 

@@ -28,15 +28,18 @@ from slime.weights.transports import Transport, create_transport, ranks_of_engin
 from slime.weights.transports.peers import PeerLink, connect_store
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import Store
     from transformers import PreTrainedModel
 
     from slime.backends.base import ModelTag, TrainBackend
+    from slime.backends.fsdp.backend import FsdpBackend
     from slime.checkpoint.files import FileEntry
     from slime.config.args import Args
     from slime.data.fields import RankBatch, TrainData, Wire
     from slime.engines.keys import ServerKeys
     from slime.observability.progress import Progress
+    from slime.types import AdamSettings
     from slime.weights.update import UpdateReport
 
 Role = Literal["actor", "critic"]
@@ -199,6 +202,37 @@ class TrainActor:
         # driver in between.
         values = [door().put({"old_values": batch["old_values"]})] if self.role == "critic" else []
         return {"metrics": metrics, "timings": timings, "entries": values}
+
+    # --- the primitives of slime.Session -----------------------------------------------------
+
+    def forward_backward(
+        self, batch_ref: Batches, loss: str, options: Mapping[str, float]
+    ) -> tuple[dict[str, float], list[Tensor]]:
+        """See :func:`slime.backends.primitives.forward_backward`."""
+        from slime.backends import primitives
+
+        return primitives.forward_backward(self._fsdp(), self._batch(batch_ref), loss, options)
+
+    def optim_step(self, adam: AdamSettings | None) -> dict[str, float]:
+        """See :func:`slime.backends.primitives.optim_step`."""
+        from slime.backends import primitives
+
+        return primitives.optim_step(self._fsdp(), adam)
+
+    def forward(self, batch_ref: Batches, temperature: float) -> list[Tensor]:
+        """Return the log-probs of the scored tokens of this rank's samples."""
+        return self.backend.log_probs(self._batch(batch_ref), temperature=temperature)["log_probs"]
+
+    def load(self, directory: str) -> None:
+        """Load what :meth:`save` wrote, and drop the gradients."""
+        self.backend.load(Path(directory))
+        self.backend.clear_memory()
+
+    def _fsdp(self) -> FsdpBackend:
+        from slime.backends.fsdp.backend import FsdpBackend
+
+        assert isinstance(self.backend, FsdpBackend), "slime.Session refuses other backends"
+        return self.backend
 
     def _batch(self, batch_ref: Batches, entries: Entries = ()) -> RankBatch:
         from slime.data.fields import to_rank_batch

@@ -198,7 +198,7 @@ class TrainGroup:
     def is_saving(self) -> bool:
         """Whether a rank is still writing what :meth:`save` began (``--async-save``)."""
         return any(
-            self._call(self._start(TrainActor.is_saving), "to report whether it is saving", 60.0)
+            self._call(self.start(TrainActor.is_saving), "to report whether it is saving", 60.0)
         )
 
     def finish_save(self) -> list[FileEntry]:
@@ -250,7 +250,7 @@ class TrainGroup:
 
     def measure_memory(self, share: float) -> list[Measurement]:
         """The measurement of each rank that has a GPU."""
-        measuring = self._start(TrainActor.measure_memory, share)
+        measuring = self.start(TrainActor.measure_memory, share)
         measurements = self._call(measuring, "to measure its memory", self.args.start_timeout)
         return [one for one in measurements if one is not None]
 
@@ -263,7 +263,7 @@ class TrainGroup:
         """Release what would outlive the processes. The wait is short, so a rank that hangs does
         not delay the end.
         """
-        door().get(self._start(TrainActor.close), timeout=CLOSE_DEADLINE_SECONDS)
+        door().get(self.start(TrainActor.close), timeout=CLOSE_DEADLINE_SECONDS)
 
     def end(self) -> None:
         """Kill all ranks, also frozen ones, and wait until their processes have ended and their
@@ -277,7 +277,20 @@ class TrainGroup:
             door().kill(rank)
         door().end_processes(self._processes, END_SECONDS)
 
-    def _start(
+    def start_on_parts(
+        self,
+        method: Callable[Concatenate[TrainActor, Batches, P], T],
+        batch_refs: Batches,
+        *arguments: P.args,
+        **keywords: P.kwargs,
+    ) -> list[Ref[T]]:
+        """Start a call on all ranks, each with its part of a batch."""
+        return [
+            getattr(rank, method.__name__).remote(part, *arguments, **keywords)
+            for rank, part in self._parts(batch_refs)
+        ]
+
+    def start(
         self,
         method: Callable[Concatenate[TrainActor, P], T],
         *arguments: P.args,
@@ -296,9 +309,7 @@ class TrainGroup:
         **keywords: P.kwargs,
     ) -> list[T]:
         """Call all ranks and wait for their results."""
-        return self._call(
-            self._start(method, *arguments, **keywords), what, self.args.phase_timeout
-        )
+        return self._call(self.start(method, *arguments, **keywords), what, self.args.phase_timeout)
 
     def _call(
         self, refs: Sequence[Ref[T]], what: str, deadline: float, flag: str = "--phase-timeout"

@@ -214,6 +214,8 @@ async def complete(
     prompts: Sequence[Prompt],
     n: int = 1,
     changes: Mapping[str, object] | None = None,
+    first: int = 0,
+    purpose: str = "complete",
 ) -> list[list[Sample]]:
     """Generate ``n`` responses to each prompt, with the sampling parameters of the run.
 
@@ -224,6 +226,8 @@ async def complete(
         prompts: Texts, which are sent as they are, or messages, which the chat template renders.
         changes: SGLang's sampling parameters that differ from those of the run (``temperature``,
             ``max_new_tokens``).
+        first, purpose: The number of the first prompt, and the purpose, from which the seeds are
+            derived.
 
     Returns:
         The samples of each prompt, with token ids and the engine's log-probs.
@@ -238,12 +242,13 @@ async def complete(
     kwargs = dict(args.apply_chat_template_kwargs or {})
 
     async def one(place: int, position: int) -> Sample:
-        sample = Sample(prompt=prompts[place], group_index=place, index=place * n + position)
+        group = first + place
+        sample = Sample(prompt=prompts[place], group_index=group, index=group * n + position)
         sample.apply_chat_template_kwargs = kwargs
         async with state.semaphore:
             return await _answered(
                 place,
-                generate(args, sample, seeded(state.seed, params, sample, position, "complete")),
+                generate(args, sample, seeded(state.seed, params, sample, position, purpose)),
             )
 
     made = await gather_all(

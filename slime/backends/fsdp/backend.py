@@ -36,7 +36,7 @@ from slime.backends.fsdp.model import build_scorer, checkpoint_names, from_first
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.loss_inputs import Scores
 from slime.backends.lr_schedule import LrSchedule
-from slime.backends.micro_batches import ResponseValues
+from slime.backends.micro_batches import MicroBatches, ResponseValues
 from slime.backends.shared import SharedBackend
 from slime.backends.token_budget import rehearsal_batch
 from slime.backends.trainable import lora_settings
@@ -215,20 +215,8 @@ class FsdpBackend(SharedBackend):
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite. The weights are unchanged.
         """
-        # All backward passes are queued before any number is read, so that the accelerator never
-        # waits for the host.
-        scheduled, trained = self.scheduled_and_trained(batch, step)
         self.optimizer.zero_grad()
-        shares: dict[str, float] = {}
-        parts = []
-        micro_batches = self.aligned(trained)
-        with self._in_pass_dtype():
-            for number, indices in enumerate(micro_batches, start=1):
-                self.communicate_for(last=number == len(micro_batches))
-                parts.append(self.backward_pass(batch, indices, step))
-        for part in parts:
-            # waits for the accelerator, so it comes after all work is queued
-            self.add_shares(shares, part)
+        shares, scheduled, trained = self.accumulate(batch, step)
         # In float16 a step whose gradients overflowed is left out, and the scale of the next loss
         # is halved.
         scale = self.optimizer.loss_scale
@@ -244,6 +232,33 @@ class FsdpBackend(SharedBackend):
             "loss_scale": scale.value,
             "skipped_step": float("grad_norm" not in metrics),
         }
+
+    def accumulate(
+        self, batch: RankBatch, step: int, log_probs: ResponseValues | None = None
+    ) -> tuple[dict[str, float], MicroBatches, MicroBatches]:
+        """Add the gradients of all micro-batches of a step to those that are there.
+
+        Args:
+            log_probs: Gets the log-probs of the samples that were computed.
+
+        Returns:
+            The rank's shares of loss and metrics, the scheduled micro-batches, and the computed
+            ones.
+        """
+        # All backward passes are queued before any number is read, so that the accelerator never
+        # waits for the host.
+        scheduled, trained = self.scheduled_and_trained(batch, step)
+        shares: dict[str, float] = {}
+        parts = []
+        micro_batches = self.aligned(trained)
+        with self._in_pass_dtype():
+            for number, indices in enumerate(micro_batches, start=1):
+                self.communicate_for(last=number == len(micro_batches))
+                parts.append(self.backward_pass(batch, indices, step, log_probs))
+        for part in parts:
+            # waits for the accelerator, so it comes after all work is queued
+            self.add_shares(shares, part)
+        return shares, scheduled, trained
 
     def _skips(self, grad_norm: float) -> bool:
         scale = self.optimizer.loss_scale
@@ -265,14 +280,23 @@ class FsdpBackend(SharedBackend):
         self.scorer.set_requires_all_reduce(last)
         self.scorer.set_reshard_after_backward(last or self.args.fsdp_reshard_after_forward)
 
-    def backward_pass(self, batch: RankBatch, indices: list[int], step: int) -> dict[str, Tensor]:
+    def backward_pass(
+        self,
+        batch: RankBatch,
+        indices: list[int],
+        step: int,
+        log_probs: ResponseValues | None = None,
+    ) -> dict[str, Tensor]:
         """Run forward and backward of one micro-batch. Without samples it is a dummy, because of
         the collectives.
         """
         inputs = self._inputs(batch, indices)
+        scores = self.scores_of(inputs)
         loss, metrics = self.share_of_loss(
-            batch, indices, step, self.scores_of(inputs), inputs.targets, inputs.response_index
+            batch, indices, step, scores, inputs.targets, inputs.response_index
         )
+        if log_probs is not None:
+            log_probs.put(indices, inputs.response_index, scores)
         scale = self.optimizer.loss_scale
         (loss if scale is None else loss * scale.value).backward()
         if self.cast is not None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from slime.backends.collectives import local, sharded_like
 from slime.backends.lr_schedule import LrSchedule
 from slime.config.args import Args
+from slime.types import AdamSettings
 
 
 @dataclass
@@ -204,7 +205,14 @@ class ScheduledAdamW:
         """
         self.named = [(name, p) for name, p in named if p.requires_grad]
         self.schedule = schedule
-        self.clip_grad = args.clip_grad
+        self.flags = AdamSettings(
+            schedule.max_lr,
+            args.adam_beta1,
+            args.adam_beta2,
+            args.adam_eps,
+            args.weight_decay,
+            args.clip_grad,
+        )
         self.over_ranks = over_ranks
         self.loss_scale = LossScale.from_args(args)
         """The scale of the gradients until :meth:`unscale`; None for 1."""
@@ -276,21 +284,26 @@ class ScheduledAdamW:
         return math.sqrt(self.over_ranks(squares))
 
     @torch.no_grad()
-    def step(self, norm: float) -> float:
+    def step(self, norm: float, settings: AdamSettings | None = None) -> float:
         """Update the weights with gradients clipped from ``norm`` to ``--clip-grad`` (0 for no
         clipping).
 
         Returns the learning rate.
 
         A parameter without a gradient gets a gradient of zero, because its moments must decay too.
+
+        Args:
+            settings: The settings of this step, in place of those of the flags.
         """
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        if self.clip_grad > 0 and norm > self.clip_grad:
+        used = self.flags if settings is None else settings
+        self._use(used)
+        if used.clip_grad > 0 and norm > used.clip_grad:
             gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, self.clip_grad / (norm + 1e-6))
-        lr = self.lr
+            torch._foreach_mul_(gradients, used.clip_grad / (norm + 1e-6))
+        lr = self.lr if settings is None else settings.lr
         set_lr(self.adam, lr)
         if self.small:
             take_step(self.adam)
@@ -300,6 +313,13 @@ class ScheduledAdamW:
             self.adam.state.clear()
         self.steps += 1
         return lr
+
+    def _use(self, settings: AdamSettings) -> None:
+        for group in self.adam.param_groups:
+            group["betas"] = (settings.beta1, settings.beta2)
+            group["eps"] = settings.eps
+            if group["params"][0].ndim >= 2:
+                group["weight_decay"] = settings.weight_decay
 
     def reset(self) -> None:
         """Zero the moments (``--reset-optimizer-states``)."""
