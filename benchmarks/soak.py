@@ -99,7 +99,7 @@ first = {}
 
 
 async def reward(args, sample, **kwargs):
-    from slime.rollout.rm_hub.math import math_reward
+    from slime.plugins.rewards.math import math_reward
 
     trace("manager", sample.group_index // args.rollout_batch_size)
     answer = copy.copy(sample)  # with something for the verifier to compare: the model writes noise

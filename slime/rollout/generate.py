@@ -55,6 +55,10 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
     return await respond(GenerateState(args), sample, sampling_params, _ask_on_schedule)
 
 
+# The rollout loop discards what other functions return after an abort: it may have been cut short.
+generate.reports_aborts = True  # type: ignore[attr-defined]
+
+
 Ask = Callable[[GenerateState, Sample, GenerateBody], Awaitable[GenerateOutput | None]]
 """Sends a body and returns the engine's reply, or None if the rollout was aborted before one
 came.

@@ -23,11 +23,8 @@ from slime.rollout.custom_generate import (
     generate_function,
     takes_list,
 )
-from slime.rollout.generate import generate
-from slime.rollout.multi_turn import TURNS
 from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.rm_hub.dispatch import async_rm, batched_async_rm, scores_whole_groups
-from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.rollout.state import EVALUATION, GenerateState, seeded
 from slime.rollout.weight_timeline import TIMELINE
 from slime.types import SamplingParams
@@ -36,6 +33,10 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 T = TypeVar("T")
+TURNS = "model_turns"
+"""Key of ``sample.metadata``: the position of each turn of the model, from which an aborted sample
+continues.
+"""
 _MASKED_IN = "masked_in_rollout_id"
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED)
 
@@ -228,8 +229,7 @@ def _abort_custom(
     the same, so the response is discarded, unless its turns are recorded: a
     :class:`~slime.rollout.multi_turn.Conversation` continues after a finished turn.
     """
-    # these two report an abort themselves
-    if fn in (generate, generate_streaming) or not state.aborted or evaluation:
+    if getattr(fn, "reports_aborts", False) or not state.aborted or evaluation:
         return
     for sample in flatten(result):
         recorded = (

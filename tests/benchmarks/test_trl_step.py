@@ -38,7 +38,7 @@ def test_figures_come_from_rows_that_have_them(trl_step: Any) -> None:
 def test_both_sides_reward_the_same_answers(trl_step: Any) -> None:
     from types import SimpleNamespace
 
-    from slime.rollout.rm_hub.simple import last_number_reward
+    from slime.plugins.rewards.simple import last_number_reward
 
     answers = [
         "3 times 4 is 12.",

@@ -104,6 +104,15 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "slime.backends.megatron_utils.loss",
         "slime.plugins.compat.custom_losses",
     ): "a documented import path",
+    ("slime.rollout.rm_hub.f1", "slime.plugins.rewards.f1"): "a documented import path",
+    (
+        "slime.rollout.multi_turn",
+        "slime.plugins.agents.conversation",
+    ): "a documented import path",
+    (
+        "slime.rollout.sglang_streaming_rollout",
+        "slime.plugins.agents.streaming",
+    ): "a documented import path",
     ("slime.rollout.rm_hub.encoder", "slime.plugins.rewards.encoder"): "a documented import path",
     ("slime.rollout.rm_hub.gpqa", "slime.plugins.rewards.gpqa"): "a documented import path",
     (

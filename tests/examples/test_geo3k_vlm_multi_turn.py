@@ -12,8 +12,8 @@ from make_args import make_args
 
 from slime.data.sample import Sample
 from slime.models.loading import load_hf_config
+from slime.plugins.agents.conversation import Conversation
 from slime.rollout.generate import build_generate_body
-from slime.rollout.multi_turn import Conversation
 from slime.rollout.prompts import prompt_ids
 from slime.rollout.state import GenerateState
 
@@ -92,7 +92,7 @@ async def test_an_image_that_the_model_writes_itself_is_no_part_of_its_turn(
             args, tokens=tokens, log_probs=logs, meta_info=stop, text=f"={image}"
         )
 
-    monkeypatch.setattr("slime.rollout.multi_turn.generate", engine)
+    monkeypatch.setattr("slime.plugins.agents.conversation.generate", engine)
     sample = make_sample(tmp_path)
     talk = Conversation(args, sample, {"max_new_tokens": 200})
     assert (
@@ -141,7 +141,7 @@ async def test_a_reply_with_an_image_closes_the_turn_once_in_text_and_ids(
             args, tokens=tokens, log_probs=[-1.0] * 2, meta_info=finish, text="3"
         )
 
-    monkeypatch.setattr("slime.rollout.multi_turn.generate", engine)
+    monkeypatch.setattr("slime.plugins.agents.conversation.generate", engine)
     sample = make_sample(tmp_path)
     talk = Conversation(args, sample, {"max_new_tokens": 200})
     await talk.turn()

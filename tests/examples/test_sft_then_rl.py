@@ -10,8 +10,8 @@ from pathlib import Path
 from example_scripts import CHECKOUT, EXAMPLES, LAPTOP, dry_run, load_example, parse
 
 from slime.data.sample import Sample
+from slime.plugins.rewards.simple import last_number_reward
 from slime.plugins.tools.commands.make_data import make_products
-from slime.rollout.rm_hub.simple import last_number_reward
 
 transcripts = load_example("sft_then_rl/transcripts.py")
 

@@ -14,7 +14,7 @@ from example_scripts import load_example
 from scripted_engine import Script, byte_tokenizer
 
 from slime.data.sample import Sample
-from slime.rollout.multi_turn import tool_calls
+from slime.plugins.agents.conversation import tool_calls
 
 shop = load_example("tau_bench/shop.py")
 bench = load_example("tau_bench/generate_with_tools.py")

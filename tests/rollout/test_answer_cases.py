@@ -7,6 +7,7 @@ from answer_cases import CHOICES, DAPO, F1, LAST_NUMBER, MATH
 from make_args import make_args
 
 from slime.data.sample import Sample
+from slime.plugins.rewards.f1 import f1_score
 from slime.rollout.rm_hub import (
     async_rm,
     check_label,
@@ -14,7 +15,6 @@ from slime.rollout.rm_hub import (
     math_dapo_utils,
     math_utils,
 )
-from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
 
 

@@ -20,8 +20,8 @@ from slime.engines import http
 from slime.engines.handle import EngineHandle
 from slime.engines.http import BadAnswer
 from slime.engines.sglang_api import EngineError
+from slime.plugins.agents.streaming import generate_streaming
 from slime.rollout.generate import generate
-from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.rollout.state import GenerateState
 
 Lie = Callable[[dict[str, Any]], Any]

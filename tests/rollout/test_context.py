@@ -20,9 +20,9 @@ from slime.config.resolve import validate
 from slime.config.rollout import context_limit, context_notice, served_context
 from slime.data.sample import Sample, flatten
 from slime.engines.http import post
-from slime.rollout.multi_turn import Conversation
+from slime.plugins.agents.conversation import Conversation
+from slime.plugins.agents.streaming import generate_streaming
 from slime.rollout.sglang_rollout import GenerateState, eval_rollout, generate_rollout_async
-from slime.rollout.sglang_streaming_rollout import generate_streaming
 
 LONG = "x" * 60
 

@@ -9,9 +9,9 @@ import pytest
 from rollout_parts import Prompts, arguments, source_of
 
 from slime.data.sample import Sample, flatten
+from slime.plugins.agents.conversation import Conversation
 from slime.rollout.abort import worker_urls
 from slime.rollout.evaluate import NotCompleted, complete
-from slime.rollout.multi_turn import Conversation
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async, get_model_url
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(280)]

@@ -12,11 +12,11 @@ import pytest
 from rollout_parts import arguments, make_tokenizer
 
 from slime.data.sample import Sample
+from slime.plugins.agents.conversation import Conversation
 from slime.plugins.agents.trajectory import Tree, Turn
 from slime.rollout import generate as generate_module
 from slime.rollout.custom_generate import call_single
 from slime.rollout.generate import append_output
-from slime.rollout.multi_turn import Conversation
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.state import GenerateState
 from slime.types import Tokenizer

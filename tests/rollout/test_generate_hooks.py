@@ -278,8 +278,8 @@ async def test_an_aborted_fan_out_starts_over(tokenizer_dir, hook):
 AFTER_THE_ABORT = """
 import asyncio
 from slime.rollout.generate import generate
-from slime.rollout.multi_turn import Conversation
-from slime.rollout.sglang_streaming_rollout import generate_streaming
+from slime.plugins.agents.conversation import Conversation
+from slime.plugins.agents.streaming import generate_streaming
 
 async def until_the_abort(args, sample):
     if sample.group_index == 0 and "held" not in sample.metadata:  # as one that asks a slow judge

@@ -13,10 +13,10 @@ from rollout_parts import arguments
 
 from slime.data.convert import samples_to_train_data
 from slime.data.sample import Sample
+from slime.plugins.agents import conversation as multi_turn
+from slime.plugins.agents.conversation import Conversation, ToolCall, tool_calls
 from slime.rollout import generate as generate_module
-from slime.rollout import multi_turn
 from slime.rollout.group import generate_and_rm
-from slime.rollout.multi_turn import Conversation, ToolCall, tool_calls
 from slime.rollout.state import GenerateState
 
 ALPHABET = "abc <>/=\n"

@@ -208,7 +208,7 @@ async def test_streaming_gives_what_the_default_function_gives(tokenizer_dir):
 
 
 async def test_streaming_keeps_what_has_arrived_at_an_abort(tokenizer_dir):
-    from slime.rollout.sglang_streaming_rollout import generate_streaming
+    from slime.plugins.agents.streaming import generate_streaming
 
     args = arguments(tokenizer_dir, rollout_max_response_len=2000)
     async with SmallEngine(length=lambda prompt, seed: 1500, jitter=0.0) as engine:
@@ -238,7 +238,7 @@ async def test_streaming_goes_on_from_what_has_arrived_when_its_engine_is_lost(t
 
 
 async def test_streaming_reports_errors_of_the_server(tokenizer_dir):
-    from slime.rollout.sglang_streaming_rollout import generate_streaming
+    from slime.plugins.agents.streaming import generate_streaming
 
     asked = []
 

@@ -20,7 +20,10 @@ from needs import of_all
 from slime import registry
 from slime.data.eval_config import BY_TYPE
 from slime.data.sample import Sample
+from slime.plugins.rewards.answers import as_number, last_number, normalize_math
+from slime.plugins.rewards.f1 import f1_score
 from slime.plugins.rewards.gpqa import extract_letter
+from slime.plugins.rewards.math import dapo_reward
 from slime.plugins.rewards.sglang_scorer import judge_text
 from slime.rollout import rm_hub
 from slime.rollout.rm_hub import (
@@ -31,10 +34,7 @@ from slime.rollout.rm_hub import (
     math_utils,
     scores_whole_groups,
 )
-from slime.rollout.rm_hub.answers import as_number, last_boxed, last_number, normalize_math
-from slime.rollout.rm_hub.f1 import f1_score
-from slime.rollout.rm_hub.math import dapo_reward
-from slime.rollout.rm_hub.reward import Reward
+from slime.rollout.rm_hub.reward import Reward, last_boxed
 
 HERE = Path(__file__).parent
 
@@ -842,7 +842,7 @@ async def test_math_verify_reads_every_label_of_math500(datasets_dir):
     labels = sorted(set(gold_labels(datasets_dir, "math500")))
     verdicts = await asyncio.gather(
         *(
-            shared_pool(2).run("slime.rollout.rm_hub.math_equal.equal", label, label, timeout=30)
+            shared_pool(2).run("slime.plugins.rewards.math_equal.equal", label, label, timeout=30)
             for label in labels
         )
     )

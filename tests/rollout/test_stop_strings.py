@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from rollout_parts import SmallEngine, arguments, to_id
 
 from slime.data.sample import Sample
+from slime.plugins.agents.conversation import Conversation
+from slime.plugins.agents.streaming import generate_streaming
 from slime.rollout.ends import cut_at_stop, divided_stop
 from slime.rollout.generate import generate
-from slime.rollout.multi_turn import Conversation
-from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.rollout.state import GenerateState
 
 WORDS = ["a", "b", "ab", " ", "\u00e9", "\u20ac", "<", "/s>", "</", "s>"]

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from rollout_parts import arguments
 
 from slime.data.sample import Sample
-from slime.rollout.generate import generate
-from slime.rollout.sglang_streaming_rollout import (
+from slime.plugins.agents.streaming import (
     Lines,
     StreamedAnswer,
     generate_streaming,
     status_of,
 )
+from slime.rollout.generate import generate
 from slime.rollout.state import GenerateState
 
 TOKENS = 20_000

@@ -200,7 +200,7 @@ def test_a_verifier_that_always_loses_its_process(pool, tmp_path):
 
 def test_workers_import_neither_torch_nor_ray_nor_http(pool):
     assert call(pool, "heavy_modules").value == []
-    pool.submit("slime.rollout.rm_hub.math_equal.equal", "1/2", "0.5", timeout=30).result(60)
+    pool.submit("slime.plugins.rewards.math_equal.equal", "1/2", "0.5", timeout=30).result(60)
     assert call(pool, "heavy_modules").value == []
 
 

@@ -25,6 +25,7 @@ from slime.plugins.agents.chat import ChatTemplate
 from slime.plugins.agents.config import AgentConfig, reasoning_tags
 from slime.plugins.agents.demands import UNMET, structural_tag
 from slime.plugins.agents.messages import ApiError, Ask, Message, Reply, note
+from slime.plugins.agents.streaming import StreamedAnswer, read_stream
 from slime.plugins.agents.tool_formats import KNOWN_MARKS, NoCalls
 from slime.plugins.agents.tool_parsers import (
     Shown,
@@ -46,7 +47,6 @@ from slime.rollout.generate import (
     with_retries,
 )
 from slime.rollout.rm_hub.outcome import says_too_long
-from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
 from slime.rollout.state import EVALUATION, GenerateState
 from slime.types import GenerateBody, GenerateOutput, SamplingParams
 

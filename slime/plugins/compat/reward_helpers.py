@@ -14,11 +14,12 @@ import re
 from typing import Any
 
 from slime.data.reasoning import answer_after_reasoning
-from slime.rollout.rm_hub.answers import as_latex, decide, last_boxed, normalize_math
-from slime.rollout.rm_hub.math import final_answer, judged, normal_answer
+from slime.plugins.rewards.answers import as_latex, decide, normalize_math
+from slime.plugins.rewards.math import final_answer, judged, normal_answer
+from slime.rollout.rm_hub.reward import last_boxed
 from slime.rollout.verifier.pool import shared_pool
 
-_EQUAL = "slime.rollout.rm_hub.math_equal.equal"
+_EQUAL = "slime.plugins.rewards.math_equal.equal"
 SECONDS = 10.0
 
 
@@ -47,7 +48,7 @@ def extract_answer(passage: str | None) -> str | None:
 
 def mathd_normalize_answer(answer: str | None) -> str | None:
     """Return the normal form of an answer, see
-    :func:`slime.rollout.rm_hub.answers.normalize_math`.
+    :func:`slime.plugins.rewards.answers.normalize_math`.
     """
     return None if answer is None else normalize_math(answer)
 

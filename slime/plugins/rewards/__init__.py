@@ -1,5 +1,5 @@
-"""Rewards beyond those of the core: choices, sandboxed code, instructions (IFBench), encoders and
-servers.
+"""The rewards of ``--rm-type``: math, choices, texts, sandboxed code, instructions (IFBench), encoders
+and servers.
 """
 
 from slime.registry import register
@@ -7,6 +7,12 @@ from slime.registry import register
 
 def parts() -> None:
     """Register the rewards of this plug-in."""
+    register("reward", "deepscaler", "slime.plugins.rewards.math:DEEPSCALER")
+    register("reward", "dapo", "slime.plugins.rewards.math:DAPO")
+    register("reward", "math", "slime.plugins.rewards.math:MATH")
+    register("reward", "f1", "slime.plugins.rewards.f1:F1")
+    register("reward", "last_number", "slime.plugins.rewards.simple:LAST_NUMBER")
+    register("reward", "random", "slime.plugins.rewards.simple:RANDOM")
     register("reward", "ifbench", "slime.plugins.rewards.ifbench:IFBENCH")
     register("reward", "code", "slime.plugins.rewards.code:CODE")
     register("reward", "gpqa", "slime.plugins.rewards.gpqa:GPQA")

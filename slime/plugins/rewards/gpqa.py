@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 
 from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
-from slime.rollout.rm_hub.answers import last_boxed, without_styles
-from slime.rollout.rm_hub.f1 import normalize_answer
+from slime.plugins.rewards.answers import without_styles
+from slime.plugins.rewards.f1 import normalize_answer
 from slime.rollout.rm_hub.outcome import mark_unscored
-from slime.rollout.rm_hub.reward import Reward
+from slime.rollout.rm_hub.reward import Reward, last_boxed
 
 _LETTERS = string.ascii_uppercase[:10]
 _MINUS = re.compile(r"(?<![\w.)])[-−](?=[\d.])")

@@ -297,7 +297,8 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
     """
     from slime.data.sample import Sample
     from slime.engines.background import run
-    from slime.rollout.multi_turn import TURNS, ModelTurn
+    from slime.plugins.agents.conversation import ModelTurn
+    from slime.rollout.group import TURNS
     from slime.rollout.rm_hub.dispatch import async_rm, batched_async_rm
 
     found: list[object] = []
@@ -346,10 +347,9 @@ def own_answer(args: Args, sample: Sample) -> str | None:
     """
     from slime.data.reasoning import THINK
     from slime.rollout.ends import local_tokenizer
-    from slime.rollout.rm_hub.answers import last_boxed
     from slime.rollout.rm_hub.custom import is_model_class
     from slime.rollout.rm_hub.dispatch import load_reward, opened_reasoning
-    from slime.rollout.rm_hub.reward import BOXED, reward_of
+    from slime.rollout.rm_hub.reward import BOXED, last_boxed, reward_of
 
     label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
     if label is None or isinstance(label, dict | list):

@@ -26,7 +26,6 @@ from slime.registry import parts
 from slime.rollout.base_types import parameters
 from slime.rollout.ends import local_tokenizer, spoken
 from slime.rollout.prompts import render
-from slime.rollout.rm_hub.answers import last_boxed
 from slime.rollout.rm_hub.custom import (
     RewardTimeout,
     call_bounded,
@@ -35,7 +34,7 @@ from slime.rollout.rm_hub.custom import (
     model_rewards,
 )
 from slime.rollout.rm_hub.outcome import accept_rewards, mark_unscored
-from slime.rollout.rm_hub.reward import BOXED, reward_of
+from slime.rollout.rm_hub.reward import BOXED, last_boxed, reward_of
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 BOXED = "boxed_"
 """The prefix of a type that scores only the last boxed part of a response."""
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?!\s|\{\s*\})")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def label_as_text(label: object, sample: Sample) -> str | None:
@@ -92,3 +95,25 @@ def missing_label(label: object) -> str | None:
     if isinstance(label, (dict, list)):
         return f"the label is a {type(label).__name__}, not a text or number: {str(label)[:80]!r}"
     return "the label is empty" if not str(label).strip() else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the contents of the last ``\boxed{...}`` or ``\fbox{...}``, or of ``\boxed x``; None
+    if there is no box.
+
+    The contents of a box that is not closed are empty, because an answer before it has been taken
+    back. An empty box, as in "the answer in \boxed{}", is no box.
+    """
+    starts = list(_BOX.finditer(text))
+    return _box_contents(text, starts[-1].end()) if starts else None
+
+
+def _box_contents(text: str, start: int) -> str:
+    if text[start : start + 1] != "{":
+        return re.split(r"[\s$]", text[start : start + 200], maxsplit=1)[0]
+    depth = 0
+    for mark in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
+        if depth == 0:
+            return text[start + 1 : mark.start()].strip()
+    return ""

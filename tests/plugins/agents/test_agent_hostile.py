@@ -21,6 +21,7 @@ from slime.observability.samples import write_samples
 from slime.plugins.agents import messages as common
 from slime.plugins.agents.anthropic_api import Messages
 from slime.plugins.agents.chat import ChatTemplate
+from slime.plugins.agents.conversation import tool_calls
 from slime.plugins.agents.messages import ApiError, Ask, call, fold_system, guarded, to_json
 from slime.plugins.agents.openai_api import Chat, Responses
 from slime.plugins.agents.server import AgentServer
@@ -28,7 +29,6 @@ from slime.plugins.agents.session import Session
 from slime.plugins.agents.tool_formats import FORMATS
 from slime.plugins.agents.tool_parsers import Shown, StreamSplit, parse_answer, split_reasoning
 from slime.plugins.agents.trajectory import Tree, Turn
-from slime.rollout.multi_turn import tool_calls
 from slime.rollout.state import GenerateState
 
 FUNCTION: dict[str, Any] = {

@@ -22,32 +22,8 @@ _NUMBER_IN_TEXT = re.compile(
     r"|(?<![\w.])[-+−]?\.\d+"
 )
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+|[eE][-+]?\d{1,3})?")
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?!\s|\{\s*\})")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MIXED = re.compile(r"([-+]?)(\d+)(?:\s+(\d+)/(\d+)|\s*\\frac\{(\d+)\}\{(\d+)\})")  # 3 1/2
 _SIMPLE_FRAC = re.compile(r"([-+]?)\\frac\{(\d+)\}\{(\d+)\}")
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last ``\boxed{...}`` or ``\fbox{...}``, or of ``\boxed x``; None
-    if there is no box.
-
-    The contents of a box that is not closed are empty, because an answer before it has been taken
-    back. An empty box, as in "the answer in \boxed{}", is no box.
-    """
-    starts = list(_BOX.finditer(text))
-    return _box_contents(text, starts[-1].end()) if starts else None
-
-
-def _box_contents(text: str, start: int) -> str:
-    if text[start : start + 1] != "{":
-        return re.split(r"[\s$]", text[start : start + 200], maxsplit=1)[0]
-    depth = 0
-    for mark in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(mark[0], 0)
-        if depth == 0:
-            return text[start + 1 : mark.start()].strip()
-    return ""
 
 
 def last_number(text: str) -> Fraction | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from slime.config.seeds import derive_seed
 from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
-from slime.rollout.rm_hub.answers import as_number, last_number
+from slime.plugins.rewards.answers import as_number, last_number
 from slime.rollout.rm_hub.reward import Reward, missing_label
 
 if TYPE_CHECKING:

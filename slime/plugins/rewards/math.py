@@ -23,24 +23,23 @@ from typing import TYPE_CHECKING, Any
 
 from slime.data.reasoning import after_thinking, answer_after_reasoning
 from slime.data.sample import Sample
-from slime.rollout.rm_hub.answers import (
+from slime.plugins.rewards.answers import (
     as_latex,
     as_number,
     decide,
-    last_boxed,
     last_number,
     normalize_math,
     same_answer,
     value_of,
 )
 from slime.rollout.rm_hub.outcome import verify
-from slime.rollout.rm_hub.reward import Reward, missing_label
+from slime.rollout.rm_hub.reward import Reward, last_boxed, missing_label
 
 if TYPE_CHECKING:
     from slime.config.data import RewardConfig
 
-_EQUAL = "slime.rollout.rm_hub.math_equal.equal"
-_RESPONSE_EQUAL = "slime.rollout.rm_hub.math_equal.response_equal"
+_EQUAL = "slime.plugins.rewards.math_equal.equal"
+_RESPONSE_EQUAL = "slime.plugins.rewards.math_equal.response_equal"
 _MARK = "####"
 # characters at the end of a response without a box in which the last expression is searched
 _TAIL = 4000

@@ -13,7 +13,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from slime.rollout.rm_hub.answers import ends_with_product
+from slime.plugins.rewards.answers import ends_with_product
 
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)")
 
