@@ -41,6 +41,8 @@ KINDS = {
     "tracker": "a class that derives from slime.observability.trackers.Tracker, for --tracker",
     "layer kind": "a slime.models.layer_kinds.LayerKind: a way in which layers of a model mix tokens",
     "model family": "a slime.weights.maps.family.Family: the weight map of a model for Megatron",
+    "quantization": "a function read(quantization, headers, read) that returns the "
+    "slime.models.quantized.Weight of each name, for a quant_method of config.json",
     "checkpoint": "a function read(folder, family, settings) that returns the NamedWeights of another "
     "program's folder",
     "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",

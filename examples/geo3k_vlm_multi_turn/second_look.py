@@ -14,8 +14,8 @@ from typing import Any
 from examples.geo3k_vlm.geometry import Square
 from slime.data.media import load_image
 from slime.data.sample import Sample
-from slime.rollout.multi_turn import Conversation
 from slime.plugins.rewards.answers import as_number, last_number
+from slime.rollout.multi_turn import Conversation
 from slime.rollout.rm_hub.dispatch import by_type
 
 LATER_ANSWER = 0.5  # worth of a right answer per turn before it

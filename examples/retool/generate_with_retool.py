@@ -13,8 +13,8 @@ import re
 from typing import Any
 
 from slime.agent.sandbox import Limits, Sandbox
-from slime.rollout.multi_turn import TURNS, Conversation
 from slime.plugins.rewards.math import math_reward
+from slime.rollout.multi_turn import TURNS, Conversation
 from slime.utils.types import Sample
 
 CODE = re.compile(r"<code>\s*(?:```(?:python)?\n)?(.*?)(?:```)?\s*</code>", re.DOTALL)

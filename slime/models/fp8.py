@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slime.models.formats import scaled
 from slime.models.fp8_format import BLOCK, Fp8Format, Fp8Layout, Granularity, fp8_layout
-from slime.models.quantized import without_quantization
+from slime.models.quantized import scaled, without_quantization
 from slime.models.shards import copy_side_files, read_headers, resolve_folder, side_files
 from slime.models.stored import StoredWeights, write_tensors
 

@@ -21,10 +21,11 @@ from tiny_checkpoints import (
     to_mxfp4,
 )
 
-from slime.models import formats
-from slime.models.formats import E2M1, scaled, unpacked
+from slime.models.quantized import scaled
 from slime.models.shards import ModelError
 from slime.models.stored import StoredWeights
+from slime.plugins.quantized import formats
+from slime.plugins.quantized.formats import E2M1, unpacked
 
 FP8 = torch.float8_e4m3fn
 

@@ -29,10 +29,11 @@ from tiny_checkpoints import (
     to_scaled_fp8,
 )
 
-from slime.models.formats import E2M1, scaled, unpacked
 from slime.models.loading import load_hf_model
+from slime.models.quantized import scaled
 from slime.models.shards import ModelError
 from slime.models.stored import StoredWeights
+from slime.plugins.quantized.formats import E2M1, unpacked
 
 PER_ROW = {"quant_method": "fbgemm_fp8"}
 PER_TENSOR = {"quant_method": "modelopt", "quant_algo": "FP8"}

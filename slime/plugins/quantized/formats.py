@@ -19,36 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime.models.quantized import EXPONENTS, factors_of
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of 4-bit floats by their codes."""
-_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 _BFLOAT16 = 2.0**-16
 """The largest squared relative error of a value in bfloat16, which has 8 significant bits."""
-
-
-def scaled(values: Tensor, scales: Tensor, sizes: tuple[int, ...] | None) -> Tensor:
-    """Return ``values * scales`` in float32, with each scale repeated over its block.
-
-    Args:
-        values: 8-bit floats or integers ``[..., R, C]``.
-        scales: Floats, or exponents of 2 (``float8_e8m0fnu``, or uint8 with a bias of 127).
-        sizes: Block length along each axis; None for a single scale.
-    """
-    factors = _factors(scales)
-    if sizes is None:
-        return values.float() * factors.reshape(())
-    factors = factors.reshape([*factors.shape, *[1] * (values.dim() - factors.dim())])
-    for axis, size in enumerate(sizes):
-        if size == values.shape[axis]:
-            continue  # broadcast
-        factors = factors.repeat_interleave(size, axis).narrow(axis, 0, values.shape[axis])
-    return values.float() * factors
 
 
 def to_scaled(
     weight: Tensor, stored: Tensor, dtype: torch.dtype, sizes: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor]:
-    """Return 8-bit values and scales, the inverse of :func:`scaled`.
+    """Return 8-bit values and scales, the inverse of :func:`slime.models.quantized.scaled`.
 
     Args:
         weight: ``[..., R, C]``.
@@ -58,10 +40,10 @@ def to_scaled(
     """
     sizes = tuple(weight.shape) if sizes is None else sizes
     blocks = _blocks(weight.float(), sizes)  # [counts..., elements of a block]
-    old = _factors(stored).reshape(blocks.shape[:-1])
+    old = factors_of(stored).reshape(blocks.shape[:-1])
     largest = _largest(dtype)
     new = _as_stored(blocks.abs().amax(-1) / largest, stored.dtype)
-    choices = [(_round(blocks, factors, dtype), factors) for factors in (old, _factors(new))]
+    choices = [(_round(blocks, factors, dtype), factors) for factors in (old, factors_of(new))]
     errors = [((q.float() * f.unsqueeze(-1)) - blocks).square().sum(-1) for q, f in choices]
     keep = _usable(old) & _keeps(blocks, errors[0], errors[1])
     values = torch.where(keep.unsqueeze(-1), choices[0][0].float(), choices[1][0].float()).to(dtype)
@@ -183,15 +165,11 @@ def _divisor(factors: Tensor) -> Tensor:
     return torch.where(_usable(factors), factors, torch.ones_like(factors))
 
 
-def _factors(scales: Tensor) -> Tensor:
-    return torch.exp2(scales.float() - 127.0) if scales.dtype == torch.uint8 else scales.float()
-
-
 def _as_stored(factors: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scales in the checkpoint's dtype. Exponents are rounded up, so that no value is
     too large.
     """
-    if dtype not in _EXPONENTS:
+    if dtype not in EXPONENTS:
         return factors.to(dtype)
     mantissa, exponent = torch.frexp(factors)
     power = (exponent - (mantissa == 0.5).to(exponent.dtype) + 127).clamp(0, 254).to(torch.uint8)
