@@ -249,7 +249,7 @@ def raw_turn(options: argparse.Namespace, url: str, requests: int, seed: int) ->
 _BENCH_SERVING = """
 import importlib.machinery, importlib.util, os, runpy, sys, types
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    from slime.engines.sglang.kernels import install
+    from slime.plugins.sglang.kernels import install
     install()
 import transformers
 if importlib.util.find_spec("datasets") is None:  # its other data sets need it, random ids do not

@@ -350,7 +350,7 @@ def prepare(options: argparse.Namespace) -> None:
             OMP_NUM_THREADS=str(options.threads), OMP_WAIT_POLICY="PASSIVE", CUDA_VISIBLE_DEVICES=""
         )
         if options.engine == "sglang":
-            from slime.engines.sglang.kernels import install
+            from slime.plugins.sglang.kernels import install
 
             install()
     if not options.model:
@@ -414,7 +414,7 @@ def main() -> None:
     options = parse_options()
     if options.part:
         if options.device == "cpu" and options.engine == "sglang":
-            from slime.engines.sglang.kernels import install
+            from slime.plugins.sglang.kernels import install
 
             install()  # transformers imports torchvision, whose kernels such an environment lacks
         run_part(options)

@@ -77,7 +77,7 @@ class Part:
             None for none.
         package: The module that the part needs, which may be missing, and what ``pip install`` gets
             it.
-        when: For a check: it is called only if one of these arguments is set.
+        when: For a check: it is called only if one of these arguments is set; always without any.
     """
 
     kind: str
@@ -213,7 +213,6 @@ _CORE = (
     ("tracker", "mlflow", "slime.observability.trackers:Mlflow"),
     ("tracker", "trackio", "slime.observability.trackers:Trackio"),
     ("tracker", "swanlab", "slime.observability.trackers:Swanlab"),
-    ("engine", "sglang", "slime.engines.sglang.launch:start"),
     ("transport", "nccl", "slime.weights.transports:DIRECT"),
     ("transport", "disk", "slime.weights.transports:DISK"),
     ("layer kind", "full_attention", "slime.models.layer_kinds:FULL_ATTENTION"),
@@ -254,5 +253,4 @@ _PACKAGES = {
     "mlflow": ("mlflow", "'slime-rl[mlflow]'"),
     "trackio": ("trackio", "'slime-rl[trackio]'"),
     "swanlab": ("swanlab", "'slime-rl[swanlab]'"),
-    "sglang": ("sglang", "'slime-rl[sglang]'"),
 }

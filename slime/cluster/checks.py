@@ -91,7 +91,7 @@ def _check_all(args: Args, asynchronous: bool) -> list[str]:
     of_parts = [
         part
         for part in registry.parts("check").values()
-        if any(getattr(args, name) for name in part.when)
+        if not part.when or any(getattr(args, name) for name in part.when)
     ]
     checks = (
         lambda args: check_data(args, check_label),
@@ -101,7 +101,6 @@ def _check_all(args: Args, asynchronous: bool) -> list[str]:
         check_family,
         check_checkpoints,
         partial(check_snapshots, asynchronous=asynchronous),
-        _check_server_options,
     )
     # Without its model, the other checks of a run would wait for the hub again.
     return _check_hub(_named_checkpoints(args)) or [
@@ -300,18 +299,3 @@ def _wrong_backend(named: str, folder: Path, backend: str) -> list[str]:
         "that backend, or convert the snapshot to a Hugging Face folder (tools/convert_to_hf.py) "
         "and load the folder"
     ]
-
-
-def _check_server_options(args: Args) -> list[str]:
-    """Let the installed SGLang and router check their options."""
-    from slime.config.engine import ServerGroupError
-    from slime.engines.launch import EngineSettings, RouterSettings, plan_engines
-    from slime.engines.sglang.check import check_launch
-
-    if args.debug_train_only:
-        return []
-    try:
-        specs = plan_engines(args)
-    except (ServerGroupError, OSError):  # The checks of the configuration report a wrong plan.
-        return []
-    return check_launch(EngineSettings.from_args(args), RouterSettings.from_args(args), specs)

@@ -52,8 +52,6 @@ class EngineActor:
         gpu_ids: GPUs of this node that the server sees; None means those that this actor has.
         node: Node rank, number of nodes and rendezvous address of a server that spans several
             nodes.
-        warms_up_sampler: Whether to sample with top-p and top-k once before the server counts as
-            ready.
     """
 
     def __init__(
@@ -64,12 +62,10 @@ class EngineActor:
         log_dir: str,
         gpu_ids: Sequence[int] | None = None,
         node: tuple[int, int, str | None] = (0, 1, None),
-        warms_up_sampler: bool = False,
     ) -> None:
         from slime.engines.launch import start_engine
 
         self.start_seconds = start_seconds
-        self.warms_up_sampler = warms_up_sampler
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
         door().log_to(Path(log_dir), f"engine-actor-{name}")
         log = Path(log_dir) / f"engine-{name}.log"
@@ -81,16 +77,7 @@ class EngineActor:
         Raises:
             ServerFailed: With the server's last log lines.
         """
-        from slime.engines.process import ServerFailed
-        from slime.engines.sglang.launch import warm_up
-
-        until = time.monotonic() + self.start_seconds
         self.process.wait_ready(self.start_seconds)
-        if self.warms_up_sampler:
-            try:
-                warm_up(self.process.url, max(until - time.monotonic(), 1.0))
-            except ServerFailed as error:
-                raise ServerFailed(f"{error}\n{self.process.log_tail()}") from error
         return self.process.url
 
     def describe(self) -> ServerFacts:

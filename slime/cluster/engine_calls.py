@@ -229,7 +229,6 @@ def launcher(
     def launch(index: int) -> list[ActorHandle]:
         spec = specs[index]
         nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
-        warms = needs_sampler_warmup(settings, spec)
         common = settings, start_seconds, spec, str(log_dir)
         # The port may be in use on that node. Then this start fails with SGLang's error, and a
         # restart picks another.
@@ -239,7 +238,7 @@ def launcher(
         return [
             door().create(
                 EngineActor,
-                *(*common, gpus, (rank, len(nodes), rendezvous), warms and rank == 0),
+                *(*common, gpus, (rank, len(nodes), rendezvous)),
                 options=placement.engine_options(slot),
                 environment=environment,
                 threads=3,
@@ -248,20 +247,3 @@ def launcher(
         ]
 
     return launch
-
-
-def needs_sampler_warmup(settings: EngineSettings, spec: EngineSpec) -> bool:
-    """Whether the server must sample with top-p and top-k to count as ready, so that SGLang
-    compiles the kernels.
-
-    Every server needs it whose sampling backend has kernels to compile. SGLang's own health check
-    asks for a greedy token, greedy is top-k with k = 1 there, and a batch with one such request is
-    sampled with the top-k kernel as a whole. Without a warm-up, the first health check of a rollout
-    would stop the engine for more than a minute. A server that only prefills or only decodes
-    answers no plain request, so it cannot be warmed up; models that are not trained get no
-    rollouts.
-    """
-    from slime.engines.sglang.launch import sampling_backend
-
-    compiles = settings.backend == "sglang" and sampling_backend(settings, spec) != "pytorch"
-    return compiles and spec.updates and spec.worker_type == "regular"

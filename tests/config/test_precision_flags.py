@@ -14,8 +14,8 @@ from slime.config.machine import Machine
 from slime.config.parser import ConfigError
 from slime.config.resolve import validate
 from slime.engines.launch import EngineSettings, EngineSpec
-from slime.engines.sglang.launch import ServerPlace, server_options
 from slime.models.fp8_format import Fp8Format
+from slime.plugins.sglang.launch import ServerPlace, server_options
 from slime.weights.settings import WeightSyncSettings
 
 GPU = Machine(gpus=1, cores=8, in_cluster=False)

@@ -39,7 +39,7 @@ def engines():
         try:
             if process.environ().get("SLIME_TEST_RUN") == os.environ["SLIME_TEST_RUN"]:
                 line = process.cmdline()
-                server = "slime.plugins.embedded.server" in line or "slime.engines.sglang.server" in line
+                server = "slime.plugins.embedded.server" in line or "slime.plugins.sglang.server" in line
                 if server and "slime.engines.guard" not in line:
                     found.append(process)
         except psutil.Error:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-from slime.engines.sglang.kernels import install
+from slime.plugins.sglang.kernels import install
 
 install()  # before anything imports SGLang
 

@@ -146,7 +146,7 @@ def test_keys_are_neither_printed_nor_on_a_command_line() -> None:
     )
     assert pickle.loads(pickle.dumps(engine)).keys.api == router.keys.api == "sesame"
     assert "sesame" not in repr((keys, engine, router, router.words))
-    from slime.engines.sglang.launch import ServerPlace, server_words
+    from slime.plugins.sglang.launch import ServerPlace, server_words
 
     assert "sesame" not in " ".join(
         server_words(engine, EngineSpec(0, "m"), ServerPlace("127.0.0.1", 1))
@@ -156,7 +156,7 @@ def test_keys_are_neither_printed_nor_on_a_command_line() -> None:
 def test_the_log_of_sglang_has_no_key(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from slime.engines.sglang.server import hide_in_logs
+    from slime.plugins.sglang.server import hide_in_logs
 
     # restored after the test
     monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
@@ -168,7 +168,7 @@ def test_the_log_of_sglang_has_no_key(
 
 
 def test_a_server_removes_the_keys_from_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime.engines.sglang.server import add_keys
+    from slime.plugins.sglang.server import add_keys
 
     monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
     for keys, words in (
@@ -206,7 +206,7 @@ def test_a_router_and_a_pair_of_servers_behind_it_have_one_key() -> None:
 
 
 def test_servers_that_cannot_have_a_key_are_started_without_and_told() -> None:
-    from slime.engines.sglang.launch import takes_keys
+    from slime.plugins.sglang.launch import takes_keys
 
     args = make_args(sglang={"tokenizer_worker_num": 2}, rollout_backend="sglang")
     assert not check(args) and "--sglang-tokenizer-worker-num" in " ".join(args.notices)

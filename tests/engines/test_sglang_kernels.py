@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.engines.sglang import kernels
+from slime.plugins.sglang import kernels
 
 FLASHINFER = """
 import os, sys
@@ -101,7 +101,7 @@ def test_a_server_on_a_gpu_compiles_while_sglang_starts(
     (site / "sglang" / "__init__.py").touch()
     (site / "sglang" / "launch_server.py").write_text(WAITS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    subprocess.run([sys.executable, "-m", "slime.engines.sglang.server"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "slime.plugins.sglang.server"], check=True, timeout=60)
     assert built.read_text().split() == ["9.0"]
 
 

@@ -18,9 +18,9 @@ from engine_parts import engine_settings
 from slime.config.machine import installed
 from slime.engines import launch, process
 from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
-from slime.engines.sglang.check import check_launch, problems_of
-from slime.engines.sglang.kernels import PACKAGES
-from slime.engines.sglang.launch import (
+from slime.plugins.sglang.check import check_launch, problems_of
+from slime.plugins.sglang.kernels import PACKAGES
+from slime.plugins.sglang.launch import (
     BALANCE_CHECK,
     ServerPlace,
     server_environment,
@@ -165,7 +165,7 @@ def test_a_colocated_server_starts_while_the_trainer_loads(monkeypatch: pytest.M
 
 
 def test_what_the_owner_does_not_take_is_said_as_it_was_typed() -> None:
-    from slime.engines.sglang.check import ServerParser
+    from slime.plugins.sglang.check import ServerParser
 
     parser = ServerParser(allow_abbrev=False)
     parser.add_argument("--attention-backend", choices=("triton", "torch_native"))
@@ -204,7 +204,7 @@ def test_what_was_accepted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     assert problems(policy="mannual") == problems(policy="mannual") != [] and len(asked) == 4, (
         "errors are not kept"
     )
-    monkeypatch.setattr("slime.engines.sglang.check.version_of", lambda package: "99")
+    monkeypatch.setattr("slime.plugins.sglang.check.version_of", lambda package: "99")
     assert problems(policy="manual") == [] and len(asked) == 5, "another release may not accept it"
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no-folder")
     assert problems(policy="manual") == problems(policy="manual") == [] and len(asked) == 7
@@ -245,7 +245,7 @@ def test_real_kernels_win_over_the_stand_ins(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("real = True\n")
     code = (
-        "import sys; before = list(sys.meta_path);from slime.engines.sglang.kernels import "
+        "import sys; before = list(sys.meta_path);from slime.plugins.sglang.kernels import "
         "install;absent = install(); import triton, sgl_kernel;assert absent == [] and "
         "sys.meta_path == before and triton.real and sgl_kernel.real, absent"
     )
@@ -258,7 +258,7 @@ def test_memory_that_is_pinned_without_an_accelerator_is_a_copy() -> None:
     memory.
     """
     code = (
-        "import torch; from slime.engines.sglang.kernels import pin_nothing; pin_nothing();"
+        "import torch; from slime.plugins.sglang.kernels import pin_nothing; pin_nothing();"
         "given = torch.ones(3); pinned = given.pin_memory();"
         "assert torch.equal(given, pinned) and given.data_ptr() != pinned.data_ptr();"
         "assert torch.zeros(2, pin_memory=True).tolist() == [0, 0]"
@@ -278,7 +278,7 @@ def test_stand_ins_for_absent_kernels(tmp_path: Path) -> None:
         "_cdiv = _next_power_of_2 = _triton_key = lambda *a: 1\nclass _Config: pass\n"
     )
     code = (
-        "import json; from slime.engines.sglang.kernels import install;absent = install(); "
+        "import json; from slime.plugins.sglang.kernels import install;absent = install(); "
         "install();import triton.language, sgl_kernel;value = "
         "triton.language.constexpr(7).value\n"
         "try: sgl_kernel.spam_cpu()\n"

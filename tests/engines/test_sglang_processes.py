@@ -26,7 +26,7 @@ from pathlib import Path
 from engine_parts import engine_settings
 from slime.engines.launch import start_engine
 from slime.engines.launch import EngineSpec
-from slime.engines.sglang.launch import warm_up
+from slime.plugins.sglang.launch import warm_up
 model = Path({model!r})
 engine = start_engine(engine_settings(model, **{flags!r}), EngineSpec(0, str(model)), log_path={log!r})
 engine.wait_ready(500)

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from slime.engines.process import ServerFailed
-from slime.engines.sglang.launch import warm_up
+from slime.plugins.sglang.launch import warm_up
 
 
 @pytest.fixture

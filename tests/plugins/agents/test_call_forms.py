@@ -95,7 +95,7 @@ def test_what_is_no_call_stays_text(parser: str, text: str) -> None:
 
 
 READ_BY_SGLANG = """
-from slime.engines.sglang.kernels import install
+from slime.plugins.sglang.kernels import install
 install()
 import json, sys
 from call_forms import FORMS, TOOLS

@@ -24,10 +24,25 @@ from slime.config.machine import cache_folder, installed, remember, version_of
 from slime.config.process import import_environment, module_command
 
 if TYPE_CHECKING:
+    from slime.config.args import Args
     from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 
 CHECK_SECONDS = 300.0
 _MARK = "@@slime "
+
+
+def check_server_options(args: Args) -> list[str]:
+    """Let the installed SGLang and router check the options of the run's servers."""
+    from slime.config.engine import ServerGroupError
+    from slime.engines.launch import EngineSettings, RouterSettings, plan_engines
+
+    if args.debug_train_only:
+        return []
+    try:
+        specs = plan_engines(args)
+    except (ServerGroupError, OSError):  # The checks of the configuration report a wrong plan.
+        return []
+    return check_launch(EngineSettings.from_args(args), RouterSettings.from_args(args), specs)
 
 
 def check_launch(
@@ -40,7 +55,7 @@ def check_launch(
     host. Options that these versions have accepted before are not checked again, since importing
     SGLang takes seconds.
     """
-    from slime.engines.sglang.launch import ServerPlace, runs_on_cpu, server_words
+    from slime.plugins.sglang.launch import ServerPlace, runs_on_cpu, server_words
 
     # Only what the user has given can be wrong. Groups with the same options are asked about once.
     lines: dict[str, list[str]] = {}
@@ -55,7 +70,7 @@ def check_launch(
     # The process must import SGLang as the server will, also on a CPU.
     cpu = bool(lines) and runs_on_cpu(settings, specs[0])
     env = {**os.environ, **import_environment(), **({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {})}
-    command = module_command("slime.engines.sglang.check")
+    command = module_command("slime.plugins.sglang.check")
     asked = json.dumps({"sglang": list(lines.values()), "router": router_lines})
     # Importing SGLang takes seconds, so options that were accepted before are not asked again.
     accepted = _mark_of_acceptance(asked, cpu)
@@ -173,7 +188,7 @@ def main() -> None:
 
 def _ask_sglang(lines: Sequence[Sequence[str]]) -> list[str]:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        from slime.engines.sglang.kernels import install
+        from slime.plugins.sglang.kernels import install
 
         install()
     from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""``python -m slime.engines.sglang.server <SGLang's options>`` runs ``sglang.launch_server``, also
+"""``python -m slime.plugins.sglang.server <SGLang's options>`` runs ``sglang.launch_server``, also
 on a CPU.
 
 SGLang starts its scheduler and detokenizer with the start method ``spawn``, so each of these
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.engines.keys import ServerKeys
-from slime.engines.sglang.kernels import compile_meanwhile
+from slime.plugins.sglang.kernels import compile_meanwhile
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    from slime.engines.sglang.kernels import install, pin_nothing
+    from slime.plugins.sglang.kernels import install, pin_nothing
 
     install()
     pin_nothing()

@@ -5,6 +5,7 @@ request.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +166,23 @@ def server_environment(settings: EngineSettings, spec: EngineSpec) -> dict[str, 
     return env
 
 
+class SglangProcess(EngineProcess):
+    """A server of SGLang."""
+
+    warms_up_sampler = False
+    """Whether it samples with top-p and top-k once before it counts as ready."""
+
+    def wait_ready(self, deadline: float) -> None:
+        until = time.monotonic() + deadline
+        super().wait_ready(deadline)
+        if not self.warms_up_sampler:
+            return
+        try:
+            warm_up(self.url, max(until - time.monotonic(), 1.0))
+        except ServerFailed as error:
+            raise ServerFailed(f"{error}\n{self.log_tail()}") from error
+
+
 # Start the server of one SGLang engine, or the part of it that runs on one node.
 
 
@@ -175,7 +193,7 @@ def start(
     log_path: str | Path | None,
     gpu_ids: Sequence[int] | None,
     node: tuple[int, int, str | None],
-) -> EngineProcess:
+) -> SglangProcess:
     """Start the server behind a guard process; see :func:`slime.engines.launch.start_engine`."""
     # Every port is chosen here and kept free until the server listens, half a minute later.
     port = free_port(host)
@@ -188,7 +206,7 @@ def start(
     # The guard ends the server with this process, also if this process is killed.
     command = [*module_command("slime.engines.guard"), "--parent", str(os.getpid()), "--"]
     command += [
-        *module_command("slime.engines.sglang.server"),
+        *module_command("slime.plugins.sglang.server"),
         *server_words(settings, spec, place),
     ]
     # Keys and GPUs are in the environment, which other users cannot read.
@@ -205,8 +223,10 @@ def start(
     ports = [(host, number) for number in (bootstrap, meeting) if number is not None]
     url = f"http://{host}:{port}"
     send_key(url, settings.keys)
-    engine = EngineProcess(what, command, url, log_path, env, ports)
+    engine = SglangProcess(what, command, url, log_path, env, ports)
     engine.bootstrap_port = bootstrap
+    # Of a server that spans nodes, the first node answers.
+    engine.warms_up_sampler = rank == 0 and needs_sampler_warmup(settings, spec)
     return engine
 
 
@@ -237,3 +257,18 @@ def warm_up(url: str, seconds: float) -> None:
         raise ServerFailed(
             f"{url} cannot sample with top-p and top-k: {status} {message}; {advice}"
         )
+
+
+def needs_sampler_warmup(settings: EngineSettings, spec: EngineSpec) -> bool:
+    """Whether the server must sample with top-p and top-k to count as ready, so that SGLang
+    compiles the kernels.
+
+    Every server needs it whose sampling backend has kernels to compile. SGLang's own health check
+    asks for a greedy token, greedy is top-k with k = 1 there, and a batch with one such request is
+    sampled with the top-k kernel as a whole. Without a warm-up, the first health check of a rollout
+    would stop the engine for more than a minute. A server that only prefills or only decodes
+    answers no plain request, so it cannot be warmed up; models that are not trained get no
+    rollouts.
+    """
+    compiles = sampling_backend(settings, spec) != "pytorch"
+    return compiles and spec.updates and spec.worker_type == "regular"

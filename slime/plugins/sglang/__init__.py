@@ -1,0 +1,19 @@
+"""SGLang as the inference engine: unmodified releases from PyPI, with one server process and its
+children per engine.
+
+The processes of slime never import SGLang. Only the server (:mod:`slime.plugins.sglang.server`) and
+the check of its options (:mod:`slime.plugins.sglang.check`) do, each in its own process.
+"""
+
+from slime.registry import register
+
+
+def parts() -> None:
+    """Register the engine and the check of its options."""
+    register(
+        "engine",
+        "sglang",
+        "slime.plugins.sglang.launch:start",
+        package=("sglang", "'slime-rl[sglang]'"),
+    )
+    register("check", "options of servers", "slime.plugins.sglang.check:check_server_options")
