@@ -209,10 +209,6 @@ _CORE = (
     ),
     ("algorithm", "ppo", "slime.algorithms.gae:Ppo"),
     ("tracker", "tensorboard", "slime.observability.trackers:TensorBoard"),
-    ("tracker", "wandb", "slime.observability.trackers:Wandb"),
-    ("tracker", "mlflow", "slime.observability.trackers:Mlflow"),
-    ("tracker", "trackio", "slime.observability.trackers:Trackio"),
-    ("tracker", "swanlab", "slime.observability.trackers:Swanlab"),
     ("transport", "nccl", "slime.weights.transports:DIRECT"),
     ("transport", "disk", "slime.weights.transports:DISK"),
     ("layer kind", "full_attention", "slime.models.layer_kinds:FULL_ATTENTION"),
@@ -247,10 +243,4 @@ _CORE = (
     ("model family", "smollm3", "slime.weights.maps.dense:SMOLLM3"),
 )
 
-_PACKAGES = {
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "'slime-rl[wandb]'"),
-    "mlflow": ("mlflow", "'slime-rl[mlflow]'"),
-    "trackio": ("trackio", "'slime-rl[trackio]'"),
-    "swanlab": ("swanlab", "'slime-rl[swanlab]'"),
-}
+_PACKAGES = {"tensorboard": ("tensorboard", "tensorboard")}

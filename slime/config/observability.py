@@ -33,26 +33,6 @@ class ObservabilityConfig(Section):
     """Subfolder of --tb-project-name for the TensorBoard events. Default: the run's name"""
     use_wandb: bool = False
     """Also log metrics to Weights & Biases"""
-    wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"))
-    """Mode of Weights & Biases. Default: WANDB_MODE"""
-    wandb_dir: str | None = path_flag()
-    """Folder for files of Weights & Biases. Default: the run's folder"""
-    wandb_key: str | None = None
-    """API key of Weights & Biases; ps shows it, so prefer the variable WANDB_API_KEY"""
-    wandb_host: str | None = None
-    """URL of the Weights & Biases server. Default: WANDB_BASE_URL of the environment, or the public
-    server
-    """
-    wandb_team: str | None = None
-    """Entity (team or user) of the run in Weights & Biases"""
-    wandb_group: str | None = None
-    """Group of the run in Weights & Biases"""
-    wandb_project: str | None = None
-    """Project of the run in Weights & Biases. Default: slime"""
-    wandb_run_id: str | None = None
-    """Id of the run to resume in Weights & Biases. Default: a new run"""
-    wandb_always_use_train_step: bool = False
-    """Use optimizer steps instead of rollouts as the x-axis of all metrics in Weights & Biases"""
     log_multi_turn: bool = False
     """Log metrics of multi-turn samples"""
     log_passrate: bool = False

@@ -1,5 +1,4 @@
-"""The trackers of ``--tracker``: TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab, and the
-user's own.
+"""The trackers of ``--tracker``: TensorBoard, those of plug-ins, and the user's own.
 
 Each package is imported when a run with it begins. An error of a tracker while the run trains is
 reported once, and the run continues: ``metrics.jsonl`` has all numbers in any case.
@@ -11,8 +10,6 @@ import contextlib
 import logging
 import math
 import os
-import re
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.config.flag import own_section
 from slime.config.hooks import load_function
 from slime.config.observability import chosen_trackers, tracker_packages
-from slime.config.settings import redacted, redacted_words
-from slime.observability.metric_utils import compute_rollout_step
+from slime.config.settings import redacted
 from slime.observability.run_dir import RunDir, public_settings
 from slime.registry import find, parts
 
@@ -50,7 +47,7 @@ class Tracked:
         config: All settings of the run without secrets.
         args: The arguments of the run; secrets have the value ``***``.
         resume_from: First step that a resumed run repeats; None if the run begins.
-        key: ``--wandb-key``, which only W&B gets.
+        own: The section of the flags that the tracker brings, with secrets; None if it brings none.
     """
 
     project: str
@@ -58,7 +55,7 @@ class Tracked:
     config: Mapping[str, object]
     args: Args
     resume_from: int | None = None
-    key: str | None = field(default=None, repr=False)
+    own: Any = field(default=None, repr=False)
 
     @property
     def resumed(self) -> bool:
@@ -134,195 +131,6 @@ class TensorBoard(Tracker):
         self._writer.close()
 
 
-class Wandb(Tracker):
-    """Weights & Biases. Its files are in ``--wandb-dir``, or else in the run's folder."""
-
-    takes_nan = True
-
-    def __init__(self, run: Tracked) -> None:
-        self._args = run.args
-        self._run = start_wandb(run)
-
-    def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
-        if self._args.wandb_always_use_train_step:
-            step_key = "train/step"
-            step = compute_rollout_step(self._args, step)
-        self._run.log({step_key: step, **numbers})
-
-    def samples(self, rows: Sequence[Cells], step: int) -> None:
-        import wandb
-
-        data = [[table_cell(row, column) for column in COLUMNS] for row in rows]
-        table = wandb.Table(columns=list(COLUMNS), data=data, allow_mixed_types=True)
-        self.log({"samples": table}, step, "rollout/step")
-
-    def close(self) -> None:
-        self._run.finish(exit_code=int(self.failed))
-
-
-@contextlib.contextmanager
-def public_command_line() -> Iterator[None]:
-    """Hide secrets in ``sys.argv``, which W&B stores with the run. The supervisor and Ray do not
-    read it meanwhile.
-    """
-    words = sys.argv
-    sys.argv = redacted_words(words)
-    try:
-        yield
-    finally:
-        sys.argv = words
-
-
-def start_wandb(tracked: Tracked) -> Any:
-    """Log in to W&B and start the run; the tracker logs with what is returned."""
-    import wandb
-
-    args = tracked.args
-    if args.wandb_host:
-        os.environ["WANDB_BASE_URL"] = args.wandb_host
-    if tracked.key:
-        wandb.login(key=tracked.key, host=args.wandb_host)
-    with public_command_line():
-        run = wandb.init(
-            entity=args.wandb_team,
-            project=args.wandb_project or "slime",
-            group=args.wandb_group,
-            name=tracked.folder.name,
-            id=args.wandb_run_id,
-            resume="allow" if args.wandb_run_id else None,
-            mode=args.wandb_mode,
-            dir=args.wandb_dir or str(tracked.folder),
-            config=dict(tracked.config),
-        )
-    # W&B counts calls; curves are drawn over the step that each group of metrics belongs to.
-    axis = "train/step" if args.wandb_always_use_train_step else "rollout/step"
-    for key in ("train/step", "rollout/step", "eval/step"):
-        wandb.define_metric(key)
-    for group in ("train", "rollout", "perf", "passrate", "multi_turn", "eval"):
-        own = "eval/step" if group == "eval" and axis == "rollout/step" else axis
-        wandb.define_metric(f"{group}/*", step_metric=own)
-    return run
-
-
-class Mlflow(Tracker):
-    """MLflow. Without ``MLFLOW_TRACKING_URI``, its files are in ``mlruns/`` of the run's folder. A
-    resumed run continues the MLflow run of its name."""
-
-    def __init__(self, run: Tracked) -> None:
-        from mlflow.tracking import MlflowClient
-
-        # Without a server, the files are in the folder of the run, where they move with it.
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri:
-            # a run without a server needs no database
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            uri = (run.folder / "mlruns").resolve().as_uri()
-        self._client = MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
-        self._id = (
-            self._earlier(experiment, run)
-            or self._client.create_run(experiment, run_name=run.folder.name).info.run_id
-        )
-        self._client.update_run(self._id, status="RUNNING")  # an earlier one has ended
-        self._client.log_dict(self._id, dict(run.config), "config.yaml")
-
-    def _earlier(self, experiment: str, run: Tracked) -> str | None:
-        if not run.resumed:
-            return None
-        runs = self._client.search_runs([experiment], order_by=["attributes.start_time DESC"])
-        return next(
-            (found.info.run_id for found in runs if found.info.run_name == run.folder.name), None
-        )
-
-    def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        # MLflow refuses a batch in which one name has another character.
-        names = {name: re.sub(r"[^\w\-. /:]", "_", name) for name in numbers}
-        metrics = [Metric(names[name], value, now, step) for name, value in numbers.items()]
-        for begin in range(0, len(metrics), 1000):  # the most that a server takes at once
-            self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
-
-    def samples(self, rows: Sequence[Cells], step: int) -> None:
-        table = {
-            "step": [step] * len(rows),
-            **{column: [table_cell(row, column) for row in rows] for column in COLUMNS},
-        }
-        self._client.log_table(self._id, table, "samples.json")
-
-    def close(self) -> None:
-        self._client.set_terminated(self._id, "FAILED" if self.failed else "FINISHED")
-
-
-class Trackio(Tracker):
-    """Trackio. Its database is in ``TRACKIO_DIR``; ``trackio show`` serves it."""
-
-    def __init__(self, run: Tracked) -> None:
-        import trackio
-
-        self._trackio = trackio
-        trackio.init(
-            project=run.project,
-            name=run.folder.name,
-            config=dict(run.config),
-            resume="allow" if run.resumed else "never",
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
-
-    def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
-        self._trackio.log(dict(numbers), step=step)
-
-    def samples(self, rows: Sequence[Cells], step: int) -> None:
-        data = [[table_cell(row, column) for column in COLUMNS] for row in rows]
-        self._trackio.log(
-            {"samples": self._trackio.Table(columns=list(COLUMNS), data=data)}, step=step
-        )
-
-    def close(self) -> None:
-        self._trackio.finish()
-
-
-class Swanlab(Tracker):
-    """SwanLab. Its files are in ``swanlog/`` of the run's folder; ``SWANLAB_MODE`` determines
-    whether they are sent.
-    """
-
-    def __init__(self, run: Tracked) -> None:
-        import swanlab
-
-        self._swanlab = swanlab
-        folder = run.folder / "swanlog"
-        folder.mkdir(exist_ok=True)
-        # The facts about the process include its command line as it is, with a key that was given
-        # on it.
-        settings = swanlab.Settings(probe=swanlab.Settings.Probe(runtime=False))
-        swanlab.init(
-            project=run.project,
-            name=run.folder.name,
-            config=dict(run.config),
-            log_dir=str(folder),
-            settings=settings,
-        )
-
-    def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
-        self._swanlab.log(dict(numbers), step=step)
-
-    def samples(self, rows: Sequence[Cells], step: int) -> None:
-        texts = [
-            "\n\n".join(f"{column}: {table_cell(row, column)}" for column in COLUMNS)
-            for row in rows
-        ]
-        self._swanlab.log({"samples": [self._swanlab.Text(text) for text in texts]}, step=step)
-
-    def close(self) -> None:
-        ended = {"state": "crashed", "error": "an error ended the run"} if self.failed else {}
-        self._swanlab.finish(**ended)
-
-
 class Trackers:
     """All trackers of a run.
 
@@ -348,8 +156,8 @@ class Trackers:
             # At the user's own start an error can be mended at once; a run that goes on by itself
             # must not end for it.
             with self.tolerant(name) if unattended else contextlib.nullcontext():
-                key = args.wandb_key if name == "wandb" else None
-                self._started[name] = _start(name, replace(run, key=key))
+                own = own_section(parts("tracker").get(name), args)
+                self._started[name] = _start(name, replace(run, own=own))
 
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
         # Some servers refuse a whole batch of numbers if one of them is NaN.

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from make_args import make_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slime.observability import metrics, trackers
+from slime.observability import metrics
 from slime.observability.metrics import MetricsError, MetricsLogger, read_metrics, roll_back
 from slime.observability.run_dir import RunDir
 from slime.observability.trackers import TrackerError
+from slime.plugins.trackers import weights_and_biases
 
 
 def logger(
@@ -230,7 +231,9 @@ def test_wandb_alone_counts_optimizer_steps_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[dict[str, float]] = []
-    monkeypatch.setattr(trackers, "start_wandb", lambda run: SimpleNamespace(log=rows.append))
+    monkeypatch.setattr(
+        weights_and_biases, "start_wandb", lambda run: SimpleNamespace(log=rows.append)
+    )
     batch = {
         "rollout_batch_size": 8,
         "n_samples_per_prompt": 4,
