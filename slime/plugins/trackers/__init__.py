@@ -1,10 +1,12 @@
-"""Trackers that are services or need a package: Weights & Biases, MLflow, Trackio and SwanLab."""
+"""Trackers that are services or need a package: Weights & Biases, MLflow, Trackio, SwanLab and
+Prometheus.
+"""
 
 from slime.registry import register
 
 
 def parts() -> None:
-    """Register the trackers, and the flags of Weights & Biases."""
+    """Register the trackers, and the flags of two of them."""
     here = "slime.plugins.trackers"
     register(
         "tracker",
@@ -12,6 +14,13 @@ def parts() -> None:
         f"{here}.weights_and_biases:Wandb",
         flags=f"{here}.config:WandbConfig",
         package=("wandb", "'slime-rl[wandb]'"),
+    )
+    register(
+        "tracker",
+        "prometheus",
+        f"{here}.prometheus:Prometheus",
+        flags=f"{here}.config:PrometheusConfig",
+        package=("prometheus_client", "prometheus-client"),
     )
     for name, tracker in (("mlflow", "Mlflow"), ("trackio", "Trackio"), ("swanlab", "Swanlab")):
         package = (name, f"'slime-rl[{name}]'")

@@ -1,4 +1,4 @@
-"""Flags of Weights & Biases."""
+"""Flags of Weights & Biases and of Prometheus."""
 
 from __future__ import annotations
 
@@ -31,3 +31,13 @@ class WandbConfig(Section):
     """Id of the run to resume in Weights & Biases. Default: a new run"""
     wandb_always_use_train_step: bool = False
     """Use optimizer steps instead of rollouts as the x-axis of all metrics in Weights & Biases"""
+
+
+@dataclass
+class PrometheusConfig(Section):
+    _title = "Prometheus"
+
+    metrics_port: int = flag(9400, low=0, high=65535)
+    """Port where --tracker prometheus serves the numbers of the run; 0: any that is free"""
+    metrics_host: str = "127.0.0.1"
+    """Address that --tracker prometheus listens on; 0.0.0.0 for all, without any protection"""
