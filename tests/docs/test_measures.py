@@ -21,7 +21,7 @@ LIMITS = {
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
     "functions_that_take_args": 249,
-    "files": 524,
+    "files": 530,
 }
 
 TOKENS = {
@@ -47,12 +47,13 @@ TOKENS = {
     "plugins/delta": 6_724,
     "plugins/embedded": 41_217,
     "plugins/estimators": 2_109,
+    "plugins/launch": 2_132,
     "plugins/named_data": 1_431,
     "plugins/quantized": 3_512,
     "plugins/rewards": 19_365,
     "plugins/sglang": 3_929,
     "plugins/tools": 100_205,
-    "plugins/trackers": 1_635,
+    "plugins/trackers": 2_185,
     "plugins/vllm": 6_734,
     "plugins/workers": 2_889,
 }
