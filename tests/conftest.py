@@ -156,20 +156,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def serve_embedded(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[Any], AbstractContextManager[Any]]:
-    """``with serve_embedded(args) as process``: the embedded engine in a process of its own,
-    stopped by pid.
+    """``with serve_embedded(args) as process``: the embedded engine in a process of its own, which
+    is forked, and stopped by pid.
     """
 
     @contextmanager
     def serve(args: Any) -> Iterator[Any]:
-        from slime.engines.launch import EngineSettings
-        from slime.plugins.embedded.launch import start_embedded_engine
+        from forked_engines import fork_engine
 
-        process = start_embedded_engine(
-            EngineSettings.from_args(args),
-            0,
-            log_path=tmp_path_factory.mktemp("log") / "engine.log",
-        )
+        from slime.engines.launch import EngineSettings
+
+        log = tmp_path_factory.mktemp("log") / "engine.log"
+        process = fork_engine(EngineSettings.from_args(args), 0, log)
         try:
             process.wait_ready(120)
             yield process

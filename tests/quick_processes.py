@@ -18,6 +18,8 @@ PRELOADED = [
     "transformers",
     "slime.backends.fsdp.backend",
     "slime.backends.train_loop",
+    "slime.plugins.embedded.app",
+    "slime.plugins.embedded.loading",
 ]
 """The imports take five to ten CPU seconds, which each process that is spawned would take again."""
 

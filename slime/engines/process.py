@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from slime.engines.http import request_blocking
@@ -80,12 +80,17 @@ class ServerProcess:
         if self.log_path:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path or os.devnull, "ab") as log:
-            self.child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **env}
-            )
+            self.child = self.start(command, log, {**os.environ, **env})
         self.pid = self.child.pid
         self.fate = ""
         threading.Thread(target=self._end_if_frozen, name=f"watch-{self.pid}", daemon=True).start()
+
+    def start(
+        self, command: list[str], log: IO[bytes], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+        )
 
     def alive(self) -> bool:
         return self.child.poll() is None

@@ -82,22 +82,13 @@ async def test_an_encoder_rewards_a_rollout(tokenizer_dir, minilm):
 
 
 @pytest.fixture(scope="module")
-def judge(smollm2, tmp_path_factory):
-    from slime.engines.launch import EngineSettings
-    from slime.plugins.embedded.launch import start_embedded_engine
-
+def judge(smollm2, serve_embedded):
     args = arguments(
         smollm2, rollout_dtype="float32", train_dtype="float32", embedded_device="cpu", embedded_max_running_requests=8,
         embedded_max_total_tokens=None, threads_per_process=1,
     )  # fmt: skip
-    engine = start_embedded_engine(
-        EngineSettings.from_args(args), 0, log_path=tmp_path_factory.mktemp("log") / "engine.log"
-    )
-    try:
-        engine.wait_ready(120)
+    with serve_embedded(args) as engine:
         yield engine.url
-    finally:
-        engine.stop()
 
 
 def to_judge():

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked_engines import fork_engine
 from make_args import make_args
 
 from slime.config.args import Args
 from slime.engines.handle import EngineHandle
 from slime.engines.launch import EngineSettings
 from slime.engines.process import EngineProcess
-from slime.plugins.embedded.launch import start_embedded_engine
 from slime.weights.settings import WeightSyncSettings
 
 VOCAB = 64
@@ -102,10 +102,8 @@ class Engines:
         first = len(self.processes)
         for index in range(first, first + count):
             self.processes.append(
-                start_embedded_engine(
-                    EngineSettings.from_args(args),
-                    index,
-                    log_path=self.logs / f"engine-{index}.log",
+                fork_engine(
+                    EngineSettings.from_args(args), index, self.logs / f"engine-{index}.log"
                 )
             )
         for process in self.processes[first:]:
