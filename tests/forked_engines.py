@@ -1,5 +1,5 @@
 """Embedded engines for tests whose subject is not an engine's process: they are forked from the
-server of :mod:`quick_processes`, which has imported what they need, and spare six CPU seconds each.
+server of :mod:`quick_processes`, which has imported what they need. Each spares six CPU seconds.
 """
 
 from __future__ import annotations

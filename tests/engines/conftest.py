@@ -46,7 +46,7 @@ def contract_engine(
         folders = [tmp_path_factory.mktemp(f"tiny-vllm-{seed}") for seed in (0, 1)]
         model, other = (save_tiny_llama(f, i, head_dim=32) for i, f in enumerate(folders))
     of_sglang = {"sglang": {"device": "cpu", "max_total_tokens": 8192}} if kind == "sglang" else {}
-    process = start_engine(model, rollout_backend=kind, keys=KEYS, **of_sglang)
+    process = start_engine(model, spawned=True, rollout_backend=kind, keys=KEYS, **of_sglang)
     surface = run(EngineHandle(process.url).connect())
     return ContractEngine(kind, process, model, other, surface.capabilities)
 

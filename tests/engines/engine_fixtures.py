@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engine_parts import engine_settings, save_tiny_llama
+from forked_engines import fork_engine
 
 from slime.engines.launch import EngineSpec
 from slime.engines.launch import start_engine as launch_engine
@@ -32,16 +33,23 @@ def start_engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., EngineProcess]]:
     """``start_engine(model, **args)``: an engine that is up, the embedded one unless the arguments
-    say otherwise; all are stopped by pid at the end."""
+    say otherwise; all are stopped by pid at the end. The embedded one is forked, but for tests
+    whose subject is its process (``spawned=True``).
+    """
     started: list[EngineProcess] = []
     logs = tmp_path_factory.mktemp("engine-logs")
 
-    def start(model: Path, wait: bool = True, **changes: Any) -> EngineProcess:
+    def start(
+        model: Path, wait: bool = True, spawned: bool = False, **changes: Any
+    ) -> EngineProcess:
         index = len(started)
+        log = logs / f"{index}.log"
         settings = engine_settings(model, **changes)
-        process = launch_engine(
-            settings, EngineSpec(index, str(model)), log_path=logs / f"{index}.log"
-        )
+        process: EngineProcess
+        if spawned or settings.backend != "embedded":
+            process = launch_engine(settings, EngineSpec(index, str(model)), log_path=log)
+        else:
+            process = fork_engine(settings, index, log)
         started.append(process)
         if wait:
             process.wait_ready(START_SECONDS)

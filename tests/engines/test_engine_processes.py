@@ -96,7 +96,7 @@ def test_stop_ends_a_busy_engine(
 ) -> None:
     import asyncio
 
-    engine = start_engine(tiny_llama)
+    engine = start_engine(tiny_llama, spawned=True)
     handle = EngineHandle(engine.url)
 
     async def busy() -> Any:
@@ -131,7 +131,7 @@ def test_updates_leave_no_shared_memory_behind(
     start_engine: Callable[..., EngineProcess], tiny_llama: Path
 ) -> None:
     """Nor does an engine that is killed after one."""
-    engine = start_engine(tiny_llama)
+    engine = start_engine(tiny_llama, spawned=True)
     handle = EngineHandle(engine.url)
     before = set(os.listdir("/dev/shm"))
 

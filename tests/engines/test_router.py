@@ -445,7 +445,7 @@ def test_a_proxy_of_the_environment_is_not_used(
             monkeypatch.setenv(name, proxy)
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
-        engines = [start_engine(tiny_llama)]
+        engines = [start_engine(tiny_llama, spawned=True)]
         router = start_router(
             router_settings(), [engine.url for engine in engines], log_path=tmp_path / "log"
         )
