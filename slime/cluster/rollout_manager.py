@@ -4,6 +4,7 @@ rollout functions.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -103,25 +104,31 @@ class RolloutManager:
         os.environ.update(exempt_from_proxy(door().address()))
         self.garbage = GarbageCollection()
         self.layout = layout
-        # First: the engines import and load their models meanwhile.
+        # First, because the engines import and load their models meanwhile. If anything else
+        # fails, nobody else could end them.
         self.fleet = fleet_of(args, placement, self.run_dir / "logs", keys)
-        self.fleet.begin()
-        self.data_source: DataSource = load_function(args.data_source_path)(args)
-        if args.num_rollout is None:
-            # Only the data source knows how many prompts an epoch has.
-            count = rollouts_of_epochs(
-                len(self.data_source), args.num_epoch, args.rollout_batch_size
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.fleet.stop, now=True)
+            self.fleet.begin()
+            self.data_source: DataSource = load_function(args.data_source_path)(args)
+            if args.num_rollout is None:
+                # Only the data source knows how many prompts an epoch has.
+                count = rollouts_of_epochs(
+                    len(self.data_source), args.num_epoch, args.rollout_batch_size
+                )
+                args = args.with_values(num_rollout=count)
+            self.args = args
+            self.workers: Workers | None = None
+            self.rollout_function = load_function(args.rollout_function_path)
+            self.eval_function = load_function(
+                args.eval_function_path or args.rollout_function_path
             )
-            args = args.with_values(num_rollout=count)
-        self.args = args
-        self.workers: Workers | None = None
-        self.rollout_function = load_function(args.rollout_function_path)
-        self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)
-        self.in_program = in_program
-        self.state = RolloutState(args, self.run_dir, self.data_source, in_program)
-        self.traces = TraceFiles(self.run_dir, args.log_keep_last)
-        self.pool: StandingPool | None = None  # of a fully asynchronous run
-        self.generation = Generation()
+            self.in_program = in_program
+            self.state = RolloutState(args, self.run_dir, self.data_source, in_program)
+            self.traces = TraceFiles(self.run_dir, args.log_keep_last)
+            self.pool: StandingPool | None = None  # of a fully asynchronous run
+            self.generation = Generation()
+            undo.pop_all()
 
     def try_folder(self, folder: str, token: str) -> Answer:
         """See :mod:`slime.checkpoint.files`."""

@@ -165,12 +165,15 @@ def test_other_work_waits_for_every_launch_and_delays_none(tmp_path: Path) -> No
 
     def launch(index: int) -> Any:
         order.append(f"launch {index}")
+        return ["its actor"]
 
     fleet: Any = EngineFleet(fleet_settings(), tmp_path, launch, specs(2), ())
     fleet.wait_ready, fleet.start_routers = (
         (lambda engine: order.append(f"wait {engine.index}")),
         lambda: None,
     )
+    fleet.begin()  # launches them before; each is launched once
+    assert order == ["launch 0", "launch 1"]
     fleet.start(lambda done, total: None, lambda: order.append("meanwhile"))
     assert order == ["launch 0", "launch 1", "meanwhile", "wait 0", "wait 1"]
 

@@ -104,6 +104,36 @@ def test_the_number_of_rollouts_is_given_or_follows_from_the_data(
     assert args.num_rollout == num_rollout
 
 
+def test_engines_start_before_the_data_is_read_and_end_if_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[str] = []
+
+    class Fleet:
+        def begin(self) -> None:
+            done.append("begin")
+
+        def stop(self, now: bool) -> None:
+            done.append("stop")
+
+    class Missing:
+        def __init__(self, args: Any) -> None:
+            done.append("read")
+            raise OSError("no such file")
+
+    room = "slime.cluster.rollout_manager"
+    monkeypatch.setattr("slime.cluster.ray_actors.redirect_output", lambda *_: None)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(f"{room}.exempt_from_proxy", lambda _: {})
+    monkeypatch.setattr(f"{room}.GarbageCollection", lambda: None)
+    monkeypatch.setattr(f"{room}.fleet_of", lambda *_: Fleet())
+    monkeypatch.setattr(f"{room}.load_function", lambda _: Missing)
+    layout: Any = None
+    with pytest.raises(OSError, match="no such file"):
+        RolloutManager(make_args(), str(tmp_path), layout, layout, RunKeys())
+    assert done == ["begin", "read", "stop"]
+
+
 @pytest.mark.parametrize(
     ("slots", "expected"), [((1, 1), 8), ((2, 1), 4), ((1, 3), 2), ((16, 0), 1), ((0, 0), 8)]
 )
