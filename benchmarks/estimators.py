@@ -56,6 +56,9 @@ ESTIMATORS: dict[str, str] = {
     "k2_5": "--advantage-estimator k2_5 --calculate-per-token-loss",
     "dppo": "--advantage-estimator dppo --use-rollout-logprobs",
     "dppo_k2_5": "--advantage-estimator dppo_k2_5 --use-rollout-logprobs",
+    "gdpo": "--advantage-estimator gdpo",
+    "gmpo": "--advantage-estimator gmpo",
+    "vaco": "--advantage-estimator vaco --use-rollout-logprobs",
 }
 """What each needs beside the flags of all."""
 

@@ -19,10 +19,19 @@ from slime.algorithms.sequences import Identity
 from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.loss import LossSettings, TokenBatch, compute_loss
 from slime.config.args import Args
-from slime.data.rewards import post_process_rewards
+from slime.data.rewards import PARTS_KEY, post_process_rewards
 from slime.data.sample import Sample
 
-PLAIN_LISTS = ("rewards", "total_lengths", "response_lengths", "lengths", "positive", "negative")
+PLAIN_LISTS = (
+    "rewards",
+    "total_lengths",
+    "response_lengths",
+    "lengths",
+    "positive",
+    "negative",
+    "groups",
+    "parts",
+)
 MASKS = ("loss_masks", "mask", "loss_mask")
 TOLERANCE = 1e-5
 
@@ -102,9 +111,21 @@ def check_estimator(case: dict[str, Any]) -> None:
     args = run_args({"advantage_estimator": case["estimator"]} | case.get("args", {}))
     masks = [torch.tensor(mask) for mask in case["loss_masks"]]
     samples = [
-        Sample(index=i, group_index=group, reward=reward, response_length=len(mask))
-        for i, (group, reward, mask) in enumerate(
-            zip(case["groups"], case["rewards"], masks, strict=True)
+        Sample(
+            index=i,
+            group_index=group,
+            reward=reward,
+            response_length=len(mask),
+            metadata={PARTS_KEY: parts},
+        )
+        for i, (group, reward, mask, parts) in enumerate(
+            zip(
+                case["groups"],
+                case["rewards"],
+                masks,
+                case.get("parts") or [{}] * len(masks),
+                strict=True,
+            )
         )
     ]
     raw, rewards = post_process_rewards(args, samples, case["groups"])
@@ -176,7 +197,7 @@ def check_all_are_there(
     cases = [*data["functions"], *data["estimators"], *data["losses"]]
     assert {case["function"] for case in data["functions"]} == set(functions)
     assert {case["estimator"] for case in data["estimators"]} == set(algorithms)
-    members = ("ppo_kl", "policy_loss", "pg_reducer")
+    members = ("ppo_kl", "policy_loss", "sequence_loss", "pg_reducer")
     with_own_loss = {
         name
         for name, one in algorithms.items()

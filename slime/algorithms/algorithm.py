@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -40,6 +40,8 @@ class EstimatorSettings:
     """``--kl-coef``: the weight of the KL to the reference model in the reward."""
     std_normalization: bool = True
     """False with ``--disable-grpo-std-normalization``."""
+    reward_weights: Mapping[str, float] | None = None
+    """``--reward-weights``; None: each of several rewards has the weight 1."""
     max_response_len: int = 1024
     """``--rollout-max-response-len``, in tokens."""
     custom: Mapping[str, Any] = field(default_factory=dict)
@@ -66,6 +68,16 @@ class Row(NamedTuple):
     loss: str
     flags: str
     source: str
+
+
+class Scored(NamedTuple):
+    """The reward of one rollout, for :meth:`Algorithm.batch_baseline`."""
+
+    group: Hashable
+    """Rollouts of the same prompt have the same key."""
+    reward: float
+    parts: Mapping[str, float]
+    """Several rewards by name, where the reward function returned a dict; else empty."""
 
 
 class Algorithm(ABC):
@@ -108,7 +120,7 @@ class Algorithm(ABC):
         super().__init_subclass__(**kwargs)
         # This must not be inherited if the loss is overridden, which may have a term that does not
         # depend on the advantage and so has a gradient.
-        changes_loss = "policy_loss" in vars(cls) or "pg_reducer" in vars(cls)
+        changes_loss = vars(cls).keys() & {"policy_loss", "sequence_loss", "pg_reducer"}
         if changes_loss and "zero_advantage_has_no_gradient" not in vars(cls):
             cls.zero_advantage_has_no_gradient = False
 
@@ -127,6 +139,16 @@ class Algorithm(ABC):
         Returns:
             One number per reward, in the same order.
         """
+
+    def batch_baseline(self, rollouts: Sequence[Scored]) -> Sequence[float] | None:
+        """Do what :meth:`group_baseline` does for all rollouts of a batch at once, from which it
+        differs in what it knows: several rewards of each rollout, and other groups.
+
+        Returns:
+            One number per rollout, in the same order. None (the default): each group has its own
+            :meth:`group_baseline`.
+        """
+        return None
 
     @abstractmethod
     def advantages(self, batch: Entries) -> tuple[list[Tensor], list[Tensor]]:
@@ -169,6 +191,20 @@ class Algorithm(ABC):
         return compute_policy_loss(
             ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, clip.eps_clip_c
         )
+
+    def sequence_loss(
+        self,
+        ppo_kl: Tensor,
+        log_probs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        lengths: Sequence[int],
+        reduce: Reduce,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what :meth:`policy_loss` does, and what the default calls, for losses of whole
+        sequences. The further arguments are those of :meth:`ppo_kl`.
+        """
+        return self.policy_loss(ppo_kl, log_probs, advantages)
 
     def pg_reducer(self, mask: Tensor, default: Reducer) -> Reducer:
         """Return the function that reduces the policy loss ``[R]`` to a scalar.
@@ -239,10 +275,21 @@ def subtract_baseline(algorithm: Algorithm, rewards: Sequence[float]) -> list[fl
     Raises:
         ValueError: The result is not one finite number per reward.
     """
-    result = [float(x) for x in algorithm.group_baseline(rewards)]
-    if len(result) != len(rewards) or not all(map(math.isfinite, result)):
+    name = f"{type(algorithm).__name__}.group_baseline"
+    return checked_numbers(
+        f"{name}({list(rewards)})", algorithm.group_baseline(rewards), len(rewards)
+    )
+
+
+def checked_numbers(name: str, values: Iterable[float], count: int) -> list[float]:
+    """Return what a method of an estimator gave for ``count`` rewards as floats.
+
+    Raises:
+        ValueError: It is not one finite number per reward.
+    """
+    result = [float(x) for x in values]
+    if len(result) != count or not all(map(math.isfinite, result)):
         raise ValueError(
-            f"{type(algorithm).__name__}.group_baseline returned {result} for the rewards "
-            f"{list(rewards)}, but it must return one finite number per reward"
+            f"{name} returned {result}, but it must return one finite number per reward"
         )
     return result

@@ -168,7 +168,9 @@ def _policy_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
 
     # Ratio and clip.
     ppo_kl = algorithm.ppo_kl(log_probs, old, tokens.loss_mask, lengths, reduce)
-    pg_loss, clipfrac = algorithm.policy_loss(ppo_kl, log_probs, advantages)
+    pg_loss, clipfrac = algorithm.sequence_loss(
+        ppo_kl, log_probs, advantages, tokens.loss_mask, lengths, reduce
+    )
     importance_ratio = exp_ratio(-ppo_kl.detach())
     metrics: Metrics = {
         "ppo_kl": mean_for_metrics(ppo_kl),

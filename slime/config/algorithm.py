@@ -141,6 +141,7 @@ def estimator_settings(args: Args) -> EstimatorSettings:
         lambd=args.lambd,
         kl_coef=args.kl_coef,
         std_normalization=args.grpo_std_normalization,
+        reward_weights=args.reward_weights,
         max_response_len=args.rollout_max_response_len,
         # Attributes that are not flags: the user's own settings, which a user's estimator can read.
         custom={

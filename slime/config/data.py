@@ -292,6 +292,12 @@ class RewardConfig(Section):
     """Key of the training reward if rewards are dicts"""
     eval_reward_key: str | None = None
     """Key of the evaluation reward if rewards are dicts (--reward-key)"""
+    reward_weights: dict[str, float] | None = None
+    """JSON object of the weights of several rewards, such as {"correct": 1, "format": 0.2}; others
+    are only measured. Default: 1 for each entry of a dict of numbers"""
+    reward_max_error_share: float = flag(0.1, low=0, high=1)
+    """The run ends if the reward raises exceptions for more than this share of the samples of a
+    rollout or an evaluation; a smaller share is left out"""
     custom_reward_post_process_path: str | None = hook_flag()
     """Function that turns raw rewards into the rewards to train on. Default: the baseline of
     --advantage-estimator
@@ -356,7 +362,14 @@ def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:
 
 def check_reward(reward: RewardConfig) -> list[str]:
     problem = None if reward.rm_type is None else reward_type_problem(reward.rm_type, reward.rm_url)
-    return [f"--rm-type {reward.rm_type}: {problem}"] if problem else []
+    problems = [f"--rm-type {reward.rm_type}: {problem}"] if problem else []
+    for name, weight in (reward.reward_weights or {}).items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            problems.append(
+                f"--reward-weights: the weight of {shown(name)} must be a number, not "
+                f"{shown(weight)}"
+            )
+    return problems
 
 
 def check_scored(args: Args) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from statistics import fmean
 from typing import SupportsFloat
 
-from slime.algorithms.algorithm import subtract_baseline
+from slime.algorithms.algorithm import Scored, checked_numbers, subtract_baseline
 from slime.algorithms.baselines import overlong_penalty
 from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
@@ -16,6 +16,9 @@ from slime.config.hooks import load_function
 from slime.data.sample import Sample
 
 PASS_ABOVE = 0.5  # a reward closer to 1 than to 0 is a pass; this also fits rewards of -1 and 1
+
+PARTS_KEY = "reward_parts"
+"""The key of the metadata of a sample with several rewards, under which they are kept by name."""
 
 
 def keys_of_rollouts(samples: Iterable[Sample]) -> list[Hashable]:
@@ -97,6 +100,20 @@ def post_process_rewards(
     for i, reward in enumerate(shaped):
         if not math.isnan(reward):  # group → rollout → positions of samples
             groups.setdefault(group_keys[i], {}).setdefault(rollouts[i], []).append(i)
+    units = [(key, members) for key, group in groups.items() for members in group.values()]
+    scored = [
+        Scored(key, mean_reward([shaped[i] for i in members]), _mean_parts(samples, members))
+        for key, members in units
+    ]
+    joint = algorithm.batch_baseline(scored)
+    if joint is not None:
+        name = f"{type(algorithm).__name__}.batch_baseline"
+        for (_, members), value in zip(
+            units, checked_numbers(name, joint, len(units)), strict=True
+        ):
+            for i in members:
+                rewards[i] = value
+        return raw, rewards
     for group in groups.values():
         # The baseline is that of rollouts; the samples of one rollout then share its reward.
         means = [mean_reward([shaped[i] for i in members]) for members in group.values()]
@@ -111,6 +128,17 @@ def post_process_rewards(
                 own = [*means[:position], shaped[i], *means[position + 1 :]]
                 rewards[i] = subtract_baseline(algorithm, own)[position]
     return raw, rewards
+
+
+def _mean_parts(samples: Sequence[Sample], members: Sequence[int]) -> dict[str, float]:
+    """Return the several rewards of one rollout: for each name, the mean over its samples that have
+    it.
+    """
+    values: dict[str, list[float]] = {}
+    for i in members:
+        for name, value in samples[i].metadata.get(PARTS_KEY, {}).items():
+            values.setdefault(name, []).append(value)
+    return {name: mean_reward(found) for name, found in values.items()}
 
 
 def _number(args: Args, sample: Sample) -> float:

@@ -22,6 +22,7 @@ from slime.observability import progress
 from slime.rollout.base_types import EvalResults, RolloutFnEvalOutput
 from slime.rollout.generate import generate
 from slime.rollout.group import gather_all, generate_to_the_end, snapshot
+from slime.rollout.rm_hub.outcome import RAISED, check_raised, failure
 from slime.rollout.state import GenerateState, seeded
 from slime.types import SamplingParams
 
@@ -45,6 +46,7 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
 
     Raises:
         TimeoutError: The evaluation did not finish within ``--phase-timeout``.
+        RuntimeError: The reward raised too many exceptions (``--reward-max-error-share``).
     """
     state = GenerateState(args)
     state.eval_rollout_id = rollout_id
@@ -56,6 +58,12 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     }
     await _all([task for part in tasks.values() for task in part], args.phase_timeout)
     done = {name: [task.result() for task in part] for name, part in tasks.items()}
+    for name, groups in done.items():
+        samples = flatten(groups)
+        raised = sum(failure(sample) == RAISED for sample in samples)
+        check_raised(
+            f"evaluation {name}", samples, raised, args.reward_max_error_share, len(samples)
+        )
     key = args.eval_reward_key or args.reward_key
     return RolloutFnEvalOutput(
         data={config.name: _results(config, done[config.name], key) for config, _ in plans}

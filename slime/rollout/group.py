@@ -25,6 +25,7 @@ from slime.rollout.custom_generate import (
 )
 from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.rm_hub.dispatch import async_rm, batched_async_rm, scores_whole_groups
+from slime.rollout.rm_hub.outcome import combine_rewards
 from slime.rollout.state import EVALUATION, GenerateState, seeded
 from slime.rollout.weight_timeline import TIMELINE
 from slime.types import SamplingParams
@@ -146,6 +147,8 @@ async def generate_and_rm_group(
             )
         if scores_whole_groups(args) and not _is_aborted(result):
             await _score(state, flatten(result), "group_reward_model")
+    for sample in flatten(result):
+        combine_rewards(args, sample)
     return result
 
 

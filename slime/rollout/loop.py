@@ -27,7 +27,7 @@ from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.group import continuable, generate_to_the_end, index_of, is_finished, snapshot
 from slime.rollout.metrics import Counts
-from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG, is_too_long
+from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG, check_raised, is_too_long
 from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
@@ -269,6 +269,13 @@ class RolloutLoop:
         if self.settings.rollout_all_samples_process_path:
             self.judged.append(group)
         self.counts.add(leaves, self.reward_key)
+        check_raised(
+            f"rollout {self.rollout_id}",
+            leaves,
+            self.counts.raised,
+            self.args.reward_max_error_share,
+            self.target * self.args.n_samples_per_prompt,
+        )
         if all(map(is_too_long, leaves)):
             self._drop_too_long(leaves)
             self._notify("filtered", group, reason=TOO_LONG)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from slime.data.rewards import PASS_ABOVE, keys_of_rollouts, mean_reward
+from slime.data.rewards import PARTS_KEY, PASS_ABOVE, keys_of_rollouts, mean_reward
 from slime.data.sample import Sample, flatten
 from slime.observability.metric_utils import (
     compute_statistics,
@@ -22,7 +22,7 @@ from slime.observability.metric_utils import (
     pass_at_k,
 )
 from slime.rollout.base_types import EvalResults
-from slime.rollout.rm_hub.outcome import ABSTAINED, FAILURE_KEY, TOO_LONG
+from slime.rollout.rm_hub.outcome import ABSTAINED, FAILURE_KEY, RAISED, TOO_LONG, failure
 
 if TYPE_CHECKING:
     from slime.config.data import RewardConfig
@@ -160,6 +160,12 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
         metrics["spec_accept_length"] = (
             sum(sample.spec_info.completion_token_num for sample in samples) / verified
         )
+    # Several rewards, each over the samples that have it.
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.metadata.get(PARTS_KEY, {}).items():
+            parts.setdefault(name, []).append(value)
+    metrics.update({f"reward/{name}": fmean(values) for name, values in sorted(parts.items())})
     # How far top-p and top-k cut the vocabulary.
     nuclei = [s for s in samples if s.rollout_top_p_token_offsets is not None and s.response_length]
     if nuclei:
@@ -334,7 +340,8 @@ class Counts:
         replaced: Groups that were dropped because their verifier gave no result.
         timed_out: Samples without a reward because their verifier timed out.
         abstained: Samples without a reward because the user's function returned None.
-        failed: Samples without a reward for another reason.
+        failed: Samples without a reward for another reason, also those of ``raised``.
+        raised: Samples whose reward function raised an exception.
         surplus: Finished groups that the rollout did not need.
         aborted: Unfinished groups that the rollout did not need.
         lost: Groups that were returned to a data source without a buffer.
@@ -348,6 +355,7 @@ class Counts:
     timed_out: int = 0
     abstained: int = 0
     failed: int = 0
+    raised: int = 0
     surplus: int = 0
     aborted: int = 0
     lost: int = 0
@@ -359,11 +367,11 @@ class Counts:
         """Count the samples of a finished group."""
         for sample in samples:
             self.tokens += sample.response_length
-            if sample.reward_timed_out:
-                status = str(sample.metadata.get(FAILURE_KEY, "timeout")).partition(":")[0]
+            if status := failure(sample):
                 self.timed_out += status == "timeout"
                 self.abstained += status == ABSTAINED
-                # counted with the dropped groups
+                self.raised += status == RAISED
+                # prompts that are too long are counted with the dropped groups
                 self.failed += status not in ("timeout", ABSTAINED, TOO_LONG)
         rewards = rollout_rewards(samples, reward_key)
         self.rewards += len(rewards)

@@ -4,6 +4,7 @@ counted, never 0.
 
 import asyncio
 import json
+import re
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from rollout_parts import SmallEngine, arguments, source_of
 from slime.data.convert import samples_to_train_data
 from slime.data.sample import Sample, flatten
 from slime.rollout.metrics import known_reward
-from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub import async_rm, batched_async_rm, outcome
 from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout_async
 
 pytestmark = pytest.mark.timeout(60)
@@ -256,8 +257,9 @@ async def test_a_model_that_hangs_is_killed_and_made_anew(tmp_path):
     stuck = Sample(response="hang")
     assert await async_rm(args, stuck) is None and stuck.reward_timed_out
     assert await async_rm(args, Sample(response="x")) not in (None, first)
-    with pytest.raises(RuntimeError, match=r"ZeroDivisionError.*model.py:5"):
-        await async_rm(args, Sample(response="raise"))
+    raised = Sample(response="raise")
+    assert await async_rm(args, raised) is None and outcome.failure(raised) == outcome.RAISED
+    assert re.search(r"ZeroDivisionError.*model.py:5", raised.metadata["reward_failure"])
     assert len(await batched_async_rm(args, [Sample(response="x"), Sample(response="y")])) == 2
 
 

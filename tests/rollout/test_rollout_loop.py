@@ -18,6 +18,7 @@ from slime.rollout.abort import worker_urls
 from slime.rollout.generate import append_output
 from slime.rollout.group import mask_earlier_rollouts
 from slime.rollout.loop import RolloutLoop
+from slime.rollout.metrics import sample_metrics
 from slime.rollout.sglang_rollout import (
     GenerateState,
     generate_rollout,
@@ -705,6 +706,96 @@ async def test_a_function_that_always_returns_none_is_an_error_that_names_it(tok
             await roll(engine.serve(args), source_of(args))
 
 
+ERRORS = """
+async def once(args, sample, **kw):
+    if sample.index == 3: raise KeyError("sample 3")
+    return float(sample.index % 2)
+def both(args, samples, **kw): raise OSError("no judge")
+"""
+
+
+async def test_an_exception_of_a_reward_costs_its_sample(tokenizer_dir, hooks):
+    args = arguments(
+        tokenizer_dir,
+        n_samples_per_prompt=3,
+        custom_rm_path=hooks(ERRORS)("once"),
+        reward_max_error_share=0.1,
+    )
+    async with SmallEngine() as engine:
+        output = await roll(engine.serve(args), source_of(args))
+    bad = output.samples[1][0]
+    assert bad.index == 3 and bad.remove_sample and bad.reward is None
+    assert "KeyError" in bad.metadata["reward_failure"]
+    assert output.metrics["rollout/reward_error_count"] == 1
+    assert [s.reward for s in flatten(output.samples) if s is not bad] == [
+        float(s.index % 2) for s in flatten(output.samples) if s is not bad
+    ]
+
+
+@pytest.mark.parametrize(("share", "group_rm", "name"), [(0.0, False, "once"), (0.2, True, "both")])
+async def test_a_run_ends_above_the_share_of_exceptions(
+    tokenizer_dir, hooks, share, group_rm, name
+):
+    args = arguments(
+        tokenizer_dir,
+        custom_rm_path=hooks(ERRORS)(name),
+        group_rm=group_rm,
+        reward_max_error_share=share,
+    )
+    async with SmallEngine(jitter=0.0) as engine:
+        with pytest.raises(RuntimeError, match=r"of 8 samples.*--reward-max-error-share.*hooks_"):
+            await roll(engine.serve(args), source_of(args))
+        assert len(engine.requests) <= 16, "the run ends early, not after many replaced groups"
+
+
+SEVERAL = """
+async def score(args, sample, **kw):
+    last = {0: None, 1: 0.5}.get(sample.index % 2)
+    return {"right": float(sample.index < 4), "short": last, "note": 2.0}
+async def nothing(args, sample, **kw):
+    return {"right": None} if sample.index == 0 else {"right": 1.0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("weights", "wanted"),
+    [
+        (None, [3.0, 3.5, 3.0, 3.5, 2.0, 2.5, 2.0, 2.5]),
+        ({"right": 2.0, "short": 4.0}, [2.0, 4.0, 2.0, 4.0, 0.0, 2.0, 0.0, 2.0]),
+    ],
+)
+async def test_several_rewards_are_summed_by_weights_and_measured(
+    tokenizer_dir, hooks, weights, wanted
+):
+    args = arguments(tokenizer_dir, custom_rm_path=hooks(SEVERAL)("score"), reward_weights=weights)
+    async with SmallEngine() as engine:
+        output = await roll(engine.serve(args), source_of(args))
+    samples = flatten(output.samples)
+    assert [sample.reward for sample in samples] == wanted
+    assert samples[0].metadata["reward_parts"] == {"right": 1.0, "note": 2.0}
+    found = sample_metrics(samples)
+    assert found["reward/right"] == 0.5 and found["reward/short"] == 0.5
+
+
+async def test_a_dict_of_which_every_entry_abstains_has_no_reward(tokenizer_dir, hooks):
+    args = arguments(
+        tokenizer_dir, n_samples_per_prompt=3, custom_rm_path=hooks(SEVERAL)("nothing")
+    )
+    async with SmallEngine() as engine:
+        output = await roll(engine.serve(args), source_of(args))
+    assert output.samples[0][0].reward is None and output.samples[0][1].reward == 1.0
+    assert output.metrics["rollout/reward_abstained_count"] == 1
+
+
+async def test_a_weight_without_its_reward_ends_the_run_with_both_names(tokenizer_dir, hooks):
+    args = arguments(
+        tokenizer_dir, custom_rm_path=hooks(SEVERAL)("score"), reward_weights={"tone": 1.0}
+    )
+    async with SmallEngine(jitter=0.0) as engine:
+        with pytest.raises(RuntimeError, match=r"tone.*right, short, note"):
+            await roll(engine.serve(args), source_of(args))
+
+
 # --- deadlines and errors --------------------------------------------------------------------
 
 
@@ -748,11 +839,13 @@ async def test_a_source_that_runs_dry_is_an_error(tokenizer_dir):
 
 async def test_no_task_survives_an_error(tokenizer_dir, hooks):
     args = arguments(
-        tokenizer_dir, custom_rm_path=hooks("async def bad(args, sample, **kw): 1 / 0\n")("bad")
+        tokenizer_dir,
+        custom_rm_path=hooks("async def bad(args, sample, **kw): 1 / 0\n")("bad"),
+        reward_max_error_share=0.0,
     )
     before = asyncio.all_tasks()
     async with SmallEngine(jitter=0.2) as engine:
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             await roll(engine.serve(args), source_of(args))
         left = {task for task in asyncio.all_tasks() - before if "generate_and_rm" in repr(task)}
         assert not left

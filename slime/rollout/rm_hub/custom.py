@@ -36,7 +36,7 @@ from slime.data.sample import Message, Sample
 from slime.observability.debugger import DEBUGGER
 from slime.rollout.base_types import supported_kwargs
 from slime.rollout.ends import spoken
-from slime.rollout.rm_hub.outcome import mark_unscored
+from slime.rollout.rm_hub.outcome import RAISED, mark_unscored
 from slime.rollout.verifier import VerifierPool
 from slime.rollout.verifier.pool import default_workers
 from slime.types import JsonObject, JsonValue
@@ -279,13 +279,13 @@ async def model_rewards(
     """Score all samples with one call of ``compute_reward``.
 
     Returns:
-        The rewards in the order of the samples. None if the call timed out or its process crashed;
-        all samples are then marked as unscored.
+        The rewards in the order of the samples. None if the call timed out, its process crashed,
+        the model could not be created, or ``compute_reward`` raised an exception; all samples are
+        then marked as unscored.
 
     Raises:
         TypeError: The class has no method ``compute_reward``.
         ValueError: The class needs a model path, but ``--rm-model-path`` is not set.
-        RuntimeError: The model could not be created, or ``compute_reward`` raised an exception.
     """
     model_path = reward.rm_model_path
     check_class(model_class, model_path)
@@ -306,10 +306,9 @@ async def model_rewards(
     if verdict.ok:
         assert isinstance(verdict.value, list), "compute() returns a list"
         return verdict.value
-    if verdict.status == "error":
-        raise RuntimeError(f"reward model {path} failed: {verdict.detail}")
+    status = RAISED if verdict.status == "error" else verdict.status
     for sample in samples:
-        mark_unscored(sample, verdict.status, f"{path}: {verdict.detail}")
+        mark_unscored(sample, status, f"{path}: {verdict.detail}")
     return None
 
 

@@ -33,7 +33,12 @@ from slime.rollout.rm_hub.custom import (
     is_model_class,
     model_rewards,
 )
-from slime.rollout.rm_hub.outcome import accept_rewards, mark_unscored
+from slime.rollout.rm_hub.outcome import (
+    ABSTAINED,
+    accept_rewards,
+    mark_raised,
+    mark_unscored,
+)
 from slime.rollout.rm_hub.reward import BOXED, last_boxed, reward_of
 
 if TYPE_CHECKING:
@@ -122,6 +127,9 @@ async def _by_users(
         for sample in samples:
             mark_unscored(sample, "timeout", f"{path}: {error}")
         return None
+    except Exception as error:  # the user's code can raise anything; it costs these samples
+        mark_raised(samples, path, error)
+        return None
 
 
 def scores_whole_groups(reward: RewardConfig) -> bool:
@@ -177,8 +185,14 @@ async def by_type(args: Args, sample: Sample) -> Any:
         scored.response = "" if boxed is None else reward_type.boxed(boxed, scored.response)
     # The reward of a plug-in may be async and may take the arguments or not.
     takes_args = "args" in parameters(reward_type.score)[0]
-    result = reward_type.score(args, scored) if takes_args else reward_type.score(scored)
-    reward = await result if inspect.isawaitable(result) else result
+    try:
+        result = reward_type.score(args, scored) if takes_args else reward_type.score(scored)
+        reward = await result if inspect.isawaitable(result) else result
+    except Exception as error:  # a verifier can raise anything; it costs this sample
+        mark_raised([scored], name, error)
+        reward = None
+    if reward is None and not scored.reward_timed_out:
+        mark_unscored(scored, ABSTAINED, f"{name} returned None")
     if scored.reward_timed_out:
         sample.reward = None
         sample.reward_timed_out = True

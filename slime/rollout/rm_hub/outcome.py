@@ -8,9 +8,11 @@ Such a sample is marked and excluded from the statistics of its group and from t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from slime.data.rewards import PARTS_KEY
 from slime.data.sample import Sample
 from slime.rollout.verifier import Verdict, shared_pool
 
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 FAILURE_KEY = "reward_failure"
 TOO_LONG = "prompt_too_long"
 ABSTAINED = "abstained"
+RAISED = "exception"
 # Parts of the messages with which SGLang and the embedded engine refuse a request that is too long.
 _REFUSALS = ("context length", "longer than the model", "maximum allowed length", "leaves no room")
 _warned: set[str] = set()
@@ -33,7 +36,8 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
     The first failure of each status is logged. Later ones are only counted.
 
     Args:
-        status: ``timeout``, ``crashed``, ``error``, :data:`ABSTAINED` or :data:`TOO_LONG`.
+        status: ``timeout``, ``crashed``, ``error``, :data:`RAISED`, :data:`ABSTAINED` or
+            :data:`TOO_LONG`.
         detail: What went wrong.
     """
     sample.reward = None
@@ -60,6 +64,84 @@ def accept_rewards(path: str, samples: Sequence[Sample], rewards: Iterable[objec
         if reward is None and not sample.reward_timed_out:
             mark_unscored(sample, ABSTAINED, f"{path} returned None")
     return plain
+
+
+def mark_raised(samples: Iterable[Sample], where: str, error: Exception) -> None:
+    """Exclude samples whose reward function raised an exception."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    detail = f"{where}: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+    for sample in samples:
+        mark_unscored(sample, RAISED, detail)
+
+
+def failure(sample: Sample) -> str:
+    """Return why a sample has no reward, as a status of :func:`mark_unscored`; "" if it has one."""
+    if not sample.reward_timed_out:
+        return ""
+    return str(sample.metadata.get(FAILURE_KEY, "timeout")).partition(":")[0]
+
+
+def check_raised(what: str, samples: Sequence[Sample], count: int, share: float, of: int) -> None:
+    """End the run if the reward has raised exceptions for too many samples.
+
+    Args:
+        what: What the samples are of, for the message.
+        samples: The samples that were scored last.
+        count: How many samples were marked by :func:`mark_raised` so far.
+        share: ``--reward-max-error-share``.
+        of: The number of samples of the whole rollout or evaluation.
+
+    Raises:
+        RuntimeError: These are more than ``share`` of them. It names the last exception.
+    """
+    last = next((s for s in reversed(samples) if failure(s) == RAISED), None)
+    if last is not None and count > share * of:
+        raise RuntimeError(
+            f"{what}: the reward raised an exception for {count} of {of} samples, which is more "
+            f"than --reward-max-error-share {share:g}; the last {last.metadata[FAILURE_KEY]}"
+        )
+
+
+def combine_rewards(reward: RewardConfig, sample: Sample) -> None:
+    """Replace a reward that is a dict of numbers by their weighted sum, and keep the numbers in
+    ``metadata["reward_parts"]``.
+
+    An entry None abstains: it is left out of the sum. A sample abstains if all entries do. With
+    ``--reward-key`` or ``--eval-reward-key``, or if an entry is no number, the dict stays. A dict
+    without an entry that ``--reward-weights`` names counts as an exception of the reward.
+    """
+    given = sample.reward
+    if not isinstance(given, Mapping) or reward.reward_key or reward.eval_reward_key:
+        return
+    weights = reward.reward_weights
+    if missing := [name for name in weights or {} if name not in given]:
+        names = ", ".join(map(str, given))
+        mark_unscored(
+            sample, RAISED, f"--reward-weights names {', '.join(missing)}, but it has {names}"
+        )
+        return
+    chosen = {name: given[name] for name in (given if weights is None else weights)}
+    if not given or not all(
+        value is None or isinstance(value, int | float) for value in chosen.values()
+    ):
+        return
+    if weights is None and "several" not in _warned:
+        _warned.add("several")
+        logger.info(
+            "the reward is a dict: training uses the sum of %s (--reward-weights or --reward-key "
+            "change that)",
+            ", ".join(map(str, given)),
+        )
+    sample.metadata[PARTS_KEY] = {
+        str(name): float(value) for name, value in given.items() if isinstance(value, int | float)
+    }
+    known = {name: float(value) for name, value in chosen.items() if value is not None}
+    if not known:
+        mark_unscored(sample, ABSTAINED, "all entries of the reward are None")
+        return
+    sample.reward = sum(
+        value * (1.0 if weights is None else weights[name]) for name, value in known.items()
+    )
 
 
 async def verify(reward: RewardConfig, sample: Sample, function: str, *call_args: object) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slime.plugins.estimators import dppo, k2_5, maxrl, sapo, shared, vespo
+from slime.plugins.estimators import dppo, gdpo, gmpo, k2_5, maxrl, sapo, shared, vaco, vespo
 from tests.every_algorithm import ALGORITHMS
 from tests.worked_numbers import (
     by_name,
@@ -36,6 +36,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         dppo.binary_divergence,
         dppo.dppo_keep,
         dppo.compute_dppo_loss,
+        gdpo.decoupled_advantages,
+        gmpo.compute_gmpo_loss,
+        vaco.vaco_keep,
     )
 }
 

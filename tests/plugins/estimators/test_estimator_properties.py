@@ -13,9 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from slime.algorithms.algorithm import EstimatorSettings
+from slime.algorithms.algorithm import Algorithm, EstimatorSettings
 from slime.algorithms.grpo import Grpo
+from slime.algorithms.sequences import Identity
 from slime.config.algorithm import check_estimator, create_algorithm
 from slime.plugins.estimators.dppo import binary_divergence
 from slime.plugins.estimators.maxrl import relative_to_mean
@@ -43,6 +45,14 @@ HERE = [
     for name, one in ALGORITHMS.items()
     if one.__module__.startswith("slime.plugins.estimators.")
 ]
+
+
+def loss_of_tokens(
+    algorithm: Algorithm, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Loss and clipfrac of responses of one token each."""
+    ones = torch.ones_like(advantages)
+    return algorithm.sequence_loss(ppo_kl, log_probs, advantages, ones, [1] * len(ones), Identity())
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -78,7 +88,7 @@ def test_absurd_ratios_keep_loss_and_gradient_finite(name: str, dtype: torch.dty
     advantages = torch.tensor([1.0, -1.0] * 3, dtype=dtype)
     for flags in ({}, {"dppo_divergence": "kl"}):
         algorithm = create_algorithm(make_args(advantage_estimator=name).with_values(**flags))
-        loss, clipfrac = algorithm.policy_loss(old - new, new, advantages)
+        loss, clipfrac = loss_of_tokens(algorithm, old - new, new, advantages)
         (gradient,) = torch.autograd.grad(loss.sum(), new)
         assert all(bool(x.isfinite().all()) for x in (loss, clipfrac, gradient))
         assert loss.dtype == clipfrac.dtype == dtype
@@ -88,9 +98,8 @@ def test_absurd_ratios_keep_loss_and_gradient_finite(name: str, dtype: torch.dty
 def test_a_class_says_whether_tokens_without_advantage_have_a_gradient(name: str) -> None:
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     algorithm = create_algorithm(make_args(advantage_estimator=name))
-    loss, clipfrac = algorithm.policy_loss(
-        torch.tensor([-0.4, 0.7]) - log_probs, log_probs, torch.zeros(2)
-    )
+    moved = torch.tensor([-0.4, 0.7]) - log_probs
+    loss, clipfrac = loss_of_tokens(algorithm, moved, log_probs, torch.zeros(2))
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
     assert (not gradient.any()) is ALGORITHMS[name].zero_advantage_has_no_gradient
     assert not ALGORITHMS[name].zero_advantage_has_no_gradient or not clipfrac.any()
@@ -102,7 +111,8 @@ def test_a_first_step_has_the_gradient_of_the_policy_gradient(name: str) -> None
     log_probs = torch.tensor([-1.0, -2.0, -0.1], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64)
     algorithm = create_algorithm(make_args(advantage_estimator=name).with_values(**FLAGS))
-    loss, _ = algorithm.policy_loss(log_probs.detach() - log_probs, log_probs, advantages)
+    moved = log_probs.detach() - log_probs
+    loss, _ = loss_of_tokens(algorithm, moved, log_probs, advantages)
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
     torch.testing.assert_close(gradient, -advantages)
 
