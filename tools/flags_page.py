@@ -13,6 +13,7 @@ from slime.config.args import FLAGS
 from slime.config.flag import Flag, range_text
 from slime.config.flag_support import GONE, OTHER_FRAMEWORKS
 from slime.config.parser import metavar
+from slime.plugins.estimators.recipes import recipes
 from slime.registry import find
 from slime.registry import parts as registered
 
@@ -168,10 +169,30 @@ def documented_table() -> str:
     return "\n".join(line.replace("|  |", "| |") for line in lines)
 
 
+def recipes_table() -> str:
+    """The table of recipes, with the flags of each."""
+    lines = ["| `--recipe` | sets | source |", "|---|---|---|"]
+    for name, recipe in recipes().items():
+        flags = [
+            f"`{FLAGS[one].option}`" if value is True else f"`{FLAGS[one].option} {value}`"
+            for one, value in recipe["flags"].items()
+        ]
+        flags += [
+            f"`{FLAGS[one].option}` {share:.0%} of `{FLAGS[whole].option}`"
+            for one, (whole, share) in recipe.get("shares", {}).items()
+        ]
+        note = f"; {recipe['note']}" if "note" in recipe else ""
+        lines.append(f"| `{name}` | {', '.join(flags)} | {recipe['source']}{note} |")
+    return "\n".join(lines)
+
+
 def algorithms_page(text: str) -> str:
-    """The page with the table of the built-in estimators as their classes have it; rows of other
-    names stay below.
+    """The page with the table of the built-in estimators as their classes have it, rows of other
+    names below, and the table of recipes.
     """
+    recipe_head = recipes_table().splitlines()[0]
+    before, _, rest = text.partition(recipe_head)
+    text = before + recipes_table() + "\n\n" + rest.partition("\n\n")[2]
     head = documented_table().splitlines()[0]
     before, _, rest = text.partition(head)
     table, blank, after = rest.partition("\n\n")

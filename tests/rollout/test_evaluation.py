@@ -198,7 +198,9 @@ async def test_group_rewards_work_in_evaluation(tokenizer_dir, data, tmp_path):
 
 
 async def test_dict_rewards_without_a_key_and_deadlines_are_errors(tokenizer_dir, data, tmp_path):
-    (tmp_path / "rm.py").write_text("async def rm(args, sample, **kw): return {'score': 1}\n")
+    (tmp_path / "rm.py").write_text(
+        "async def rm(args, sample, **kw): return {'score': 1, 'why': 'x'}\n"
+    )
     args = arguments(
         tokenizer_dir,
         eval_prompt_data=["easy", str(data / "easy.jsonl")],
@@ -213,6 +215,28 @@ async def test_dict_rewards_without_a_key_and_deadlines_are_errors(tokenizer_dir
     async with SmallEngine(slow=lambda prompt: prompt == "easy 1") as engine:
         with pytest.raises(TimeoutError, match="1 of 3 prompts"):
             await evaluate(engine.serve(args))
+
+
+async def test_an_evaluation_has_the_share_of_exceptions_too(tokenizer_dir, data, tmp_path):
+    (tmp_path / "rm.py").write_text(
+        "async def rm(args, sample, **kw):\n"
+        "    if sample.group_index == 1: raise OSError('no judge')\n"
+        "    return {'right': 1.0, 'short': 0.5}\n"
+    )
+    args = arguments(
+        tokenizer_dir,
+        eval_prompt_data=["easy", str(data / "easy.jsonl")],
+        custom_rm_path=str(tmp_path / "rm.py"),
+        reward_max_error_share=0.4,
+    )
+    async with SmallEngine() as engine:
+        output = await evaluate(engine.serve(args))
+        rewards = output.data["easy"]["rewards"]
+        assert [rewards[0], rewards[2]] == [1.5, 1.5] and math.isnan(rewards[1])
+        assert eval_metrics(output.data)["eval/easy/reward/short"] == 0.5
+        args.reward_max_error_share = 0.3
+        with pytest.raises(RuntimeError, match=r"evaluation easy.*1 of 3.*no judge"):
+            await evaluate(args)
 
 
 async def test_a_verifier_without_an_answer_is_not_a_wrong_answer(tokenizer_dir, data, tmp_path):

@@ -10,8 +10,10 @@ from make_args import make_args
 from rollout_parts import SmallEngine, arguments, source_of
 
 from slime.data.sample import Sample, flatten
-from slime.plugins.rewards.sglang_scorer import JUDGE, score, score_group
-from slime.rollout.rm_hub import batched_async_rm
+from slime.plugins.rewards.sglang_scorer import JUDGE, judge_group, score, score_group
+from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub.dispatch import check_rewards
+from slime.rollout.rm_hub.outcome import RAISED, failure
 from slime.rollout.sglang_rollout import generate_rollout_async
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(280)]
@@ -143,6 +145,69 @@ async def test_a_judge_as_the_reward_of_groups(smollm2, tokenizer_dir, judge):
             generate_rollout_async(engine.serve(args), 0, source_of(args)), 200
         )
     assert all(0 < sample.reward < 1 for sample in flatten(output.samples))
+
+
+RUBRIC = """
+- {name: right, rm_type: last_number, required: true, weight: 2}
+- {name: words, path: "FOLDER/mine.py:words"}
+- {name: polite, judge: "Text: {response}\\nIs it polite? Reply Yes or No.\\nReply:", weight: 1.0}
+"""
+MINE = """
+async def words(args, sample, **kw):
+    if "raise" in sample.response: raise KeyError("words")
+    return None if "skip" in sample.response else 0.5
+"""
+
+
+def rubric_of(folder, text=RUBRIC):
+    (folder / "mine.py").write_text(MINE)
+    (folder / "rubric.yaml").write_text(text.replace("FOLDER", str(folder)))
+    return str(folder / "rubric.yaml")
+
+
+async def test_a_rubric_weighs_functions_and_a_judge(smollm2, judge, tmp_path):
+    args = make_args(rm_type="rubric", rubric=rubric_of(tmp_path), reward_workers=1)
+    args = args.with_values(rm_url=f"{judge}/generate", hf_checkpoint=str(smollm2))
+    assert args.reward_weights == {"right": 2, "words": 1.0, "polite": 1.0}
+    question = "Text: {response}\nIs it polite? Reply Yes or No.\nReply:"
+    polite = (await judge_group(args, [Sample(response="Sir, it is 4")], question))[0]
+    good = Sample(response="Sir, it is 4", label="4")
+    assert await async_rm(args, good) == pytest.approx((2 * 1 + 0.5 + polite) / 4, abs=1e-5)
+    assert good.metadata["reward_parts"] == pytest.approx(
+        {"right": 1, "words": 0.5, "polite": polite}, abs=1e-5
+    )
+    assert await async_rm(args, Sample(response="it is 5", label="4")) == 0.0
+    skipped = Sample(response="skip 4", label="4")
+    value = await async_rm(args, skipped)
+    assert value == pytest.approx((2 + skipped.metadata["reward_parts"]["polite"]) / 3)
+    raised = Sample(response="raise 4", label="4")
+    assert await async_rm(args, raised) is None and failure(raised) == RAISED
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[]", "must be a list"),
+        ("- {name: a, rm_type: nothing}", "'nothing'"),
+        ("- {name: a, rm_type: rubric}", "'rubric'"),
+        ("- {name: a, rm_type: math, judge: x}", "one of rm_type, path and judge"),
+        ("- {name: a, rm_type: math, weight: 0}", "above 0"),
+        ("- {name: a, rm_type: math, wieght: 1}", "'wieght'"),
+        ("- {name: a, rm_type: math}\n- {name: a, rm_type: f1}", "two items"),
+        ("- {rm_type: math}", "no name"),
+    ],
+)
+def test_what_is_wrong_with_a_rubric_is_told_before_the_run(text, problem, tmp_path):
+    with pytest.raises(ValueError, match=problem):
+        make_args(rubric=rubric_of(tmp_path, text))
+
+
+def test_a_rubric_needs_its_file_and_a_judge_an_address(tmp_path):
+    assert "needs --rubric" in check_rewards(make_args(rm_type="rubric"))[0]
+    args = make_args(rubric=rubric_of(tmp_path))
+    assert args.rm_type == "rubric" and "--rm-url" in check_rewards(args)[0]
+    with pytest.raises(ValueError, match="--reward-weights"):
+        make_args(rubric=rubric_of(tmp_path), reward_weights={"right": 1.0})
 
 
 async def test_an_address_of_no_known_form_is_refused():

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class VacoFlags:
     _title = "estimator vaco"
 
-    vaco_delta: float = flag(0.05, above=0)
-    """Total variation of a response above which vaco trains only tokens that lower it"""
+    vaco_delta: float = flag(0.1, above=0)
+    """Total variation of a response above which vaco trains only tokens that lower it; 0.1 is that
+    of ratios of 0.8 or 1.2"""
 
 
 def vaco_keep(

@@ -17,3 +17,6 @@ def parts() -> None:
     register("reward", "code", "slime.plugins.rewards.code:CODE")
     register("reward", "gpqa", "slime.plugins.rewards.gpqa:GPQA")
     register("reward", "remote_rm", "slime.plugins.rewards.remote_rm:REMOTE_RM")
+    rubric = "slime.plugins.rewards.rubric"
+    register("reward", "rubric", f"{rubric}:RUBRIC")
+    register("resolver", "rubric", f"{rubric}_file:resolve", flags=f"{rubric}_file:RubricFlags")

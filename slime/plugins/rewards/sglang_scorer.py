@@ -65,13 +65,18 @@ async def score_group(args: Args, samples: Sequence[Sample], **kwargs: object) -
         ValueError: ``--rm-url`` is not set, or it ends in none of the four forms.
         HttpError: The server refused the request, or failed in all attempts.
     """
+    template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
+    return await judge_group(args, samples, template)
+
+
+async def judge_group(args: Args, samples: Sequence[Sample], template: str) -> list[float]:
+    """Do what :func:`score_group` does, with this question to the judge."""
     url = args.rm_url or ""
     form = next((form for form in _FORMS if urlsplit(url).path.rstrip("/").endswith(form)), None)
     if form is None:
         raise ValueError(
             f"--rm-url {url or 'is missing'}: the address must end in one of {', '.join(_FORMS)}"
         )
-    template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
     judge = _Judge(url, args.rm_model_path or args.hf_checkpoint, template)
     heard = [spoken(sample, args.hf_checkpoint, args.trust_remote_code) for sample in samples]
     scores: list[float] = await _FORMS[form](judge, heard)

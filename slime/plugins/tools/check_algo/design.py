@@ -46,10 +46,7 @@ DESIGN: Mapping[str, Mapping[str, str]] = {
     },
     "dppo": {"direction": _STD},
     "dppo_k2_5": {"direction": _STD},
-    "gdpo": {
-        "direction": _STD,
-        "spread of other groups": "one scale for the batch (arXiv 2601.05242)",
-    },
+    "gdpo": {"direction": _STD},
     "gmpo": {"direction": _STD, "own ratio": "the geometric mean of a response (arXiv 2507.20673)"},
     "vaco": {"direction": _STD},
 }
