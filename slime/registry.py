@@ -28,6 +28,7 @@ GROUP = "slime.plugins"
 
 KINDS = {
     "algorithm": "a class that derives from slime.algorithms.Algorithm, for --advantage-estimator",
+    "loss": "a class that derives from slime.backends.loss_type.LossType, for --loss-type",
     "reward": "a slime.rollout.rm_hub.reward.Reward, for --rm-type",
     "environment": "a function make(what, **options) that returns an Environment, for --environment",
     "engine": "a function start(settings, spec, host, log_path, gpu_ids, node) that returns a "

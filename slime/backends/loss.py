@@ -26,6 +26,7 @@ from slime.algorithms.sequences import (
     Reducer,
     exp_ratio,
     rollout_mean_reducer,
+    sequence_sums,
     token_sum_reducer,
 )
 from slime.backends.loss_inputs import LossSettings, TokenBatch
@@ -86,7 +87,8 @@ def compute_loss(
         ValueError: A tensor that the flags need is missing or has a wrong length.
     """
     kind = "value_loss" if tokens.values is not None else settings.loss_type
-    loss, metrics = LOSSES[kind](settings, tokens.cleaned(), reduce)
+    compute = LOSSES[kind] if settings.registered is None else _registered_loss
+    loss, metrics = compute(settings, tokens.cleaned(), reduce)
     # The divisor is that of the whole step, not of this micro-batch. So the shares add up to the
     # same loss and gradient for every division of the samples into micro-batches and ranks.
     count = max(float(num_tokens if settings.per_token else num_rollouts), 1.0)
@@ -200,6 +202,7 @@ def _policy_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
     parts |= _entropy_part(settings, tokens, mean) | _kl_part(
         settings, tokens, log_probs, old, mean
     )
+    parts |= _observation_part(settings, tokens, reduce)
     loss, part_metrics = _sum_parts(parts)
     return LossSum(loss, part_metrics | {"pg_clipfrac": mean(clipfrac)} | metrics)
 
@@ -229,6 +232,23 @@ def _kl_part(
             mean(compute_approx_kl(log_probs, ref, settings.kl.kind, ratio)),
         )
     }
+
+
+def _observation_part(
+    settings: LossSettings, tokens: TokenBatch, reduce: Reduce
+) -> dict[str, Part]:
+    """Return ECHO's term: the cross-entropy on tokens that nobody sampled, as the sum over samples
+    of the mean over such tokens of each.
+    """
+    mask, log_probs = tokens.observation_masks, tokens.observation_log_probs
+    if settings.observation_coef == 0 or mask is None or log_probs is None:
+        return {}
+    if settings.per_token:
+        mean = token_sum_reducer(mask)
+    else:
+        counts = reduce.over_sequence(sequence_sums(mask, tokens.response_lengths))
+        mean = rollout_mean_reducer(mask, counts, tokens.response_lengths)
+    return {"observation_loss": Part(settings.observation_coef, mean(compute_sft_loss(log_probs)))}
 
 
 def _engine_gap(tokens: TokenBatch, train: Tensor, reducer: Reducer) -> Metrics:
@@ -335,6 +355,12 @@ def _value_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> L
 def _sft_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     log_probs = _need(tokens.log_probs, "log_probs", "the SFT loss")
     return LossSum(_mean(settings, tokens, tokens.loss_mask)(compute_sft_loss(log_probs)), {})
+
+
+def _registered_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
+    assert settings.registered is not None
+    mean = _mean(settings, tokens, tokens.loss_mask)
+    return LossSum(*settings.registered.compute(tokens, mean, reduce))
 
 
 def _custom_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:

@@ -12,10 +12,13 @@ from torch import Tensor
 from slime.algorithms.algorithm import Algorithm, custom_setting
 from slime.algorithms.off_policy import TisResult, vanilla_tis_function
 from slime.algorithms.sequences import Reducer, keep_where
+from slime.backends.loss_type import LossType
 from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
+from slime.config.flag import own_section
 from slime.config.hooks import load_function
 from slime.data.fields import BY_NAME, LOSS_FIELDS, RankBatch
+from slime.registry import load, parts
 
 LOSS_TYPES = ("policy_loss", "value_loss", "sft_loss", "custom_loss")
 
@@ -32,6 +35,8 @@ class LossSettings:
     kl: KlLoss | None
     """None without ``--use-kl-loss``."""
     use_rollout_logprobs: bool
+    observation_coef: float
+    """``--observation-loss-coef``."""
     opsm_delta: float | None
     """None without ``--use-opsm``."""
     correction: Correction | None
@@ -43,6 +48,8 @@ class LossSettings:
     """The function of ``--custom-pg-loss-reducer-function-path``."""
     custom_loss: Callable[..., tuple[Tensor, Mapping[str, object]]] | None
     """The function of ``--custom-loss-function-path``."""
+    registered: LossType | None
+    """The loss of a plug-in that ``loss_type`` names; None for the losses of the core."""
     args: Args
     """For custom functions only."""
     token_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
@@ -66,9 +73,11 @@ class LossSettings:
         """
         # The functions of the user are loaded here, once, so that a wrong path ends the run before
         # its first step.
-        if args.loss_type not in LOSS_TYPES:
+        registered = parts("loss").get(args.loss_type)
+        if registered is None and args.loss_type not in LOSS_TYPES:
             raise ValueError(
-                f"unknown --loss-type {args.loss_type!r}: choose one of {', '.join(LOSS_TYPES)}"
+                f"unknown --loss-type {args.loss_type!r}: choose one of "
+                f"{', '.join([*LOSS_TYPES, *parts('loss')])}"
             )
         reducer = args.custom_pg_loss_reducer_function_path
         custom_loss = args.custom_loss_function_path
@@ -83,11 +92,15 @@ class LossSettings:
             if args.use_kl_loss
             else None,
             use_rollout_logprobs=args.use_rollout_logprobs,
+            observation_coef=args.observation_loss_coef,
             opsm_delta=args.opsm_delta if args.use_opsm else None,
             correction=Correction.from_args(args),
             value_clip=args.value_clip,
             pg_reducer=load_function(reducer) if reducer else None,
             custom_loss=load_function(custom_loss) if custom_loss else None,
+            registered=None
+            if registered is None
+            else load(registered.target)(own_section(registered, args)),
             args=args,
         )
 
@@ -191,6 +204,10 @@ class TokenBatch:
     """``[R]``, with gradient: the values of the critic. If they are present, the loss is the value
     loss.
     """
+    observation_masks: Tensor | None = None
+    observation_log_probs: Tensor | None = None
+    """``log_probs``, but 0 for all tokens other than those of ``observation_masks``, which are masked
+    in the policy loss; made by :meth:`cleaned`."""
     opd_reverse_kl: Tensor | None = None
     staleness: Tensor | None = None
     """The number of steps between the weights that generated a token and those that are trained on
@@ -284,9 +301,13 @@ class TokenBatch:
         """
         dtype = self.compute_dtype
         changes: dict[str, Any] = {}
+        observed = self.observation_masks
+        if observed is not None and self.log_probs is not None:
+            kept = keep_where(observed, self.log_probs.to(dtype))
+            changes = {"observation_masks": observed, "observation_log_probs": kept}
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name not in PER_TOKEN or value is None:
+            if item.name not in PER_TOKEN or item.name in changes or value is None:
                 continue
             if value.shape != self.loss_mask.shape:
                 raise ValueError(

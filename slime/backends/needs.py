@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.algorithms.algorithm import custom_setting
-from slime.config.algorithm import algorithm_class
+from slime.config.algorithm import algorithm_class, registered_loss
 from slime.config.args import Args
 from slime.data.fields import RankBatch
 
@@ -64,8 +64,10 @@ class TrainNeeds:
         # policy with itself before the rollout's first step needs them.
         policy = args.loss_type == "policy_loss"
         algorithm = algorithm_class(args.advantage_estimator)
+        loss = registered_loss(args)
         return cls(
-            ref_log_probs=args.loss_type != "sft_loss" and (args.kl_coef != 0 or args.use_kl_loss),
+            ref_log_probs=(args.loss_type != "sft_loss" and (args.kl_coef != 0 or args.use_kl_loss))
+            or (loss is not None and loss.needs_reference),
             teacher_log_probs=args.use_opd and args.opd_type == "megatron",
             old_actor=bool(args.keep_old_actor),
             old_log_probs=not policy
@@ -87,6 +89,7 @@ class TrainNeeds:
             and policy
             and args.entropy_coef == 0
             and not (args.use_kl_loss and args.kl_loss_coef != 0)
+            and args.observation_loss_coef == 0
             and not args.custom_pg_loss_reducer_function_path
             and algorithm.zero_advantage_has_no_gradient
             and _is_linear(args.custom_tis_function_path),

@@ -8,7 +8,7 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.algorithms.algorithm import Algorithm, EstimatorSettings, baseline_problem, class_problem
 from slime.config.flag import (
@@ -37,9 +37,11 @@ class AlgorithmConfig(Section):
     """Advantage estimator: a built-in one, or the path of the user's own class; ppo also trains a
     critic
     """
-    loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss", "custom_loss"))
-    """Loss to minimise: the policy gradient loss, the SFT loss, or the function in
-    --custom-loss-function-path
+    loss_type: str = flag(
+        "policy_loss", choices=("policy_loss", "sft_loss", "custom_loss"), kind_of_part="loss"
+    )
+    """Loss to minimise: the policy gradient loss, the SFT loss, the function in
+    --custom-loss-function-path, or one of pairs (docs/en/preference.md)
     """
     custom_loss_function_path: str | None = hook_flag()
     """Loss function for --loss-type custom_loss"""
@@ -63,6 +65,9 @@ class AlgorithmConfig(Section):
     """Clip range of the critic's values in the value loss"""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus in the loss"""
+    observation_loss_coef: float = flag(0.0, low=0)
+    """Coefficient of the cross-entropy on response tokens that no engine sampled, such as the
+    output of tools, in the policy loss (ECHO); the paper has 0.1"""
     gamma: float = flag(1.0, low=0, high=1)
     """Discount factor (gamma) of returns"""
     lambd: float = flag(1.0, low=0, high=1)
@@ -125,6 +130,13 @@ def algorithm_class(name: str) -> type[Algorithm]:
     if problem := class_problem(found):
         raise HookError(f"--advantage-estimator {name}: {problem}")
     return found
+
+
+def registered_loss(args: AlgorithmConfig) -> Any:
+    """Return the class, a ``slime.backends.loss_type.LossType``, of a loss that a plug-in brings;
+    None for those of the core.
+    """
+    return find("loss", args.loss_type) if args.loss_type in parts("loss") else None
 
 
 def create_algorithm(args: Args) -> Algorithm:

@@ -82,6 +82,10 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
         "rollout_mask_sums": _mask_sums(masks, rollout_ids),
         **_bookkeeping(samples, keys, rollout_ids),
     }
+    if args.observation_loss_coef:
+        data["observation_masks"] = [
+            _observation_mask(s, mask) for s, mask in zip(samples, masks, strict=True)
+        ]
     data.update(_optional(args, samples, masks))
     return data
 
@@ -304,6 +308,26 @@ def _loss_mask(sample: Sample) -> np.ndarray:
             f"{sample.response_length} tokens{empty}"
         )
     return mask
+
+
+def _observation_mask(sample: Sample, trained: np.ndarray) -> np.ndarray:
+    """The mask of ``--observation-loss-coef``, int8 [response_length]; all 0 for a sample of which
+    nothing is trained.
+    """
+    if not trained.any():
+        return np.zeros(sample.response_length, np.int8)
+    if sample.observation_mask is not None:
+        mask = np.asarray(sample.observation_mask, np.int8)
+        if len(mask) != sample.response_length:
+            raise ValueError(
+                f"sample {sample.index}: observation_mask has {len(mask)} entries, the response "
+                f"{sample.response_length} tokens"
+            )
+        return mask * (trained == 0)
+    log_probs = sample.array("rollout_log_probs")
+    # A token that an engine sampled may be masked as well, in a part that an older rollout made.
+    sampled = np.zeros(len(trained), bool) if log_probs is None else log_probs != 0
+    return ((trained == 0) & ~sampled).astype(np.int8)
 
 
 def _mask_sums(

@@ -90,6 +90,8 @@ FIELDS: tuple[Field, ...] = (
     _number("total_lengths", "int64", "number of tokens", metric=True),
     _number("response_lengths", "int64", "number of response tokens, which are the last ones", metric=True),
     Field("loss_masks", "response token", "1 where the token is trained on", "int8", "int32", always=True),
+    Field("observation_masks", "response token", "1 where `--observation-loss-coef` trains a token that nobody sampled",
+          "int8", "float32", in_loss=True),
     _number("rewards", "float64", "post-processed reward; GRPO's advantage", metric=True),
     _number("raw_reward", "float64", "reward as the reward function gave it", metric=True),
     _number("truncated", "int8", "1 if the response was cut off by the length limit", metric=True),

@@ -91,6 +91,8 @@ class Sample:
     version_spans: list[tuple[str, int, int]] = field(default_factory=list)
     # [response_length], 0.0 for tokens that no engine sampled
     rollout_log_probs: list[float] | None = None
+    # [response_length], for --observation-loss-coef; None: the masked tokens that no engine sampled
+    observation_mask: list[int] | None = None
     # int32 [offsets[-1]]: the nucleus of each token
     rollout_top_p_token_ids: np.ndarray | None = None
     rollout_top_p_token_offsets: np.ndarray | None = None  # int32 [response_length + 1]
@@ -217,6 +219,8 @@ class Sample:
             self.rollout_top_p_token_ids = self.rollout_top_p_token_ids[
                 : self.rollout_top_p_token_offsets[-1]
             ]
+        if self.observation_mask is not None:
+            self.observation_mask = self.observation_mask[:length]
         if self.rollout_routed_experts is not None:
             self.rollout_routed_experts = self.rollout_routed_experts[: self.num_tokens - 1]
         self.version_spans = [
@@ -399,7 +403,7 @@ modified.
 """
 _GENERATED_FIELDS = (
     "tokens", "multimodal_train_inputs", "response", "response_length", "reward", "reward_timed_out",
-    "loss_mask", "weight_versions", "version_spans", "rollout_log_probs", "rollout_top_p_token_ids",
+    "loss_mask", "observation_mask", "weight_versions", "version_spans", "rollout_log_probs", "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets", "rollout_routed_experts", "remove_sample", "teacher_log_probs", "status",
     "session_id", "non_generation_time", "spec_info", "prefix_cache_info",
 )  # fmt: skip

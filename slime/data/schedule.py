@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING
 
+from slime.config.algorithm import registered_loss
 from slime.data.balance import ModelShape, first_fit, forward_flops, split_in_two
 from slime.data.lock_step import Items, deal, pack_in_lock_step
 
@@ -33,6 +34,7 @@ class PackingSettings:
             row.
         shares_prompts: Samples with the same prompt store it once per pack.
         shape: The model's dimensions, for the costs; None if they are not known.
+        whole_rollouts: The samples of a rollout must be in one micro-batch, in their order.
         global_batch_size: Rollouts of an optimizer step over all ranks.
         steps: If above 0, a rollout has so many steps, whatever ``global_batch_size`` is: its
             samples are a part of a dump, and the number of steps is the same as with the whole
@@ -47,12 +49,14 @@ class PackingSettings:
     pads: bool = False
     shares_prompts: bool = False
     shape: ModelShape | None = None
+    whole_rollouts: bool = False
     global_batch_size: int = 0
     steps: int = 0
 
     @classmethod
     def from_args(cls, args: Args) -> PackingSettings:
         pads = args.attn_implementation not in (None, "varlen")
+        loss = registered_loss(args)
         return cls(
             dynamic=args.use_dynamic_batch_size,
             max_tokens=args.max_tokens_per_gpu or 0,
@@ -67,6 +71,7 @@ class PackingSettings:
             ),
             shape=ModelShape.from_megatron(args.megatron)
             or ModelShape.from_checkpoint(args.hf_checkpoint),
+            whole_rollouts=loss is not None and loss.whole_rollouts,
             global_batch_size=args.global_batch_size or 0,
             steps=(args.num_steps_per_rollout or 1)
             if args.load_debug_rollout_data_subsample
@@ -108,6 +113,10 @@ def build_dp_schedule(
         ValueError: There are too few rollouts for a step, or the micro-batches cannot be
             distributed evenly.
     """
+    if settings.whole_rollouts:
+        return _schedule_whole(
+            settings, train_parallel_config, total_lengths, global_batch_size, rollout_indices
+        )
     steps = _steps(rollout_indices, len(total_lengths), global_batch_size)
     dp_size = train_parallel_config["dp_size"]
     vpp_size = train_parallel_config.get("vpp_size") or 1
@@ -131,6 +140,37 @@ def build_dp_schedule(
                 partitions[rank] += micro_batch
                 micro_batch_indices[rank].append(list(range(start, len(partitions[rank]))))
     return partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps)
+
+
+def _schedule_whole(
+    settings: PackingSettings,
+    train_parallel_config: Mapping[str, int],
+    total_lengths: Sequence[int],
+    global_batch_size: int,
+    rollout_indices: Sequence[int],
+) -> Schedule:
+    """Do what :func:`build_dp_schedule` does, with the samples of a rollout as one sample of their
+    joint length.
+    """
+    members: dict[int, list[int]] = {}
+    for position, rollout in enumerate(rollout_indices):
+        members.setdefault(rollout, []).append(position)
+    rollouts = list(members.values())
+    partitions, micro_batches, steps, sizes = build_dp_schedule(
+        replace(settings, whole_rollouts=False),
+        train_parallel_config,
+        [sum(total_lengths[i] for i in rollout) for rollout in rollouts],
+        global_batch_size=global_batch_size,
+        rollout_indices=range(len(rollouts)),
+    )
+    for rank, chosen in enumerate(partitions):
+        starts = [0, *accumulate(len(rollouts[i]) for i in chosen)]
+        partitions[rank] = [i for one in chosen for i in rollouts[one]]
+        micro_batches[rank] = [
+            [i for one in batch for i in range(starts[one], starts[one + 1])]
+            for batch in micro_batches[rank]
+        ]
+    return partitions, micro_batches, steps, sizes
 
 
 def pack_forward_only(

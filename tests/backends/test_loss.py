@@ -145,6 +145,10 @@ def reference_policy_loss(a: Args, t: TokenBatch, siblings: int) -> dict[str, An
             elif a.advantage_estimator in scalar_losses.LOSSES:
                 of_token = scalar_losses.LOSSES[a.advantage_estimator]
                 pg, clipped = of_token(a, ppo_kl, t.log_probs[j], float(advantage))
+            elif a.advantage_estimator in scalar_losses.OF_SEQUENCES:
+                of_response = scalar_losses.OF_SEQUENCES[a.advantage_estimator]
+                signs = [float(t.advantages[k]) for k in inside]
+                pg, clipped = of_response(a, [kl[k] for k in inside], signs, inside.index(j))
             else:
                 pg = torch.max(-ratio * advantage, -bounded * advantage)
                 clipped = float(-bounded * advantage > -ratio * advantage)
@@ -239,6 +243,35 @@ def test_policy_loss_metrics_and_gradient(
             wanted_value = value.item() if isinstance(value, Tensor) else value
             assert metrics[name].item() == pytest.approx(wanted_value, rel=1e-9, abs=1e-12), name
     assert loss.dtype == torch.float64 and not any(m.requires_grad for m in metrics.values())
+
+
+def test_the_loss_of_observations_worked_by_hand() -> None:
+    """Tokens that nobody sampled: the mean of their cross-entropy over those of each sample, and
+    none of the policy's own.
+    """
+    tokens = TokenBatch(
+        response_lengths=[4, 2],
+        total_lengths=[5, 3],
+        loss_mask=torch.tensor([1, 0, 0, 0, 1, 0]),
+        rollout_mask_sums=torch.tensor([1.0, 1.0]),
+        log_probs=torch.tensor([-1.0, -2.0, -3.0, -9.0, -1.0, math.nan], requires_grad=True),
+        advantages=torch.tensor([0.5, 7.0, 7.0, 7.0, -1.0, 7.0]),
+        observation_masks=torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 0.0]),
+    )
+    args = make_args(observation_loss_coef=0.1)
+    loss, metrics = compute_loss(args, tokens, num_rollouts=2, num_tokens=2)
+    # pg: (-0.5 + 1)/2 = 0.25   observations: (2 + 3)/2 / 2 samples = 1.25
+    assert loss.item() == pytest.approx(0.25 + 0.125)
+    assert metrics["observation_loss"].item() == pytest.approx(1.25)
+    (gradient,) = torch.autograd.grad(loss, [tokens.log_probs])
+    # of the policy -A/2, of an observation -0.1 / 2 tokens / 2 samples
+    assert gradient.tolist() == pytest.approx([-0.25, -0.025, -0.025, 0.0, 0.5, 0.0])
+    per_token = make_args(observation_loss_coef=0.1, calculate_per_token_loss=True)
+    assert compute_loss(per_token, tokens, num_rollouts=2, num_tokens=2)[0].item() == pytest.approx(
+        0.25 + 0.1 * 5 / 2
+    )
+    plain = compute_loss(make_args(), tokens, num_rollouts=2, num_tokens=2)
+    assert plain[0].item() == pytest.approx(0.25) and "observation_loss" not in plain[1]
 
 
 def test_one_step_worked_by_hand() -> None:

@@ -45,6 +45,28 @@ def lists(arrays: list[np.ndarray]) -> list[list[float]]:
     return [array.tolist() for array in arrays]
 
 
+def test_the_mask_of_observations() -> None:
+    """Masked tokens that no engine sampled, unless the sample says otherwise; none of a sample of
+    which nothing is trained.
+    """
+    turn = {"loss_mask": [1, 0, 0, 1], "rollout_log_probs": [-1.0, 0.0, -2.0, -1.0]}
+    samples = [
+        make_sample(0, response=4, **turn),
+        make_sample(1, response=4, **turn, observation_mask=[1, 0, 1, 0]),
+        make_sample(2, response=4, **turn, remove_sample=True),
+        make_sample(
+            3, response=4, loss_mask=[0, 1, 1, 1], rollout_log_probs=[0.0, 0.0, -1.0, -1.0]
+        ),
+    ]
+    data = samples_to_train_data(make_args(observation_loss_coef=0.1), [samples])
+    wanted = [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+    assert lists(data["observation_masks"]) == wanted
+    assert "observation_masks" not in samples_to_train_data(make_args(), [samples])
+    samples[0].observation_mask = [1]
+    with pytest.raises(ValueError, match="sample 0: observation_mask"):
+        samples_to_train_data(make_args(observation_loss_coef=0.1), [samples])
+
+
 def test_the_documented_keys() -> None:
     groups = [[make_sample(0), make_sample(1, response=3)], [make_sample(2, 1), make_sample(3, 1)]]
     groups[0][1].truncated = True

@@ -319,3 +319,30 @@ def test_the_documented_path_takes_a_plain_namespace() -> None:
         args, {"dp_size": 2, "cp_size": 1}, lengths, global_batch_size=4, rollout_indices=range(8)
     )
     assert (parts, micro_batches, sizes) == ([[0, 1, 4, 6], [2, 3, 5, 7]], [1, 2], [4, 4])
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=4, max_size=16),
+    dp=st.integers(1, 2),
+)
+def test_whole_rollouts_stay_together_in_order(
+    balanced: bool, sizes: list[list[int]], dp: int
+) -> None:
+    sizes = sizes[: len(sizes) // 4 * 4]
+    lengths = [length for rollout in sizes for length in rollout]
+    ids = [number for number, rollout in enumerate(sizes) for _ in rollout]
+    settings = replace(DYNAMIC, balanced=balanced, whole_rollouts=True)
+    partitions, batches, counts, _ = build_dp_schedule(
+        settings, {"dp_size": dp}, lengths, global_batch_size=4, rollout_indices=ids
+    )
+    assert sorted(i for rank in partitions for i in rank) == list(range(len(lengths)))
+    assert [len(rank) for rank in batches] == [sum(counts)] * dp
+    for partition, of_rank in zip(partitions, batches, strict=True):
+        assert [i for batch in of_rank for i in batch] == list(range(len(partition)))
+        for batch in of_rank:
+            held = [partition[i] for i in batch]
+            assert held == sorted(held, key=lambda i: [ids[k] for k in held].index(ids[i]))
+            assert all(
+                held.count(i) == 1 for i, one in enumerate(ids) if one in {ids[k] for k in held}
+            )

@@ -30,6 +30,7 @@ from slime.backends.fsdp.hf_weights import (
     names_with_adapters,
     read_checkpoint,
     save_hf_checkpoint,
+    save_scores_checkpoint,
 )
 from slime.backends.fsdp.lora import FsdpAdapter
 from slime.backends.fsdp.model import build_scorer, checkpoint_names, from_first_rank
@@ -353,9 +354,13 @@ class FsdpBackend(SharedBackend):
         return names_with_adapters(self.scorer.hf)
 
     def _export(self, path: Path, writer: bool) -> None:
-        assert isinstance(self.scorer, PolicyScorer)
         args = self.args
         dtype = DTYPES[args.train_dtype]
+        if isinstance(self.scorer, ValueScorer):
+            model, head = self.scorer.backbone, self.scorer.value_head.weight
+            assert isinstance(model, PreTrainedModel)
+            save_scores_checkpoint(model, head, path, dtype, args.hf_checkpoint, writer)
+            return
         save_hf_checkpoint(
             self.scorer.hf, path, dtype, args.hf_checkpoint, writer, args.save_hf_dtype
         )

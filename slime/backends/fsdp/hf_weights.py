@@ -308,3 +308,39 @@ def save_hf_checkpoint(
         write_side_files(folder, path, mtp, changes, config)
         if mtp.notice:
             logger.warning("%s: %s", path, mtp.notice)
+
+
+def save_scores_checkpoint(
+    model: PreTrainedModel,
+    head: Tensor,
+    path: Path,
+    dtype: torch.dtype,
+    source: str,
+    writer: bool,
+) -> None:
+    """Write a folder that ``AutoModelForSequenceClassification`` loads: a decoder whose score is
+    that of the last token. It has no token for padding, so it scores one text at a time.
+
+    This is a collective operation, in which one rank writes.
+
+    Args:
+        model: The decoder without a head.
+        head: The weight of the head, ``[1, hidden]``; a bias would add the same to all scores.
+        source: The folder or hub id of the original model, whose tokenizer is copied.
+    """
+    folder = cached_folder(source) if writer else None
+    scores = whole_tensors([("score.weight", head.to(dtype))])
+    decoder = ((f"model.{name}", tensor) for name, tensor in iter_hf_weights(model, dtype))
+    write_tensors(chain(decoder, scores), path, writer)
+    if writer:
+        kind = type(model).__name__.removeprefix("FSDP").removesuffix("Model")
+        changes = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "architectures": [f"{kind}ForSequenceClassification"],
+            "id2label": {"0": "score"},
+            "label2id": {"score": 0},
+            # Often the end token, which transformers would then not read.
+            "pad_token_id": None,
+        }
+        config = json.loads(model.config.to_json_string(use_diff=False)) if folder is None else None
+        write_side_files(folder, path, None, changes, config)

@@ -35,6 +35,7 @@ from slime.backends.fsdp.lora import add_adapter
 from slime.backends.fsdp.low_precision import quantize_base, use_float8
 from slime.backends.offload import copied_to
 from slime.backends.trainable import Patterns, lora_settings, select_trainable
+from slime.config.algorithm import registered_loss
 from slime.config.args import Args
 from slime.config.hf_config import rotary_limit
 from slime.config.seeds import derive_seed
@@ -75,6 +76,7 @@ def build_scorer(
     Raises:
         ModelError: The checkpoint or its architecture cannot be trained with these flags.
     """
+    loss = registered_loss(args)
     # What is read, and by whom. Ranks other than the first build the model without memory, so they
     # need the names of the conversions that rank 0 found in the checkpoint.
     packed = (args.attn_implementation or VARLEN) == VARLEN
@@ -107,7 +109,9 @@ def build_scorer(
     # Parameters are selected by their names in the checkpoint before the casts, which treat trained
     # and frozen ones differently.
     scorer: Scorer = (
-        ValueScorer(model, derive_seed(args.seed, "value head")) if role == "critic" else policy
+        ValueScorer(model, derive_seed(args.seed, "value head"))
+        if role == "critic" or (loss is not None and loss.scores_responses)
+        else policy
     )
     _select(scorer, model, args.only_train_params_name_list, args.freeze_params_name_list)
     # Precision of the weights: codes of a quantized base, a narrow base of an adapter, 8-bit

@@ -17,6 +17,7 @@ def parts() -> None:
     register("reward", "code", "slime.plugins.rewards.code:CODE")
     register("reward", "gpqa", "slime.plugins.rewards.gpqa:GPQA")
     register("reward", "remote_rm", "slime.plugins.rewards.remote_rm:REMOTE_RM")
+    register("reward", "model", "slime.plugins.rewards.classifier:MODEL")
     rubric = "slime.plugins.rewards.rubric"
     register("reward", "rubric", f"{rubric}:RUBRIC")
     register("resolver", "rubric", f"{rubric}_file:resolve", flags=f"{rubric}_file:RubricFlags")

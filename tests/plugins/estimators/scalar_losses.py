@@ -57,6 +57,35 @@ def dppo_k2_5(a: Args, ppo_kl: Tensor, log_prob: Tensor, advantage: float) -> tu
     return loss + a.dppo_tau * ppo_kl**2, out
 
 
+OfSequence = Callable[[Args, list[Tensor], list[float], int], tuple[Tensor, float]]
+"""Of the flags, log old − log new and the advantage of each trained token of a response, and the place
+of the token: as ``OfToken``."""
+
+
+def gmpo(
+    a: Args, ppo_kl: list[Tensor], advantages: list[float], place: int
+) -> tuple[Tensor, float]:
+    total = torch.zeros((), dtype=torch.float64)
+    clipped = []
+    for kl, advantage in zip(ppo_kl, advantages, strict=True):
+        sign = math.copysign(1.0, advantage)
+        clipped.append(sign * float(-kl.detach()) > a.gmpo_clip)
+        total = total + (sign * a.gmpo_clip if clipped[-1] else -kl)
+    return -torch.exp(total / len(ppo_kl)) * advantages[place], float(clipped[place])
+
+
+def vaco(
+    a: Args, ppo_kl: list[Tensor], advantages: list[float], place: int
+) -> tuple[Tensor, float]:
+    moved = [math.exp(-float(kl.detach())) - 1 for kl in ppo_kl]
+    far = sum(map(abs, moved)) / 2 / len(moved) > a.vaco_delta
+    out = far and advantages[place] * moved[place] >= 0
+    own = ppo_kl[place]
+    return (own * 0 if out else -torch.exp(-own) * advantages[place]), float(out)
+
+
+OF_SEQUENCES: dict[str, OfSequence] = {"gmpo": gmpo, "vaco": vaco}
+
 LOSSES: dict[str, OfToken] = {
     "sapo": sapo,
     "vespo": vespo,

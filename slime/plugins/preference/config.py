@@ -1,0 +1,78 @@
+"""The flags of losses on preferences, and what such a loss sets in a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.config.flag import flag
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+LOSSES = ("dpo", "reward_model")
+ROLLOUT = "slime.plugins.preference.rollout.generate_rollout"
+SOURCE = "slime.plugins.preference.rows.PreferenceSource"
+
+
+@dataclass
+class PreferenceFlags:
+    _title = "preference"
+
+    dpo_beta: float = flag(0.1, above=0)
+    """Beta of --loss-type dpo: how strongly the policy is kept near the reference"""
+    dpo_label_smoothing: float = flag(0.0, low=0, high=0.5)
+    """Share of pairs that are taken to be labelled the wrong way round (--loss-type dpo)"""
+    chosen_key: str = "chosen"
+    """Column of the preferred response of a pair: a text, or messages"""
+    rejected_key: str = "rejected"
+    """Column of the other response of a pair"""
+
+
+def resolve(args: Args) -> list[str]:
+    """Select the rollout function and the data source, unless the user has."""
+    if args.loss_type not in LOSSES:
+        return []
+    chosen = {
+        "rollout_function_path": ROLLOUT,
+        "data_source_path": SOURCE,
+        "n_samples_per_prompt": 1,  # one pair
+        "compute_advantages_and_returns": False,
+    }
+    for name, value in chosen.items():
+        if name not in args.explicit:
+            setattr(args, name, value)
+    return []
+
+
+def check(args: Args) -> list[str]:
+    """Return what does not fit a loss on preferences."""
+    if args.loss_type not in LOSSES:
+        return []
+    name = f"--loss-type {args.loss_type}"
+    problems = []
+    if args.train_backend != "fsdp":
+        problems.append(f"{name} needs --train-backend fsdp")
+    if int(args.megatron.get("context_parallel_size") or 1) > 1:
+        problems.append(f"{name} and --context-parallel-size exclude each other")
+    for flag_name, because in (
+        ("calculate_per_token_loss", "the loss is one of whole responses"),
+        ("compute_advantages_and_returns", "the loss has no advantages"),
+    ):
+        if getattr(args, flag_name):
+            option = flag_name.replace("_", "-")
+            problems.append(f"{name} and --{option} exclude each other: {because}")
+    if args.n_samples_per_prompt != 1:
+        problems.append(f"{name}: a pair is one sample, so --n-samples-per-prompt must be 1")
+    if args.label_key is None:
+        problems.append(f"{name} needs a --label-key, in whose place pairs are kept")
+    if args.loss_type == "reward_model":
+        if not args.debug_train_only:
+            problems.append(f"{name} needs --debug-train-only: engines cannot generate with it")
+        if args.lora_rank:
+            problems.append(f"{name} and --lora-rank exclude each other: an adapter has no score")
+    if args.kl_loss_coef or args.kl_coef or args.entropy_coef:
+        problems.append(
+            f"{name} has no further terms: leave out --kl-loss-coef, --kl-coef, --entropy-coef"
+        )
+    return problems

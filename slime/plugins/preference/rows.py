@@ -1,0 +1,89 @@
+"""Pairs of a data set: a prompt, the response that is preferred, and the other one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from slime.data.dataset import Dataset, PromptMaker
+from slime.data.prompts import PromptRow, Report
+from slime.data.rows import RawRow
+from slime.data.source import RolloutDataSource, prompt_maker
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+
+@dataclass
+class PairMaker(PromptMaker):
+    """Makes samples whose label is ``{"chosen": …, "rejected": …}``, texts or messages.
+
+    A row without a prompt has messages in both columns that begin alike (the form of many public
+    data sets); what they have in common is the prompt.
+    """
+
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+    def parse(self, raws: list[RawRow]) -> tuple[list[PromptRow], Report]:
+        pairs = []
+        wrong: list[tuple[str, ValueError]] = []
+        for raw in raws:
+            try:
+                pairs.append(RawRow(raw.where, self._pair(raw.decode()), raw.filled))
+            except ValueError as error:
+                wrong.append((raw.where, error))
+        rows, report = super().parse(pairs)
+        for where, problem in wrong:
+            report.add(where, problem)
+        return rows, report
+
+    def _pair(self, row: dict[str, Any]) -> dict[str, Any]:
+        missing = [name for name in (self.chosen, self.rejected) if not row.get(name)]
+        if missing:
+            raise ValueError(
+                f"it has no {' and no '.join(missing)} (--chosen-key, --rejected-key); its columns "
+                f"are {', '.join(row)}"
+            )
+        chosen, rejected = row[self.chosen], row[self.rejected]
+        if type(chosen) is not type(rejected):
+            raise ValueError(f"{self.chosen} and {self.rejected} must both be texts, or messages")
+        prompt = row.get(self.keys.prompt)
+        if prompt is None:
+            prompt, chosen, rejected = _common(chosen, rejected)
+        label = {"chosen": chosen, "rejected": rejected}
+        assert self.keys.label is not None, "the check of the arguments asks for it"
+        return {**row, self.keys.prompt: prompt, self.keys.label: label}
+
+
+def _common(chosen: object, rejected: object) -> tuple[list[Any], list[Any], list[Any]]:
+    """Divide two conversations into the messages that they share and the rest of each."""
+    if not isinstance(chosen, Sequence) or isinstance(chosen, str):
+        raise ValueError("a row without a prompt needs whole conversations as its two responses")
+    assert isinstance(rejected, Sequence)
+    same = 0
+    while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
+        same += 1
+    if not same:
+        raise ValueError("its two conversations do not begin alike")
+    return list(chosen[:same]), list(chosen[same:]), list(rejected[same:])
+
+
+class PreferenceSource(RolloutDataSource):
+    """The data source of pairs; the order of an epoch, and its state, are those of prompts."""
+
+    def __init__(self, args: Args) -> None:
+        plain = prompt_maker(args)
+        given = {one.name: getattr(plain, one.name) for one in fields(plain) if one.init}
+        given |= {"apply_chat_template": False, "max_length": None}
+        maker = PairMaker(**given, chosen=args.chosen_key, rejected=args.rejected_key)
+        assert args.prompt_data is not None, "the check of the arguments asks for it"
+        dataset = Dataset(
+            args.prompt_data,
+            make=maker,
+            seed=args.rollout_seed,
+            streaming=args.streaming_data,
+            workers=args.num_data_workers,
+        )
+        super().__init__(args, dataset)
