@@ -13,7 +13,7 @@ def parts() -> None:
     register("algorithm", "k2_5", f"{here}.k2_5:K25", flags=f"{here}.k2_5:K25Flags")
     register("algorithm", "dppo", f"{here}.dppo:Dppo", flags=f"{here}.dppo:DppoFlags")
     register("algorithm", "dppo_k2_5", f"{here}.dppo:DppoK25", flags=f"{here}.dppo:DppoFlags")
-    register("resolver", "recipe", f"{here}.recipes:resolve", flags=f"{here}.recipes:RecipeFlags")
+    register("resolver", "recipe", f"{here}.config:resolve", flags=f"{here}.config:RecipeFlags")
     register("algorithm", "gdpo", f"{here}.gdpo:Gdpo")
     register("algorithm", "gmpo", f"{here}.gmpo:Gmpo", flags=f"{here}.gmpo:GmpoFlags")
     register("algorithm", "vaco", f"{here}.vaco:Vaco", flags=f"{here}.vaco:VacoFlags")

@@ -23,9 +23,9 @@ class PreferenceFlags:
     """Beta of --loss-type dpo: how strongly the policy is kept near the reference"""
     dpo_label_smoothing: float = flag(0.0, low=0, high=0.5)
     """Share of pairs that are taken to be labelled the wrong way round (--loss-type dpo)"""
-    chosen_key: str = "chosen"
+    chosen_column: str = "chosen"
     """Column of the preferred response of a pair: a text, or messages"""
-    rejected_key: str = "rejected"
+    rejected_column: str = "rejected"
     """Column of the other response of a pair"""
 
 

@@ -43,7 +43,7 @@ class PairMaker(PromptMaker):
         missing = [name for name in (self.chosen, self.rejected) if not row.get(name)]
         if missing:
             raise ValueError(
-                f"it has no {' and no '.join(missing)} (--chosen-key, --rejected-key); its columns "
+                f"it has no {' and no '.join(missing)} (--chosen-column, --rejected-column); its columns "
                 f"are {', '.join(row)}"
             )
         chosen, rejected = row[self.chosen], row[self.rejected]
@@ -77,7 +77,7 @@ class PreferenceSource(RolloutDataSource):
         plain = prompt_maker(args)
         given = {one.name: getattr(plain, one.name) for one in fields(plain) if one.init}
         given |= {"apply_chat_template": False, "max_length": None}
-        maker = PairMaker(**given, chosen=args.chosen_key, rejected=args.rejected_key)
+        maker = PairMaker(**given, chosen=args.chosen_column, rejected=args.rejected_column)
         assert args.prompt_data is not None, "the check of the arguments asks for it"
         dataset = Dataset(
             args.prompt_data,

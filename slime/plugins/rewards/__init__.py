@@ -18,6 +18,6 @@ def parts() -> None:
     register("reward", "gpqa", "slime.plugins.rewards.gpqa:GPQA")
     register("reward", "remote_rm", "slime.plugins.rewards.remote_rm:REMOTE_RM")
     register("reward", "model", "slime.plugins.rewards.classifier:MODEL")
-    rubric = "slime.plugins.rewards.rubric"
-    register("reward", "rubric", f"{rubric}:RUBRIC")
-    register("resolver", "rubric", f"{rubric}_file:resolve", flags=f"{rubric}_file:RubricFlags")
+    register("reward", "rubric", "slime.plugins.rewards.rubric:RUBRIC")
+    config = "slime.plugins.rewards.config"
+    register("resolver", "rubric", f"{config}:resolve", flags=f"{config}:RubricFlags")

@@ -71,7 +71,12 @@ def test_every_form_gives_the_same_responses(form: str, tmp_path: Path, tokenize
 def test_other_columns_can_be_named(tmp_path: Path, tokenizer: Path) -> None:
     row = {"question": [ASK], "good": "4", "bad": "5!"}
     args = run_args(
-        tmp_path, tokenizer, [row], input_key="question", chosen_key="good", rejected_key="bad"
+        tmp_path,
+        tokenizer,
+        [row],
+        input_key="question",
+        chosen_column="good",
+        rejected_column="bad",
     )
     assert pair_of(args)[1].response == "5!</>"
 
