@@ -326,6 +326,20 @@ class Session:
             self._actor.save_hf(str(Path(path).absolute()))
         return Path(path)
 
+    def on_backend(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Call a function with the training backend, and the arguments after it, on the thread of
+        the training rank, after the calls before. The session must be inline.
+        """
+        from slime.cluster.train_actor import TrainActor
+
+        refs = self._actor.start(TrainActor.on_backend, call, *arguments)
+        return Future(self, refs, lambda all: all[0])
+
+    @property
+    def engines(self) -> list[str]:
+        """The addresses of the engines; this process may send them requests."""
+        return self._open().pool.urls
+
     # --- the end -----------------------------------------------------------------------------
 
     def close(self) -> None:

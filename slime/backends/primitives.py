@@ -86,6 +86,19 @@ def optim_step(backend: FsdpBackend, adam: AdamSettings | None) -> dict[str, flo
     return {"grad_norm": norm, "lr": lr}
 
 
+def token_loss_sum(
+    loss: str, options: Mapping[str, float], batch: RankBatch, log_probs: list[Tensor]
+) -> float:
+    """Return a loss of :data:`TOKEN_LOSSES` of log-probs that :func:`forward_backward` would have
+    computed.
+    """
+    function, defaults = TOKEN_LOSSES[loss]
+    weights = batch["advantages"]
+    sampled = batch.get("rollout_log_probs") or log_probs
+    parts = zip(log_probs, sampled, weights, strict=True)
+    return float(sum(function(*part, {**defaults, **options}).sum() for part in parts))
+
+
 def _settings_of(
     args: Args, loss: str, options: Mapping[str, float]
 ) -> tuple[LossSettings, TrainNeeds]:

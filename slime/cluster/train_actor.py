@@ -5,9 +5,9 @@ snapshot.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar
 
 from slime.backends.create import backend_class, create_backend
 from slime.backends.token_budget import CudaMeter, Measurement, measure
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from slime.types import AdamSettings
     from slime.weights.update import UpdateReport
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Role = Literal["actor", "critic"]
 Batches: TypeAlias = "Sequence[Ref[Wire]]"
 """References to the parts of a rollout, one for each data-parallel rank."""
@@ -227,6 +229,12 @@ class TrainActor:
         """Load what :meth:`save` wrote, and drop the gradients."""
         self.backend.load(Path(directory))
         self.backend.clear_memory()
+
+    def on_backend(
+        self, call: Callable[Concatenate[FsdpBackend, P], T], *arguments: P.args, **more: P.kwargs
+    ) -> T:
+        """Call a function with the backend, on the thread of this rank."""
+        return call(self._fsdp(), *arguments, **more)
 
     def _fsdp(self) -> FsdpBackend:
         from slime.backends.fsdp.backend import FsdpBackend

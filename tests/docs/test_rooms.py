@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"config", "cluster", "observability"},
     "agent": {"plugins"},  # documented import paths
     "environments": {"plugins"},  # documented import paths
-    "plugins": CORE,
+    "plugins": CORE | {"api"},
 }
 
 

@@ -1,0 +1,168 @@
+"""``slime serve``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from slime.cli.errors import CommandError
+from slime.cli.ranges import whole
+
+if TYPE_CHECKING:
+    from slime.api.session import Session
+
+LOG = "log.jsonl"
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_serve(commands: Subparsers) -> None:
+    """Add ``slime serve`` with its options."""
+    serve = commands.add_parser(
+        "serve",
+        help="serve the Tinker API: programs train and sample adapters over HTTP",
+        description="Loads a model and waits for programs that use the Tinker SDK, with "
+        "TINKER_BASE_URL and TINKER_API_KEY as printed. docs/en/serve.md has more.",
+    )
+    serve.add_argument("--model", required=True, help="a Hugging Face folder or hub id")
+    serve.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; any but a loopback address lets other machines in, with a "
+        "tenant's key (default: 127.0.0.1)",
+    )
+    serve.add_argument(
+        "--port", type=whole(0, 65535), default=8322, help="port; 0: a free one (default: 8322)"
+    )
+    serve.add_argument(
+        "--state",
+        type=Path,
+        default=Path("outputs/serve"),
+        metavar="FOLDER",
+        help="folder of the log of commands, of adapters and of the key; a server that finds one "
+        "goes on with it (default: outputs/serve)",
+    )
+    serve.add_argument(
+        "--keys",
+        type=Path,
+        metavar="FILE",
+        help='JSON: the key of each tenant by name, {"alice": "tml-…"}; default: one tenant, with '
+        "a key that is made at the first start and kept in FOLDER/key",
+    )
+    serve.add_argument(
+        "--max-models",
+        type=whole(1),
+        default=8,
+        help="most models that a tenant trains at a time (default: 8)",
+    )
+    serve.add_argument(
+        "--override",
+        metavar="FILE",
+        help="file of flags of slime train for the trainer and the engine",
+    )
+    serve.add_argument(
+        "--replay",
+        action="store_true",
+        help="do the training commands of the log again and compare the answers; exit code 1 if "
+        "one differs",
+    )
+    serve.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the server until it is stopped."""
+    from slime.api.session import Session
+
+    folder = options.state.absolute()
+    if options.replay and not (folder / LOG).is_file():
+        raise CommandError(f"--state {options.state} has no {LOG}: there is nothing to replay")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    keys = {} if options.replay else _keys(options.keys, folder)
+    # The engine holds the checkpoint, as the trainer does, and both stay as they are: the adapters
+    # come by name. A deterministic engine would measure its kernels again for each of them.
+    more = {"deterministic": False, "audit_weights": False}
+    if options.override is not None:
+        more |= {"override": options.override}
+    with Session(
+        options.model,
+        lora_rank=8,
+        lora_sync="merged",
+        inline=True,
+        output_dir=str(folder / "runs"),
+        **more,
+    ) as session:
+        if session.args.train_dtype != "float32":
+            raise CommandError("slime serve trains adapters in float32: set train_dtype: float32")
+        if options.replay:
+            return _replay(session, folder)
+        asyncio.run(_serve(session, options, folder, keys))
+    return 0
+
+
+def _replay(session: Session, folder: Path) -> int:
+    from slime.plugins.serve.log import read
+    from slime.plugins.serve.replay import replay
+
+    found = replay(session, read(folder / LOG))
+    print(f"{found.equal} commands have the same answers, bit for bit")
+    for name in found.differing:
+        print(f"differs: {name}")
+    if found.unanswered:
+        print(f"{len(found.unanswered)} commands had no answer yet")
+    return 1 if found.differing else 0
+
+
+def _keys(file: Path | None, folder: Path) -> dict[str, str]:
+    """Return the key of each tenant."""
+    if file is None:
+        kept = folder / "key"
+        if not kept.is_file():
+            with os.fdopen(os.open(kept, os.O_CREAT | os.O_WRONLY, 0o600), "w") as new:
+                new.write(f"tml-slime-{secrets.token_urlsafe(24)}")
+        return {"default": kept.read_text().strip()}
+    try:
+        keys = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--keys {file}: {error}") from error
+    right = isinstance(keys, dict) and keys
+    if not right or not all(isinstance(k, str) and k.startswith("tml-") for k in keys.values()):
+        raise CommandError(
+            f'--keys {file} must be an object of names and keys, {{"alice": "tml-…"}}: the SDK takes '
+            "only keys that begin with tml-"
+        )
+    if len(set(keys.values())) < len(keys):
+        raise CommandError(f"--keys {file}: two tenants have the same key")
+    return keys
+
+
+async def _serve(
+    session: Session, options: argparse.Namespace, folder: Path, keys: dict[str, str]
+) -> None:
+    from aiohttp import web
+
+    from slime.plugins.serve.app import make_app
+    from slime.plugins.serve.state import State
+
+    state = State(session, folder, options.max_models)
+    await state.recover()
+    app = make_app(state, keys, secrets.token_bytes(32))
+    runner = web.AppRunner(app, auto_decompress=False, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, options.host, options.port)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    key = next(iter(keys.values())) if options.keys is None else "the key of a tenant"
+    print(f"ready: TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={key}", flush=True)
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    await stopped.wait()
+    print("slime serve: stopping", file=sys.stderr)
+    await runner.cleanup()
+    await state.close()

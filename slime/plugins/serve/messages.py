@@ -1,0 +1,243 @@
+"""What the API's bodies say, as slime's data, and slime's results as the API's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slime.algorithms.token_losses import TOKEN_LOSSES
+from slime.data.datum import Datum
+from slime.plugins.serve.protobuf import (
+    Value,
+    double,
+    field,
+    last,
+    message,
+    parse,
+    raw,
+    text,
+    whole,
+)
+
+_FLOAT = 1
+_DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
+"""The numpy dtypes of the dtypes of a tensor."""
+MOST_TOKENS = 1 << 20
+
+
+class Refused(ValueError):
+    """A request that is wrong, or that this server does not serve. The message is for the user."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A request to compute a loss.
+
+    Attributes:
+        learns: Whether the gradients are added; otherwise only the log-probs are computed.
+    """
+
+    model: str
+    number: int
+    loss: str
+    options: Mapping[str, float]
+    data: list[Datum]
+    learns: bool
+
+
+def read_batch(body: bytes) -> Batch:
+    """Read a ``ForwardBackwardRequest``.
+
+    Raises:
+        Refused: A field has a wrong value, or the server does not compute what it asks for.
+        Malformed: The body is no message.
+    """
+    fields = parse(body)
+    options = {
+        text(last(pair, 1)): double(last(pair, 2)) for pair in map(message, fields.get(5, []))
+    }
+    for pair in map(message, fields.get(7, [])):
+        name, value = text(last(pair, 1)), message(last(pair, 2))
+        if 1 not in value:
+            raise Refused(f"loss_fn_config {name!r} is a text, but this server takes only numbers")
+        options[name] = double(last(value, 1))
+    loss = text(last(fields, 4))
+    if loss not in TOKEN_LOSSES:
+        raise Refused(
+            f"the loss {loss!r} is not served; these are: {', '.join(TOKEN_LOSSES)}, and functions "
+            "of log-probs (forward_backward_custom)"
+        )
+    if wrong := sorted(options.keys() - TOKEN_LOSSES[loss][1].keys()):
+        raise Refused(f"the loss {loss} has no {', '.join(wrong)} in loss_fn_config")
+    data = [_datum(message(value), place, loss) for place, value in enumerate(fields.get(3, []))]
+    if not data:
+        raise Refused("there are no data")
+    learns = not whole(last(fields, 6))
+    return Batch(text(last(fields, 1)), whole(last(fields, 2)), loss, options, data, learns)
+
+
+def _datum(fields: dict[int, list[Value]], place: int, loss: str) -> Datum:
+    """Return a datum, whose scored tokens are all but the first.
+
+    The API gives inputs and targets of the same length. slime scores each token of one sequence
+    given those before it, so the targets must be the inputs moved by one.
+    """
+    where = f"datum {place}"
+    inputs: list[int] = []
+    for chunk in map(message, fields.get(1, [])):
+        if 1 not in chunk:
+            raise Refused(f"{where} has an image or audio, which this server does not train on")
+        inputs += _numbers(raw(last(message(last(chunk, 1)), 1)), "<i4", where)
+    tensors = {
+        text(last(pair, 1)): _tensor(message(last(pair, 2)), where)
+        for pair in map(message, fields.get(2, []))
+    }
+    targets = tensors.pop("target_tokens", None)
+    if targets is None:
+        raise Refused(f"{where} has no target_tokens")
+    if not inputs or len(inputs) != len(targets) or len(inputs) > MOST_TOKENS:
+        raise Refused(
+            f"{where} has {len(inputs)} tokens and {len(targets)} target_tokens: there must be as "
+            "many of both, and not 0"
+        )
+    if [int(x) for x in targets[:-1]] != inputs[1:]:
+        raise Refused(
+            f"{where}: target_tokens must be the tokens of model_input moved by one, with one more "
+            "at the end; this server scores no other targets"
+        )
+    known = ("weights",) if loss == "cross_entropy" else ("advantages", "logprobs", "weights")
+    if others := sorted(tensors.keys() - {*known, "mask"}):
+        raise Refused(f"{where} has {', '.join(others)}, which the loss {loss} does not take")
+    tensors.setdefault("weights", tensors.pop("mask", [1.0] * len(targets)))
+    for name, numbers in tensors.items():
+        if len(numbers) != len(targets):
+            raise Refused(f"{where} has {len(numbers)} {name} for {len(targets)} target_tokens")
+    tokens = [*inputs, int(targets[-1])]
+    datum = Datum(tokens, tensors["weights"], tensors.get("advantages"), tensors.get("logprobs"))
+    if loss != "cross_entropy" and (datum.advantages is None or datum.log_probs is None):
+        raise Refused(f"{where} has no advantages or no logprobs, which the loss {loss} needs")
+    if problem := datum.check(place):
+        raise Refused(problem)
+    return datum
+
+
+def _tensor(fields: dict[int, list[Value]], where: str) -> list[float]:
+    if 1 not in fields or len(fields.get(4, [])) > 1:
+        raise Refused(f"{where} has a sparse tensor or one of several dimensions: not served")
+    shape = fields.get(4, [0])[0]
+    if isinstance(shape, bytes) and len(message_numbers(shape)) > 1:
+        raise Refused(f"{where} has a tensor of several dimensions, which is not served")
+    dtype = _DTYPES.get(whole(last(fields, 3)))
+    if dtype is None:
+        raise Refused(f"{where} has a tensor of an unknown dtype")
+    return _numbers(raw(last(fields, 1)), dtype, where)
+
+
+def message_numbers(packed: bytes) -> list[int]:
+    """Return the numbers of a packed repeated field of varints."""
+    return [whole(x) for x in parse(b"".join(b"\x08" + one for one in _varints(packed))).get(1, [])]
+
+
+def _varints(packed: bytes) -> list[bytes]:
+    found, start = [], 0
+    for end, byte in enumerate(packed, start=1):
+        if byte < 128:
+            found.append(packed[start:end])
+            start = end
+    return found
+
+
+def _numbers(data: bytes, dtype: str, where: str) -> list[Any]:
+    if len(data) % np.dtype(dtype).itemsize:
+        raise Refused(f"{where} has a tensor that is cut off")
+    numbers: list[Any] = np.frombuffer(data, dtype).tolist()
+    return numbers
+
+
+def batch_answer(metrics: Mapping[str, float], log_probs: Sequence[np.ndarray]) -> bytes:
+    """Return a ``ForwardBackwardOutput`` with the log-probs of each datum, float32."""
+    sizes = np.cumsum([0, *(4 * len(x) for x in log_probs)])
+    tensor = (
+        field(1, np.concatenate(log_probs).astype("<f4").tobytes())
+        + field(2, sizes.astype("<i8").tobytes())
+        + field(3, _FLOAT)
+    )
+    entry = field(1, "logprobs") + field(2, tensor)
+    record = field(1, "TorchLossReturn") + field(2, entry) + field(3, len(log_probs))
+    sums = b"".join(
+        field(3, field(1, f"{name}:sum") + field(2, float(value)))
+        for name, value in metrics.items()
+    )
+    return field(1, "TorchLossReturn") + field(2, record) + sums
+
+
+def sample_answer(answers: Sequence[Mapping[str, Any]], with_prompt: bool) -> bytes:
+    """Return a ``SampleResponse`` of the engine's answers to one prompt."""
+    found = b""
+    for answer in answers:
+        scored = answer["meta_info"]["output_token_logprobs"]
+        ended = answer["meta_info"]["finish_reason"]
+        sequence = b"" if ended["type"] == "stop" else field(1, 1)
+        sequence += field(2, np.array([one[1] for one in scored], "<i4").tobytes())
+        sequence += field(3, np.array([one[0] for one in scored], "<f4").tobytes())
+        found += field(1, sequence)
+    if with_prompt:
+        read = answers[0]["meta_info"]["input_token_logprobs"]
+        # the first token has no log-prob, which the API tells as NaN
+        values = [np.nan if one[0] is None else one[0] for one in read]
+        found += field(2, np.array(values, "<f4").tobytes())
+    return found
+
+
+def sampling_body(request: Mapping[str, Any], adapter: str | None, seed: int) -> dict[str, Any]:
+    """Return the body of the engine's ``/generate`` for a ``SampleRequest``.
+
+    Args:
+        adapter: The name of the adapter in the engine; None for the base model.
+        seed: The seed of the first sample, if the request has none.
+
+    Raises:
+        Refused: A field has a wrong value, or asks for what is not served.
+    """
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs",
+                 "prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info"):  # fmt: skip
+        if request.get(name):
+            raise Refused(f"{name} is not served")
+    tokens: list[int] = []
+    for chunk in (request.get("prompt") or {}).get("chunks", []):
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise Refused("a prompt with images or audio is not served")
+        tokens += chunk["tokens"]
+    if not tokens:
+        raise Refused("the prompt is empty")
+    given = request.get("sampling_params") or {}
+    count = request.get("num_samples", 1)
+    if type(count) is not int or not 1 <= count <= 1024:
+        raise Refused("num_samples must be a whole number from 1 to 1024")
+    params: dict[str, Any] = {
+        "n": count,
+        "sampling_seed": seed if given.get("seed") is None else given["seed"],
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    if given.get("max_tokens") is not None:
+        params["max_new_tokens"] = given["max_tokens"]
+    for name in ("temperature", "top_p", "top_k"):
+        if given.get(name) is not None:
+            params[name] = given[name]
+    stop = given.get("stop")
+    if stop:
+        words = [stop] if isinstance(stop, str) else stop
+        kinds = {type(word) for word in words}
+        if kinds not in ({str}, {int}):
+            raise Refused("stop must be a text, a list of texts, or a list of token ids")
+        params["stop" if kinds == {str} else "stop_token_ids"] = words
+    body = {"input_ids": tokens, "sampling_params": params, "return_logprob": True}
+    if request.get("prompt_logprobs"):
+        body["logprob_start_len"] = 0
+    if adapter is not None:
+        body["lora_path"] = adapter
+    return body

@@ -1,0 +1,231 @@
+"""Does the commands of models on a session, and writes what must outlive the process."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slime.config.layout import ParallelLayout
+from slime.config.seeds import derive_seed
+from slime.data.datum import parts_of_data
+from slime.data.schedule import PackingSettings
+from slime.plugins.serve.adapters import Adapters, facts_of
+from slime.plugins.serve.log import Answer, Record
+from slime.plugins.serve.messages import Refused, batch_answer, read_batch
+from slime.types import AdamSettings
+
+if TYPE_CHECKING:
+    from slime.api.session import Session
+    from slime.backends.fsdp.backend import FsdpBackend
+
+T = TypeVar("T")
+_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,100}")
+_KINDS = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+"""The second parts of paths ``tinker://MODEL/KIND/NAME``, and what the API calls them."""
+STATE = "state.safetensors"
+_PASSING = "passing-"
+_EXPIRES = ".expires"
+OWNER = ".command"
+"""The file of a checkpoint with the id of the command that wrote it."""
+KEPT_PASSING = 8
+"""How many unnamed sampler weights of a model are kept."""
+
+
+class Trainer:
+    """All methods but :meth:`folder_of` run on the thread of the training rank, one at a time.
+
+    Args:
+        root: The folder of all models.
+    """
+
+    def __init__(self, session: Session, root: Path) -> None:
+        self.args = session.args
+        self.root = root
+        self.adapters = Adapters()
+        self.packing = PackingSettings.from_args(session.args)
+        self.layout = ParallelLayout.from_args(session.args)
+
+    # --- files -------------------------------------------------------------------------------
+
+    def model_folder(self, model: str) -> Path:
+        """Return the folder of a model, of which the server has made the name."""
+        return self.root / model.replace(":", "_")
+
+    def folder_of(self, path: str) -> Path:
+        """Return the folder of a path ``tinker://MODEL/KIND/NAME``.
+
+        Raises:
+            Refused: It has another form, or there is nothing.
+        """
+        parts = path.removeprefix("tinker://").split("/")
+        right = path.startswith("tinker://") and len(parts) == 3 and parts[1] in _KINDS
+        if not right or not all(map(_NAME.fullmatch, (parts[0].replace(":", "_"), parts[2]))):
+            raise Refused(f"{path!r} is not of the form tinker://MODEL/KIND/NAME")
+        folder = self.model_folder(parts[0]) / parts[1] / parts[2]
+        if not folder.is_dir() or self._is_over(folder):
+            raise Refused(f"there are no weights {path}")
+        return folder
+
+    def expiry(self, folder: Path) -> float | None:
+        """Return when a checkpoint is removed, in seconds since 1970; None for never."""
+        file = folder / _EXPIRES
+        return float(file.read_text()) if file.is_file() else None
+
+    def _is_over(self, folder: Path) -> bool:
+        """Remove a checkpoint whose time is over; returns whether it was."""
+        until = self.expiry(folder)
+        if until is None or until > time.time():
+            return False
+        shutil.rmtree(folder)
+        return True
+
+    def checkpoints(self, model: str) -> list[tuple[str, str, Path]]:
+        """Return the path, the kind as the API calls it, and the folder of each checkpoint."""
+        found = []
+        for kind, called in _KINDS.items():
+            for folder in sorted((self.model_folder(model) / kind).glob("*")):
+                if not folder.name.startswith((_PASSING, ".")) and not self._is_over(folder):
+                    found.append((f"tinker://{model}/{kind}/{folder.name}", called, folder))
+        return found
+
+    # --- commands ----------------------------------------------------------------------------
+
+    def do(self, backend: FsdpBackend, record: Record) -> Answer:
+        """Do a command, and keep the model's state if it has changed."""
+        if "model" in record and record["do"] != "create_model" and "path" not in record:
+            self._need(backend, record["model"])
+        methods: dict[str, Callable[[FsdpBackend, Record], Answer]] = {
+            "create_model": self._create,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
+            "load_weights": self._load,
+            "unload_model": self._unload,
+        }
+        answer = methods[record["do"]](backend, record)
+        if record["do"] in ("create_model", "optim_step", "load_weights"):
+            facts = {"number": record["number"], "answer": answer.line(record["id"])}
+            file = self.model_folder(record["model"]) / STATE
+            self.adapters.save(backend, record["model"], file, facts)
+        return answer
+
+    def recover(self, backend: FsdpBackend, model: str) -> dict[str, Any] | None:
+        """Load the last state of a model; returns its facts, None if there is none."""
+        file = self.model_folder(model) / STATE
+        if not file.is_file():
+            return None
+        self.adapters.load(backend, model, file, optimizer=True)
+        return facts_of(file)
+
+    def _need(self, backend: FsdpBackend, model: str) -> None:
+        if model != self.adapters.current and model not in self.adapters.apart:
+            self.recover(backend, model)
+
+    def _create(self, backend: FsdpBackend, record: Record) -> Answer:
+        seed = record["seed"]
+        if seed is None:
+            seed = derive_seed(self.args.seed, "adapter", record["place"])
+        self.adapters.create(backend, record["model"], record["rank"], seed)
+        return Answer({"model_id": record["model"], "type": "create_model"})
+
+    def _forward_backward(self, backend: FsdpBackend, record: Record) -> Answer:
+        batch = read_batch(base64.b64decode(record["body"]))
+        (wire,) = parts_of_data(self.packing, self.layout, batch.data, masked=False, divisor=1.0)
+        run = self.adapters.train if batch.learns else self.adapters.score
+        metrics, log_probs = run(backend, record["model"], wire, batch.loss, batch.options)
+        return Answer(data=batch_answer(metrics, log_probs))
+
+    def _optim_step(self, backend: FsdpBackend, record: Record) -> Answer:
+        metrics = self.adapters.step(backend, record["model"], AdamSettings(**record["adam"]))
+        return Answer({"metrics": metrics})
+
+    def _save(self, backend: FsdpBackend, record: Record) -> Answer:
+        name = record["name"] or f"{record['number']:06d}"
+
+        def write(folder: Path) -> None:
+            facts = {"id": record["id"]}
+            self.adapters.save(backend, record["model"], folder / STATE, facts)
+
+        return Answer({"path": self._write(record, "weights", name, write), "type": record["do"]})
+
+    def _save_for_sampler(self, backend: FsdpBackend, record: Record) -> Answer:
+        name = record["name"] or f"{_PASSING}{record['number']:06d}"
+        path = self._write(
+            record,
+            "sampler_weights",
+            name,
+            lambda folder: self.adapters.export(backend, record["model"], folder),
+        )
+        if record["name"]:
+            return Answer({"path": path, "type": record["do"]})
+        passing = sorted(
+            (self.model_folder(record["model"]) / "sampler_weights").glob(_PASSING + "*")
+        )
+        for folder in passing[:-KEPT_PASSING]:
+            shutil.rmtree(folder)
+        return Answer(
+            {"path": path, "sampling_session_id": record["sampler"], "type": record["do"]}
+        )
+
+    def _save_external(self, backend: FsdpBackend, record: Record) -> Answer:
+        path = self._write(
+            record,
+            "external_weights",
+            record["name"] or f"{record['number']:06d}",
+            lambda folder: self.adapters.export(backend, record["model"], folder),
+        )
+        return Answer({"path": path, "type": record["do"]})
+
+    def _write(self, record: Record, kind: str, name: str, write: Callable[[Path], None]) -> str:
+        """Write a checkpoint, which has its name only when it is complete; returns its path."""
+        folder = self.model_folder(record["model"]) / kind / name
+        owner = folder / OWNER
+        if folder.is_dir() and owner.read_text() != record["id"] and not record["overwrite"]:
+            raise Refused(f"there are weights {name!r} already: save with overwrite=True")
+        part = folder.with_name(f".{name}")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        write(part)
+        (part / OWNER).write_text(record["id"])
+        if record["seconds"] is not None:
+            (part / _EXPIRES).write_text(str(time.time() + record["seconds"]))
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+        return f"tinker://{record['model']}/{kind}/{name}"
+
+    def _load(self, backend: FsdpBackend, record: Record) -> Answer:
+        file = self.folder_of(record["path"]) / STATE
+        if not file.is_file():
+            raise Refused(f"{record['path']} has no training state: load what save_state wrote")
+        self.adapters.load(backend, record["model"], file, record["optimizer"])
+        return Answer({"path": record["path"], "type": "load_weights"})
+
+    def _unload(self, backend: FsdpBackend, record: Record) -> Answer:
+        self.adapters.drop(backend, record["model"])
+        return Answer({"model_id": record["model"], "type": "unload_model"})
+
+
+def checked_name(name: object) -> str | None:
+    """Return the name of a checkpoint.
+
+    Raises:
+        Refused: It could name another folder.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith((_PASSING, ".")):
+        raise Refused(
+            f"{name!r:.120} cannot name a checkpoint: use up to 100 letters, digits, '.', '_', '-'"
+        )
+    return name

@@ -1,0 +1,108 @@
+"""The wire format, beside bytes worked by hand, and bytes that are no message."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serve_parts import batch, datum
+
+from slime.plugins.serve.messages import Refused, read_batch, sampling_body
+from slime.plugins.serve.protobuf import (
+    Malformed,
+    double,
+    field,
+    last,
+    message,
+    parse,
+    text,
+    whole,
+)
+
+
+def test_fields_are_those_of_the_encoding() -> None:
+    # the examples of https://protobuf.dev/programming-guides/encoding/
+    assert field(1, 150) == b"\x08\x96\x01"
+    assert field(2, "testing") == b"\x12\x07testing"
+    assert field(3, field(1, 150)) == b"\x1a\x03\x08\x96\x01"
+    assert field(1, -2) == b"\x08\xfe\xff\xff\xff\xff\xff\xff\xff\xff\x01"
+    found = parse(field(1, -2) + field(2, "a") + field(3, 0.5) + field(2, "b"))
+    assert whole(last(found, 1)) == -2 and double(last(found, 3)) == 0.5
+    assert [text(one) for one in found[2]] == ["a", "b"] and text(last(found, 2)) == "b"
+    assert (whole(last(found, 9)), text(last(found, 9)), message(last(found, 9))) == (0, "", {})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x08", b"\x12\x07test", b"\x0b", b"\x00\x01", b"\x08" + b"\xff" * 11, b"\x0d\x01"],
+)
+def test_what_is_no_message_is_told(data: bytes) -> None:
+    with pytest.raises(Malformed):
+        parse(data)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    for body in (data, batch("m", 1, data), batch("m", 1, datum() + data)):
+        with contextlib.suppress(Malformed, Refused):
+            read_batch(body)
+
+
+def test_a_request_becomes_data() -> None:
+    one = datum([5, 6, 7], weights=[0.5, 2.0])
+    found = read_batch(batch("model", 3, one, forward=True))
+    assert (found.model, found.number, found.loss, found.learns) == (
+        "model",
+        3,
+        "cross_entropy",
+        False,
+    )
+    assert (found.data[0].tokens, found.data[0].weights) == ([5, 6, 7], [0.5, 2.0])
+    config = field(7, field(1, "clip_high_threshold") + field(2, field(1, 1.5)))
+    one = datum([5, 6, 7], advantages=[1.0, -1.0], logprobs=[-1.0, -2.0], mask=[1.0, 0.0])
+    found = read_batch(batch("model", 4, one, loss="ppo") + config)
+    assert found.options == {"clip_high_threshold": 1.5} and found.learns
+    assert found.data[0].log_probs == [-1.0, -2.0] and found.data[0].weights == [1.0, 0.0]
+    unknown = field(7, field(1, "beta") + field(2, field(1, 1.5)))
+    with pytest.raises(Refused, match="beta"):
+        read_batch(batch("model", 4, one, loss="ppo") + unknown)
+
+
+def test_targets_that_are_not_the_next_tokens_are_refused() -> None:
+    import numpy as np
+    from serve_parts import tensor
+
+    inputs = field(1, field(1, field(1, np.array([5, 6], "<i4").tobytes())))
+    targets = field(2, field(1, "target_tokens") + field(2, tensor([9, 7], whole=True)))
+    with pytest.raises(Refused, match="target_tokens"):
+        read_batch(batch("model", 1, inputs + targets))
+
+
+def test_a_request_for_samples_becomes_the_engines() -> None:
+    prompt = {"chunks": [{"tokens": [1, 2]}, {"tokens": [3], "type": "encoded_text"}]}
+    params = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop": ["a", "b"]}
+    body = sampling_body({"prompt": prompt, "sampling_params": params, "num_samples": 2}, "a", 7)
+    assert body["input_ids"] == [1, 2, 3] and body["lora_path"] == "a"
+    sent = body["sampling_params"]
+    assert (sent["n"], sent["sampling_seed"], sent["max_new_tokens"]) == (2, 7, 5)
+    assert (sent["temperature"], sent["top_p"], sent["top_k"], sent["stop"]) == (
+        0.5,
+        0.9,
+        3,
+        ["a", "b"],
+    )
+    params = {"seed": 11, "stop": [4]}
+    body = sampling_body({"prompt": prompt, "sampling_params": params}, None, 7)
+    assert body["sampling_params"]["sampling_seed"] == 11 and "lora_path" not in body
+    assert body["sampling_params"]["stop_token_ids"] == [4]
+    for wrong in (
+        {"prompt": {"chunks": []}},
+        {"prompt": {"chunks": [{"type": "image"}]}},
+        {"prompt": prompt, "num_samples": 0},
+        {"prompt": prompt, "topk_prompt_logprobs": 2},
+        {"prompt": prompt, "sampling_params": {"stop": [1, "a"]}},
+    ):
+        with pytest.raises(Refused):
+            sampling_body(wrong, None, 7)
