@@ -1,41 +1,44 @@
-"""The routes of the API. Each reads a request, submits a command or looks something up; what the
-API has and this server does not is answered with 404 and a sentence."""
+"""The server, and the routes that train and sample. Each reads a request and submits a command;
+what the API has and this server does not is answered with 404 and a sentence."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import math
 import secrets
 import socket
-import time
 from collections.abc import Callable, Coroutine
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from slime.config.rollout import served_context
 from slime.engines.request_guard import names_this_server
+from slime.plugins.serve import runs
 from slime.plugins.serve.adapters import facts_of
+from slime.plugins.serve.answers import (
+    PREFIX,
+    SECRET,
+    STATE_KEY,
+    TENANT,
+    base_name,
+    body_of,
+    failure,
+    json_answer,
+)
 from slime.plugins.serve.log import Record
-from slime.plugins.serve.messages import Refused, read_batch, sampling_body
+from slime.plugins.serve.messages import Refused, read_batch
 from slime.plugins.serve.protobuf import Malformed
 from slime.plugins.serve.state import Model, State, Unknown
 from slime.plugins.serve.trainer import STATE, checked_name
 
 MOST_BYTES = 64 << 20
 POLL_SECONDS = 25.0
-LINK_SECONDS = 3600
 SILENT_SECONDS = 900
 """After so long without a heartbeat, a model makes room for a new one of its tenant."""
-_STATE = web.AppKey("state", State)
-_TENANT = web.RequestKey("tenant", str)
-_PREFIX = "/api/v1"
 routes = web.RouteTableDef()
 
 
@@ -47,14 +50,11 @@ def make_app(state: State, keys: dict[str, str], secret: bytes) -> web.Applicati
         secret: Signs the addresses of files.
     """
     app = web.Application(client_max_size=MOST_BYTES, middlewares=[_guard(keys), _errors])
-    app[_STATE] = state
-    app[_SECRET] = secret
-    app.add_routes(routes)
-    app.router.add_route("*", _PREFIX + "/{rest:.*}", _not_served)
+    app[STATE_KEY] = state
+    app[SECRET] = secret
+    app.add_routes([*routes, *runs.routes])
+    app.router.add_route("*", PREFIX + "/{rest:.*}", _not_served)
     return app
-
-
-_SECRET = web.AppKey("secret", bytes)
 
 
 def _guard(keys: dict[str, str]) -> Any:
@@ -68,20 +68,20 @@ def _guard(keys: dict[str, str]) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = request.headers
         if "Origin" in headers or "Sec-Fetch-Site" in headers:
-            return _failure(403, "requests from web pages are refused")
+            return failure(403, "requests from web pages are refused")
         if not names_this_server(headers.get("Host", ""), own):
-            return _failure(403, "the Host header names another server; use an IP address")
+            return failure(403, "the Host header names another server; use an IP address")
         if headers.get("Content-Encoding", "identity") != "identity":
-            return _failure(415, "compressed bodies are refused")
+            return failure(415, "compressed bodies are refused")
         given = headers.get("X-API-Key", "").encode(errors="surrogateescape")
         tenant = ""
         for name, key in keys.items():  # all of them, so that the time tells nothing
             if hmac.compare_digest(given, key.encode()):
                 tenant = name
-        open_paths = (f"{_PREFIX}/healthz", f"{_PREFIX}/files/")
+        open_paths = (f"{PREFIX}/healthz", f"{PREFIX}/files/")
         if not tenant and not request.path.startswith(open_paths):
-            return _failure(401, "X-API-Key is not the key of a tenant of this server")
-        request[_TENANT] = tenant
+            return failure(401, "X-API-Key is not the key of a tenant of this server")
+        request[TENANT] = tenant
         return await handler(request)
 
     return guard
@@ -92,35 +92,17 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except Unknown as error:
-        return _failure(404, str(error.args[0]))
+        return failure(404, str(error.args[0]))
     except (Refused, Malformed) as error:
-        return _failure(422, str(error))
+        return failure(422, str(error))
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        return _failure(422, f"a field is missing or has a wrong value: {error}")
-
-
-def _failure(status: int, message: str) -> web.Response:
-    return _json({"detail": message, "error": message}, status)
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+        return failure(422, f"a field is missing or has a wrong value: {error}")
 
 
 async def _not_served(request: web.Request) -> web.Response:
-    return _failure(
+    return failure(
         404, f"{request.method} {request.path} is not served; docs/en/serve.md lists what is"
     )
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        body = orjson.loads(await request.read() or b"{}")
-    except orjson.JSONDecodeError as error:
-        raise Refused(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused("the body must be an object")
-    return body
 
 
 Serve = Callable[[State, str, dict[str, Any]], Coroutine[Any, Any, Any]]
@@ -131,9 +113,11 @@ def _post(path: str) -> Callable[[Serve], Serve]:
 
     def register(serve: Serve) -> Serve:
         async def handler(request: web.Request) -> web.Response:
-            return _json(await serve(request.app[_STATE], request[_TENANT], await _body(request)))
+            return json_answer(
+                await serve(request.app[STATE_KEY], request[TENANT], await body_of(request))
+            )
 
-        routes.post(_PREFIX + path)(handler)
+        routes.post(PREFIX + path)(handler)
         return serve
 
     return register
@@ -142,9 +126,9 @@ def _post(path: str) -> Callable[[Serve], Serve]:
 # --- the service ---------------------------------------------------------------------------------
 
 
-@routes.get(_PREFIX + "/healthz")
+@routes.get(PREFIX + "/healthz")
 async def healthz(request: web.Request) -> web.Response:
-    return _json({"status": "ok"})
+    return json_answer({"status": "ok"})
 
 
 @_post("/client/config")
@@ -163,21 +147,16 @@ async def telemetry(state: State, tenant: str, body: dict[str, Any]) -> Any:
     return {"status": "accepted"}  # and not read
 
 
-@routes.get(_PREFIX + "/get_server_capabilities")
+@routes.get(PREFIX + "/get_server_capabilities")
 async def capabilities(request: web.Request) -> web.Response:
-    state = request.app[_STATE]
+    state = request.app[STATE_KEY]
     model = {
         "model_name": base_name(state),
         "max_context_length": served_context(state.args),
         "trainable": True,
         "sampleable": True,
     }
-    return _json({"supported_models": [model]})
-
-
-def base_name(state: State) -> str:
-    """Return the name of the base model: the folder or the hub id that the server was given."""
-    return str(state.args.hf_checkpoint)
+    return json_answer({"supported_models": [model]})
 
 
 def _check_base(state: State, name: object) -> None:
@@ -198,6 +177,17 @@ async def create_session(state: State, tenant: str, body: dict[str, Any]) -> Any
 async def session_heartbeat(state: State, tenant: str, body: dict[str, Any]) -> Any:
     state.heard(state.session_of(body["session_id"], tenant)["id"])
     return {"type": "session_heartbeat"}
+
+
+@routes.post(PREFIX + "/sessions/{name}/finish")
+async def finish(request: web.Request) -> web.Response:
+    """Free the models of a session, whose client is done; what it saved stays."""
+    state = request.app[STATE_KEY]
+    session = state.session_of(request.match_info["name"], request[TENANT])
+    for model in list(state.models.values()):
+        if model.id.startswith(f"{session['id']}:"):
+            _unload(state, model)
+    return json_answer({})
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -276,14 +266,14 @@ def _whole(body: dict[str, Any], name: str, low: int, high: int = 2**53) -> int:
     return value
 
 
-@routes.post(_PREFIX + "/forward_backward")
+@routes.post(PREFIX + "/forward_backward")
 async def forward_backward(request: web.Request) -> web.Response:
-    state = request.app[_STATE]
+    state = request.app[STATE_KEY]
     body = await request.read()
     batch = read_batch(body)  # refuses it here, before it is a command
-    record = _command(state, request[_TENANT], {"model_id": batch.model, "seq_id": batch.number})
+    record = _command(state, request[TENANT], {"model_id": batch.model, "seq_id": batch.number})
     text = base64.b64encode(body).decode()
-    return _json(_future(state, {"do": "forward_backward", **record, "body": text}))
+    return json_answer(_future(state, {"do": "forward_backward", **record, "body": text}))
 
 
 @_post("/optim_step")
@@ -390,188 +380,16 @@ async def asample(state: State, tenant: str, body: dict[str, Any]) -> Any:
 # --- answers -------------------------------------------------------------------------------------
 
 
-@routes.post(_PREFIX + "/retrieve_future")
+@routes.post(PREFIX + "/retrieve_future")
 async def retrieve_future(request: web.Request) -> web.Response:
-    body = await _body(request)
+    body = await body_of(request)
     command = str(body["request_id"])
-    answer = await request.app[_STATE].answer(command, request[_TENANT], POLL_SECONDS)
+    answer = await request.app[STATE_KEY].answer(command, request[TENANT], POLL_SECONDS)
     if answer is None:
         waiting = {"type": "try_again", "request_id": command, "queue_state": "active"}
-        return _json(waiting, 408)
+        return json_answer(waiting, 408)
     if answer.error is not None:
-        return _json({"error": answer.error, "category": answer.blame})
+        return json_answer({"error": answer.error, "category": answer.blame})
     if answer.data is not None:
         return web.Response(body=answer.data, content_type="application/x-protobuf")
-    return _json(answer.value)
-
-
-# --- runs and checkpoints ------------------------------------------------------------------------
-
-
-def _page(request: web.Request, found: list[Any]) -> tuple[list[Any], dict[str, int]]:
-    limit, offset = (int(request.query.get(name, default)) for name, default in
-                     (("limit", 20), ("offset", 0)))  # fmt: skip
-    if limit < 0 or offset < 0:
-        raise Refused("limit and offset must not be negative")
-    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-    return found[offset : offset + limit], cursor
-
-
-def _run(state: State, record: Record) -> dict[str, Any]:
-    checkpoints = _checkpoints(state, record["model"])
-    by_kind = {one["checkpoint_type"]: one for one in checkpoints}
-    return {
-        "training_run_id": record["model"],
-        "base_model": base_name(state),
-        "model_owner": record["tenant"],
-        "is_lora": True,
-        "lora_rank": record["rank"],
-        "last_request_time": _time(state.trainer.model_folder(record["model"])),
-        "last_checkpoint": by_kind.get("training"),
-        "last_sampler_checkpoint": by_kind.get("sampler"),
-        "user_metadata": record.get("metadata"),
-    }
-
-
-def _time(path: Path) -> str:
-    seconds = path.stat().st_mtime if path.exists() else time.time()
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-def _checkpoints(state: State, model: str) -> list[dict[str, Any]]:
-    found = []
-    for path, kind, folder in state.trainer.checkpoints(model):
-        size = sum(file.stat().st_size for file in folder.iterdir())
-        found.append(
-            {
-                "checkpoint_id": "/".join(folder.parts[-2:]),
-                "checkpoint_type": kind,
-                "time": _time(folder),
-                "tinker_path": path,
-                "size_bytes": size,
-                "expires_at": state.trainer.expiry(folder),
-            }
-        )
-    return sorted(found, key=lambda one: str(one["time"]))
-
-
-@routes.get(_PREFIX + "/training_runs")
-async def training_runs(request: web.Request) -> web.Response:
-    state = request.app[_STATE]
-    runs, cursor = _page(request, state.runs_of(request[_TENANT]))
-    return _json({"training_runs": [_run(state, one) for one in runs], "cursor": cursor})
-
-
-@routes.get(_PREFIX + "/training_runs/{run}")
-async def training_run(request: web.Request) -> web.Response:
-    state = request.app[_STATE]
-    return _json(_run(state, state.run_of(request.match_info["run"], request[_TENANT])))
-
-
-@routes.get(_PREFIX + "/training_runs/{run}/checkpoints")
-async def checkpoints_of_run(request: web.Request) -> web.Response:
-    state = request.app[_STATE]
-    run = state.run_of(request.match_info["run"], request[_TENANT])
-    return _json({"checkpoints": _checkpoints(state, run["model"])})
-
-
-@routes.get(_PREFIX + "/checkpoints")
-async def checkpoints(request: web.Request) -> web.Response:
-    state = request.app[_STATE]
-    runs = state.runs_of(request[_TENANT])
-    found, cursor = _page(
-        request, [one for run in runs for one in _checkpoints(state, run["model"])]
-    )
-    return _json({"checkpoints": found, "cursor": cursor})
-
-
-def _folder(request: web.Request) -> Path:
-    match = request.match_info
-    path = f"tinker://{match['run']}/{match['kind']}/{match['name']}"
-    return request.app[_STATE].weights_of(path, request[_TENANT])
-
-
-_CHECKPOINT = _PREFIX + "/training_runs/{run}/checkpoints/{kind}/{name}"
-
-
-@routes.delete(_CHECKPOINT)
-async def delete_checkpoint(request: web.Request) -> web.Response:
-    request.app[_STATE].delete(_folder(request))
-    return web.Response(status=204)
-
-
-@routes.get(_CHECKPOINT + "/external_weights_urls")
-async def external_weights_urls(request: web.Request) -> web.Response:
-    folder = _folder(request)
-    root = request.app[_STATE].trainer.root
-    until = int(time.time()) + LINK_SECONDS
-    urls = {}
-    for file in sorted(folder.iterdir()):
-        if not file.name.startswith("."):
-            path = file.relative_to(root).as_posix()
-            sign = _signature(request.app[_SECRET], path, until)
-            urls[file.name] = (
-                f"{request.scheme}://{request.host}{_PREFIX}/files/{until}/{sign}/{path}"
-            )
-    expires = datetime.now(UTC) + timedelta(seconds=LINK_SECONDS)
-    return _json({"urls": urls, "expires": expires.isoformat()})
-
-
-def _signature(secret: bytes, path: str, until: int) -> str:
-    return hmac.new(secret, f"{until}/{path}".encode(), hashlib.sha256).hexdigest()
-
-
-@routes.get(_PREFIX + "/files/{until:[0-9]+}/{sign}/{path:.+}")
-async def file(request: web.Request) -> web.StreamResponse:
-    """Send a file of an address that :func:`external_weights_urls` has signed."""
-    match = request.match_info
-    until = int(match["until"])
-    right = _signature(request.app[_SECRET], match["path"], until)
-    if not hmac.compare_digest(right.encode(), match["sign"].encode()) or until < time.time():
-        raise Unknown("the address of the file is wrong, or its time is over")
-    path = request.app[_STATE].trainer.root / match["path"]
-    if not path.is_file():
-        raise Unknown("the file was deleted")
-    return web.FileResponse(path)
-
-
-@_post("/weights_info")
-async def weights_info(state: State, tenant: str, body: dict[str, Any]) -> Any:
-    path = str(body["tinker_path"])
-    state.weights_of(path, tenant)
-    run = state.run_of(path.removeprefix("tinker://").partition("/")[0], tenant)
-    parts = {"train_unembed": False, "train_mlp": True, "train_attn": True}
-    return {"base_model": base_name(state), "is_lora": True, "lora_rank": run["rank"], **parts}
-
-
-@routes.get(_PREFIX + "/sessions")
-async def sessions(request: web.Request) -> web.Response:
-    state = request.app[_STATE]
-    mine = [name for name, one in state.sessions.items() if one["tenant"] == request[_TENANT]]
-    return _json({"sessions": _page(request, mine[::-1])[0]})
-
-
-@routes.get(_PREFIX + "/sessions/{name}")
-async def session(request: web.Request) -> web.Response:
-    state = request.app[_STATE]
-    found = state.session_of(request.match_info["name"], request[_TENANT])
-    start = f"{found['id']}:"
-    return _json(
-        {
-            "training_run_ids": [
-                run["model"]
-                for run in state.runs_of(request[_TENANT])
-                if run["model"].startswith(start)
-            ],
-            "sampler_ids": [name for name in state.samplers if name.startswith(start)],
-            "user_metadata": found.get("metadata"),
-        }
-    )
-
-
-@routes.get(_PREFIX + "/samplers/{name}")
-async def sampler(request: web.Request) -> web.Response:
-    state = request.app[_STATE]
-    found = state.sampler_of(request.match_info["name"], request[_TENANT])
-    base = base_name(state)
-    return _json({"sampler_id": found.id, "base_model": base, "model_path": found.path})
+    return json_answer(answer.value)

@@ -23,7 +23,7 @@ class Answer:
         blame: ``user`` or ``server``, of an error.
     """
 
-    value: Any = None
+    value: object = None
     data: bytes | None = None
     error: str | None = None
     blame: str = "user"

@@ -125,29 +125,16 @@ def _datum(fields: dict[int, list[Value]], place: int, loss: str) -> Datum:
 
 
 def _tensor(fields: dict[int, list[Value]], where: str) -> list[float]:
-    if 1 not in fields or len(fields.get(4, [])) > 1:
+    # the sizes, packed or not: the last byte of a varint is below 128
+    dimensions = sum(
+        1 if isinstance(one, int) else sum(byte < 128 for byte in one) for one in fields.get(4, [])
+    )
+    if 1 not in fields or dimensions > 1:
         raise Refused(f"{where} has a sparse tensor or one of several dimensions: not served")
-    shape = fields.get(4, [0])[0]
-    if isinstance(shape, bytes) and len(message_numbers(shape)) > 1:
-        raise Refused(f"{where} has a tensor of several dimensions, which is not served")
     dtype = _DTYPES.get(whole(last(fields, 3)))
     if dtype is None:
         raise Refused(f"{where} has a tensor of an unknown dtype")
     return _numbers(raw(last(fields, 1)), dtype, where)
-
-
-def message_numbers(packed: bytes) -> list[int]:
-    """Return the numbers of a packed repeated field of varints."""
-    return [whole(x) for x in parse(b"".join(b"\x08" + one for one in _varints(packed))).get(1, [])]
-
-
-def _varints(packed: bytes) -> list[bytes]:
-    found, start = [], 0
-    for end, byte in enumerate(packed, start=1):
-        if byte < 128:
-            found.append(packed[start:end])
-            start = end
-    return found
 
 
 def _numbers(data: bytes, dtype: str, where: str) -> list[Any]:

@@ -80,6 +80,19 @@ def test_targets_that_are_not_the_next_tokens_are_refused() -> None:
         read_batch(batch("model", 1, inputs + targets))
 
 
+def test_tensors_of_two_dimensions_are_refused() -> None:
+    import numpy as np
+
+    inputs = field(1, field(1, field(1, np.array([5, 6], "<i4").tobytes())))
+    values = field(1, np.array([6, 7], "<i8").tobytes()) + field(3, 2)
+    for shape in (field(4, bytes([2, 1])), field(4, 2) + field(4, 1)):
+        targets = field(2, field(1, "target_tokens") + field(2, values + shape))
+        with pytest.raises(Refused, match="dimensions"):
+            read_batch(batch("model", 1, inputs + targets))
+    targets = field(2, field(1, "target_tokens") + field(2, values + field(4, b"\x02")))
+    assert read_batch(batch("model", 1, inputs + targets)).data[0].tokens == [5, 6, 7]
+
+
 def test_a_request_for_samples_becomes_the_engines() -> None:
     prompt = {"chunks": [{"tokens": [1, 2]}, {"tokens": [3], "type": "encoded_text"}]}
     params = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop": ["a", "b"]}

@@ -287,6 +287,10 @@ async def test_tenants_know_nothing_of_each_other(
         monkeypatch.setattr(state_module.time, "monotonic", lambda: now + 2000)
         await alice.do("/create_model", other)
         await alice.post("/get_info", {"model_id": f"{started}:train:1"}, 404)
+        # and those of a client that is done
+        await bob.ask("POST", f"/sessions/{started}/finish", 404)
+        await alice.post(f"/sessions/{started}/finish", {"reason": {"type": "success"}})
+        await alice.do("/create_model", {**body, "model_seq_id": 3})
 
 
 async def test_what_is_wrong_or_not_served_is_told(session: Session, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_options_reach_the_server(tiny_model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps({"alice": "tml-a", "bob": "tml-b"}))
     override = tmp_path / "flags.yaml"
-    override.write_text("sglang_context_length: 96\n")
+    override.write_text("embedded_max_total_tokens: 512\n")
     command = [sys.executable, "-m", "slime.cli.main", "serve", "--model", str(tiny_model)]
     command += ["--host", "127.0.0.1", "--port", "0", "--state", str(tmp_path / "state")]
     command += ["--keys", str(keys), "--max-models", "1", "--override", str(override)]
@@ -59,7 +59,7 @@ def test_options_reach_the_server(tiny_model: Path, tmp_path: Path) -> None:
             assert ready is not None, "the server ended"
             port = int(ready[1])
             status, told = ask(port, "/get_server_capabilities", "tml-b")
-            assert status == 200 and told["supported_models"][0]["max_context_length"] == 96
+            assert status == 200 and told["supported_models"][0]["max_context_length"] == 512
             assert ask(port, "/get_server_capabilities", "tml-c")[0] == 401
             session = ask(port, "/create_session", "tml-a", {"tags": []})[1]["session_id"]
             body = {
