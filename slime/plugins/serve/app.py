@@ -30,7 +30,7 @@ from slime.plugins.serve.answers import (
     json_answer,
 )
 from slime.plugins.serve.log import Record
-from slime.plugins.serve.messages import Refused, read_batch
+from slime.plugins.serve.messages import Refused, read_batch, sampling_body
 from slime.plugins.serve.protobuf import Malformed
 from slime.plugins.serve.state import Model, State, Unknown
 from slime.plugins.serve.trainer import STATE, checked_name

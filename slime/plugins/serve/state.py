@@ -172,17 +172,22 @@ class State:
     async def _do_waiting(self, model: Model) -> None:
         """Do the commands of a model in their order, as far as they are there."""
         while (record := model.waiting.pop(model.next, None)) is not None:
-            try:
-                answer = await self._on_rank(self.trainer.do, record)
-            except (ValueError, FloatingPointError) as error:
-                answer = Answer(error=str(error))
-            except Exception as error:
-                log.exception("the command %s failed", record["id"])
-                answer = Answer(error=f"{type(error).__name__}: {error}", blame="server")
+            answer = await self._done(record)
             model.next += 1
             self._answer(record, answer)
             if record["do"] == "unload_model" or (answer.error and record["number"] == 0):
                 self.models.pop(model.id, None)
+
+    async def _done(self, record: Record) -> Answer:
+        """Do a command of a model; what goes wrong is its answer."""
+        try:
+            answer: Answer = await self._on_rank(self.trainer.do, record)
+        except (ValueError, FloatingPointError) as error:
+            return Answer(error=str(error))
+        except Exception as error:
+            log.exception("the command %s failed", record["id"])
+            return Answer(error=f"{type(error).__name__}: {error}", blame="server")
+        return answer
 
     async def _on_rank(self, call: Any, *arguments: object) -> Any:
         future = self.session.on_backend(call, *arguments)
@@ -249,9 +254,8 @@ class State:
         while (record := model.waiting.get(model.next)) is not None:
             if record["id"] not in known:
                 break
-            if record["do"] == "forward_backward" and known[record["id"]].error is None:
-                again = await self._on_rank(self.trainer.do, record)
-                if again.data != known[record["id"]].data:
+            if record["do"] == "forward_backward":
+                if await self._done(record) != known[record["id"]]:
                     log.warning("%s has other numbers than before the restart", record["id"])
             del model.waiting[model.next]
             model.next += 1

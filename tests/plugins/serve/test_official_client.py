@@ -78,6 +78,7 @@ for name, call in {
         call()
     except Exception as error:
         facts[name] = str(error)
+service.close("success").result()
 print("FACTS " + json.dumps(facts))
 """
 
