@@ -254,9 +254,9 @@ class State:
         while (record := model.waiting.get(model.next)) is not None:
             if record["id"] not in known:
                 break
-            if record["do"] == "forward_backward":
-                if await self._done(record) != known[record["id"]]:
-                    log.warning("%s has other numbers than before the restart", record["id"])
+            again = await self._done(record) if record["do"] == "forward_backward" else None
+            if again not in (None, known[record["id"]]):
+                log.warning("%s has other numbers than before the restart", record["id"])
             del model.waiting[model.next]
             model.next += 1
         self._work(model)
