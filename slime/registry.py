@@ -49,6 +49,7 @@ KINDS = {
     "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",
     "other flags": "a function find() that returns a function add(parser), which adds the flags of another "
     "program and returns a problem or None; None if the program is not there",
+    "missing flag": "a function why(option) that says why slime has no such flag, or None",
     "data name": "a function named(text) that returns what text names, a slime.config.files.NamedData, or "
     "None",
     "resolver": "a function resolve(args) that fills in defaults before the data are read, and returns "

@@ -11,8 +11,8 @@ from pathlib import Path
 from slime.config import passthrough
 from slime.config.args import FLAGS
 from slime.config.flag import Flag, range_text
-from slime.config.flag_support import GONE, OTHER_FRAMEWORKS
 from slime.config.parser import metavar
+from slime.plugins.compat.older import GONE, OTHER_FRAMEWORKS
 from slime.plugins.estimators.config import recipes
 from slime.registry import find
 from slime.registry import parts as registered

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.config.files import NamedDataError, data_name, file_of, first_row, lookup, read_yaml
+from slime.config.files import NamedDataError, data_name, first_row, lookup
 from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag, shown
 from slime.config.rollout import (
     DEFAULT_ROLLOUT_FUNCTION,
@@ -126,23 +126,6 @@ def derive_data(args: Args) -> None:
     derive_reward(args, row)
 
 
-def check_data_files(data: DataConfig, saved_samples: str | None) -> list[str]:
-    needs_data = data.rollout_global_dataset and not saved_samples
-    custom_source = data.data_source_path != DEFAULT_DATA_SOURCE
-    if data.prompt_data is None:
-        if needs_data and not custom_source:
-            return [
-                "--prompt-data is missing: pass a JSONL or Parquet file, or your own "
-                "--data-source-path"
-            ]
-        return []
-    # A source of the user may give the path any meaning.
-    path = data.prompt_data
-    if file_of(path).is_file() or custom_source or data_name(path) is not None:
-        return []
-    return [f"--prompt-data {path}: no such file"]
-
-
 def check_multimodal_keys(data: DataConfig) -> list[str]:
     wrong = {
         kind: column
@@ -245,25 +228,6 @@ def derive_evaluation(args: Args) -> None:
         args.eval_interval = None
     elif (args.eval_prompt_data or args.eval_config) and not args.eval_interval:
         args.notices.append("the run does not evaluate its evaluation data: pass --eval-interval")
-
-
-def check_eval_files(evaluation: EvalConfig) -> list[str]:
-    pairs, problems = eval_pairs(evaluation.eval_prompt_data or [])
-    problems += [
-        f"--eval-prompt-data {name} {path}: no such file"
-        for name, path in pairs
-        if not file_of(path).is_file() and data_name(path) is None
-    ]
-    names = [name for name, _ in pairs]
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        problems.append(
-            f"--eval-prompt-data: several data sets are named {', '.join(doubled)}; use different "
-            "names"
-        )
-    if evaluation.eval_config:
-        problems += read_yaml(evaluation.eval_config, "--eval-config")[1]
-    return problems
 
 
 SFT_LIKE = ("sft_loss", "custom_loss")
@@ -370,16 +334,3 @@ def check_reward(reward: RewardConfig) -> list[str]:
                 f"{shown(weight)}"
             )
     return problems
-
-
-def check_scored(args: Args) -> list[str]:
-    row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
-    if row is None or not needs_reward(args) or args.custom_generate_function_path:
-        return []
-    # A row can name its own reward. The first row is enough here: slime.data checks all of them.
-    if "rm_type" in str(lookup(row, args.metadata_key)):
-        return []
-    return [
-        "no flag provides rewards: pass --rm-type or --custom-rm-path (rows of "
-        f"{args.prompt_data} have no label; their columns are {', '.join(map(str, row))})"
-    ]

@@ -1,18 +1,14 @@
-"""Interface that slime does not support, with the reasons: flags that are refused or have no
-effect, flags that were removed or belong to other frameworks, and environment variables that slime
-does not read."""
+"""Flags that slime refuses, that have no effect, or that do not exist, with the reasons."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.config.files import read_table
-from slime.config.flag import Flag, Section, flag, flags_of, shown
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
+from slime.config.flag import Flag, Section, flag, shown
+from slime.registry import find, parts
 
 _TYPES: dict[str, Any] = {"list of int": list[int], "list of str": list[str]}
 _TYPES |= {kind.__name__: kind for kind in (int, float, str, bool)}
@@ -71,67 +67,12 @@ def no_effect_notice(idle: Sequence[tuple[str, str]]) -> list[str]:
     ]
 
 
-def other_defaults(args: Args) -> list[str]:
-    """Return a notice that names the defaults in use that are others than those of slime 0.3, if
-    MODEL_ARGS were given:
-    then the flags are probably those of a launch script that was written for it."""
-    if "num_layers" not in args.megatron:
-        return []
-    flags = flags_of(type(args))
-    different = [
-        f"{flags[name].option} {getattr(args, name)} (was "
-        f"{'not limited' if value is None else value})"
-        for name, value in ORIGINAL_DEFAULTS.items()
-        if name not in args.explicit and getattr(args, name) != value and _is_used(args, name)
-    ]
-    return (
-        [f"defaults that are not those of slime 0.3: {', '.join(different)}"] if different else []
-    )
-
-
-def _is_used(args: Args, name: str) -> bool:
-    if name == "kl_loss_type":
-        return args.use_kl_loss or args.kl_coef != 0
-    return name != "rollout_max_response_len" or not args.debug_train_only
-
-
-_MISSING = read_table("missing.json")
-GONE: dict[str, str] = _MISSING["gone"]
-"""Flags of older releases, and what to use instead."""
-OTHER_FRAMEWORKS: dict[str, str] = _MISSING["other_frameworks"]
-"""Prefixes of flags of other frameworks, and why slime has no such flag."""
-ORIGINAL_DEFAULTS: dict[str, object] = _MISSING["original_defaults"]
-"""Defaults of slime 0.3 that change results and are not those of this version, by attribute."""
-UNREAD_VARIABLES: dict[str, str] = _MISSING["variables"]
-"""Environment variables of older releases that have no effect, and why."""
-
-
 def why_missing(option: str) -> str | None:
-    """Explain why a flag does not exist; None if it was never removed and is not known from another
-    framework.
+    """Explain why a flag does not exist; None if no registered part knows.
 
     Args:
         option: The flag with its ``--``; ``_`` and ``-`` are equivalent.
     """
-    option = option.replace("_", "-")
-    if option in GONE:
-        return f"was removed: {GONE[option]}"
-    reason = next(
-        (reason for start, reason in OTHER_FRAMEWORKS.items() if option.startswith(start)), None
-    )
-    return f"does not exist: {reason}" if reason else None
-
-
-def unread_variables(environment: Mapping[str, str]) -> list[str]:
-    """Describe each environment variable that is set but that slime does not read."""
-    found = []
-    for name in sorted(environment):
-        of_prefix = (
-            reason
-            for prefix, reason in _MISSING["variable_prefixes"].items()
-            if name.startswith(prefix)
-        )
-        reason = UNREAD_VARIABLES.get(name) or next(of_prefix, None)
-        if reason:
-            found.append(f"environment variable {name} has no effect: {reason}")
-    return found
+    known = (find("missing flag", name) for name in parts("missing flag"))
+    reasons = (reason(option.replace("_", "-")) for reason in known)
+    return next(filter(None, reasons), None)

@@ -20,8 +20,6 @@ from slime.config.flag import Flag, Kind, did_you_mean
 from slime.config.flag_support import (
     check_states,
     no_effect_notice,
-    other_defaults,
-    unread_variables,
     why_missing,
 )
 from slime.config.machine import this_machine
@@ -388,14 +386,14 @@ def check_args(
     )
     # What a refused flag says is told before what follows from other flags.
     refused, idle = check_states(args, args.explicit, FLAGS)
-    args.notices += [*unread_variables(os.environ), *registry.failures()]
+    args.notices += registry.failures()
     problems += [*refused, *resolve_defaults(args, asynchronous=asynchronous)]
-    problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))
+    problems += validate(args, asynchronous=asynchronous)
     # One notice lists all flags without effect, whatever the reason.
     if args.train_backend == "megatron":
         idle += idle_megatron_flags(args.megatron)
     idle += idle_flags(Run(args, asynchronous, this_machine()))
-    args.notices += [*no_effect_notice(idle), *other_defaults(args)]
+    args.notices += no_effect_notice(idle)
     for check in extra_checks:
         problems += check(args)
     return args, list(dict.fromkeys(problems))

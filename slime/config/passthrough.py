@@ -11,7 +11,8 @@ A plug-in whose engine has options of its own registers an :class:`EngineOptions
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Required, TypedDict
@@ -74,7 +75,6 @@ class PassOption:
     family: str
     flag: Flag  # flag.name is the attribute name in the package that owns the option
     sets: bool | None = None  # the value that a switch sets; None for other kinds
-    versions: tuple[str, ...] = ()  # the pinned versions that have the option
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ def options() -> dict[str, PassOption]:
     """Return all pass-through options by their spelling on the command line."""
     return {
         **_megatron_options(),
-        **_server_options("router", {ROUTER_VERSION: load_table("sglang_router", ROUTER_VERSION)}),
-        **_server_options("sglang", {v: load_table("sglang", v) for v in SGLANG_VERSIONS}),
+        **_server_options("router", [load_table("sglang_router", ROUTER_VERSION)]),
+        **_server_options("sglang", [load_table("sglang", v) for v in SGLANG_VERSIONS]),
         **{
             spelling: option
             for name, own in engine_options().items()
-            for spelling, option in _server_options(name, {"": own.entries}).items()
+            for spelling, option in _server_options(name, [own.entries]).items()
         },
     }
 
@@ -153,25 +153,19 @@ def by_name(family: str) -> dict[str, PassOption]:
 
 
 def _server_options(
-    family: str, tables: Mapping[str, Mapping[str, TableEntry]]
+    family: str, tables: Sequence[Mapping[str, TableEntry]]
 ) -> dict[str, PassOption]:
-    """Return the options of a server from its tables by version, newest first."""
+    """Return the options of a server from the tables of its versions, newest first. Where versions
+    differ, the newest one says what an option is.
+    """
     found: dict[str, PassOption] = {}
-    for version, table in tables.items():
-        for spelling, entry in table.items():
-            option = f"--{family}-{spelling[2:]}"
-            known = found.get(option)
-            if known is not None:
-                found[option] = PassOption(
-                    family, known.flag, known.sets, (*known.versions, version)
-                )
-                continue
-            # The table lists both spellings of a toggle as one.
-            off = entry["kind"] == "toggle" and spelling.startswith("--no-")
-            sets = False if off else _SETS.get(entry["kind"])
-            found[option] = PassOption(
-                family, _flag(option, entry["dest"], entry, family), sets, (version,)
-            )
+    for spelling, entry in itertools.chain.from_iterable(table.items() for table in tables):
+        option = f"--{family}-{spelling[2:]}"
+        # The table lists both spellings of a toggle as one.
+        off = entry["kind"] == "toggle" and spelling.startswith("--no-")
+        sets = False if off else _SETS.get(entry["kind"])
+        made = PassOption(family, _flag(option, entry["dest"], entry, family), sets)
+        found.setdefault(option, made)
     return found
 
 

@@ -136,21 +136,13 @@ def validate(
     *,
     asynchronous: bool = False,
     machine: Machine | None = None,
-    data_is_checked: bool = False,
 ) -> list[str]:
     """Return the problems of resolved arguments. Notices are added to ``args.notices``.
 
-    Args:
-        data_is_checked: Whether ``slime.data`` checks the data files, so that a missing file is not
-            reported twice.
+    What the data files hold is checked by :mod:`slime.data.validate`.
     """
     machine = machine or this_machine()
     problems = [problem for check in _checks(args) for problem in check]
-    # Checks that need not read all data. Where slime.data reads the files, its own replace them.
-    if not data_is_checked:
-        problems += data.check_data_files(args, args.load_debug_rollout_data)
-        problems += data.check_scored(args)
-        problems += data.check_eval_files(args)
     # Rules are checked even if other checks fail, so that one call tells everything.
     problems += check_rules(Run(args, asynchronous, machine))
     return problems + cluster.check_machine(args, machine)

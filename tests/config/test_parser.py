@@ -18,7 +18,6 @@ from needs import of_all
 
 from slime.config.args import FLAGS, Args
 from slime.config.flag import Flag, convert, out_of_range, range_text
-from slime.config.flag_support import GONE, OTHER_FRAMEWORKS, UNREAD_VARIABLES, unread_variables
 from slime.config.parser import (
     ConfigError,
     build_parser,
@@ -28,6 +27,7 @@ from slime.config.parser import (
     read_command_line,
     read_settings,
 )
+from slime.plugins.compat.older import GONE, OTHER_FRAMEWORKS, UNREAD_VARIABLES, unread_variables
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 
 def parts() -> None:
-    """Register the subcommand, the reader with its check, and the flags of Megatron-LM."""
+    """Register the subcommand, the reader with its check, the flags of Megatron-LM, and what older
+    releases had.
+    """
     register("other flags", "megatron_lm", "slime.plugins.compat.megatron_lm_flags:find")
     register("command", "translate", "slime.plugins.compat:add_translate")
+    register("missing flag", "older", "slime.plugins.compat.older:why_missing")
+    register("check", "older releases", "slime.plugins.compat.older:tell")
     named = ("load", "ref_load", "opd_teacher_load")
     register("check", "megatron_lm", "slime.plugins.compat:check_megatron_lm", when=named)
     register("checkpoint", "megatron_lm", "slime.plugins.compat.megatron_lm:MegatronLmWeights")

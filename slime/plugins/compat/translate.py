@@ -15,9 +15,10 @@ from typing import TypedDict
 from slime.cli.errors import CommandError
 from slime.config import flag_support
 from slime.config.args import FLAGS
-from slime.config.flag_support import ORIGINAL_DEFAULTS, why_missing
+from slime.config.flag_support import why_missing
 from slime.config.megatron import PERFORMANCE
 from slime.config.parser import read_command_line
+from slime.plugins.compat.older import ORIGINAL_DEFAULTS
 from slime.plugins.compat.script_words import command_of, read_script
 
 TARGET = re.compile(r"(--[\w-]+)(?: (\S+?))?(?::(\w+))?")
