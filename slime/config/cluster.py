@@ -16,7 +16,7 @@ from slime.config.engine import (
     check_colocated_pipelines,
     check_server_groups,
     engines_beside_trainer,
-    read_server_groups,
+    served_models,
     total_gpus,
 )
 from slime.config.flag import DERIVED, Section, flag, shown
@@ -78,10 +78,7 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.rollout_num_gpus is None and args.sglang_config:
         with contextlib.suppress(ServerGroupError, OSError):  # check_server_groups reports it later
-            groups = read_server_groups(
-                args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine
-            )
-            args.rollout_num_gpus = total_gpus(groups)
+            args.rollout_num_gpus = total_gpus(served_models(args))
     # Only where trainer and engines take turns on a GPU, each has to make room for the other.
     shared = args.colocate and not args.debug_rollout_only
     args.fill(

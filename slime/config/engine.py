@@ -95,7 +95,7 @@ def check_outer_caches(args: Args) -> list[str]:
     if args.rollout_backend != "sglang" or args.debug_rollout_only:
         return []
     updated = [
-        group for model in _served_models(args) if model.update_weights for group in model.groups
+        group for model in _readable_models(args) if model.update_weights for group in model.groups
     ]
     given = {
         option for group in updated for option in outer_caches({**args.sglang, **group.overrides})
@@ -190,6 +190,31 @@ def simple_groups(
     return [ServedModel(DEFAULT_MODEL, model_path, True, tuple(groups))]
 
 
+def served_models(args: Args) -> list[ServedModel]:
+    """Return the models that a run serves: those of ``--sglang-config``, or without it the trained
+    one.
+
+    Raises:
+        ServerGroupError, OSError: The file is invalid, or cannot be read.
+    """
+    checkpoint = str(args.hf_checkpoint)
+    per_engine = args.rollout_num_gpus_per_engine
+    if args.sglang_config:
+        return read_server_groups(args.sglang_config, checkpoint, per_engine)
+    gpus = int(args.rollout_num_gpus or 0)
+    return simple_groups(checkpoint, gpus, per_engine, args.prefill_num_servers or 0)
+
+
+def _readable_models(args: Args) -> list[ServedModel]:
+    """Return the same; an empty list if the file is invalid, which :func:`check_server_groups`
+    reports.
+    """
+    try:
+        return served_models(args)
+    except (ServerGroupError, OSError):
+        return []
+
+
 def total_gpus(models: list[ServedModel]) -> int:
     """Return the number of GPUs of all groups, including placeholders."""
     return sum(group.num_gpus for model in models for group in model.groups)
@@ -238,34 +263,22 @@ def _group(entry: dict[str, Any], where: str, per_engine: int) -> ServerGroup:
 
 def check_server_groups(args: Args) -> list[str]:
     """Check that ``--sglang-config`` or ``--prefill-num-servers`` fits the number of GPUs."""
-    if args.sglang_config:
-        return _config_file(
-            args.sglang_config,
-            args.hf_checkpoint,
-            args.rollout_num_gpus_per_engine,
-            args.rollout_num_gpus,
-        )
-    servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
-    if args.prefill_num_servers is None or 0 < args.prefill_num_servers < servers:
-        return []
-    return [
-        f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers: at least one "
-        "must decode"
-    ]
-
-
-def _config_file(file: str, hf_checkpoint: str, per_engine: int, gpus: int) -> list[str]:
-    where = f"--sglang-config {file}"
+    if not args.sglang_config:
+        servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
+        if args.prefill_num_servers is None or 0 < args.prefill_num_servers < servers:
+            return []
+        return [
+            f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers: at least one "
+            "must decode"
+        ]
+    where = f"--sglang-config {args.sglang_config}"
+    gpus = args.rollout_num_gpus
     try:
-        models = read_server_groups(file, hf_checkpoint, per_engine)
+        total = total_gpus(served_models(args))
     except (ServerGroupError, OSError) as error:
         return [f"{where}: {error}"]
-    total = total_gpus(models)
-    return (
-        []
-        if total == gpus
-        else [f"{where}: its groups have {total} GPUs, but --rollout-num-gpus is {gpus}"]
-    )
+    wrong = f"{where}: its groups have {total} GPUs, but --rollout-num-gpus is {gpus}"
+    return [] if total == gpus else [wrong]
 
 
 def check_colocated_pipelines(args: Args) -> list[str]:
@@ -317,7 +330,7 @@ def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
     end = 0
     # A handle can be opened only on the GPU that it comes from, so the positions on the GPUs
     # matter.
-    models = _served_models(args)
+    models = _readable_models(args)
     updated = next((model for model in models if model.update_weights), None)
     for model in models:
         for group in model.groups:
@@ -325,21 +338,6 @@ def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
             if model is updated and group.worker_type != "placeholder":
                 shared.append((group, end))
     return shared
-
-
-def _served_models(args: Args) -> list[ServedModel]:
-    """Return the served models; an empty list if the file of ``--sglang-config`` is invalid, which
-    :func:`check_server_groups` reports."""
-    per_engine = args.rollout_num_gpus_per_engine
-    if not args.sglang_config:
-        gpus = int(args.rollout_num_gpus or 0)
-        return simple_groups(
-            str(args.hf_checkpoint), gpus, per_engine, args.prefill_num_servers or 0
-        )
-    try:
-        return read_server_groups(args.sglang_config, str(args.hf_checkpoint), per_engine)
-    except (ServerGroupError, OSError):
-        return []
 
 
 def asked_gpus(gpus: ClusterConfig) -> str:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.config.engine import ServerGroupError, read_server_groups
+from slime.config.engine import ServerGroupError, served_models
 from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
 from slime.config.hf_config import context_length, model_config, rotary_limit
 from slime.config.passthrough import engine_options, given_options
@@ -209,7 +209,7 @@ def served_context(args: Args) -> int | None:
         limits = [_of_model(path, scaled=False), of_rotary, args.embedded_max_total_tokens]
     else:
         given = given_options(args)
-        path, overrides = _first_model(args.sglang_config, path, args.rollout_num_gpus_per_engine)
+        path, overrides = _first_model(args)
         limits = []
         registered = engine_options().get(args.rollout_backend)
         name = "context_length" if registered is None else registered.context_length
@@ -224,18 +224,14 @@ def _of_model(path: str | None, scaled: bool = True) -> int | None:
     return context_length(model_config(path), scaled)
 
 
-def _first_model(
-    file: str | None, path: str | None, per_engine: int
-) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the checkpoint of the first model of ``--sglang-config``, and the overrides of each of
-    its groups. Without a file, or with an invalid one, which the checks report, there is one group
-    without overrides."""
-    if not file:
-        return path, [{}]
+def _first_model(args: Args) -> tuple[str | None, list[dict[str, Any]]]:
+    """Return the checkpoint of the first model that is served, and the overrides of each of its
+    groups. With an invalid ``--sglang-config``, which the checks report, there are none.
+    """
     try:
-        model = read_server_groups(file, str(path), per_engine)[0]
+        model = served_models(args)[0]
     except (ServerGroupError, OSError):
-        return path, [{}]
+        return args.hf_checkpoint, [{}]
     return model.model_path, [
         group.overrides for group in model.groups if group.worker_type != "placeholder"
     ]

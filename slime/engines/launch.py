@@ -14,8 +14,7 @@ from slime.config.engine import (
     DEFAULT_MODEL,
     EngineConfig,
     WorkerType,
-    read_server_groups,
-    simple_groups,
+    served_models,
 )
 from slime.config.hf_config import model_config
 from slime.config.lora import ALL_LINEAR, FUSED, PROJECTIONS, engine_adapter
@@ -228,15 +227,7 @@ def plan_engines(args: Args) -> list[EngineSpec]:
         return []
     specs: list[EngineSpec] = []
     slot = 0
-    # Both ways to describe the servers give groups, so that one loop makes the specifications.
-    checkpoint = str(args.hf_checkpoint)
-    per_engine = args.rollout_num_gpus_per_engine
-    if args.sglang_config:
-        models = read_server_groups(args.sglang_config, checkpoint, per_engine)
-    else:
-        models = simple_groups(
-            checkpoint, int(args.rollout_num_gpus or 0), per_engine, args.prefill_num_servers or 0
-        )
+    models = served_models(args)
     # The trainer has one set of weights, so at most one model is updated.
     updated = next((model.name for model in models if model.update_weights), None)
     for model in models:
@@ -271,11 +262,9 @@ def engine_count(args: Args) -> int:
     """
     if args.rollout_external_engine_addrs:
         return len(args.rollout_external_engine_addrs)
-    if args.sglang_config:
-        specs = plan_engines(args)
-        return sum(spec.model == specs[0].model and spec.worker_type != "prefill" for spec in specs)
-    engines = int(args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
-    return max(1, engines - (args.prefill_num_servers or 0))
+    specs = plan_engines(args)
+    decode = (spec.model == specs[0].model and spec.worker_type != "prefill" for spec in specs)
+    return max(1, sum(decode))
 
 
 # Start one engine of a run, of the kind that ``--rollout-backend`` names.
