@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from slime.config.args import FLAGS
 from slime.config.data import eval_pairs
@@ -19,6 +19,7 @@ from slime.types import JsonObject
 if TYPE_CHECKING:
     from slime.config.args import Args
 
+T = TypeVar("T")
 BY_TYPE = ""
 """Value of ``custom_rm_path`` for a data set with an ``rm_type`` of its own in a run with
 ``--custom-rm-path``.
@@ -69,20 +70,22 @@ class EvalDatasetConfig:
     @classmethod
     def from_args(cls, args: Args) -> EvalDatasetConfig:
         """The settings that the flags give for all data sets, without name and path."""
-        values = vars(args)
-        # That of evaluations comes first, then that of the run, then that of rollouts.
-        known = {
-            name: next(
-                (
-                    values[attribute]
-                    for attribute in (f"eval_{name}", name, f"rollout_{name}")
-                    if values.get(attribute) is not None
-                ),
-                None,
-            )
-            for name in _NAMES - {"name", "path", "metadata_overrides"}
-        }
-        return cls(name="", path="", **known)
+        return cls(
+            name="", path="", rm_type=args.rm_type, custom_rm_path=args.custom_rm_path,
+            input_key=_first(args.eval_input_key, args.input_key),
+            label_key=_first(args.eval_label_key, args.label_key),
+            tool_key=_first(args.eval_tool_key, args.tool_key), metadata_key=args.metadata_key,
+            multimodal_keys=args.multimodal_keys, apply_chat_template=args.apply_chat_template,
+            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+            n_samples_per_eval_prompt=args.n_samples_per_eval_prompt,
+            temperature=_first(args.eval_temperature, args.rollout_temperature),
+            top_p=_first(args.eval_top_p, args.rollout_top_p), top_k=_first(args.eval_top_k, args.rollout_top_k),
+            max_response_len=_first(args.eval_max_response_len, args.rollout_max_response_len),
+            max_prompt_len=_first(args.eval_max_prompt_len, args.rollout_max_prompt_len), stop=args.rollout_stop,
+            stop_token_ids=args.rollout_stop_token_ids, min_new_tokens=args.eval_min_new_tokens,
+            skip_special_tokens=args.rollout_skip_special_tokens,
+            custom_generate_function_path=args.custom_generate_function_path,
+        )  # fmt: skip
 
     def row_keys(self) -> RowKeys:
         """The columns of this data set, after :func:`resolve_eval_datasets`."""
@@ -104,6 +107,10 @@ class EvalDatasetConfig:
             apply_chat_template=bool(self.apply_chat_template),
             template_kwargs=dict(self.apply_chat_template_kwargs or {}),
         )
+
+
+def _first(own: T | None, general: T) -> T:
+    return general if own is None else own
 
 
 _NAMES = {f.name for f in fields(EvalDatasetConfig)}

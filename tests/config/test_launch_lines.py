@@ -17,6 +17,7 @@ from slime.config.args import Args
 from slime.config.hf_config import SHAPE
 from slime.config.machine import Machine
 from slime.config.parser import check_args
+from slime.plugins.compat.older import other_defaults
 from slime.registry import parts
 from slime.weights.maps.family import get_family
 
@@ -199,7 +200,7 @@ def test_defaults_that_differ_are_named(check: Any) -> None:
         recipe, "--prompt-data", "dapo-math-17k/dapo-math-17k.jsonl", "--rm-type", "math"
     )
     assert problems == []
-    (notice,) = [notice for notice in args.notices if notice.startswith("defaults that are not")]
+    (notice,) = other_defaults(args)
     for part in (
         "--n-samples-per-prompt 8 (was 1)",
         "--input-key prompt (was input)",

@@ -63,9 +63,7 @@ ONE_PROBLEM = [
     ("--update-weight-transport disk", "--update-weight-disk-dir"),
     ("--debug-train-only", "--load-debug-rollout-data"),
     ("--save-hf-dtype source --save-hf x --lora-rank 4", "pass --lora-export merged"),
-    ("--eval-prompt-data a b c", "NAME PATH"),
     ('--multimodal-keys {"image":"images"}', "text model"),
-    ("--eval-prompt-data a none.jsonl", "no such file"),
     ("--load /nowhere", "no such folder"),
     ("--ref-load /nowhere --use-kl-loss --kl-loss-coef 0.1", "KL term"),
     ("--custom-rm-path nowhere.py", "does not exist"),
@@ -142,8 +140,6 @@ def test_fine_tuning_needs_no_engines(workplace) -> None:
         "slime.rollout.sft_rollout.generate_rollout"
     )
     assert workplace.problems(sft) == []
-    (problem,) = workplace.problems(f"{sft} --prompt-data none.jsonl")
-    assert "none.jsonl" in problem
 
 
 def test_environment_variables_may_be_numbers(workplace: Workplace) -> None:
@@ -161,24 +157,19 @@ def test_environment_variables_may_be_numbers(workplace: Workplace) -> None:
 
 
 def test_several_problems_are_told_at_once(workplace) -> None:
-    problems = workplace.problems(
-        "--num-rolout 3 --kl-loss-coef 1 --prompt-data none.jsonl --lr x --rm-type dappo"
-    )
-    assert len(problems) == 5
-    for part in ("--num-rolout", "--kl-loss-coef", "none.jsonl", "--lr", "dappo"):
+    problems = workplace.problems("--num-rolout 3 --kl-loss-coef 1 --lr x --rm-type dappo")
+    assert len(problems) == 4
+    for part in ("--num-rolout", "--kl-loss-coef", "--lr", "dappo"):
         assert any(part in problem for problem in problems)
 
 
-def test_missing_checkpoint_and_data_are_named() -> None:
+def test_a_missing_checkpoint_is_named() -> None:
     from slime.config.parser import ConfigError, load_args
 
     with pytest.raises(ConfigError) as caught:
         load_args([])
-    assert len(caught.value.problems) == 2
-    assert (
-        "--hf-checkpoint" in caught.value.problems[0]
-        and "--prompt-data" in caught.value.problems[1]
-    )
+    (problem,) = caught.value.problems
+    assert "--hf-checkpoint" in problem
 
 
 def test_a_hub_id_is_as_good_as_a_folder(workplace) -> None:
