@@ -39,7 +39,7 @@ def _find(options: argparse.Namespace) -> Found:
     Raises:
         FileNotFoundError, ValueError: There are none, or they cannot be converted.
     """
-    from slime.config.checkpoint import megatron_lm_folder
+    from slime.config.run import megatron_lm_folder
     from slime.models.loading import load_hf_config
     from slime.plugins.compat.megatron_lm import MegatronLmWeights
     from slime.weights import torch_dist

@@ -19,7 +19,7 @@ from slime.backends.collectives import local
 from slime.backends.needs import TrainNeeds
 from slime.backends.offload import HostArena, host_tensors
 from slime.config.args import Args
-from slime.config.checkpoint import weights_path
+from slime.config.run import weights_path
 
 logger = logging.getLogger(__name__)
 LIVE = "actor"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from slime.backends.bank import WeightBank
 from slime.config.args import Args
-from slime.config.checkpoint import InitialWeights
 from slime.config.lora import adapter_file
+from slime.config.run import InitialWeights
 from slime.config.seeds import derive_seed
 from slime.models.lora import LoraSettings, Switched, adapters_off
 from slime.models.peft_files import Factors, peft_config, read_config, read_factors, write_adapter

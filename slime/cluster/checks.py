@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from slime import registry
 from slime.config.args import FLAGS, Args
-from slime.config.checkpoint import megatron_lm_folder
 from slime.config.hf_config import is_hf_folder, looks_like_hub_id, megatron_folder, read_config
+from slime.config.run import megatron_lm_folder
 from slime.models.shards import ModelError
 
 if TYPE_CHECKING:

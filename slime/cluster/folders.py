@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 from slime.checkpoint.snapshot import Snapshot, latest, snapshots
-from slime.config.checkpoint import megatron_lm_folder
+from slime.config.run import megatron_lm_folder
 
 RUN_LOCKS = ".locks"
 """The folder in ``--output-dir`` with the lock of each run; not in the run's folder, which a later

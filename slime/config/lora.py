@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.checkpoint import InitialWeights, weights_path
 from slime.config.flag import DERIVED, Section, flag
 from slime.config.hf_config import model_config
+from slime.config.run import InitialWeights, weights_path
 from slime.config.weight_sync import transport_part
 from slime.registry import load
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.checkpoint import is_foreign_megatron, megatron_lm_folder
 from slime.config.files import read_yaml
 from slime.config.flag import DERIVED, Section, flag, path_flag
 from slime.config.hf_config import (
@@ -22,6 +21,7 @@ from slime.config.hf_config import (
 )
 from slime.config.machine import Machine, installed
 from slime.config.megatron import ARCHITECTURE
+from slime.config.run import is_foreign_megatron, megatron_lm_folder
 
 if TYPE_CHECKING:
     from slime.config.args import Args

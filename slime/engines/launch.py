@@ -18,10 +18,9 @@ from slime.config.engine import (
 )
 from slime.config.hf_config import model_config
 from slime.config.lora import ALL_LINEAR, FUSED, PROJECTIONS, engine_adapter
-from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, given_options
+from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line, given_options
 from slime.config.rollout import samples_whole_vocabulary
 from slime.config.weight_sync import transport_part
-from slime.engines.command_line import command_line
 from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys
 from slime.models.fp8_format import Fp8Format
 from slime.registry import find, load

@@ -29,8 +29,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from slime import registry
-from slime.config.checkpoint import megatron_lm_folder
 from slime.config.hf_config import megatron_folder
+from slime.config.run import megatron_lm_folder
 from slime.data.value_files import save_value
 from slime.models.loading import load_hf_config
 from slime.models.shards import ModelError, local_folder, read_headers, shorten
@@ -352,7 +352,7 @@ def read_megatron_lm(folder: Path, family: Family, config: HfConfig) -> NamedWei
     """Return the weights in a folder of Megatron-LM under their Hugging Face names.
 
     Args:
-        folder: As :func:`slime.config.checkpoint.megatron_lm_folder` finds it.
+        folder: As :func:`slime.config.run.megatron_lm_folder` finds it.
         config: The content of the model's config.json.
     """
     weights: NamedWeights = registry.find("checkpoint", "megatron_lm")(

@@ -9,8 +9,7 @@ import pytest
 
 from slime.config.args import FLAGS, Args
 from slime.config.parser import read_command_line
-from slime.config.passthrough import SGLANG_VERSIONS, by_name, load_table, options
-from slime.engines.command_line import command_line
+from slime.config.passthrough import SGLANG_VERSIONS, by_name, command_line, load_table, options
 
 VOCABULARY = """
 --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels --normalization

@@ -17,7 +17,7 @@ from megatron_lm_folders import TRACKER, Experts, stacked, their_names, write
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from slime.config.checkpoint import is_foreign_megatron, megatron_lm_folder, weights_path
+from slime.config.run import is_foreign_megatron, megatron_lm_folder, weights_path
 from slime.models.shards import ModelError
 from slime.plugins.compat.megatron_lm import MegatronLmWeights
 from slime.weights.hf_folder import HfFolder

@@ -42,8 +42,8 @@ from slime.backends.shared import SharedBackend
 from slime.backends.token_budget import rehearsal_batch
 from slime.backends.trainable import lora_settings
 from slime.config.args import Args
-from slime.config.checkpoint import InitialWeights
 from slime.config.layout import ParallelLayout
+from slime.config.run import InitialWeights
 from slime.data.fields import RankBatch
 from slime.models.inputs import ModelInputs
 from slime.models.loading import decoder_layers

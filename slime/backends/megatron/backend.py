@@ -37,9 +37,9 @@ from slime.backends.micro_batches import MicroBatches, ResponseValues
 from slime.backends.shared import SharedBackend
 from slime.backends.token_budget import rehearsal_batch
 from slime.config.args import Args
-from slime.config.checkpoint import InitialWeights
 from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
+from slime.config.run import InitialWeights
 from slime.data.fields import RankBatch
 from slime.models.fused import fuse
 from slime.models.shards import resolve_folder

@@ -22,9 +22,9 @@ from slime.backends.megatron.weights import ModelWeights
 from slime.backends.tensor_shards import StoredTensors
 from slime.backends.trainable import lora_settings, select_trainable
 from slime.config.args import Args
-from slime.config.checkpoint import InitialWeights, megatron_lm_folder
 from slime.config.hf_config import megatron_folder
 from slime.config.layout import ParallelLayout
+from slime.config.run import InitialWeights, megatron_lm_folder
 from slime.config.seeds import derive_seed
 from slime.models.loading import check_checkpoint, load_hf_config
 from slime.weights.hf_folder import HfFolder

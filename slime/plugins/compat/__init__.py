@@ -49,8 +49,8 @@ def check_megatron_lm(args: Args) -> list[str]:
     """Check that the checkpoints of Megatron-LM have all tensors of the model, in the shapes of
     ``--hf-checkpoint``.
     """
-    from slime.config.checkpoint import megatron_lm_folder
     from slime.config.hf_config import read_config
+    from slime.config.run import megatron_lm_folder
     from slime.models.shards import ModelError
 
     named = {

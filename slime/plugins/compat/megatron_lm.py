@@ -81,7 +81,7 @@ class MegatronLmWeights(NamedWeights):
 
         Args:
             folder: A folder with ``.metadata`` and ``*.distcp``
-                (:func:`slime.config.checkpoint.megatron_lm_folder`).
+                (:func:`slime.config.run.megatron_lm_folder`).
             family: The weight map of the model.
             settings: The shape of the model; ``vocab_size`` is the number of rows of the embeddings
                 without padding.

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.config.machine import this_machine
-from slime.config.passthrough import keyless_options
+from slime.config.passthrough import command_line, keyless_options
 from slime.config.process import module_command
-from slime.engines.command_line import command_line
 from slime.engines.http import request_blocking
 from slime.engines.keys import send_key
 from slime.engines.launch import EngineSettings, EngineSpec

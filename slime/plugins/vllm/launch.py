@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.config.machine import this_machine
+from slime.config.passthrough import command_line
 from slime.config.process import module_command
-from slime.engines.command_line import command_line
 from slime.engines.keys import send_key
 from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.process import EngineProcess, free_port, without_proxy

@@ -15,7 +15,7 @@ from slime.config import passthrough
 from slime.config.args import Args
 from slime.config.machine import Machine
 from slime.config.parser import read_command_line
-from slime.engines.command_line import command_line
+from slime.config.passthrough import command_line
 from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.sglang_api import Capabilities, choose_api_version
 from slime.plugins.vllm import launch
