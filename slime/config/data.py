@@ -285,7 +285,7 @@ class RewardConfig(Section):
 def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
     """Use ``--rm-type math`` if no flag provides rewards and the first row has a label."""
     args.fill(math_answer="boxed" if args.rm_type else "any")
-    # Without a readable row, check_scored tells that a reward is missing.
+    # Without a readable row, the check of the data tells that a reward is missing.
     if (
         row is None
         or not needs_reward(args)
