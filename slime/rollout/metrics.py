@@ -58,6 +58,7 @@ def rollout_metrics(
         metrics.update(
             {f"rollout/zero_std/count_{k}": v for k, v in _without_spread(rewards).items()}
         )
+    metrics.update(_of_sources(samples, reward.reward_key))
     if logged.log_multi_turn:
         metrics.update(_multi_turn(samples))
     if logged.log_passrate:
@@ -237,6 +238,22 @@ def rollout_rewards(samples: Sequence[Sample], key: str | None) -> list[tuple[Ha
         if (value := known_reward(sample, key)) is not None:
             rollouts.setdefault(rollout, (sample.group_index, []))[1].append(value)
     return [(group, mean_reward(values)) for group, values in rollouts.values()]
+
+
+def _of_sources(samples: Sequence[Sample], key: str | None) -> Metrics:
+    """Return the mean reward and the share of the samples of each ``metadata["source_name"]``."""
+    sources: dict[str, list[float | None]] = {}
+    for sample in samples:
+        if "source_name" in sample.metadata:
+            name = str(sample.metadata["source_name"])
+            sources.setdefault(name, []).append(known_reward(sample, key))
+    metrics: Metrics = {}
+    for name, rewards in sorted(sources.items()):
+        metrics[f"source/{name}/share"] = len(rewards) / len(samples)
+        known = [reward for reward in rewards if reward is not None]
+        if known:
+            metrics[f"source/{name}/raw_reward"] = fmean(known)
+    return dict_add_prefix(metrics, "rollout/")
 
 
 def _without_spread(rewards: Sequence[tuple[Hashable, float]]) -> Metrics:

@@ -23,7 +23,8 @@ DERIVED = tuple(
 # checks, other commands, lists of names
 OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")
 RESOLVERS = tuple(
-    f"slime/plugins/{name}/config.py" for name in ("agents", "estimators", "preference", "rewards")
+    f"slime/plugins/{name}/config.py"
+    for name in ("agents", "estimators", "mixture", "preference", "rewards")
 )
 # `args` of argparse
 OWN_NAMESPACE = ("slime/cli/", "slime/config/", "slime/plugins/tools/commands/")

@@ -52,14 +52,18 @@ class Item:
     judge: str | None = None
 
 
-@functools.cache
 def read_rubric(path: str) -> tuple[Item, ...]:
-    """Read the items of a file.
+    """Read the items of a file, which is read again when it has changed.
 
     Raises:
         ValueError: Something is wrong with it. The message has a line for each problem.
     """
-    rows = load_yaml(Path(path))
+    return _read(path, Path(path).expanduser().stat().st_mtime_ns)
+
+
+@functools.cache
+def _read(path: str, changed: int) -> tuple[Item, ...]:
+    rows = load_yaml(Path(path).expanduser())
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"--rubric {path}: it must be a list of items with a name each")
     problems = [f"--rubric {path}: {line}" for row in rows for line in _problems(row)]
