@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import os
 import re
 import secrets
@@ -30,6 +29,7 @@ QUIET_ENVIRONMENT = {
 
 SHUTDOWN_SECONDS = 3.0
 _STARTS = 3  # attempts to start a private cluster
+_TRIED = "2.60."  # the release of Ray of which some processes are left out
 _LATE = "timed out during startup"
 """Part of Ray's message when its processes have not registered within 30 s, a limit that has no
 setting. On a machine that was busy, it ended a run that was being restarted."""
@@ -152,26 +152,27 @@ def _few_processes() -> Iterator[None]:
     serves the dashboard; ``ray.init`` waits for its start even without one. All three together take
     three seconds of a core. The agent of the node cannot be left out, but needs no HTTP server.
     Workers are started by :mod:`slime.cluster.worker_start`. ``ray.init`` has settings for none of
-    these, so what another version of Ray does not have is left as it is.
+    these, so with a release of Ray that was not tried, all of them start.
     """
+    if not importlib.import_module("ray").__version__.startswith(_TRIED):
+        yield
+        return
     node: Any = importlib.import_module("ray._private.node").Node
     parameter: Any = importlib.import_module("ray._private.parameter")
     utils: Any = importlib.import_module("ray._private.utils")
     starter = str(Path(__file__).with_name("worker_start.py"))
+    params = functools.partial(parameter.RayParams, setup_worker_path=starter)
     instead: list[tuple[Any, str, Any]] = [
         (node, "start_monitor", lambda self: None),
         (node, "start_log_monitor", lambda self: None),
         (node, "start_api_server", lambda self, **_: None),
         (utils, "get_dashboard_dependency_error", lambda: ImportError("left out")),
+        (parameter, "RayParams", params),
     ]
-    if "setup_worker_path" in inspect.signature(parameter.RayParams).parameters:
-        params = functools.partial(parameter.RayParams, setup_worker_path=starter)
-        instead.append((parameter, "RayParams", params))
     with contextlib.ExitStack() as stack:
         for owner, name, other in instead:
-            if hasattr(owner, name):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, other)
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, other)
         yield
 
 
