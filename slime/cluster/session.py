@@ -49,7 +49,6 @@ def connect() -> None:
     global connected
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    import psutil
     import ray
 
     if ray.is_initialized():
@@ -62,7 +61,6 @@ def connect() -> None:
             f"Ray's workers would import {other} in place of {package}: start in another folder"
         )
     connected = True
-    before = psutil.Process().children()
     common: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": "ERROR",
@@ -75,6 +73,15 @@ def connect() -> None:
         with _signals_left_to_us():
             ray.init(address=os.environ["RAY_ADDRESS"], **common)
         return
+    _start_private(common)
+
+
+def _start_private(common: dict[str, Any]) -> None:
+    """Start a cluster of this process alone, with what :func:`connect` gives to ``ray.init``."""
+    import psutil
+    import ray
+
+    before = psutil.Process().children()
     _require_own_token()
     # Nobody restarts the head of a private cluster, so waiting a minute for it, which is Ray's
     # default, is useless.

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from statistics import fmean
 from typing import SupportsFloat
 
-from slime.algorithms.algorithm import Scored, checked_numbers, subtract_baseline
+from slime.algorithms.algorithm import Algorithm, Scored, checked_numbers, subtract_baseline
 from slime.algorithms.baselines import overlong_penalty
 from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
@@ -115,19 +115,34 @@ def post_process_rewards(
                 rewards[i] = value
         return raw, rewards
     for group in groups.values():
-        # The baseline is that of rollouts; the samples of one rollout then share its reward.
-        means = [mean_reward([shaped[i] for i in members]) for members in group.values()]
-        reduced = subtract_baseline(algorithm, means)
-        for position, members in enumerate(group.values()):
-            for i in members:
-                if shaped[i] == means[position]:
-                    rewards[i] = reduced[position]
-                    continue
-                # A sample whose reward is not that of its rollout (the overlong penalty depends on
-                # its length, say) is compared with the other rollouts.
-                own = [*means[:position], shaped[i], *means[position + 1 :]]
-                rewards[i] = subtract_baseline(algorithm, own)[position]
+        for i, reward in _compared(algorithm, shaped, list(group.values())).items():
+            rewards[i] = reward
     return raw, rewards
+
+
+def _compared(
+    algorithm: Algorithm, rewards: Sequence[float], rollouts: Sequence[Sequence[int]]
+) -> dict[int, float]:
+    """Return the rewards of the samples of one group minus its baseline, by position.
+
+    The baseline is that of rollouts; the samples of one rollout then share its reward.
+
+    Args:
+        rollouts: The positions of the samples of each rollout.
+    """
+    means = [mean_reward([rewards[i] for i in members]) for members in rollouts]
+    reduced = subtract_baseline(algorithm, means)
+    found: dict[int, float] = {}
+    for position, members in enumerate(rollouts):
+        for i in members:
+            if rewards[i] == means[position]:
+                found[i] = reduced[position]
+                continue
+            # A sample whose reward is not that of its rollout (the overlong penalty depends on its
+            # length, say) is compared with the other rollouts.
+            own = [*means[:position], rewards[i], *means[position + 1 :]]
+            found[i] = subtract_baseline(algorithm, own)[position]
+    return found
 
 
 def _mean_parts(samples: Sequence[Sample], members: Sequence[int]) -> dict[str, float]:

@@ -145,22 +145,7 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
     metrics.update(
         {f"code/{outcome}_count": float(count) for outcome, count in sorted(outcomes.items())}
     )
-    # Caches and drafts of the engines; counters that no engine reported are left out.
-    prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
-    if prompt_tokens:
-        cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
-        metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
-        metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
-    drafted = sum(sample.spec_info.spec_draft_token_num for sample in samples)
-    if drafted:
-        metrics["spec_accept_rate"] = (
-            sum(sample.spec_info.spec_accept_token_num for sample in samples) / drafted
-        )
-    verified = sum(sample.spec_info.spec_verify_ct for sample in samples)
-    if verified:
-        metrics["spec_accept_length"] = (
-            sum(sample.spec_info.completion_token_num for sample in samples) / verified
-        )
+    metrics.update(_engine_metrics(samples))
     # Several rewards, each over the samples that have it.
     parts: dict[str, list[float]] = {}
     for sample in samples:
@@ -182,6 +167,27 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
         )
         metrics.update(
             {f"error_cat/{name}": count / len(samples) for name, count in sorted(found.items())}
+        )
+    return metrics
+
+
+def _engine_metrics(samples: Sequence[Sample]) -> Metrics:
+    """Return the use of the engines' caches and drafts; what no engine reported is left out."""
+    metrics: Metrics = {}
+    prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
+    if prompt_tokens:
+        cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
+        metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
+        metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
+    drafted = sum(sample.spec_info.spec_draft_token_num for sample in samples)
+    if drafted:
+        metrics["spec_accept_rate"] = (
+            sum(sample.spec_info.spec_accept_token_num for sample in samples) / drafted
+        )
+    verified = sum(sample.spec_info.spec_verify_ct for sample in samples)
+    if verified:
+        metrics["spec_accept_length"] = (
+            sum(sample.spec_info.completion_token_num for sample in samples) / verified
         )
     return metrics
 

@@ -114,14 +114,7 @@ def build_scorer(
         else policy
     )
     _select(scorer, model, args.only_train_params_name_list, args.freeze_params_name_list)
-    # Precision of the weights: codes of a quantized base, a narrow base of an adapter, 8-bit
-    # products.
-    if args.lora_base_quantization:
-        quantize_base(decoder_layers(model), args.lora_base_quantization, device)
-    if lora is not None or args.bf16_master_weights:
-        _cast(scorer, DTYPES[args.train_dtype], trained=args.bf16_master_weights)
-    if args.float8_training:
-        use_float8(decoder_layers(model), args.float8_training)
+    _set_precision(args, scorer, model, lora is not None, device)
     # Recomputation goes inside of compiled layers, and both inside of FSDP's hooks, so the order is
     # fixed.
     if args.gradient_checkpointing:
@@ -141,6 +134,20 @@ def build_scorer(
     if world_size > 1:
         require_same_names(model)
     return scorer, _builder(model, device, *layout)
+
+
+def _set_precision(
+    args: Args, scorer: Scorer, model: PreTrainedModel, adapter: bool, device: torch.device
+) -> None:
+    """Store the weights as the flags say: codes of a quantized base, a narrow base of an adapter,
+    8-bit products.
+    """
+    if args.lora_base_quantization:
+        quantize_base(decoder_layers(model), args.lora_base_quantization, device)
+    if adapter or args.bf16_master_weights:
+        _cast(scorer, DTYPES[args.train_dtype], trained=args.bf16_master_weights)
+    if args.float8_training:
+        use_float8(decoder_layers(model), args.float8_training)
 
 
 def _use_kernels(model: PreTrainedModel, stateful: bool, compiled: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slime.config.args import Args
 from slime.data.sample import Sample, flatten
@@ -244,11 +245,13 @@ def check_sampled(
         _check_sample(bench, fn, sample, requests)
 
 
-def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Request]) -> None:
-    # Without a response, nothing is trained.
+def _sampled_tokens(
+    bench: Bench, sample: Sample, requests: Sequence[Request]
+) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
+    """Return, for each token of the response, whether an engine sampled it, the log-prob that the
+    engine told, and that of the sample (0 where there is none).
+    """
     length = sample.response_length
-    if not length:
-        return
     tokens = list(sample.tokens)
     sampled = np.zeros(len(tokens), bool)
     scores = np.zeros(len(tokens))
@@ -284,6 +287,16 @@ def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
     # of tokens that were made anew from a text, none are known
     scores[~sampled & in_text] = given[~sampled & in_text]
     sampled |= in_text
+    return sampled, scores, given
+
+
+def _check_sample(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Request]) -> None:
+    # Without a response, nothing is trained.
+    length = sample.response_length
+    if not length:
+        return
+    tokens = list(sample.tokens)
+    sampled, scores, given = _sampled_tokens(bench, sample, requests)
     if not sampled.any():
         if any(request.ids for request in requests):
             bench.notes.append(

@@ -8,13 +8,16 @@ import math
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from slime.data.fields import RankBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -80,27 +83,36 @@ def reference_scores(
         if with_gradients:
             found.loss += float(loss.detach())
             loss.backward()
-    # Why gradients take the place of the weights: they need the names and shapes of the checkpoint,
-    # which may differ from those of the modules (experts in one tensor, transposed matrices), and
-    # the export knows how to rename and reshape weights. Buffers have no gradient: they are filled
-    # with infinity, which marks what came from them.
     if with_gradients:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.data = (
-                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                )
-            # they have no gradient, and may have other names in the checkpoint
-            for buffer in model.buffers():
-                buffer.data = (
-                    torch.full_like(buffer, math.inf) if buffer.is_floating_point() else buffer
-                )
-        gradients = {name: t.detach().clone() for name, t in iter_hf_weights(model, torch.float32)}
-        found.gradients = {name: g for name, g in gradients.items() if not g.isinf().all()}
+        found.gradients = _gradients(model)
         found.grad_norm = math.sqrt(
             sum(float((g.double() ** 2).sum()) for g in found.gradients.values())
         )
     return found
+
+
+def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the gradients of a model under the names of its checkpoint, in float32.
+
+    They take the place of the weights, because the export knows how to rename and reshape weights:
+    the names and shapes of the checkpoint may differ from those of the modules (experts in one
+    tensor, transposed matrices). Buffers have no gradient: they are filled with infinity, which
+    marks what came from them.
+    """
+    from slime.backends.fsdp.hf_weights import iter_hf_weights
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
+        # they have no gradient, and may have other names in the checkpoint
+        for buffer in model.buffers():
+            buffer.data = (
+                torch.full_like(buffer, math.inf) if buffer.is_floating_point() else buffer
+            )
+    gradients = {name: t.detach().clone() for name, t in iter_hf_weights(model, torch.float32)}
+    return {name: g for name, g in gradients.items() if not g.isinf().all()}
 
 
 SIZE = 4
