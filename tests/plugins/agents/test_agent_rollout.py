@@ -59,7 +59,9 @@ async def test_functions(
     args = run_arguments(tiny_model, engine, program)
     samples = await run_group(args)
     assert args.custom_generate_function_path == "slime.plugins.agents.rollout.generate"
-    assert [sample.reward for sample in samples] == [reward] * 2 and len(samples) == 2 * leaves
+    # a dict of numbers is several rewards, and their sum is trained
+    total = sum(reward.values()) if isinstance(reward, dict) else reward
+    assert [sample.reward for sample in samples] == [total] * 2 and len(samples) == 2 * leaves
     assert samples[0].tokens != samples[1].tokens, "each sample of a group has seeds of its own"
     tokenizer = GenerateState(args).tokenizer
     for sample in samples:
