@@ -67,7 +67,8 @@ def test_loss(case: dict[str, Any]) -> None:
 def test_nothing_is_missing_from_the_file() -> None:
     check_all_are_there(DATA, FUNCTIONS, CORE)
     functions = DATA["functions"]
-    assert {case["loss"] for case in DATA["losses"]} == set(LOSSES)
+    # token_sum is the losses of slime.Session, which tests/e2e/test_primitives.py computes.
+    assert {case["loss"] for case in DATA["losses"]} == set(LOSSES) - {"token_sum"}
     assert {case["inputs"].get("kl_loss_type") for case in functions} >= set(KL_TYPES)
     settings = [case["args"] for case in functions if case["function"] == "compute_mis_weights"]
     assert {(a["tis_level"], a["tis_mode"]) for a in settings if "tis_mode" in a} == set(

@@ -564,7 +564,10 @@ async def test_a_class_style_reward_model_scores_groups_in_batches(tokenizer_dir
         "def helper(): pass\n"
     )
     args = arguments(
-        tokenizer_dir, custom_rm_path=hook(code, file="custom_rm.py"), rm_model_path=None
+        tokenizer_dir,
+        custom_rm_path=hook(code, file="custom_rm.py"),
+        rm_model_path=None,
+        reward_key="score",
     )
     async with SmallEngine() as engine:
         groups = await roll(engine.serve(args))

@@ -300,6 +300,7 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
     from slime.plugins.agents.conversation import ModelTurn
     from slime.rollout.group import TURNS
     from slime.rollout.rm_hub.dispatch import async_rm, batched_async_rm
+    from slime.rollout.rm_hub.outcome import FAILURE_KEY, RAISED, failure
 
     found: list[object] = []
     for sample in samples:
@@ -329,9 +330,13 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
                 if args.group_rm
                 else [run(async_rm(args, sample))]
             )
-        # The user's function can raise anything, and would raise it in the run, too.
+        # A wrong label or path of a function, which would end the run.
         except Exception as error:
             yield f"  reward of its own answer {answer!r}: {type(error).__name__}: {error}"
+            yield "  slime check-hooks with the same flags tests your functions further"
+            return
+        if failure(sample) == RAISED:
+            yield f"  reward of its own answer {answer!r}: {sample.metadata[FAILURE_KEY]}"
             yield "  slime check-hooks with the same flags tests your functions further"
             return
     yield f"  reward of its own answer {samples[0].response!r}: {found[0]}"
