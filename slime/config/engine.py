@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.config.files import load_yaml, read_table
+from slime.config.files import form_problems, load_yaml, read_table
 from slime.config.flag import DERIVED, Section, flag, path_flag
 from slime.config.passthrough import KEYS, REASONS
 
@@ -167,10 +167,7 @@ def read_server_groups(
 
 def _check_form(document: object) -> None:
     """Check the types and names in the file. All that is wrong is told at once."""
-    from jsonschema import Draft202012Validator
-
-    errors = Draft202012Validator(read_table("sglang_config.json")).iter_errors(document)
-    if problems := [f"{error.json_path.removeprefix('$.')}: {error.message}" for error in errors]:
+    if problems := form_problems(document, read_table("sglang_config.json")):
         raise ServerGroupError("; ".join(problems))
 
 

@@ -4,10 +4,11 @@ of a data file.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,6 +110,50 @@ def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
             f"{type(content).__name__}"
         ]
     return content, []
+
+
+def form_problems(document: object, schema: Mapping[str, object]) -> list[str]:
+    """Return one line for each place where a document differs from a JSON schema."""
+    from jsonschema import Draft202012Validator
+
+    errors = Draft202012Validator(schema).iter_errors(document)
+    return [f"{error.json_path.removeprefix('$.')}: {error.message}" for error in errors]
+
+
+def read_named_rows(
+    path: str,
+    option: str,
+    kind: type,
+    problems_of: Callable[[Mapping[str, Any]], list[str]],
+) -> list[Mapping[str, Any]]:
+    """Read a YAML file that is a list of mappings with a name each.
+
+    Args:
+        kind: The dataclass whose fields are the keys that a mapping may have.
+        problems_of: Returns what else is wrong with a mapping.
+
+    Raises:
+        ValueError: Something is wrong with the file. The message has a line for each problem.
+        OSError: The file cannot be read.
+    """
+    rows = load_yaml(Path(path).expanduser())
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"{option} {path}: it must be a list of mappings with a name each")
+    known = [field.name for field in dataclasses.fields(kind)]
+    problems = []
+    names: list[str] = []
+    for row in rows:
+        if not isinstance(row, Mapping) or not isinstance(row.get("name"), str):
+            problems.append(f"{row!r} has no name")
+            continue
+        name = row["name"]
+        found = [f"{key!r} is none of {', '.join(known)}" for key in row if key not in known]
+        found += ["two have this name"] if name in names else []
+        problems += [f"{name}: {problem}" for problem in [*found, *problems_of(row)]]
+        names.append(name)
+    if problems:
+        raise ValueError("\n".join(f"{option} {path}: {problem}" for problem in problems))
+    return rows
 
 
 class NamedDataError(ValueError):

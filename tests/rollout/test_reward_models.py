@@ -194,7 +194,7 @@ async def test_a_rubric_weighs_functions_and_a_judge(smollm2, judge, tmp_path):
         ("- {name: a, rm_type: math, judge: x}", "one of rm_type, path and judge"),
         ("- {name: a, rm_type: math, weight: 0}", "above 0"),
         ("- {name: a, rm_type: math, wieght: 1}", "'wieght'"),
-        ("- {name: a, rm_type: math}\n- {name: a, rm_type: f1}", "two items"),
+        ("- {name: a, rm_type: math}\n- {name: a, rm_type: f1}", "a: two have this name"),
         ("- {rm_type: math}", "no name"),
     ],
 )

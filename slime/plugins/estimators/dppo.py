@@ -9,17 +9,15 @@ Sources: arXiv 2602.04879; for the regulariser arXiv 2602.02276 (Kimi K2.5).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from slime.algorithms.algorithm import Row
-from slime.algorithms.grpo import Grpo
 from slime.algorithms.sequences import exp_ratio
 from slime.config.flag import flag
 
 from .k2_5 import log_ratio_penalty
-from .shared import flags_or_defaults, notice_of_unused_clip
+from .shared import EngineTrustRegion, flags_or_defaults, notice_of_unused_clip
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,13 +95,10 @@ def compute_dppo_loss(
     return -keep * exp_ratio(-ppo_kl) * advantages, 1 - keep
 
 
-class Dppo(Grpo):
+class Dppo(EngineTrustRegion):
     """GRPO's advantages in a trust region of probabilities around the engine's policy."""
 
     zero_advantage_has_no_gradient = True  # the loss is a product with the advantage
-    requires: ClassVar[Mapping[str, str]] = {
-        "use_rollout_logprobs": "the trust region is around the policy that sampled the tokens, the engine's"
-    }
     row = Row(
         "as `grpo`",
         "−ρ·A, 0 where the token has moved by more than δ in the direction of A: abs(π − μ), or "

@@ -4,14 +4,24 @@ the advantage.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from slime.algorithms.algorithm import EstimatorSettings
+from slime.algorithms.grpo import Grpo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+
+
+class EngineTrustRegion(Grpo):
+    """GRPO's advantages with a loss in a trust region around the engine's policy."""
+
+    requires: ClassVar[Mapping[str, str]] = {
+        "use_rollout_logprobs": "the trust region is around the policy that sampled the tokens, the engine's"
+    }
 
 
 def flags_or_defaults(settings: EstimatorSettings, kind: type[T]) -> T:

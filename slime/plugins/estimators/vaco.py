@@ -7,16 +7,15 @@ bound are this file's, and were not compared with the authors' code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from slime.algorithms.algorithm import Row
-from slime.algorithms.grpo import Grpo
 from slime.algorithms.sequences import IDENTITY, Reduce, exp_ratio, sequence_means, spread
 from slime.config.flag import flag
 
-from .shared import flags_or_defaults, notice_of_unused_clip
+from .shared import EngineTrustRegion, flags_or_defaults, notice_of_unused_clip
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,13 +54,10 @@ def vaco_keep(
     return 1 - (far & (advantages * away >= 0)).to(ppo_kl.dtype)
 
 
-class Vaco(Grpo):
+class Vaco(EngineTrustRegion):
     """GRPO's advantages in a trust region of responses around the engine's policy."""
 
     zero_advantage_has_no_gradient = True  # the loss is a product with the advantage
-    requires: ClassVar[Mapping[str, str]] = {
-        "use_rollout_logprobs": "the trust region is around the policy that sampled the tokens, the engine's"
-    }
     row = Row(
         "as `grpo`",
         "−ρ·A, 0 where the mean of abs(ρ − 1)/2 over the response is above δ and the token does not "

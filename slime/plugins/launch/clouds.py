@@ -20,7 +20,7 @@ def rayjob(job: Job) -> str:
         CommandError: The file has no ``image``.
     """
     if not job.image:
-        raise CommandError("job/image is missing: pods need an image that holds slime")
+        raise CommandError("job.image is missing: pods need an image that holds slime")
     group = {"rayStartParams": {"num-gpus": str(job.gpus_per_node)}, "template": _pod(job)}
     workers = [
         {"groupName": "gpu", "replicas": n, "minReplicas": n, "maxReplicas": n, **group}

@@ -115,24 +115,21 @@ def read_run_file(file: Path) -> Job:
     Raises:
         CommandError: The file cannot be read, a key is missing or unknown, or a flag does not exist.
     """
-    import yaml
-    from jsonschema import Draft202012Validator
-
+    from slime.config.files import form_problems, load_yaml
     from slime.config.parser import read_command_line
 
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = load_yaml(file)
+    except (OSError, ValueError) as error:
         raise CommandError(f"cannot read {file}: {error}") from error
-    errors = sorted(Draft202012Validator(SCHEMA).iter_errors(content), key=lambda e: list(e.path))
-    problems = ["/".join(map(str, e.absolute_path)) + f": {e.message}" for e in errors]
+    problems = form_problems(content, SCHEMA)
     if not problems:
         words = flag_words(content["run"])
         problems = read_command_line(words)[1]
         if " " in str(content["run"]["save"]):
-            problems.append("run/save: the path has a space, which the job's shell would split")
+            problems.append("run.save: the path has a space, which the job's shell would split")
     if problems:
-        raise CommandError(f"{file}: " + "; ".join(problem.lstrip(": ") for problem in problems))
+        raise CommandError(f"{file}: " + "; ".join(problems))
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in content["job"].items()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slime.config.files import load_yaml
+from slime.config.files import read_named_rows
 from slime.config.flag import path_flag
 
 if TYPE_CHECKING:
@@ -69,48 +67,21 @@ def read_mixture(path: str) -> tuple[MixedSet, ...]:
     Raises:
         ValueError: Something is wrong with it. The message has a line for each problem.
     """
-    rows = load_yaml(Path(path).expanduser())
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(
-            f"--prompt-mixture {path}: it must be a list of data sets with a name and a path"
-        )
-    problems = [f"--prompt-mixture {path}: {line}" for row in rows for line in _problems(row)]
-    names = [row.get("name") for row in rows if isinstance(row, Mapping)]
-    problems += [
-        f"--prompt-mixture {path}: two data sets are named {name!r}"
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
+    rows = read_named_rows(path, "--prompt-mixture", MixedSet, _problems)
     mixed = tuple(MixedSet(**row) for row in rows)
     if not sum(weight_at(one.weight, 0.0) for one in mixed):
         raise ValueError(f"--prompt-mixture {path}: all weights are 0 at the beginning")
     return mixed
 
 
-def _problems(row: object) -> list[str]:
-    if not isinstance(row, Mapping) or not all(
-        isinstance(row.get(key), str) for key in ("name", "path")
-    ):
-        return [f"{row!r} needs a name and a path"]
-    known = [field.name for field in dataclasses.fields(MixedSet)]
-    problems = [
-        f"{row['name']}: {key!r} is none of {', '.join(known)}" for key in row if key not in known
-    ]
+def _problems(row: Mapping[str, Any]) -> list[str]:
+    problems = [] if isinstance(row.get("path"), str) else ["it needs a path"]
     weight = row.get("weight", 1.0)
     given = weight if isinstance(weight, Mapping) else {0: weight}
-    if not given or any(
-        isinstance(key, bool) or not isinstance(key, int) or key < 0 for key in given
-    ):
-        problems.append(f"{row['name']}: a schedule has weights by the number of a rollout")
-    if any(
-        isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0
-        for value in given.values()
-    ):
-        problems.append(
-            f"{row['name']}: its weight {weight!r} must be a number that is not negative"
-        )
+    if not given or any(type(key) is not int or key < 0 for key in given):
+        problems.append("a schedule has weights by the number of a rollout")
+    if any(type(value) not in (int, float) or not value >= 0 for value in given.values()):
+        problems.append(f"its weight {weight!r} must be a number that is not negative")
     return problems
 
 

@@ -5,14 +5,13 @@ It is read when flags are parsed, so nothing heavy is imported.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slime.config.files import load_yaml
+from slime.config.files import read_named_rows
 from slime.config.flag import path_flag
 from slime.registry import parts
 
@@ -63,38 +62,22 @@ def read_rubric(path: str) -> tuple[Item, ...]:
 
 @functools.cache
 def _read(path: str, changed: int) -> tuple[Item, ...]:
-    rows = load_yaml(Path(path).expanduser())
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f"--rubric {path}: it must be a list of items with a name each")
-    problems = [f"--rubric {path}: {line}" for row in rows for line in _problems(row)]
-    names = [row.get("name") for row in rows if isinstance(row, Mapping)]
-    problems += [
-        f"--rubric {path}: two items are named {name!r}"
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
+    rows = read_named_rows(path, "--rubric", Item, _problems)
     return tuple(Item(**row) for row in rows)
 
 
-def _problems(row: object) -> list[str]:
-    if not isinstance(row, Mapping) or not isinstance(row.get("name"), str):
-        return [f"{row!r} has no name"]
-    name = row["name"]
-    known = [field.name for field in dataclasses.fields(Item)]
-    problems = [f"item {name}: {key!r} is none of {', '.join(known)}" for key in row.keys() - known]
-    kinds = [kind for kind in ("rm_type", "path", "judge") if row.get(kind) is not None]
-    if len(kinds) != 1:
-        problems.append(f"item {name} needs one of rm_type, path and judge")
+def _problems(row: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if sum(row.get(kind) is not None for kind in ("rm_type", "path", "judge")) != 1:
+        problems.append("it needs one of rm_type, path and judge")
     weight = row.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-        problems.append(f"item {name}: its weight {weight!r} is not a number above 0")
+    if type(weight) not in (int, float) or not weight > 0:
+        problems.append(f"its weight {weight!r} is not a number above 0")
     kind = row.get("rm_type")
     if kind is not None and (
         kind == "rubric" or str(kind).removeprefix("boxed_") not in parts("reward")
     ):
-        problems.append(f"item {name}: {kind!r} is not a reward type that an item can have")
+        problems.append(f"{kind!r} is not a reward type that an item can have")
     return problems
 
 

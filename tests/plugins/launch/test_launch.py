@@ -55,13 +55,13 @@ def test_flags_are_words_of_a_command_line() -> None:
 @pytest.mark.parametrize(
     ("job", "run", "told"),
     [
-        ({"nodes": 0}, {}, "job/nodes"),
+        ({"nodes": 0}, {}, "job.nodes"),
         ({"node": 2}, {}, "node"),
-        ({"workdir": "relative"}, {}, "job/workdir"),
-        ({"name": "Has Spaces"}, {}, "job/name"),
+        ({"workdir": "relative"}, {}, "job.workdir"),
+        ({"name": "Has Spaces"}, {}, "job.name"),
         ({}, {"colocat": True}, "--colocate"),
         ({}, {"lr": "fast"}, "--lr"),
-        ({}, {"save": "/a b"}, "run/save"),
+        ({}, {"save": "/a b"}, "run.save"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_written(

@@ -132,12 +132,12 @@ def test_one_curve_for_each_data_set() -> None:
     ("text", "problem"),
     [
         ("[]", "must be a list"),
-        ("- {name: a}", "a name and a path"),
+        ("- {name: a}", "a: it needs a path"),
         ("- {name: a, path: x, wieght: 1}", "'wieght'"),
         ("- {name: a, path: x, weight: -1}", "not negative"),
         ("- {name: a, path: x, weight: {-1: 1}}", "number of a rollout"),
         ("- {name: a, path: x, weight: 0}", "all weights are 0"),
-        ("- {name: a, path: x}\n- {name: a, path: y}", "two data sets"),
+        ("- {name: a, path: x}\n- {name: a, path: y}", "a: two have this name"),
     ],
 )
 def test_what_is_wrong_with_the_file_is_told(text: str, problem: str, tmp_path: Path) -> None:
