@@ -120,7 +120,7 @@ def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
     Args:
         rank, sync, backend: ``--lora-rank``, ``--lora-sync`` and ``--rollout-backend``.
     """
-    return ADAPTER_NAME if rank and sync == "adapter" and backend == "sglang" else None
+    return ADAPTER_NAME if rank and sync == "adapter" and backend != "embedded" else None
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

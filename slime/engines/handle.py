@@ -241,7 +241,8 @@ class EngineHandle:
             source: The factors, or a folder with PEFT's files.
 
         Raises:
-            EngineError: The engine was started without ``--enable-lora``.
+            EngineError: The engine was started without ``--enable-lora``, or it opens the factors
+                in shared memory and is on another host.
         """
         import orjson
 
@@ -255,6 +256,11 @@ class EngineHandle:
             body: dict[str, object] = {"lora_name": name, "lora_path": str(source)}
             return AdapterRequest(name, "/load_lora_adapter", orjson.dumps(body))
         if api.capabilities.plain_handles:
+            if not source.shared and not is_local(self.url):
+                raise EngineError(
+                    f"{self.url} is on another host, and takes adapters from files or shared "
+                    "memory: use --update-weight-transport disk, or --lora-sync merged"
+                )
             body = {"config_dict": dict(config), **handles(source.bucket, is_local(self.url))}
         else:
             tensors = source.body(self._ranks, newest=api.capabilities.adapter_digests)

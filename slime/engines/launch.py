@@ -54,7 +54,7 @@ class EngineSettings:
         options: The given options of a registered engine (``--NAME-…``), by attribute name.
         keys: The keys that the engine asks for; see :mod:`slime.engines.keys`.
         whole_vocabulary: Whether no flag asks for top-p or top-k sampling.
-        adapter_rank: The rank of the adapters that an SGLang engine shall load by name; 0 for none.
+        adapter_rank: The rank of the adapters that an engine shall load by name; 0 for none.
         adapter_targets: The projections that these adapters may change.
         inline: Whether the embedded engine runs on threads of this process: ``port`` with a port as
             well, ``None`` in a process of its own.

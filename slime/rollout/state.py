@@ -60,7 +60,7 @@ class RequestSettings:
         returns_experts: Whether engines report the experts of each token
             (``--use-rollout-routing-replay``).
         adapter: The name of the trained adapter, for engines that load adapters by name
-            (``--lora-sync adapter`` with SGLang).
+            (``--lora-sync adapter`` with SGLang or vLLM).
         vocabulary: The number of token ids of the model; None if config.json does not tell it.
     """
 

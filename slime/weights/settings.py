@@ -89,8 +89,9 @@ class WeightSyncSettings:
         adapter: The description of an adapter whose factors are sent (see :class:`AdapterSync`);
             None to send weights.
         same_process: Whether the only engine is in this process (``--inline``).
-        adapter_name: The name under which engines load the adapter and requests ask for it
-            (SGLang). None for engines that apply the adapter of the last update to every request.
+        adapter_name: The name under which engines load the adapter and requests ask for it. None
+            for engines that apply the adapter of the last update to every request.
+        adapter_of_sglang: Whether SGLang reads the adapter's description (:func:`sglang_adapter`).
         on_written: The function of ``--custom-update-weight-post-write-path``, with its argument
             ``args`` bound.
     """
@@ -109,6 +110,7 @@ class WeightSyncSettings:
     on_written: Written | None = None
     adapter: Mapping[str, object] | None = None
     adapter_name: str | None = None
+    adapter_of_sglang: bool = False
     fp8: Fp8Format | None = None
     untied_engines: bool = False
     same_process: bool = False
@@ -126,8 +128,8 @@ class WeightSyncSettings:
         config = sent.config
         sync = self.sync
         if self.adapter_name is not None and config is not None:
-            config = sglang_adapter(config)
-            # SGLang replaces an adapter only when no request has it any more
+            config = sglang_adapter(config) if self.adapter_of_sglang else config
+            # engines replace an adapter only when no request has it any more
             sync = replace(sync, update_weight_pause_mode="abort")
         return replace(self, only_train=(changing,), adapter=config, sync=sync)
 
@@ -156,6 +158,7 @@ class WeightSyncSettings:
             phase_seconds=float(args.phase_timeout),
             on_written=_post_write_hook(args),
             adapter_name=named,
+            adapter_of_sglang=args.rollout_backend == "sglang",
             same_process=inline_engine(args) is not None,
             fp8=fp8_format(
                 args, args.rollout_backend, args.hf_checkpoint, args.rollout_num_gpus_per_engine

@@ -209,19 +209,20 @@ SGLANG: dict[str, Any] = dict(
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def test_sglang_loads_the_adapter_by_name_if_it_is_asked_to() -> None:
-    args = make_args(**SGLANG, offload_rollout=True, update_weight_pause_mode="drain")
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_engines_load_the_adapter_by_name_if_they_are_asked_to(backend: str) -> None:
+    by_name = SGLANG | {"rollout_backend": backend}
+    args = make_args(**by_name, offload_rollout=True, update_weight_pause_mode="drain")
     settings = WeightSyncSettings.from_args(args)
     assert settings.adapter_name == GenerateState(args).requests.adapter == ADAPTER_NAME
     assert not settings.engines_lose_weights
     # Nobody loads the adapter without a trainer, so requests that name it would be refused.
-    assert GenerateState(make_args(**SGLANG, debug_rollout_only=True)).requests.adapter is None
+    assert GenerateState(make_args(**by_name, debug_rollout_only=True)).requests.adapter is None
     args = args.with_values(lora_sync="merged")
     settings = WeightSyncSettings.from_args(args)
-    assert (
-        settings.adapter_name is None is GenerateState(args).requests.adapter
-        and settings.engines_lose_weights
-    )
+    assert settings.adapter_name is None is GenerateState(
+        args
+    ).requests.adapter and settings.engines_lose_weights is (backend == "sglang")
     assert engine_adapter(8, "adapter", "embedded") is None  # the embedded engine needs no name
 
 
@@ -241,6 +242,9 @@ def test_projections_for_which_sglang_makes_room(targets: list[str], room: list[
     ("flags", "config", "said"),
     [
         ({}, {"model_type": "qwen3"}, None),
+        ({"rollout_backend": "vllm", "lora_target_modules": ["q_proj", "gate"]}, {}, None),
+        ({"rollout_backend": "vllm", "update_weight_pause_mode": "retract"}, {}, "use abort"),
+        ({"rollout_backend": "vllm"}, {"num_experts": 8}, "routed experts"),
         ({"update_weight_pause_mode": "abort"}, {}, None),
         ({"update_weight_pause_mode": "retract"}, {}, "use abort"),
         ({"update_weight_pause_mode": "in_place"}, {}, "use abort"),
@@ -255,7 +259,7 @@ def test_projections_for_which_sglang_makes_room(targets: list[str], room: list[
         ({}, {"model_type": "phi3"}, "fused projections"),
     ],
 )
-def test_flags_and_models_with_which_sglang_loads_no_adapter(
+def test_flags_and_models_with_which_engines_load_no_adapter_by_name(
     flags: dict[str, Any], config: dict[str, Any], said: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

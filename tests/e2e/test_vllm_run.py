@@ -81,8 +81,14 @@ def test_grpo_over_two_servers_of_which_one_dies(
     assert runner.wait_gone() == []
 
 
-def test_log_probs_of_vllm_are_those_of_the_trainer(runner, vllm_flags: list[object]) -> None:
-    result = runner.inline(*vllm_flags, "--rollout-temperature", 0.7)
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["weights", "adapter"])
+def test_log_probs_of_vllm_are_those_of_the_trainer(
+    runner, vllm_flags: list[object], how: str
+) -> None:
+    """After each update, also where every version of an adapter is loaded and named by requests."""
+    adapter = ("--lora-rank", 8, "--lr", "1e-2", "--lora-sync", how) if how == "adapter" else ()
+    result = runner.inline(*vllm_flags, "--rollout-temperature", 0.7, *adapter)
     assert result.code == 0, result.output
     for row in result.metrics():
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-4

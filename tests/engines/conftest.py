@@ -46,7 +46,10 @@ def contract_engine(
         folders = [tmp_path_factory.mktemp(f"tiny-vllm-{seed}") for seed in (0, 1)]
         model, other = (save_tiny_llama(f, i, head_dim=32) for i, f in enumerate(folders))
     of_sglang = {"sglang": {"device": "cpu", "max_total_tokens": 8192}} if kind == "sglang" else {}
-    process = start_engine(model, spawned=True, rollout_backend=kind, keys=KEYS, **of_sglang)
+    adapters = {"lora_rank": 8, "lora_sync": "adapter", "lora_target_modules": ["all-linear"]}
+    process = start_engine(
+        model, spawned=True, rollout_backend=kind, keys=KEYS, **of_sglang, **adapters
+    )
     surface = run(EngineHandle(process.url).connect())
     return ContractEngine(kind, process, model, other, surface.capabilities)
 

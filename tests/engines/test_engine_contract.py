@@ -17,17 +17,19 @@ import psutil
 import pytest
 import torch
 from engine_parts import KEYS, ContractEngine
+from safetensors.torch import save_file
 
 from slime.config.hf_config import context_length, read_config
 from slime.config.rollout import ENGINES_OWN
 from slime.engines import http
 from slime.engines.handle import EngineHandle
 from slime.engines.keys import ServerKeys, auth_headers, send_key
-from slime.engines.payload import Bucket
+from slime.engines.payload import Bucket, adapter_payload, shared_memory
 from slime.engines.process import free_port
 from slime.engines.sglang_api import Broadcast, EngineError
 from slime.rollout.rm_hub.outcome import says_too_long
 from slime.utils.async_utils import run
+from slime.weights.audit import score
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]  # a server starts with the first test
 
@@ -610,6 +612,80 @@ def test_weights_by_name(engine_url: str, contract_engine: ContractEngine) -> No
     values = post(engine_url, {"name": name, "truncate_size": 2}, "/get_weights_by_name")
     expected = tensors(contract_engine.model)[name][:2].float()
     torch.testing.assert_close(torch.tensor(values), expected)
+
+
+# --- adapters
+# ---------------------------------------------------------------------------------------------
+
+
+def adapter(model: Path, seed: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """PEFT's configuration and random factors of all projections of the attention's inputs."""
+    weights = {
+        name.removesuffix(".weight"): tensor
+        for name, tensor in tensors(model).items()
+        if name.rpartition("_proj")[0].endswith(("q", "k", "v"))
+    }
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8.0}
+    config |= {"bias": "none", "target_modules": list(weights), "base_model_name_or_path": ""}
+    torch.manual_seed(seed)
+    factors = {}
+    for name, weight in weights.items():
+        rows, columns = weight.shape
+        factors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(4, columns)
+        factors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, 4)
+    return config, factors
+
+
+def merged_scores(model: Path, factors: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
+    """Log-probs of each token but the first, with the adapter merged into the weights."""
+    from transformers import AutoModelForCausalLM
+
+    merged = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for name, a in factors.items():
+        if ".lora_A." in name:
+            layer = merged.get_submodule(name.removeprefix("base_model.model.").split(".lora_A")[0])
+            layer.weight.data += 2.0 * factors[name.replace("lora_A", "lora_B")] @ a
+    with torch.no_grad():
+        scores = merged(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    return scores.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+@pytest.mark.capability("named_adapters")
+def test_adapters_by_name(
+    handle: EngineHandle, contract_engine: ContractEngine, tmp_path: Path
+) -> None:
+    """From files and from memory; a new one takes the place of that of its name, and its KV cache
+    is not that of the old one."""
+    model = contract_engine.model
+    tokens = list(range(20, 84))
+    (config, first), (_, second) = adapter(model, 1), adapter(model, 2)
+    save_file(first, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    in_memory = Bucket(0, list(second.items()), last=True, adapter=True)
+
+    async def load(source: Any) -> None:
+        await handle.pause("abort")
+        await handle.load_adapter(await handle.adapter_request("mine", config, source))
+        await handle.continue_generation()
+
+    def check(factors: dict[str, torch.Tensor], name: str | None) -> None:
+        found = torch.tensor(run(score(handle, tokens, name)))
+        torch.testing.assert_close(found, merged_scores(model, factors, tokens), atol=1e-4, rtol=0)
+
+    with pytest.raises(EngineError, match="mine"):
+        run(score(handle, tokens, "mine"))
+    run(load(tmp_path))
+    check(first, "mine")
+    run(load(adapter_payload(in_memory, digests=False, memory=shared_memory)))
+    check(second, "mine")
+    check({}, None)
+    run(load(tmp_path))
+    check(first, "mine")
+    for _ in range(2):  # there is none any more
+        run(handle.unload_adapter("mine"))
+    with pytest.raises(EngineError, match="mine"):
+        run(score(handle, tokens, "mine"))
+    check({}, None)
 
 
 # --- memory, health, facts

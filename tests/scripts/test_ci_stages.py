@@ -22,9 +22,8 @@ from _pytest.mark.expression import Expression
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
-
-OUTSIDE = {"cuda", "vllm"}
-"""What CI has no time or no machine for. ``scripts/test_all.sh`` runs real vLLM."""
+OUTSIDE = {"cuda"}
+"""What CI has no machine for."""
 
 compiled = functools.cache(Expression.compile)
 

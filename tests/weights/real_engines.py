@@ -18,7 +18,7 @@ from slime.weights.settings import WeightSyncSettings
 VOCAB = 64
 
 
-def save_tiny_model(path: Path) -> Path:
+def save_tiny_model(path: Path, **config: int) -> Path:
     """Two Llama layers with tied embeddings, 64 words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -29,16 +29,16 @@ def save_tiny_model(path: Path) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="w0", eos_token="w1"
     ).save_pretrained(path)
-    new_model(0).save_pretrained(path)
+    new_model(0, **config).save_pretrained(path)
     return path
 
 
-def new_model(seed: int) -> Any:
+def new_model(seed: int, **config: int) -> Any:
     """The same shape with other weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    shape = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,
@@ -49,8 +49,9 @@ def new_model(seed: int) -> Any:
         tie_word_embeddings=True,
         initializer_range=0.3,
         eos_token_id=1,
+        **config,
     )
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(shape).eval()
 
 
 def named_weights(model: Any) -> list[tuple[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from slime.weights.update import WeightUpdate
 
 
 class Engine:
-    """Takes the place of an engine; the real ones are in test_sync_sglang_lora.py."""
+    """Takes the place of an engine; the real ones are in test_sync_named_adapters.py."""
 
     capabilities = SGLANG_0_5_15.capabilities
 

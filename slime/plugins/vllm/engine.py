@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
+Folder = tempfile.TemporaryDirectory[str]
+POLL_SECONDS = 0.01
 MEMORY = ("weights", "kv_cache")
 """What vLLM's sleep releases, always both. ``cuda_graph`` has no memory of its own here."""
 
@@ -47,7 +50,8 @@ class VllmEngine:
         halted: Why nothing is computed: ``pause``, an open ``update``, or released ``memory``.
         released: The tags of memory that a client has released.
         version: The weight version.
-        adapters: The loaded adapters by name.
+        adapters: The loaded adapters by name, with the temporary folder of their files, if they have
+            one. vLLM reads the files again when it has no room for all adapters.
     """
 
     def __init__(self, llm: AsyncLLM, context_len: int, can_sleep: bool) -> None:
@@ -57,11 +61,12 @@ class VllmEngine:
         self.halted: set[str] = set()
         self.released: set[str] = set()
         self.version = "default"
-        self.adapters: dict[str, LoRARequest] = {}
+        self.adapters: dict[str, tuple[LoRARequest, Folder | None]] = {}
         self.last_step = time.monotonic()
         self.sequences: dict[str, Sequence] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them alive
         self._numbers = itertools.count(1)
+        self._resumed = asyncio.Event()
         self._weights = 0  # how often they have changed; KV cache of others is never shared
 
     @property
@@ -94,9 +99,11 @@ class VllmEngine:
             )
         adapter = None
         if request.lora_path is not None:
-            adapter = self.adapters.get(request.lora_path)
-            if adapter is None:
+            while self.halted:  # an update may be replacing the adapter
+                await self._resumed.wait()
+            if request.lora_path not in self.adapters:
                 raise BadRequest(f"lora_path: the adapter {request.lora_path!r} does not exist")
+            adapter, _ = self.adapters[request.lora_path]
         number = next(self._numbers)
         name = str(number)
         sequence = Sequence(request, number, 0)
@@ -169,6 +176,8 @@ class VllmEngine:
         self.halted.discard(reason)
         if not self.halted:
             await self.llm.resume_generation()
+            self._resumed.set()
+            self._resumed.clear()
 
     async def release(self, tags: list[str]) -> None:
         """Release memory. On a CPU nothing is released, but nothing is computed until it is resumed.
@@ -221,7 +230,6 @@ class VllmEngine:
         if not self.halted:
             await self._stand_still(retract=True)
         self.halted.add("update")
-        await self.on_workers("slime_begin")
         return True
 
     async def end_update(self) -> bool:
@@ -244,23 +252,38 @@ class VllmEngine:
 
     # --- adapters ------------------------------------------------------------------------------
 
-    async def load_adapter(self, name: str, folder: str) -> None:
-        """Load the adapter in a folder in PEFT's form under a name that is not taken."""
+    async def load_adapter(self, name: str, path: str, folder: Folder | None = None) -> None:
+        """Load the adapter in PEFT's files under a name that is not taken.
+
+        Args:
+            path: The folder of the files, which must stay as long as the adapter.
+            folder: The same, if it shall be removed with the adapter.
+        """
         if name in self.adapters:
             raise BadRequest(f"the adapter {name!r} is loaded already; unload it first")
         number = next(self._numbers)
         # The keys of the KV cache contain this name, so another version has another one.
-        request = LoRARequest(f"{name}-{number}", number, folder)
+        request = LoRARequest(f"{name}-{number}", number, path)
         try:
             await self.llm.add_lora(request)
         except Exception as error:
             raise WeightError(f"vLLM cannot load the adapter {name!r}: {error}") from error
-        self.adapters[name] = request
+        self.adapters[name] = request, folder
 
     async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter. Its requests end with the tokens so far, since vLLM would load it again
+        for the next one.
+        """
         if name not in self.adapters:
             raise BadRequest(f"the adapter {name!r} does not exist")
-        await self.llm.remove_lora(self.adapters.pop(name).lora_int_id)
+        request, folder = self.adapters.pop(name)
+        users = {n for n, one in self.sequences.items() if one.request.lora_path == name}
+        while users := users & self.sequences.keys():
+            await self.llm.abort(users)
+            await asyncio.sleep(POLL_SECONDS)
+        await self.llm.remove_lora(request.lora_int_id)
+        if folder is not None:
+            folder.cleanup()
 
 
 def sampling_params(request: GenerateRequest) -> SamplingParams:

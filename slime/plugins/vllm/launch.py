@@ -12,6 +12,7 @@ from slime.config.process import module_command
 from slime.engines.keys import send_key
 from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.process import EngineProcess, free_port, without_proxy
+from slime.plugins.vllm.options import RANKS
 
 ON_CPU: dict[str, object] = {
     "enforce_eager": True,  # compiling takes minutes
@@ -41,6 +42,10 @@ def start(
     if on_cpu() or settings.threads:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(settings.threads or 1)
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # all engines would take the first cores
+    if on_cpu() and options["enforce_eager"]:
+        env["TORCHDYNAMO_DISABLE"] = (
+            "1"  # vLLM compiles a few functions all the same, for 15 seconds
+        )
     if gpu_ids is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
     url = f"http://{host}:{port}"
@@ -66,6 +71,9 @@ def server_options(settings: EngineSettings, spec: EngineSpec) -> dict[str, obje
         "tensor_parallel_size": spec.num_gpus,
         "logprobs_mode": "processed_logprobs" if settings.whole_vocabulary else "raw_logprobs",
     }
+    if settings.adapter_rank:
+        ours["enable_lora"] = True
+        ours["max_lora_rank"] = next(most for most in RANKS if most >= settings.adapter_rank)
     if on_cpu():
         ours |= ON_CPU
     elif settings.offload:

@@ -21,11 +21,14 @@ SUPPORTED = Capabilities(
     weight_comparison=True,
     flat_broadcast=True,
     plain_handles=True,
+    adapter_cache_keys=True,
 )
 """What the engine supports; ``named_checksums`` and ``named_adapters`` depend on model and options,
 and ``deterministic`` is not there: a result depends on the rest of the batch.
 """
 
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks of adapters for which vLLM can make room."""
 _SIZE = "use --rollout-num-gpus-per-engine"
 _PARALLEL = "an engine of slime is one group of tensor-parallel ranks on one node"
 VLLM = EngineOptions(
@@ -41,7 +44,6 @@ VLLM = EngineOptions(
             "enable_sleep_mode": "it follows from --offload-rollout",
             "logprobs_mode": "it follows from the sampling flags of the run",
             "worker_extension_cls": "slime needs its own to update weights",
-            "enable_lora": "slime merges adapters for vLLM (--lora-sync merged)",
         },
         "not supported": {
             "nnodes": _PARALLEL,
@@ -83,8 +85,8 @@ def check(args: Args) -> list[str]:
             "vLLM has no loader for deltas; use full",
         ),
         "--lora-sync adapter": (
-            args.lora_sync == "adapter",
-            "adapters by name have not been run in training with vLLM; use merged",
+            args.lora_sync == "adapter" and args.lora_rank > RANKS[-1],
+            f"vLLM loads adapters of rank {RANKS[-1]} and less; use merged",
         ),
         "--colocate with several GPUs per engine": (
             args.colocate and args.rollout_num_gpus_per_engine > 1,

@@ -234,7 +234,7 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
 @routes.post("/load_lora_adapter_from_tensors")
 async def load_lora_adapter_from_tensors(request: web.Request) -> web.Response:
     """Load the factors of an adapter from a handle. vLLM reads adapters from folders only, so they
-    are written to a temporary one.
+    are written to one that is removed with the adapter.
     """
     from safetensors.torch import save_file
 
@@ -244,10 +244,10 @@ async def load_lora_adapter_from_tensors(request: web.Request) -> web.Response:
     name = need(body, "lora_name", _NAME)
     config = need(body, "config_dict", json_object)
     tensors = {key: tensor.contiguous() for key, tensor in read_tensors(body)}
-    with tempfile.TemporaryDirectory(prefix="slime-adapter-") as folder:
-        save_file(tensors, Path(folder, "adapter_model.safetensors"))
-        Path(folder, "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-        await _engine(request).load_adapter(name, folder)
+    folder = tempfile.TemporaryDirectory(prefix="slime-adapter-")
+    save_file(tensors, Path(folder.name, "adapter_model.safetensors"))
+    Path(folder.name, "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    await _engine(request).load_adapter(name, folder.name, folder)
     return outcome(True, "Success")
 
 

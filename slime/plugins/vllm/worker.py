@@ -71,17 +71,13 @@ class SlimeWorker:
     model_runner: Any
     vllm_config: Any
     _slime_groups: dict[str, Any]
-
-    def slime_begin(self) -> None:
-        """Prepare all layers for new weights in the form of the checkpoint.
-
-        Each layer collects its tensors, and when it has all of them, they take the place of the old
-        ones in the layout that its kernels need.
-        """
-        with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
+    _slime_loads = False
 
     def slime_end(self) -> None:
+        """End an update. Layers without new weights get their old ones back."""
+        if not self._slime_loads:  # only an adapter has changed
+            return
+        self._slime_loads = False
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
 
@@ -93,8 +89,17 @@ class SlimeWorker:
         )
 
     def _slime_load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors in the form of the checkpoint.
+
+        From the first ones of an update on, each layer collects its tensors, and when it has all of
+        them, they take the place of the old ones in the layout that its kernels need.
+        """
+        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            loaded = self.model_runner.get_model().load_weights(iter(tensors))
+            if not self._slime_loads:
+                initialize_layerwise_reload(model)
+                self._slime_loads = True
+            loaded = model.load_weights(iter(tensors))
         if not loaded:
             names = ", ".join(name for name, _ in tensors[:3])
             raise ValueError(f"the model has none of the {len(tensors)} tensors: {names} …")

@@ -52,6 +52,12 @@ def test_words_of_a_server_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--logprobs-mode raw_logprobs" in line, "those of a cut vocabulary are of no use"
 
 
+def test_a_server_has_room_for_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = {"lora_rank": 9, "lora_sync": "adapter", "lora_target_modules": ["all-linear"]}
+    assert "--enable-lora --max-lora-rank 16" in words(monkeypatch, 1, **adapter)
+    assert "lora" not in words(monkeypatch, 1, **(adapter | {"lora_sync": "merged"}))
+
+
 def test_flags_land_in_args_without_vllm() -> None:
     args, problems = read_command_line(["--vllm-max-num-seqs", "7", "--vllm-no-enforce-eager"])
     assert problems == [] and args.vllm == {"max_num_seqs": 7, "enforce_eager": False}
@@ -79,7 +85,7 @@ def test_flags_of_an_engine_that_does_not_run_are_told() -> None:
         {"use_rollout_routing_replay": True},
         {"rollout_quantization": "fp8"},
         {"update_weight_mode": "delta"},
-        {"lora_sync": "adapter", "lora_rank": 8},
+        {"lora_sync": "adapter", "lora_rank": 513},
         {"rollout_top_p": 0.9, "rollout_temperature": 0.7},
         {"colocate": True, "rollout_num_gpus_per_engine": 2},
     ],

@@ -1,7 +1,7 @@
-"""Syncs of a trainer with an adapter to real SGLang on the CPU, which loads each version under one
-name.
+"""Syncs of a trainer with an adapter to real SGLang and real vLLM on the CPU, which load each version
+under one name.
 
-In the stage of scripts/test_sglang.sh. One server for the whole module.
+In the stages of scripts/test_sglang.sh and scripts/test_vllm.sh. One server for the whole module.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from slime.config.lora import ADAPTER_NAME
 from slime.config.machine import installed
 from slime.engines.handle import EngineHandle
 from slime.engines.launch import EngineSettings, EngineSpec, start_engine
+from slime.engines.payload import Bucket, adapter_payload, shared_memory
 from slime.engines.sglang_api import EngineError
 from slime.utils.async_utils import run
 from slime.weights import audit
@@ -35,12 +36,19 @@ from slime.weights.update import UpdateReport, WeightSyncError
 sys.path.append(str(Path(__file__).parents[1] / "backends"))
 from fsdp_helpers import make_args as backend_args
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.real,
-    pytest.mark.long,
-    pytest.mark.skipif(not installed("sglang"), reason="needs SGLang: scripts/test_sglang.sh"),
+pytestmark = [pytest.mark.real, pytest.mark.long]
+KINDS = [
+    pytest.param(
+        kind,
+        marks=[
+            getattr(pytest.mark, kind),
+            pytest.mark.skipif(not installed(kind), reason=f"needs scripts/test_{kind}.sh"),
+        ],
+    )
+    for kind in ("sglang", "vllm")
 ]
+of_sglang = pytest.mark.parametrize("kind", KINDS[:1], indirect=True)
+of_vllm = pytest.mark.parametrize("kind", KINDS[1:], indirect=True)
 START_SECONDS = 400.0
 RANK, FACTORS = 4, 28
 _updated: set[str] = set()  # of one run, to which all tests here belong
@@ -50,14 +58,23 @@ LORA: dict[str, Any] = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHandle]:
-    settings = EngineSettings.from_args(sglang_args(model))
+def model(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Path:
+    # the heads that vLLM's kernels for a CPU know have 32 numbers or more
+    shape = {"head_dim": 32} if kind == "vllm" else {}
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"), **shape)
+
+
+@pytest.fixture(scope="module")
+def engine(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> Iterator[EngineHandle]:
+    settings = EngineSettings.from_args(engine_args(model, kind))
     log = tmp_path_factory.mktemp("logs") / "server.log"
     server = start_engine(settings, EngineSpec(0, str(model)), log_path=log)
     try:
@@ -67,12 +84,13 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
         server.stop()
 
 
-def sglang_args(model: Path, **changes: Any) -> Any:
+def engine_args(model: Path, kind: str, **changes: Any) -> Any:
     settings: dict[str, Any] = dict(
-        rollout_backend="sglang",
+        rollout_backend=kind,
         hf_checkpoint=str(model),
         rollout_dtype="float32",
         sglang={"device": "cpu", "max_total_tokens": 4096},
+        vllm={"kv_cache_memory_bytes": 2**26, "block_size": 32, "max_loras": 2},
         threads_per_process=1,
     )
     return sync_args(**(settings | LORA | changes))
@@ -101,9 +119,8 @@ def sync(
     same_host: bool = True,
     **changes: Any,
 ) -> UpdateReport:
-    settings = WeightSyncSettings.from_args(sglang_args(model, **changes)).for_adapter(
-        backend.adapter_sync
-    )
+    args = engine_args(model, run(engine.connect()).kind, **changes)
+    settings = WeightSyncSettings.from_args(args).for_adapter(backend.adapter_sync)
     transport = create_transport(settings, colocated_host=same_host)
     try:
         more: dict[str, Any] = {"updated": _updated, "adapter": backend.adapter_source()}
@@ -122,14 +139,17 @@ def gap(engine: EngineHandle, probe: Probe, adapter: str | None) -> float:
     return run(audit.check_probe([engine], probe, float("inf"), 60, adapter))[engine.url]
 
 
-def test_only_the_adapter_travels(model: Path, engine: EngineHandle, tmp_path: Path) -> None:
-    """From the second update on, through shared memory, in the request, and in files."""
+def test_only_the_adapter_travels(
+    model: Path, engine: EngineHandle, kind: str, tmp_path: Path
+) -> None:
+    """From the second update on, through shared memory, in the request (SGLang), and in files."""
     backend = trainer(model, 0)
     whole = len(list(backend.named_weights()))
     base = run(engine.checksum())
     assert sync(backend, model, engine, "0.0").tensors == whole
     folder = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path)}
-    for step, (same_host, flags) in enumerate(((True, {}), (False, {}), (True, folder)), start=1):
+    ways = ((True, {}), (True, folder), *([(False, {})] if kind == "sglang" else ()))
+    for step, (same_host, flags) in enumerate(ways, start=1):
         backend = trainer(model, step)
         report = sync(backend, model, engine, f"0.{step}", same_host, **flags)
         assert report.tensors == FACTORS
@@ -142,6 +162,9 @@ def test_only_the_adapter_travels(model: Path, engine: EngineHandle, tmp_path: P
     with backend.adapter.using("ref", backend.bank):  # type: ignore[union-attr]
         off = probe_of(backend)
     assert gap(engine, off, None) < 1e-4 < 0.1 < gap(engine, off, ADAPTER_NAME)
+    if kind == "vllm":
+        with pytest.raises(WeightSyncError, match="another host"):
+            sync(backend, model, engine, "0.3", same_host=False)
 
 
 def test_the_factor_of_rslora_is_kept(model: Path, engine: EngineHandle) -> None:
@@ -202,7 +225,7 @@ def test_a_sync_of_an_adapter_leaves_the_cache_of_the_base(
     def cached(name: str | None) -> tuple[int, list[float]]:
         body: dict[str, Any] = {
             "input_ids": prompt,
-            "sampling_params": {"max_new_tokens": 4, "temperature": 0.0},
+            "sampling_params": {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
         }
         body |= {"return_logprob": True} | ({} if name is None else {"lora_path": name})
         told = run(engine.generate(body))["meta_info"]
@@ -254,6 +277,57 @@ def test_the_audit_finds_another_adapter(model: Path, engine: EngineHandle) -> N
         run(audit.check_probe([engine], probe_of(trainer(model, 10)), 1e-3, 60, ADAPTER_NAME))
 
 
+async def from_memory(engine: EngineHandle, name: str, backend: FsdpBackend) -> None:
+    source = backend.adapter_source()
+    assert source is not None and backend.adapter_sync is not None
+    bucket = Bucket(0, list(source.factors), last=True, adapter=True)
+    payload = adapter_payload(bucket, digests=False, memory=shared_memory)
+    config = backend.adapter_sync.config
+    assert config is not None
+    await engine.load_adapter(await engine.adapter_request(name, config, payload))
+
+
+@of_vllm
+def test_more_adapters_than_there_is_room_for(model: Path, engine: EngineHandle) -> None:
+    """vLLM reads one again that it has dropped. One of them has not all projections of a layer."""
+    some = {"lora_target_modules": ["q_proj", "down_proj"]}
+    trained = {f"number-{i}": trainer(model, 20 + i, **(some if i else {})) for i in range(4)}
+    for name, backend in trained.items():
+        run(from_memory(engine, name, backend))
+    for name, backend in trained.items():
+        assert gap(engine, probe_of(backend), name) < 1e-4
+    for name in trained:
+        run(engine.unload_adapter(name))
+
+
+@of_vllm
+def test_requests_of_an_adapter_that_is_replaced(model: Path, engine: EngineHandle) -> None:
+    """Those under way end with the tokens so far; those that come in a pause wait for the new one."""
+    run(from_memory(engine, "mine", trainer(model, 30)))
+    new = trainer(model, 31)
+    tokens = audit.probe_tokens(VOCAB)
+
+    async def replaced() -> tuple[dict[str, Any], list[float]]:
+        params = {"max_new_tokens": LONG, "ignore_eos": True}
+        body = {"input_ids": tokens[:8], "sampling_params": params, "lora_path": "mine"}
+        first = asyncio.ensure_future(engine.generate(body))
+        while not (await engine.load())["running"]:
+            await asyncio.sleep(0.05)
+        await engine.pause("in_place")
+        second = asyncio.ensure_future(audit.score(engine, tokens, "mine"))
+        await asyncio.sleep(0.5)
+        await from_memory(engine, "mine", new)
+        await engine.continue_generation()
+        return await first, await second
+
+    first, second = run(replaced())
+    assert first["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < first["meta_info"]["completion_tokens"] < LONG
+    assert max(abs(a - b) for a, b in zip(second, probe_of(new).log_probs, strict=True)) < 1e-4
+    run(engine.unload_adapter("mine"))
+
+
+@of_sglang
 def test_an_adapter_of_another_rank_is_refused_in_sglangs_words(
     model: Path, engine: EngineHandle
 ) -> None:
@@ -263,10 +337,11 @@ def test_an_adapter_of_another_rank_is_refused_in_sglangs_words(
     sync(trainer(model, 12), model, engine, "5.1")  # the next one heals the engine
 
 
+@of_sglang
 def test_damaged_factors_are_found_before_they_are_loaded(
     model: Path, engine: EngineHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is the last test of the module: SGLang's check of the digests ends its server."""
+    """This is the last test with SGLang: its check of the digests ends its server."""
     from slime.engines.payload import AdapterPayload
 
     whole = AdapterPayload.body
