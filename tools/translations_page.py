@@ -8,7 +8,7 @@ from pathlib import Path
 from slime.plugins.compat.translate import TARGET, tables
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "reference" / "other_frameworks.md"
-_NAMES = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL"}
+_NAMES = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL", "prime-rl": "prime-rl"}
 _FORMS = {
     "on": "",  # the head says so
     "off": "if false",
@@ -20,12 +20,13 @@ _FORMS = {
     "kl": "with `--use-kl-loss`, unless it is 0",
 }
 _HEAD = """\
-# Flags of verl, OpenRLHF and TRL
+# Flags of verl, OpenRLHF, TRL and prime-rl
 
 <!-- Made by `python tools/translations_page.py`; do not edit. -->
 
 `slime translate` translates a launch script or a command with these tables. A switch of slime is given if the other
-flag is true. [Coming from another framework](../coming_from.md) compares the concepts.
+flag is true. The keys of prime-rl's TOML files (`rl @ FILE.toml`) are flags of the same names.
+[Coming from another framework](../coming_from.md) compares the concepts.
 """
 
 

@@ -145,6 +145,53 @@ def test_commands_of_other_frameworks(
     assert read_command_line(words[2:])[1] == []
 
 
+RL_TOML = """
+max_steps = 20
+seq_len = 2048
+[model]
+name = "m"
+[ckpt]
+interval = 5
+[trainer.optim]
+lr = 3e-6
+[orchestrator]
+batch_size = 128
+rollouts_per_example = 16
+[orchestrator.sampling]
+max_tokens = 128
+[[orchestrator.env]]
+id = "reverse-text"
+[inference]
+gpu_memory_utilization = 0.5
+[inference.parallel]
+tp = 2
+"""
+
+
+def test_a_script_of_prime_rl_keeps_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rl.toml").write_text(RL_TOML)
+    (tmp_path / "infer.toml").write_text("[model]\nenforce_eager = true\n[own]\nkey = 3\n")
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "cd rl && ls\nuv run rl @ rl.toml --inference @ infer.toml --trainer.optim.weight-decay 0.1\n"
+        "echo rl done\n"
+    )
+    words, told = said(str(script))
+    line = " ".join(words)
+    for part in (
+        "train_async.py", "--rollout-backend vllm", "--vllm-gpu-memory-utilization 0.5", "--num-rollout 20",
+        "--rollout-num-gpus-per-engine 2", "--vllm-enforce-eager", "--hf-checkpoint m", "--lr 3e-06",
+        "--rollout-batch-size 8", "--n-samples-per-prompt 16", "--weight-decay 0.1", "--save-interval 5",
+    ):  # fmt: skip
+        assert part in line, line
+    assert "--orchestrator.env: --environment verifiers" in told
+    assert "--inference.own.key 3: slime has no flag" in told
+    assert read_command_line(words[2:])[1] == []
+    with pytest.raises(CommandError, match=r"absent\.toml cannot"):
+        translate(["--", "uv", "run", "rl", "@", "absent.toml"])
+
+
 @pytest.mark.parametrize("name", tables())
 def test_every_flag_of_the_tables_exists(name: str) -> None:
     """And takes a value or not, as the table says."""

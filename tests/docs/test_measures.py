@@ -43,7 +43,7 @@ TOKENS = {
     "utils": 1_082,
     "weights": 27_961,
     "plugins/agents": 42_168,
-    "plugins/compat": 7_112,
+    "plugins/compat": 7_479,
     "plugins/delta": 6_724,
     "plugins/embedded": 41_217,
     "plugins/estimators": 3_547,

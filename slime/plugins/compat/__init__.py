@@ -29,8 +29,8 @@ def parts() -> None:
 def add_translate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     translate = commands.add_parser(
         "translate",
-        help="print the command for a launch script of slime 0.3, verl, OpenRLHF or TRL, and what "
-        "changes",
+        help="print the command for a launch script of slime 0.3, verl, OpenRLHF, TRL or prime-rl, "
+        "and what changes",
         usage="slime translate SCRIPT.sh | slime translate -- COMMAND ...",
         description="Reads a bash script without running it, or the words of a command.",
         allow_abbrev=False,

@@ -16,6 +16,7 @@ PROGRAMS = {
     "verl": re.compile(r"^verl\.|(^|/)main_ppo\.py$"),
     "openrlhf": re.compile(r"^openrlhf\.|(^|/)train_ppo_ray\.py$"),
     "trl": re.compile(r"^trl$|(^|/)\w*grpo\w*\.py$"),
+    "prime-rl": re.compile(r"^rl$"),
 }
 """The word of a command line that names the program of a framework."""
 _ARRAY = re.compile(
@@ -35,14 +36,23 @@ def command_of(words: list[str]) -> tuple[str, list[str]]:
     Raises:
         CommandError: No word names a program that is known.
     """
-    for place, word in enumerate(words):
-        for framework, pattern in PROGRAMS.items():
-            if pattern.search(word):
-                return framework, words[place:]
+    for place in range(len(words)):
+        if (framework := _program_at(words, place)) is not None:
+            return framework, words[place:]
     raise CommandError(
         "no command of slime (train.py, train_async.py), verl (verl.trainer.main_ppo), OpenRLHF "
-        "(openrlhf.cli.train_ppo_ray) or TRL (trl grpo) was found"
+        "(openrlhf.cli.train_ppo_ray), TRL (trl grpo) or prime-rl (rl @ FILE) was found"
     )
+
+
+def _program_at(words: list[str], place: int) -> str | None:
+    """Return the framework of which a word is the program."""
+    for framework, pattern in PROGRAMS.items():
+        # a short word such as rl is a program only if its files or flags follow
+        follows = framework != "prime-rl" or " ".join(words[place + 1 :]).startswith(("@", "--"))
+        if pattern.search(words[place]) and follows:
+            return framework
+    return None
 
 
 def read_script(path: Path) -> list[str]:
@@ -59,13 +69,12 @@ def read_script(path: Path) -> list[str]:
     found = None
     for line in re.sub(r"\\\n", " ", text).splitlines():
         words = _words(line.strip(), names)
-        for place, word in enumerate(words):
-            if any(pattern.search(word) for pattern in PROGRAMS.values()) and place + 1 < len(
-                words
-            ):
-                found = words
+        if any(_program_at(words, place) for place in range(len(words) - 1)):
+            found = words
     if found is None:
-        raise CommandError(f"{path}: no command of slime, verl, OpenRLHF or TRL was found")
+        raise CommandError(
+            f"{path}: no command of slime, verl, OpenRLHF, TRL or prime-rl was found"
+        )
     return found
 
 

@@ -1,5 +1,5 @@
 """``slime translate <script or command>``: the command of slime for a launch script of slime 0.3,
-verl, OpenRLHF or TRL, and what changes."""
+verl, OpenRLHF, TRL or prime-rl, and what changes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +87,12 @@ def translate(words: Sequence[str], say: Callable[[str], None] = print) -> int:
         raise CommandError("give a launch script, or a command after --")
     script = len(words) == 1 and (Path(words[0]).suffix in (".sh", "") or Path(words[0]).is_file())
     framework, command = command_of(read_script(Path(words[0])) if script else list(words))
+    if framework == "prime-rl":
+        command = ["rl", *_with_files(command[1:])]
     made = _of_slime(command) if framework == "slime" else _of_other(tables()[framework], command)
+    if framework == "prime-rl":  # it generates with vLLM, beside the training
+        made.program = "train_async.py"
+        made.flags.append(["--rollout-backend", "vllm"])
     say(made.command())
     say("")
     say("What changes:" if made.changes else "Nothing changes.")
@@ -140,7 +146,11 @@ def _of_other(table: Framework, command: Sequence[str]) -> Translation:
     given = {option for option, _ in pairs}
     # Sizes that other flags of the command are counted in.
     group = _number(
-        value_of, "actor_rollout_ref.rollout.n", "--num_generations", "--n_samples_per_prompt"
+        value_of,
+        "actor_rollout_ref.rollout.n",
+        "--num_generations",
+        "--n_samples_per_prompt",
+        "--orchestrator.rollouts_per_example",
     )
     engine = _number(value_of, "--vllm_tensor_parallel_size")
     for option, values in pairs:
@@ -248,6 +258,42 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         option = option.lstrip("+~") if not option.startswith("--") else option
     if option is not None:
         yield option, values
+
+
+def _with_files(words: Sequence[str]) -> Iterator[str]:
+    """Replace ``@ FILE.toml`` by the flags of prime-rl that are equal to its keys, which after
+    ``--trainer`` or another section are those of the section.
+    """
+    rest = list(words)
+    section = ""
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("@"):
+            path = Path(word[1:] or (rest.pop(0) if rest else ""))
+            try:
+                table = tomllib.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise CommandError(
+                    f"{path} cannot be read: {error}; call this where the run is started"
+                ) from None
+            yield from _flat(section, table)
+            section = ""
+        elif word.startswith("--") and rest and rest[0].startswith("@"):
+            section = f"{word[2:]}."
+        else:
+            key, equals, value = word.partition("=")
+            names = f"--{key[2:].replace('-', '_')}" if key.startswith("--") else key
+            yield names + equals + value
+
+
+def _flat(section: str, table: Mapping[str, object]) -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{section}{key}.", value)
+            continue
+        yield f"--{section}{key}"
+        for one in value if isinstance(value, list) else [value]:
+            yield str(one.get("id", one) if isinstance(one, dict) else one)
 
 
 def _number(values: Mapping[str, str], *names: str) -> int:
