@@ -215,7 +215,7 @@ class TokenBatch:
     mis_weight_mean: float | None = None
     logits: Tensor | None = None
     """``[R, vocab]``: the rows that score the response tokens, divided by the rollout temperature,
-    with gradient. Only for ``--loss-type custom_loss`` (``TrainNeeds.logits``)."""
+    with gradient. Only for losses that need them (``TrainNeeds.logits``)."""
     targets: Tensor | None = None
     """int64 ``[R]``: the response tokens; only together with ``logits``."""
     sample_entries: dict[str, Any] = field(default_factory=dict)

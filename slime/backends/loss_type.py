@@ -6,10 +6,14 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
     from torch import Tensor
 
     from slime.algorithms.sequences import Reduce, Reducer
     from slime.backends.loss_inputs import TokenBatch
+    from slime.config.args import Args
 
 
 class LossType(ABC):
@@ -35,8 +39,23 @@ class LossType(ABC):
     log-probs. Only with FSDP.
     """
 
+    needs_logits: ClassVar[bool] = False
+    """Whether it reads ``TokenBatch.logits`` and ``TokenBatch.sample_entries``."""
+
     def __init__(self, own: object) -> None:
         self.own = own
+
+    def prepare(self, args: Args, device: torch.device) -> list[tuple[str, Tensor]]:
+        """Load what the loss has besides the model, once, before the first step. Only with FSDP.
+
+        Returns:
+            The tensors of it that change in the course of a run, whole and equal on all ranks.
+            Snapshots have them, and a resume fills them.
+        """
+        return []
+
+    def after_step(self, named: Sequence[tuple[str, Tensor]]) -> None:  # noqa: B027  # most have no state
+        """Follow the model after each optimizer step; ``named`` are its parameters, maybe sharded."""
 
     @abstractmethod
     def compute(

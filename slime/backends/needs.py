@@ -48,7 +48,7 @@ class TrainNeeds:
     entropy_grad: bool
     """Whether this entropy has a gradient."""
     logits: bool
-    """Whether the loss uses the logits (``TokenBatch.logits``), which only a custom loss does."""
+    """Whether the loss uses the logits (``TokenBatch.logits``)."""
     temperature: float
     """The logits of training are divided by it: ``--rollout-temperature``, with which the engines
     sampled; 1 for supervised fine-tuning, whose tokens nobody sampled."""
@@ -83,7 +83,7 @@ class TrainNeeds:
             rollout_entropy=args.use_rollout_entropy,
             entropy=policy,
             entropy_grad=policy and args.entropy_coef != 0,
-            logits=args.loss_type == "custom_loss",
+            logits=args.loss_type == "custom_loss" or (loss is not None and loss.needs_logits),
             temperature=1.0 if args.loss_type == "sft_loss" else args.rollout_temperature,
             skips_zero_advantages=args.skip_zero_advantage_groups
             and policy

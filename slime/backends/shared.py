@@ -305,11 +305,14 @@ class SharedBackend:
         skipped = self._skips(grad_norm)
         if not skipped:
             self._require_finite(grad_norm, "gradient norm", batch, step)
-        return self.step_metrics(shares, batch, scheduled, trained) | {
+        metrics = self.step_metrics(shares, batch, scheduled, trained) | {
             **({} if skipped else {"grad_norm": grad_norm}),
             "lr-pg_0": self.optimizer.lr if skipped else self.optimizer.step(grad_norm),
             "global_batch_size": float(batch["global_batch_sizes"][step]),
         }
+        if self.loss_settings.registered is not None:
+            self.loss_settings.registered.after_step(self.bank.named)
+        return metrics
 
     def _skips(self, grad_norm: float) -> bool:
         """Return whether the step is left out because of the norm, which is equal on all ranks."""

@@ -41,7 +41,7 @@ class AlgorithmConfig(Section):
         "policy_loss", choices=("policy_loss", "sft_loss", "custom_loss"), kind_of_part="loss"
     )
     """Loss to minimise: the policy gradient loss, the SFT loss, the function in
-    --custom-loss-function-path, or one of pairs (docs/en/preference.md)
+    --custom-loss-function-path, one of preferences (docs/en/preference.md), or distill
     """
     custom_loss_function_path: str | None = hook_flag()
     """Loss function for --loss-type custom_loss"""

@@ -24,7 +24,7 @@ DERIVED = tuple(
 OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")
 RESOLVERS = tuple(
     f"slime/plugins/{name}/config.py"
-    for name in ("agents", "estimators", "mixture", "preference", "rewards")
+    for name in ("agents", "distillation", "estimators", "mixture", "preference", "rewards")
 )
 # `args` of argparse
 OWN_NAMESPACE = ("slime/cli/", "slime/config/", "slime/plugins/tools/commands/")

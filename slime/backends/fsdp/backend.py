@@ -118,6 +118,8 @@ class FsdpBackend(SharedBackend):
         self._make_copies(self.named_parameters, initial, dtype=DTYPES[args.train_dtype])
         # of the base, which no snapshot contains
         buffers = self.buffers if self.adapter is None else []
+        if (loss := self.loss_settings.registered) is not None:
+            buffers = buffers + loss.prepare(args, device)
         self.state = FsdpState(
             args,
             role,

@@ -1,0 +1,194 @@
+"""The flags of ``--loss-type distill``, the file of its teachers, and what it sets and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime.config.files import read_named_rows
+from slime.config.flag import flag, path_flag
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
+NO_REWARD = "slime.plugins.distillation.context.no_reward"
+EACH = "slime.plugins.distillation.context.add_context"
+"""The hook of ``--rollout-sample-hook-path`` for privileged text of the row."""
+GROUPS = "slime.plugins.distillation.context.add_successes"
+"""The hook of ``--rollout-sample-filter-path`` for privileged text of the group."""
+SUCCESS = "success"
+TEMPLATE = "{prompt}\n\nA correct answer is:\n{context}\n\nNow give your own answer."
+
+
+@dataclass
+class DistillationFlags:
+    _title = "distillation"
+
+    distill_teacher: str | None = path_flag()
+    """Teacher of --loss-type distill: a model with the student's tokenizer, or a YAML file of
+    several. Default: the model itself, which then sees more (--distill-context)"""
+    distill_divergence: str = flag("reverse_kl", choices=DIVERGENCES)
+    """From the teacher at each token: KL(student || teacher), KL(teacher || student), or the mean of
+    both KLs to their mixture"""
+    distill_top_k: int = flag(0, low=0)
+    """Only so many tokens of the vocabulary, with all others as one; 0: each token of it"""
+    distill_context: str | None = None
+    """Privileged text for the teacher: label, success (another sample of the group, or feedback), or
+    the name of an entry of the row's metadata"""
+    distill_template: str = TEMPLATE
+    """What the teacher reads in place of the prompt, with {prompt} and {context} (--distill-context)"""
+    distill_ema: float | None = flag(None, low=0, high=1)
+    """After each optimizer step, the teacher becomes this share of itself and the rest of the student.
+    Default: the model itself as a teacher stays as it was"""
+
+
+@dataclass(frozen=True)
+class TeacherRow:
+    """One teacher of a file.
+
+    Attributes:
+        weight: Its weight in the mean over the teachers of a sample.
+        sources: The data sets (``Sample.metadata["source_name"]``) whose samples it teaches; None for
+            all samples.
+    """
+
+    name: str
+    path: str
+    weight: float = 1.0
+    sources: tuple[str, ...] | None = None
+
+
+def teacher_rows(path: str | None, model: str) -> tuple[TeacherRow, ...]:
+    """Return the teachers of a run.
+
+    Args:
+        path: ``--distill-teacher``; None for the model itself, ``model``.
+
+    Raises:
+        ValueError: The file of teachers has problems. The message has a line for each.
+        OSError: It cannot be read.
+    """
+    if path is None or not path.endswith((".yaml", ".yml")):
+        return (TeacherRow("teacher", path or model),)
+    rows = read_named_rows(path, "--distill-teacher", TeacherRow, _problems)
+    return tuple(
+        TeacherRow(**{**row, "sources": tuple(row["sources"]) if row.get("sources") else None})
+        for row in rows
+    )
+
+
+def _problems(row: Mapping[str, Any]) -> list[str]:
+    problems = [] if isinstance(row.get("path"), str) else ["it needs a path"]
+    weight = row.get("weight", 1.0)
+    if type(weight) not in (int, float) or not weight > 0:
+        problems.append(f"its weight {weight!r} must be a number above 0")
+    sources = row.get("sources") or []
+    if not isinstance(sources, list) or any(not isinstance(one, str) for one in sources):
+        problems.append("its sources must be a list of names of data sets")
+    return problems
+
+
+def resolve(args: Args) -> list[str]:
+    """Add the hooks of privileged text, and a reward of 0 where no reward is used."""
+    if args.loss_type != "distill":
+        return []
+    if "compute_advantages_and_returns" not in args.explicit:
+        args.compute_advantages_and_returns = False
+    if args.distill_context == SUCCESS:
+        args.rollout_sample_filter_path = args.rollout_sample_filter_path or GROUPS
+        return []
+    if args.distill_context is not None and EACH not in args.rollout_sample_hook_path:
+        args.rollout_sample_hook_path = [*args.rollout_sample_hook_path, EACH]
+    if not args.rm_type and not args.custom_rm_path:
+        args.custom_rm_path = NO_REWARD
+    return []
+
+
+def check(args: Args) -> list[str]:
+    """Return what does not fit distillation."""
+    if args.loss_type != "distill":
+        return []
+    name = "--loss-type distill"
+    problems = []
+    if args.train_backend != "fsdp":
+        problems.append(f"{name} needs --train-backend fsdp")
+    if int(args.megatron.get("context_parallel_size") or 1) > 1:
+        problems.append(f"{name} and --context-parallel-size exclude each other")
+    if args.compute_advantages_and_returns:
+        problems.append(
+            f"{name} and --compute-advantages-and-returns exclude each other: the loss has no "
+            "advantages"
+        )
+    if args.use_opd or args.kl_loss_coef or args.kl_coef or args.entropy_coef:
+        problems.append(
+            f"{name} has no further terms: leave out --use-opd, --kl-loss-coef, --kl-coef, "
+            "--entropy-coef"
+        )
+    return problems + _context_problems(args) + _teacher_problems(args)
+
+
+def _context_problems(args: Args) -> list[str]:
+    problems = []
+    own = args.distill_teacher is None
+    if own and args.distill_context is None:
+        problems.append(
+            "--loss-type distill needs --distill-teacher, or --distill-context: without either, the "
+            "model would learn from itself what it does already"
+        )
+    if args.distill_ema is not None and (not own or args.lora_rank):
+        problems.append(
+            "--distill-ema is for the model itself as the teacher: leave out --distill-teacher and "
+            "--lora-rank"
+        )
+    if args.distill_context is not None:
+        if args.apply_chat_template:
+            problems.append(
+                "--distill-context and --apply-chat-template exclude each other: the text is put "
+                "into messages, which are rendered without the flag, too"
+            )
+        missing = [word for word in ("{prompt}", "{context}") if word not in args.distill_template]
+        if missing:
+            problems.append(f"--distill-template lacks {' and '.join(missing)}")
+        if args.distill_context == SUCCESS and args.n_samples_per_prompt < 2:
+            problems.append("--distill-context success needs --n-samples-per-prompt above 1")
+    return problems
+
+
+def _teacher_problems(args: Args) -> list[str]:
+    """Return what is wrong with the teachers: the file, or a tokenizer that is not the student's."""
+    from slime.data.tokenizers import load_tokenizer
+
+    options = {"trust_remote_code": True} if args.trust_remote_code else {}
+    try:
+        rows = teacher_rows(args.distill_teacher, args.hf_checkpoint)
+        own = load_tokenizer(args.hf_checkpoint, **options).get_vocab()
+    except (OSError, ValueError) as error:
+        return str(error).splitlines()
+    problems = []
+    for row in rows:
+        if row.path == args.hf_checkpoint:
+            continue
+        try:
+            other = load_tokenizer(row.path, **options).get_vocab()
+        except (OSError, ValueError) as error:
+            problems.append(f"--distill-teacher {row.path}: {error}")
+            continue
+        differing = [word for word, number in own.items() if other.get(word) != number]
+        if differing or len(other) != len(own):
+            problems.append(
+                f"--distill-teacher {row.path}: its tokenizer is not that of --hf-checkpoint "
+                f"{args.hf_checkpoint} ({_difference(own, other, differing)}), and distributions over "
+                "different tokens cannot be compared: take a teacher of the student's family, or let "
+                "it write answers and train on them (--loss-type sft_loss)"
+            )
+    return problems
+
+
+def _difference(own: Mapping[str, int], other: Mapping[str, int], differing: list[str]) -> str:
+    if not differing:
+        return f"it has {len(other)} tokens, the student's {len(own)}"
+    word = min(differing, key=own.__getitem__)
+    there = f"token {other[word]}" if word in other else "no token"
+    return f"{word!r} is token {own[word]} of the student, and {there} of the teacher"

@@ -1,0 +1,90 @@
+"""``--loss-type distill``: the divergence from the teachers at each token of the student's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from slime.backends.loss_type import LossType
+from slime.plugins.distillation.config import DistillationFlags, teacher_rows
+from slime.plugins.distillation.divergence import distilled
+from slime.plugins.distillation.teachers import Teacher, move_towards, samples_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from slime.algorithms.sequences import Reduce, Reducer
+    from slime.backends.loss_inputs import TokenBatch
+    from slime.config.args import Args
+
+
+class Distill(LossType):
+    """The mean over the teachers of a sample, by their weights, of the divergence at each token.
+
+    The samples count as given: no gradient goes through their sampling (Agarwal et al. 2024).
+    """
+
+    needs_logits: ClassVar[bool] = True
+
+    def __init__(self, own: object) -> None:
+        super().__init__(own)
+        self.teachers: list[Teacher] = []
+
+    def prepare(self, args: Args, device: torch.device) -> list[tuple[str, Tensor]]:
+        """Read the teachers, and return the weights of one that moves."""
+        rows = teacher_rows(args.distill_teacher, args.hf_checkpoint)
+        self.teachers = [Teacher.load(row, args, device) for row in rows]
+        if args.distill_ema is None:
+            return []
+        moving = self.teachers[0].scorer.hf.named_parameters()
+        return [(f"teacher/{name}", weight) for name, weight in moving]
+
+    def after_step(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Move the teacher towards the student (``--distill-ema``)."""
+        assert isinstance(self.own, DistillationFlags)
+        if self.own.distill_ema is not None:
+            move_towards(self.teachers[0], named, self.own.distill_ema)
+
+    def compute(
+        self, tokens: TokenBatch, mean: Reducer, reduce: Reduce
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        assert isinstance(self.own, DistillationFlags) and self.teachers, "prepare was called"
+        assert tokens.logits is not None, "needs_logits"
+        samples = samples_of(tokens)
+        pieces = list(tokens.logits.split(tokens.response_lengths))
+        totals = [piece.new_zeros(len(piece)) for piece in pieces]
+        agreements = [piece.new_zeros(len(piece)) for piece in pieces]
+        shares = [self._weights(sample.get("source_names")) for sample in samples]
+        for number, teacher in enumerate(self.teachers):
+            taught = [i for i, share in enumerate(shares) if share[number] > 0]
+            if not taught:
+                continue
+            scored = teacher.logits([samples[i] for i in taught])
+            lengths = [tokens.response_lengths[i] for i in taught]
+            for i, theirs in zip(taught, scored.split(lengths), strict=True):
+                options = self.own.distill_divergence, self.own.distill_top_k
+                totals[i] = totals[i] + shares[i][number] * distilled(pieces[i], theirs, *options)
+                same = pieces[i].argmax(-1) == theirs.argmax(-1)
+                agreements[i] += shares[i][number] * same.to(theirs.dtype)
+        import torch
+
+        loss = mean(torch.cat(totals))
+        return loss, {"teacher_agreement": mean(torch.cat(agreements))}
+
+    def _weights(self, source: str | None) -> list[float]:
+        """Return the weight of each teacher for a sample of a data set; they sum to 1.
+
+        Raises:
+            ValueError: No teacher teaches it.
+        """
+        weights = [
+            teacher.row.weight if teacher.teaches(source) else 0.0 for teacher in self.teachers
+        ]
+        total = sum(weights)
+        if not total:
+            raise ValueError(
+                f"no teacher of --distill-teacher teaches samples of the data set {source}: name it "
+                "among the sources of one, or give a teacher without sources"
+            )
+        return [weight / total for weight in weights]
