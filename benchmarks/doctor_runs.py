@@ -69,7 +69,7 @@ SFT = (
 ON_CPU = json.dumps(
     {
         "PYTHONPATH": os.pathsep.join(
-            [str(CHECKOUT / "tests/backends/megatron/cpu_site"), str(CHECKOUT)]
+            [str(CHECKOUT / "tests/plugins/megatron/cpu_site"), str(CHECKOUT)]
         )
     }
 )

@@ -114,6 +114,7 @@ def cuda_tests(options: argparse.Namespace, folder: Path) -> list[Any]:
     tests = [
         CHECKOUT / "tests" / "backends",
         CHECKOUT / "tests" / "models",
+        CHECKOUT / "tests" / "plugins" / "megatron",
         CHECKOUT / "tests" / "weights",
     ]
     flags = ["-m", "cuda", "-q", "-p", "no:cacheprovider", "--rootdir", CHECKOUT, "--tb=short"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from run_processes import ROLES
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-MEGATRON_SITE = CHECKOUT / "tests" / "backends" / "megatron" / "cpu_site"
+MEGATRON_SITE = CHECKOUT / "tests" / "plugins" / "megatron" / "cpu_site"
 HOOKS = CHECKOUT / "benchmarks" / "strike_hooks.py"
 TARGETS = tuple(ROLES)
 MIDDLE = ("generate", "reward", "train", "sync", "evaluation", "save")

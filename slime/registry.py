@@ -28,6 +28,8 @@ GROUP = "slime.plugins"
 
 KINDS = {
     "algorithm": "a class that derives from slime.algorithms.Algorithm, for --advantage-estimator",
+    "backend": "a class with the members of slime.backends.base.TrainBackend, for --train-backend; "
+    "its module is imported before CUDA is initialized",
     "loss": "a class that derives from slime.backends.loss_type.LossType, for --loss-type",
     "reward": "a slime.rollout.rm_hub.reward.Reward, for --rm-type",
     "environment": "a function make(what, **options) that returns an Environment, for --environment",
@@ -41,11 +43,11 @@ KINDS = {
     "weight mode": "the same, for --update-weight-mode, which then decides about the transport",
     "tracker": "a class that derives from slime.observability.trackers.Tracker, for --tracker",
     "layer kind": "a slime.models.layer_kinds.LayerKind: a way in which layers of a model mix tokens",
-    "model family": "a slime.weights.maps.family.Family: the weight map of a model for Megatron",
+    "model family": "a slime.plugins.megatron.maps.family.Family: the weight map of a model for Megatron",
     "quantization": "a function read(quantization, headers, read) that returns the "
     "slime.models.quantized.Weight of each name, for a quant_method of config.json",
-    "checkpoint": "a function read(folder, family, settings) that returns the NamedWeights of another "
-    "program's folder",
+    "checkpoint": "a function open(path, hf_checkpoint, model_name, trust_remote_code) that returns the "
+    "NamedWeights of another program's folder",
     "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",
     "other flags": "a function find() that returns a function add(parser), which adds the flags of another "
     "program and returns a problem or None; None if the program is not there",
@@ -210,6 +212,7 @@ _CORE = (
         "slime.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
     ),
     ("algorithm", "ppo", "slime.algorithms.gae:Ppo"),
+    ("backend", "fsdp", "slime.backends.fsdp.backend:FsdpBackend"),
     ("tracker", "tensorboard", "slime.observability.trackers:TensorBoard"),
     ("transport", "nccl", "slime.weights.transports:DIRECT"),
     ("transport", "disk", "slime.weights.transports:DISK"),
@@ -224,25 +227,6 @@ _CORE = (
     ("layer kind", "sparse_indexer", "slime.models.layer_kinds:SPARSE_INDEXER"),
     ("layer kind", "chunked_attention", "slime.models.layer_kinds:CHUNKED_ATTENTION"),
     ("layer kind", "temperature_tuning", "slime.models.layer_kinds:TEMPERATURE_TUNING"),
-    ("model family", "llama", "slime.weights.maps.dense:LLAMA"),
-    ("model family", "mistral", "slime.weights.maps.dense:MISTRAL"),
-    ("model family", "qwen2", "slime.weights.maps.dense:QWEN2"),
-    ("model family", "qwen3", "slime.weights.maps.dense:QWEN3"),
-    ("model family", "qwen3_moe", "slime.weights.maps.experts:QWEN3_MOE"),
-    ("model family", "glm4", "slime.weights.maps.dense:GLM4"),
-    ("model family", "glm4_moe", "slime.weights.maps.experts:GLM4_MOE"),
-    ("model family", "glm4_moe_lite", "slime.weights.maps.experts:GLM4_MOE_LITE"),
-    ("model family", "deepseek_v3", "slime.weights.maps.experts:DEEPSEEK_V3"),
-    ("model family", "minimax_m2", "slime.weights.maps.experts:MINIMAX_M2"),
-    ("model family", "gpt_oss", "slime.weights.maps.experts:GPT_OSS"),
-    ("model family", "qwen3_next", "slime.weights.maps.delta_nets:QWEN3_NEXT"),
-    ("model family", "qwen3_5", "slime.weights.maps.delta_nets:QWEN3_5"),
-    ("model family", "gemma3_text", "slime.weights.maps.dense:GEMMA3_TEXT"),
-    ("model family", "phi3", "slime.weights.maps.dense:PHI3"),
-    ("model family", "olmo3", "slime.weights.maps.dense:OLMO3"),
-    ("model family", "granite", "slime.weights.maps.dense:GRANITE"),
-    ("model family", "seed_oss", "slime.weights.maps.dense:SEED_OSS"),
-    ("model family", "smollm3", "slime.weights.maps.dense:SMOLLM3"),
 )
 
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboard")}

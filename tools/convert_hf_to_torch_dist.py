@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> None:
-    from slime.backends.megatron.config import merged_settings
     from slime.config.parser import read_settings
     from slime.models.checked import require_tied
     from slime.models.loading import ModelError, check_checkpoint, load_hf_config
-    from slime.weights import torch_dist
+    from slime.plugins.megatron import torch_dist
+    from slime.plugins.megatron.config import merged_settings
+    from slime.plugins.megatron.maps.family import family_of
     from slime.weights.hf_folder import HfFolder
-    from slime.weights.maps.family import family_of
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

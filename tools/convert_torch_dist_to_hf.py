@@ -41,10 +41,10 @@ def _find(options: argparse.Namespace) -> Found:
     """
     from slime.config.run import megatron_lm_folder
     from slime.models.loading import load_hf_config
-    from slime.plugins.compat.megatron_lm import MegatronLmWeights
-    from slime.weights import torch_dist
+    from slime.plugins.megatron import torch_dist
+    from slime.plugins.megatron.maps.family import family_of, get_family
+    from slime.plugins.megatron.megatron_lm import MegatronLmWeights
     from slime.weights.hf_folder import resolve_folder
-    from slime.weights.maps.family import family_of, get_family
 
     if foreign := megatron_lm_folder(options.input_dir):
         if options.origin_hf_dir is None:

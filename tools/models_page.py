@@ -38,7 +38,7 @@ from slime.models.loading import ModelError, empty_model, plain_attention  # noq
 from slime.models.packed_attention import NAME  # noqa: E402
 from slime.models.packed_layers import prepare_packing  # noqa: E402
 from slime.plugins.embedded.states import use_slots  # noqa: E402
-from slime.weights.maps.family import get_family  # noqa: E402
+from slime.plugins.megatron.maps.family import get_family  # noqa: E402
 
 HEADINGS = (
     "family",

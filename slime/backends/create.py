@@ -7,7 +7,9 @@ import logging
 import os
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from slime.registry import find
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from slime.backends.base import TrainBackend
-    from slime.backends.fsdp.backend import FsdpBackend
-    from slime.backends.megatron.backend import MegatronBackend
     from slime.config.args import Args
 
 LOOPBACK = "lo"
@@ -45,15 +45,12 @@ def create_backend(
     """
     if role not in ("actor", "critic"):
         raise ValueError(f"role must be actor or critic, not {role!r}")
-    if args.train_backend not in ("fsdp", "megatron"):
-        raise ValueError(f"--train-backend {args.train_backend!r} is neither fsdp nor megatron")
-    # CUDA reads this variable when it is initialized, so nothing above may touch the device.
-    if args.train_backend == "megatron":
-        # Megatron's layers rely on kernels that start in the order of their launch.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # CUDA reads its variables when it is initialized, so nothing above may touch the device. The
+    # module of a backend may set some, too.
     if args.deterministic:
         # cuBLAS is deterministic only with a workspace of its own.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    made = backend_class(args.train_backend)
     from slime.config.algorithm import algorithm_class
     from slime.models.cpu_memory import bound_kernel_caches, keep_freed_memory, large_imports
 
@@ -84,32 +81,22 @@ def create_backend(
     # Every rank has different random numbers, which are the same in each run. What must be equal on
     # all ranks (a value head) has its own seed.
     torch.manual_seed(args.seed + rank)
-    made = backend_class(args.train_backend)
-    if args.train_backend == "megatron":
-        from slime.backends.megatron.core import require_cuda
-
-        require_cuda()
-    return made(args, role, rank, world_size, device, **({} if read is None else {"read": read}))
+    more = {} if read is None else {"read": read}
+    backend: TrainBackend = made(args, role, rank, world_size, device, **more)
+    return backend
 
 
-def backend_class(name: str) -> type[MegatronBackend | FsdpBackend]:
-    """Import ``fsdp`` or ``megatron``, which takes seconds and no memory of a GPU, and return the
-    backend's class.
+def backend_class(name: str) -> type[Any]:
+    """Import a training backend, which takes seconds and no memory of a GPU, and return its class.
+
+    Raises:
+        RegistryError: There is no backend of this name.
     """
     from slime.models.cpu_memory import large_imports
 
-    if name == "megatron":
-        from slime.backends.megatron.core import prepare
-
-        prepare()
-        with large_imports():
-            from slime.backends.megatron.backend import MegatronBackend
-
-        return MegatronBackend
     with large_imports():
-        from slime.backends.fsdp.backend import FsdpBackend
-
-    return FsdpBackend
+        found: type[Any] = find("backend", name)
+    return found
 
 
 def _init_process_group(

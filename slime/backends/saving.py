@@ -19,13 +19,13 @@ from torch import Tensor
 
 from slime.backends.bank import WeightBank
 from slime.backends.collectives import gather_objects
+from slime.backends.tensor_index import META
 from slime.backends.tensor_shards import ShardMemory, TensorShard, write_shards
 from slime.backends.trainable import TrainedAdapter, require_fit
 from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
 from slime.checkpoint.snapshot import SnapshotError, damaged_part
 from slime.config.args import Args
 from slime.data.value_files import save_value
-from slime.weights.torch_dist import META
 
 Write = Callable[[], list[FileEntry]]
 """Writes this rank's files and returns them."""

@@ -98,7 +98,6 @@ def _check_all(args: Args, asynchronous: bool) -> list[str]:
         check_rewards,
         *(registry.find("check", part.name) for part in of_parts),
         check_schedules,
-        check_family,
         check_checkpoints,
         partial(check_snapshots, asynchronous=asynchronous),
     )
@@ -140,25 +139,6 @@ def check_schedules(args: Args) -> list[str]:
     return problems
 
 
-def check_family(args: Args) -> list[str]:
-    """Report a model that has no weight map for Megatron, or a vision part. The config.json is read
-    only if it is on this machine."""
-    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
-    if args.train_backend != "megatron" or args.debug_rollout_only or config is None:
-        return []
-    from slime.config.layout import ParallelLayout
-    from slime.weights.maps.family import get_family, not_divided
-
-    if "vision_config" in config:
-        return [f"--hf-checkpoint {args.hf_checkpoint} has a vision part: use --train-backend fsdp"]
-    try:
-        get_family(str(config.get("model_type")), args.model_name)
-    except ValueError as error:
-        return [f"--hf-checkpoint {args.hf_checkpoint}: {error}"]
-    problem = not_divided(config, ParallelLayout.from_args(args))
-    return [problem] if problem else []
-
-
 def check_checkpoints(args: Args) -> list[str]:
     """Check that the headers of each Hugging Face checkpoint fit the model that its config.json
     describes.
@@ -170,7 +150,7 @@ def check_checkpoints(args: Args) -> list[str]:
         "Megatron": args.train_backend == "megatron",
         "SGLang": args.rollout_backend == "sglang",
     }
-    by_transformers = args.train_backend == "fsdp" or args.rollout_backend == "embedded"
+    by_transformers = args.train_backend != "megatron" or args.rollout_backend == "embedded"
     for option, path in _here(_named_checkpoints(args)).items():
         try:
             notices = check_checkpoint_once(path, args.trust_remote_code, by_transformers)

@@ -12,10 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.config.hf_config import lookup_dimension, model_config
+from slime.config.files import read_table
+from slime.config.hf_config import SHAPE, lookup_dimension, model_config
+from slime.config.passthrough import by_name
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+
+
+_TABLE = read_table("passed_on.json")["megatron"]
+ARCHITECTURE = frozenset(_TABLE["architecture"])
+"""Megatron's flags that describe the model. FSDP takes all of this from the checkpoint's code and
+config.json.
+"""
 
 
 @dataclass(frozen=True)
@@ -145,3 +154,27 @@ def check_layout(
             "another number, or --num-virtual-stages-per-pipeline-rank"
         )
     return problems
+
+
+def fsdp_notices(given: Mapping[str, Any]) -> list[str]:
+    """Name Megatron's flags that have no effect with FSDP in one notice."""
+    # FSDP reads the shape from config.json, which the checks compare with these flags.
+    known = {*SHAPE, *ARCHITECTURE, *_TABLE["understood_by_fsdp"]}
+    defaults = {name: entry.flag.default for name, entry in by_name("megatron").items()}
+    # what FSDP does anyway needs no notice
+    as_usual = {**defaults, "attention_dropout": 0, "hidden_dropout": 0}
+    idle = [name for name, value in given.items() if name not in known and value != as_usual[name]]
+    if not idle:
+        return []
+    shown = ", ".join("--" + name.replace("_", "-") for name in sorted(idle))
+    return [f"these Megatron flags have no effect with --train-backend fsdp: {shown}"]
+
+
+def check_shard_size(size: int | None, ranks: int) -> list[str]:
+    if size is None or size < 1 or ranks % size == 0:  # the range check reports a size below 1
+        return []
+    sizes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+    return [
+        f"--fsdp-shard-size {size} does not divide the {ranks} training ranks: use one of "
+        f"{sizes}, or leave it out"
+    ]

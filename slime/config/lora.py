@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import DERIVED, Section, flag
-from slime.config.hf_config import model_config
 from slime.config.run import InitialWeights, weights_path
 from slime.config.weight_sync import transport_part
 from slime.registry import load
@@ -156,11 +155,6 @@ def check_lora(args: Args) -> list[str]:
         for name, path in others.items()
         if path not in (None, base)
     ]
-    if args.train_backend == "megatron":
-        problems += megatron_problems(
-            model_config(args.hf_checkpoint),
-            int(args.megatron.get("tensor_model_parallel_size") or 1),
-        )
     if args.lora_sync == "adapter" and args.rollout_backend == "sglang":
         # Targets may be regular expressions. Only names of projections can be told to SGLang before
         # it starts.
@@ -179,30 +173,6 @@ def check_lora(args: Args) -> list[str]:
         problems.append(
             "--ref-update-interval with --lora-rank refreshes the reference's adapter, so the "
             f"reference must have the same base: pass --ref-load {base}"
-        )
-    return problems
-
-
-def megatron_problems(config: Mapping[str, Any], tensor_parallel: int) -> list[str]:
-    """Return why the model of a config.json cannot have adapters on Megatron's layers; nothing if
-    it can.
-    """
-    problems = []
-    if config.get("kv_lora_rank"):
-        problems.append(
-            "--lora-rank: the projections of latent attention (kv_lora_rank in config.json) have "
-            "no adapters with --train-backend megatron: use fsdp"
-        )
-    if config.get("model_type") == "phi3":
-        problems.append(
-            "--lora-rank: the projection of query, key and value in one matrix (phi3) has no "
-            "adapter with --train-backend megatron: use fsdp"
-        )
-    groups = config.get("num_key_value_heads") or config.get("num_attention_heads")
-    if groups and tensor_parallel > groups:
-        problems.append(
-            f"--lora-rank: {tensor_parallel} tensor-parallel ranks cannot share the adapters of "
-            f"{groups} key-value heads: lower --tensor-model-parallel-size"
         )
     return problems
 

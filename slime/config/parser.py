@@ -23,7 +23,6 @@ from slime.config.flag_support import (
     why_missing,
 )
 from slime.config.machine import this_machine
-from slime.config.megatron import idle_megatron_flags
 from slime.config.resolve import resolve_defaults, validate
 from slime.config.rules import Run, idle_flags
 from slime.config.settings import apply_file, redacted, set_value, store
@@ -390,8 +389,6 @@ def check_args(
     problems += [*refused, *resolve_defaults(args, asynchronous=asynchronous)]
     problems += validate(args, asynchronous=asynchronous)
     # One notice lists all flags without effect, whatever the reason.
-    if args.train_backend == "megatron":
-        idle += idle_megatron_flags(args.megatron)
     idle += idle_flags(Run(args, asynchronous, this_machine()))
     args.notices += no_effect_notice(idle)
     for check in extra_checks:

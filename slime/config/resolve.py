@@ -18,7 +18,6 @@ from slime.config import (
     hooks,
     layout,
     lora,
-    megatron,
     observability,
     passthrough,
     rollout,
@@ -116,12 +115,9 @@ def _checks(args: Args) -> Iterator[list[str]]:
     if args.multimodal_keys:
         yield trainer.check_media(checkpoint)
     yield layout.check_layout(ParallelLayout.from_args(args), megatron_flags, checkpoint)
-    if args.train_backend == "fsdp":
-        args.notices += megatron.fsdp_notices(megatron_flags)
-        yield megatron.check_shard_size(args.fsdp_shard_size, args.world_size)
-    else:
-        args.notices += megatron.shadowing_notices()
-        yield megatron.refused_flags(megatron_flags)
+    if args.train_backend != "megatron":
+        args.notices += layout.fsdp_notices(megatron_flags)
+        yield layout.check_shard_size(args.fsdp_shard_size, args.world_size)
     yield lora.check_lora(args)
     if args.rollout_quantization and args.rollout_backend == "sglang":
         yield trainer.check_quantized_model(args.rollout_quantization, checkpoint)

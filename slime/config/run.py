@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RunConfig(Section):
     _title = "run"
 
-    train_backend: str = flag(DERIVED, choices=("fsdp", "megatron"))
+    train_backend: str = flag(DERIVED, kind_of_part="backend")
     """Training backend. Default: megatron on CUDA where megatron-core is installed, otherwise
     fsdp
     """
@@ -187,7 +187,7 @@ def check_folders(saved: CheckpointConfig) -> list[str]:
 #     X/iter_0000100/.metadata, *.distcp, common.pt, metadata.json
 #     X/release/...
 #
-# slime.weights.torch_dist.open_megatron_lm reads its weights.
+# The part of the kind "checkpoint" reads its weights.
 
 
 TRACKER = "latest_checkpointed_iteration.txt"

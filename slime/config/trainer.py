@@ -19,8 +19,8 @@ from slime.config.hf_config import (
     megatron_folder,
     model_config,
 )
+from slime.config.layout import ARCHITECTURE
 from slime.config.machine import Machine, installed
-from slime.config.megatron import ARCHITECTURE
 from slime.config.run import is_foreign_megatron, megatron_lm_folder
 
 if TYPE_CHECKING:

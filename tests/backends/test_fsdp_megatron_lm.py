@@ -15,10 +15,10 @@ from fsdp_helpers import VOCAB, make_args, save_tiny_llama, save_tiny_qwen3_moe
 from slime.backends.create import create_backend
 from slime.backends.fsdp.hf_weights import iter_hf_weights
 from slime.cluster.checks import check_snapshots
-from slime.plugins.compat import check_megatron_lm
+from slime.plugins.megatron.flags import check_megatron_lm
 from slime.weights.hf_folder import HfFolder
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "weights"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "plugins" / "megatron"))
 from megatron_lm_folders import stacked, their_names, write
 
 

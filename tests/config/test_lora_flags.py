@@ -17,11 +17,11 @@ from slime.config.lora import (
     ADAPTER_NAME,
     check_lora,
     engine_adapter,
-    megatron_problems,
 )
 from slime.config.machine import Machine
 from slime.config.parser import ConfigError
 from slime.engines.launch import sglang_targets
+from slime.plugins.megatron.flags import adapter_problems
 from slime.rollout.state import GenerateState
 from slime.weights.settings import WeightSyncSettings, sglang_adapter
 
@@ -180,7 +180,7 @@ def test_what_is_refused(workplace: Workplace, line: str, said: str) -> None:
 def test_models_without_adapters_on_megatron(
     config: dict[str, object], ranks: int, said: str | None
 ) -> None:
-    problems = megatron_problems(config, ranks)
+    problems = adapter_problems(config, ranks)
     assert len(problems) == (said is not None) and all(str(said) in problem for problem in problems)
 
 

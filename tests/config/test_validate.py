@@ -529,3 +529,19 @@ def test_a_schedule_is_replayed_in_one_process(tmp_path: Path) -> None:
     )
     assert "--replay-schedule" in problem and "--rollout-workers 2" in problem
     assert rule_problems(make_args(asynchronous=True, **replay), asynchronous=True) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--end-weight-decay 0.2", "a weight decay that changes need --weight-decay-incr-style"),
+        ("--weight-decay-incr-style linear", "needs --start-weight-decay or --end-weight-decay"),
+        ("--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.2", None),
+        ("--start-weight-decay 0.1 --end-weight-decay 0.1", None),
+        ("", None),
+    ],
+)
+def test_a_weight_decay_that_changes(flags: str, problem: str | None, workplace: Workplace) -> None:
+    line = f"--train-backend megatron --weight-decay 0.1 {flags}"
+    found = [text for text in workplace.problems(line) if "weight-decay" in text]
+    assert problem in found[0] if problem else not found

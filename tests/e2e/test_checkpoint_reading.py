@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path += [str(Path(__file__).resolve().parents[1] / room) for room in ("models", "weights")]
+sys.path += [
+    str(Path(__file__).resolve().parents[1] / room) for room in ("models", "plugins/megatron")
+]
 from megatron_lm_folders import stacked, their_names, write
 from tiny_checkpoints import FP8_CONFIG, to_block_fp8
 

@@ -52,7 +52,12 @@ def slime(words: list[object], env: dict[str, str]) -> subprocess.CompletedProce
 def test_its_command_and_its_flag_are_there(installed: dict[str, str]) -> None:
     assert slime(["haiku", "--about", "pond"], installed).stdout == "an old silent pond\n"
     help_text = slime(["train", "--help"], installed).stdout
-    assert "--baseline-share" in help_text and "scripted" in help_text and "note" in help_text
+    assert (
+        "--baseline-share" in help_text
+        and "scripted" in help_text
+        and "counted" in help_text
+        and "note" in help_text
+    )
     assert "haiku" not in slime(["--help"], {}).stdout
 
 
@@ -69,7 +74,7 @@ def test_its_wrong_values_are_told_like_those_of_slime(
     )
 
 
-def test_a_run_uses_its_estimator_reward_engine_transport_and_tracker(
+def test_a_run_uses_its_estimator_reward_engine_backend_transport_and_tracker(
     installed: dict[str, str], runner, flags
 ) -> None:
     own = [*flags]
@@ -82,11 +87,14 @@ def test_a_run_uses_its_estimator_reward_engine_transport_and_tracker(
         0.5,
         "--rollout-backend",
         "scripted",
+        "--train-backend",
+        "counted",
     )
     parts += ("--update-weight-transport", "note", "--no-audit-weights", "--tracker", "lines")
     run = runner.run(*own, *parts, "--inline", "--num-rollout", 2, env=installed)
     assert run.code == 0, run.output
     log = "".join(file.read_text() for file in (run.folder / "logs").rglob("*") if file.is_file())
+    assert "counted step" in log + run.output, "the backend is that of the package"
     assert "tensors of" in log, "the engine has read the notes of the transport"
     assert "rollout/step 1" in (run.folder / "lines.txt").read_text()
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]

@@ -42,7 +42,7 @@ def workshop(desk: Desk) -> Desk:
         t.AutoModelForCausalLM.from_config(config).save_pretrained(desk.root / name)
         tokenizer.save_pretrained(desk.root / name)
     (desk.root / "path/to/Megatron-LM").symlink_to(
-        CHECKOUT / "tests" / "backends" / "megatron" / "cpu_site"
+        CHECKOUT / "tests" / "plugins" / "megatron" / "cpu_site"
     )
     return desk
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.m
 
 def on_cpu() -> list[object]:
     """Flags of a run whose trainers find megatron-core ready for the CPU."""
-    site = CHECKOUT / "tests" / "backends" / "megatron" / "cpu_site"
+    site = CHECKOUT / "tests" / "plugins" / "megatron" / "cpu_site"
     paths = os.pathsep.join([str(site), str(CHECKOUT)])
     return ["--train-backend", "megatron", "--train-env-vars", json.dumps({"PYTHONPATH": paths})]
 

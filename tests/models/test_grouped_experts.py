@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime.backends.megatron.core import prepare
 from slime.models.grouped_experts import NAME, use_grouped_experts
+from slime.plugins.megatron.core import prepare
 
 
 def _routing(tokens: int, experts: int, topk: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -111,8 +111,8 @@ def test_the_rows_of_a_token_are_summed_in_float32() -> None:
 @pytest.mark.megatron
 def test_sorted_copies_of_tokens_are_made_again_and_not_kept() -> None:
     prepare()
-    from slime.backends.megatron.modules import without_keeping
     from slime.models.grouped_experts import grouped_linear, order_by_expert, spread
+    from slime.plugins.megatron.modules import without_keeping
 
     routing_map, probs = _routing(10, 4, 2, 0)
     order, _, counts = order_by_expert(routing_map, probs, 2)

@@ -20,8 +20,8 @@ from slime.backends.bank import shard_box
 from slime.backends.collectives import local
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.saving import SavedState
+from slime.backends.tensor_index import META
 from slime.backends.tensor_shards import StoredTensors, TensorShard
-from slime.weights.torch_dist import META
 
 TENSORS = "dcp"
 

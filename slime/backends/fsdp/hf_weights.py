@@ -30,8 +30,8 @@ from slime.models.lora import lora_layers
 from slime.models.packed_attention import NAME as PACKED
 from slime.models.shards import cached_folder
 from slime.models.stored import write_tensors
+from slime.registry import find
 from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files
-from slime.weights.torch_dist import open_megatron_lm
 
 VARLEN = "varlen"
 
@@ -110,7 +110,9 @@ def load_full_model(
     weights = None
     if megatron_lm_folder(path):
         if not empty:
-            weights = open_megatron_lm(path, how.hf_checkpoint, how.model_name, how.trust)
+            weights = find("checkpoint", "megatron_lm")(
+                path, how.hf_checkpoint, how.model_name, how.trust
+            )
         path = how.hf_checkpoint
     attention: str | dict[str, str] = PACKED
     if how.implementation not in (None, VARLEN):

@@ -17,10 +17,10 @@ from slime.cli.errors import CommandError
 from slime.config import flag_support
 from slime.config.args import FLAGS
 from slime.config.flag_support import why_missing
-from slime.config.megatron import PERFORMANCE
 from slime.config.parser import read_command_line
 from slime.plugins.compat.older import ORIGINAL_DEFAULTS
 from slime.plugins.compat.script_words import command_of, read_script
+from slime.plugins.megatron.flags import PERFORMANCE
 
 TARGET = re.compile(r"(--[\w-]+)(?: (\S+?))?(?::(\w+))?")
 """A flag of slime with a fixed first value and the form of its value; any other text is a

@@ -15,7 +15,7 @@ from slime.types import JsonObject
 if TYPE_CHECKING:
     from slime.models.lora import LoraSettings
     from slime.models.peft_files import Factors
-    from slime.weights.maps.layouts import Layout
+    from slime.plugins.megatron.maps.layouts import Layout
 
 Found = tuple["LoraSettings", Mapping[str, "Factors"], str]
 """The shape of an adapter, its factors, and the base that it names; empty if it names none."""
@@ -142,18 +142,18 @@ def _layouts(meta: JsonObject) -> dict[str, Layout]:
     """Return the layouts of the rows of ``B`` in a snapshot of Megatron, by the names of linear
     layers.
     """
-    from slime.weights.maps.family import get_family, projection_layouts
+    from slime.plugins.megatron.maps.family import get_family, projection_layouts
 
     # Megatron stores the rows of fused layers in an order of its own.
     settings = meta["settings"]
     entries = get_family(str(meta["model_type"])).entries(
         settings if isinstance(settings, dict) else {}
     )
-    # The other linear layers divide their input features, so that B is whole.
-    of_rows = [entry for entry in entries if entry.layout.axis == 0 and not entry.experts]
     return {
         name.removesuffix(".weight"): layout
-        for entry in of_rows
+        for entry in entries
+        # the other linear layers divide their input features, so that B is whole
+        if entry.layout.axis == 0 and not entry.experts
         for name, layout in zip(entry.hf, projection_layouts(entry), strict=True)
     }
 

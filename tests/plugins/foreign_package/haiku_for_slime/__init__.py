@@ -15,6 +15,7 @@ def parts() -> None:
     )
     register("reward", "vowels", "haiku_for_slime.reward:VOWELS")
     register("environment", "counting", "haiku_for_slime.environment:make")
+    register("backend", "counted", "haiku_for_slime.backend:Counted")
     register("engine", "scripted", "haiku_for_slime.engine:start")
     register("transport", "note", "haiku_for_slime.transport:NOTE")
     register("tracker", "lines", "haiku_for_slime.tracker:Lines")

@@ -280,7 +280,7 @@ def test_slime_in_another_folder_is_not_the_users_function() -> None:
         'Traceback (most recent call last):\n  File "/opt/slime/train.py", line 48, in loop\n'
         '  File "/opt/slime/slime/cluster/engine_pool.py", line 164, in _send\n'
         '  File "/usr/lib/python3.12/concurrent/futures/_base.py", line 456, in result\n'
-        '  File "/opt/slime/slime/backends/megatron/groups.py", line 134, in gather_flat\n'
+        '  File "/opt/slime/slime/plugins/megatron/groups.py", line 134, in gather_flat\n'
     )
     gloo = (
         "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.3]:6050."

@@ -57,7 +57,7 @@ def without_sum_of_norms(place: Place, job: VerifyJob) -> list[Scores]:
     """Sequence-parallel ranks that keep the gradients of norms to themselves."""
     import importlib
 
-    from slime.backends.megatron import core
+    from slime.plugins.megatron import core
 
     core.prepare()
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
@@ -67,7 +67,7 @@ def without_sum_of_norms(place: Place, job: VerifyJob) -> list[Scores]:
 
 def without_sum_of_rows(place: Place, job: VerifyJob) -> list[Scores]:
     """Tensor-parallel ranks whose row-parallel layers return the sum over a part of the columns."""
-    from slime.backends.megatron import core
+    from slime.plugins.megatron import core
 
     core.prepare()
     from megatron.core.tensor_parallel import layers

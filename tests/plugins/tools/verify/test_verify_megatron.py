@@ -25,7 +25,7 @@ TP = {"tensor_model_parallel_size": 2}
 @pytest.fixture(autouse=True)
 def _import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [
-        TESTS / "backends" / "megatron" / "cpu_site",
+        TESTS / "plugins" / "megatron" / "cpu_site",
         HERE,
         os.environ.get("PYTHONPATH", ""),
     ]

@@ -1,1 +1,0 @@
-"""Training with the unmodified megatron-core from PyPI, without Transformer Engine and Apex."""
