@@ -15,35 +15,35 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
-    "files_above_400_lines": 58,
-    "functions_above_60_lines": 32,
+    "files_above_400_lines": 54,
+    "functions_above_60_lines": 22,
     "getattr_of_args_with_default": 0,
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
-    "functions_that_take_args": 279,
-    "files": 564,
+    "functions_that_take_args": 280,
+    "files": 566,
 }
 
 TOKENS = {
     "agent": 54,
     "algorithms": 7_167,
     "api": 10_085,
-    "backends": 68_946,
+    "backends": 38_039,
     "checkpoint": 8_222,
     "cli": 694,
-    "cluster": 42_287,
-    "config": 33_512,
+    "cluster": 42_162,
+    "config": 32_773,
     "data": 39_537,
     "engines": 15_134,
     "environments": 45,
-    "models": 37_161,
+    "models": 36_224,
     "observability": 15_773,
     "ray": 13,
     "rollout": 31_367,
     "utils": 1_082,
-    "weights": 27_961,
+    "weights": 19_011,
     "plugins/agents": 42_168,
-    "plugins/compat": 7_479,
+    "plugins/compat": 4_755,
     "plugins/delta": 6_724,
     "plugins/distillation": 3_305,
     "plugins/embedded": 41_217,
@@ -56,10 +56,11 @@ TOKENS = {
     "plugins/rewards": 20_829,
     "plugins/serve": 15_142,
     "plugins/sglang": 3_923,
-    "plugins/tools": 100_401,
+    "plugins/tools": 100_396,
     "plugins/trackers": 2_185,
     "plugins/vllm": 6_970,
     "plugins/workers": 2_889,
+    "plugins/megatron": 44_551,
 }
 """The most tokens of each room and plug-in."""
 
