@@ -58,7 +58,7 @@ TOKENS = {
     "plugins/sglang": 3_923,
     "plugins/tools": 100_396,
     "plugins/trackers": 2_185,
-    "plugins/vllm": 6_970,
+    "plugins/vllm": 7_023,
     "plugins/workers": 2_889,
     "plugins/megatron": 44_551,
 }

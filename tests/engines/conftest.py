@@ -1,7 +1,8 @@
 """Tiny models and running engines for the engine tests.
 
 ``contract_engine`` is what the contract suite runs against: the embedded engine and, in an
-environment that has it, real SGLang on the CPU (marked ``sglang``, see scripts/test_sglang.sh).
+environment that has it, real SGLang or vLLM on the CPU (marked ``sglang``, see
+scripts/test_sglang.sh, or ``vllm``).
 What an engine cannot do is in its handle's ``Capabilities``.
 """
 

@@ -76,12 +76,16 @@ def engine(
 ) -> Iterator[EngineHandle]:
     settings = EngineSettings.from_args(engine_args(model, kind))
     log = tmp_path_factory.mktemp("logs") / "server.log"
-    server = start_engine(settings, EngineSpec(0, str(model)), log_path=log)
+    temporary = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        server = start_engine(settings, EngineSpec(0, str(model)), log_path=log)
     try:
         server.wait_ready(START_SECONDS)
         yield EngineHandle(server.url)
     finally:
         server.stop()
+    assert not list(temporary.glob("slime-adapter-*"))
 
 
 def engine_args(model: Path, kind: str, **changes: Any) -> Any:

@@ -285,6 +285,12 @@ class VllmEngine:
         if folder is not None:
             folder.cleanup()
 
+    def remove_files(self) -> None:
+        """Remove the temporary folders of all adapters, when the server ends."""
+        for _, folder in self.adapters.values():
+            if folder is not None:
+                folder.cleanup()
+
 
 def sampling_params(request: GenerateRequest) -> SamplingParams:
     """Translate SGLang's sampling parameters.

@@ -32,6 +32,7 @@ from slime.plugins.vllm.routes import VLLM, routes
 
 WORKER = "slime.plugins.vllm.worker.SlimeWorker"
 WATCH_SECONDS = 1.0
+STOP_SECONDS = 2.0  # for vLLM's processes to end by themselves; the guard kills this one after five
 
 
 def main() -> None:
@@ -63,7 +64,9 @@ def make_app(engine_args: AsyncEngineArgs, host: str, keys: ServerKeys) -> web.A
             yield
             watch.cancel()
         finally:
-            llm.shutdown()
+            if VLLM in app:
+                app[VLLM].engine.remove_files()
+            llm.shutdown(timeout=STOP_SECONDS)
 
     app.cleanup_ctx.append(life)
     return app
