@@ -75,19 +75,13 @@ def train_on_rollout(
     critic = backend.role == "critic"
     if args.reset_optimizer_states:
         backend.reset_optimizer()
-    if critic:
-        with timer.phase("values"):
-            # Computed before any update: they are the baseline of the advantages, and the value
-            # loss clips around them.
-            batch["old_values"] = backend.values(batch)
-    else:
-        # Forward passes of the other models and of the old policy, each only if the loss needs it.
-        score(backend, batch, timer)
-        if args.use_critic and batch.get("old_values") is None:
-            raise ValueError(
-                f"--advantage-estimator {args.advantage_estimator} needs the critic's values in "
-                "the actor's batch"
-            )
+    # Forward passes of the other models and of the old policy, each only if the loss needs it.
+    score(backend, batch, timer)
+    if args.use_critic and batch.get("old_values") is None:
+        raise ValueError(
+            f"--advantage-estimator {args.advantage_estimator} needs the critic's values in "
+            "the actor's batch"
+        )
     # Advantages are those of the whole rollout, so they come before its division into steps.
     with timer.phase("data_preprocess"):
         settings = AdvantageSettings.from_args(args)
@@ -124,10 +118,11 @@ def score_rollout(
     profiler: Profiler | None = None,
     timers: Timers | None = None,
 ) -> tuple[TrainData, dict[str, float]]:
-    """Run the forward passes of the actor that come before its first optimizer step.
+    """Run the forward passes that come before the first optimizer step.
 
-    With ``--kl-coef``, the critic needs their log-probs for its returns, and it trains before the
-    actor. All ranks must call this together.
+    With ``--kl-coef``, the critic needs the actor's log-probs for its returns, and it trains before
+    the actor. If it has GPUs of its own, the actor trains at the same time, and needs its values
+    before. All ranks must call this together.
 
     Returns:
         The entries that were added to the batch, and the seconds per phase.
@@ -140,10 +135,15 @@ def score_rollout(
 
 
 def score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
-    """Run the forward passes of the actor before the first optimizer step, each only if it is
-    needed.
-    """
+    """Run the forward passes before the first optimizer step, each only if it is needed."""
     needs = backend.needs
+    if backend.role == "critic":
+        if batch.get("old_values") is None:
+            with timer.phase("values"):
+                # Computed before any update: they are the baseline of the advantages, and the value
+                # loss clips around them.
+                batch["old_values"] = backend.values(batch)
+        return
     if needs.ref_log_probs and batch.get("ref_log_probs") is None:
         with timer.phase("ref_log_probs"):
             batch["ref_log_probs"] = backend.log_probs(batch, "ref")["log_probs"]

@@ -138,6 +138,27 @@ def commit(temp: Path, facts: Facts, written: Sequence[FileEntry] = ()) -> Path:
     return final
 
 
+def copy_part(
+    source: Path, role: str, save_dir: Path, facts: Facts, written: Sequence[FileEntry]
+) -> Path:
+    """Make a snapshot in ``save_dir`` of one role's folder of the snapshot ``source``, with hard
+    links where both are on one disk.
+
+    Args:
+        facts, written: As for :func:`commit` of ``source``.
+    """
+
+    def link(file: str, copy: str) -> None:
+        try:
+            os.link(file, copy)
+        except OSError:  # another disk, or one without links
+            shutil.copy2(file, copy)
+
+    temp = begin(save_dir, facts["rollout_id"])
+    shutil.copytree(source / role, temp / role, copy_function=link)
+    return commit(temp, facts, [one for one in written if one["path"].startswith(f"{role}/")])
+
+
 def _describe_files(folder: Path, written: Sequence[FileEntry]) -> list[FileEntry]:
     """Return path, size and digest of every file below ``folder``. Everything is synced to the
     disk.

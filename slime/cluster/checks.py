@@ -169,6 +169,8 @@ def _named_checkpoints(args: Args) -> dict[str, str]:
     named = {"--hf-checkpoint": args.hf_checkpoint}
     if args.load and is_hf_folder(args.load):
         named["--load"] = args.load
+    if args.use_critic and args.critic_load and is_hf_folder(args.critic_load):
+        named["--critic-load"] = args.critic_load
     if args.use_kl_loss or args.kl_coef != 0:
         named["--ref-load"] = args.ref_load
     if args.opd_teacher_load:
@@ -244,9 +246,33 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
                 and not _has_megatron(args.load, args.ckpt_step)
             ):
                 problems += _nothing_to_load(args.load, folder)
+        if args.use_critic and args.critic_load:
+            problems += _check_critic(args.critic_load, args.hf_checkpoint)
     except (SnapshotError, ModelError, ResumeError) as error:
         problems.append(str(error))
     return problems
+
+
+def _check_critic(load: str, checkpoint: str | None) -> list[str]:
+    """Check that ``--critic-load`` has a critic, or a model that knows the same tokens."""
+    from slime.checkpoint.contents import hostile_file
+    from slime.cluster.folders import snapshot_of
+
+    if is_hf_folder(load):
+        sizes = [(read_config(name) or {}).get("vocab_size") for name in (load, checkpoint or "")]
+        return [] if sizes[0] == sizes[1] else [
+            f"--critic-load {load} has {sizes[0]} tokens, but --hf-checkpoint {sizes[1]}: the critic "
+            "reads what the actor writes, so both need the same tokenizer"
+        ]  # fmt: skip
+    snapshot = snapshot_of(load, digests=False)
+    if snapshot is None or not (snapshot.path / "critic").is_dir():
+        return [
+            f"--critic-load {load}: neither a Hugging Face folder (config.json) nor a snapshot with "
+            "a critic; pass the --save or --critic-save folder of a run with --advantage-estimator "
+            "ppo"
+        ]
+    hostile = hostile_file(snapshot.path, False)
+    return [f"--critic-load {load}: {hostile}"] if hostile else []
 
 
 def _has_megatron(load: str, step: int | None) -> bool:

@@ -109,7 +109,7 @@ def lock_save(folder: str) -> FolderLock:
     return FolderLock(Path(folder) / SAVE_LOCK, f"--save {folder}", "name another folder")
 
 
-def snapshot_of(load: str | None, step: int | None, digests: bool = True) -> Snapshot | None:
+def snapshot_of(load: str | None, step: int | None = None, digests: bool = True) -> Snapshot | None:
     """Return the snapshot that ``--load`` names; None if it names weights, also those of
     Megatron-LM.
 

@@ -94,7 +94,7 @@ class Run:
         if self.trainer.actor is None:
             return
         with self.log.phase("train"):
-            self.trainer.train(rollout_id, batch.refs)
+            self.trainer.train(rollout_id, batch.refs, batch.critic_refs)
             dtypes = (
                 self.args.train_dtype,
                 self.args.rollout_quantization or self.args.rollout_dtype,

@@ -34,20 +34,26 @@ class Slots:
     train: int
     rollout: int
     rollout_offset: int
+    critic: int = 0
+    """Bundles that only the critic uses, which follow all others; 0: it shares the trainer's."""
+
+    @property
+    def critic_offset(self) -> int:
+        return max(self.train, self.rollout_offset + self.rollout) if self.critic else 0
 
     @property
     def total(self) -> int:
-        return max(self.train, self.rollout_offset + self.rollout)
+        return max(self.train, self.rollout_offset + self.rollout) + self.critic
 
 
 def plan_slots(args: Args) -> Slots:
     """In colocated runs, engines and trainer share bundles; otherwise the engines' bundles follow
-    the trainer's.
+    the trainer's. A critic with GPUs of its own comes last.
     """
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     external = bool(args.rollout_external_engine_addrs)
     rollout = 0 if args.debug_train_only or external else int(args.rollout_num_gpus or 0)
-    return Slots(train, rollout, 0 if args.colocate else train)
+    return Slots(train, rollout, 0 if args.colocate else train, args.critic_gpus)
 
 
 class Placement:
@@ -92,7 +98,8 @@ class Placement:
         """CPU threads of each process: in a synchronous run, trainer and engines take turns, so
         both get all cores.
         """
-        return max((os.cpu_count() or 1) // max(self.slots.train, self.slots.rollout, 1), 1)
+        trained = self.slots.train + self.slots.critic
+        return max((os.cpu_count() or 1) // max(trained, self.slots.rollout, 1), 1)
 
     def options(self, slot: int, share: float) -> Mapping[str, Any]:
         """Where the actor of one slot runs, for :meth:`Actors.create
@@ -101,8 +108,9 @@ class Placement:
         index = self.places[slot].bundle if self.places else slot
         return self.group.options(index, *((share, share) if self.on_gpu else (0, CPU_SLOT)))
 
-    def train_options(self, rank: int) -> Mapping[str, Any]:
-        return self.options(rank, TRAINER_SHARE)
+    def train_options(self, rank: int, role: str = "actor") -> Mapping[str, Any]:
+        first = self.slots.critic_offset if role == "critic" else 0
+        return self.options(first + rank, TRAINER_SHARE)
 
     def engine_options(self, slot: int) -> Mapping[str, Any]:
         return self.options(self.slots.rollout_offset + slot, ENGINE_SHARE)
@@ -165,15 +173,14 @@ def pinning_environment(own: Mapping[str, str]) -> dict[str, str]:
 
 def check_resources(args: Args, gpus_needed: int) -> None:
     """Raise :class:`ClusterError` if the cluster has GPUs, but can never hold the run."""
-    from slime.config.engine import engines_beside_trainer
+    from slime.config.engine import asked_gpus, engines_beside_trainer
 
     have = int(door().resources().get("GPU", 0))
     if have > 0 and (problems := engines_beside_trainer(args)):
         raise ClusterError(problems[0])
     if gpus_needed > have > 0:
         raise ClusterError(
-            f"the run needs {gpus_needed} GPUs (--actor-num-nodes {args.actor_num_nodes} x "
-            f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}, --rollout-num-gpus "
-            f"{args.rollout_num_gpus}, {'colocated' if args.colocate else 'not colocated'}) and "
+            f"the run needs {gpus_needed} GPUs ({asked_gpus(args)}, "
+            f"{'colocated' if args.colocate else 'not colocated'}) and "
             f"the cluster has {have}: lower them, add nodes or pass --colocate"
         )

@@ -73,6 +73,8 @@ class RolloutBatch:
     """A few samples to show."""
     warnings: list[str] = field(default_factory=list)
     """Warnings of the rollout manager's process since the last rollout."""
+    critic_refs: list[Ref[Wire]] = field(default_factory=list)
+    """``refs`` for a critic whose ranks divide it otherwise; empty if they do not."""
 
 
 class RolloutManager:
@@ -80,6 +82,7 @@ class RolloutManager:
     threads.
 
     Args:
+        layouts: That of the actor, and of a critic that has another one.
         in_program: Whether the run belongs to a program, which may save at any time.
 
     Attributes:
@@ -92,7 +95,7 @@ class RolloutManager:
         self,
         args: Args,
         run_dir: str,
-        layout: ParallelLayout,
+        layouts: Sequence[ParallelLayout],
         placement: Placement,
         keys: RunKeys,
         in_program: bool = False,
@@ -103,7 +106,7 @@ class RolloutManager:
         # environment names.
         os.environ.update(exempt_from_proxy(door().address()))
         self.garbage = GarbageCollection()
-        self.layout = layout
+        self.layouts = layouts
         # First, because the engines import and load their models meanwhile. If anything else
         # fails, nobody else could end them.
         self.fleet = fleet_of(args, placement, self.run_dir / "logs", keys)
@@ -186,7 +189,7 @@ class RolloutManager:
         stored: list[Ref[Wire]] = []
         used: set[int] = set()
         numbered = True
-        for part in parts_of_ranks(self.args, groups, rollout_id, self.layout):
+        for part in parts_of_ranks(self.args, groups, rollout_id, *self.layouts):
             stored.append(door().put(part))
             used.update(map(int, part.get("group_indices", ())))
             numbered = numbered and "group_indices" in part
@@ -194,7 +197,8 @@ class RolloutManager:
         # as trained.
         if numbered:
             self.state.ledger.left_out(rollout_id, used)
-        return RolloutBatch(stored, metrics, texts, take_warnings())
+        of_actor = self.layouts[0].dp
+        return RolloutBatch(stored[:of_actor], metrics, texts, take_warnings(), stored[of_actor:])
 
     def _new_rollout(self, rollout_id: int) -> Rollout:
         """Call the rollout function, and record in ledger and state that this rollout is

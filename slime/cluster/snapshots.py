@@ -238,6 +238,11 @@ class Snapshots:
         self._with_room(rollout_id, lambda: snapshot.commit(temp, facts, written))
         self._open = None
         self.saved = facts["rollout_id"]
+        if self.settings.critic_save and self.trainer.critic is not None:
+            source = self.folder_of(rollout_id)
+            target = Path(self.settings.critic_save)
+            keep = partial(snapshot.copy_part, source, "critic", target, facts, written)
+            self._with_room(rollout_id, keep, target)
         REPORTS.tell(saved=True)  # From now on, a restart loads this run's own snapshot.
         # After the commit, so that there is a complete snapshot at any time.
         if self.settings.save_keep_last:

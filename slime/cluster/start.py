@@ -14,7 +14,7 @@ from slime.cluster.actors import ActorHandle, Ref, door, use
 from slime.cluster.checks import check_schedules
 from slime.cluster.engine_calls import offload
 from slime.cluster.engine_pool import EnginePool, WeightClock
-from slime.cluster.folders import FolderLock, lock_run, lock_save
+from slime.cluster.folders import FolderLock, lock_run, lock_save, snapshot_of
 from slime.cluster.phases import Run, StepLog
 from slime.cluster.ray_wait import ManagerClient, Waiter
 from slime.cluster.rollout_manager import RolloutManager
@@ -26,6 +26,7 @@ from slime.config.algorithm import KlConfig
 from slime.config.cluster import ClusterConfig
 from slime.config.parser import ConfigError
 from slime.config.run import CheckpointConfig
+from slime.config.settings import role_args
 from slime.config.weight_sync import WeightSyncConfig
 from slime.engines.keys import RunKeys
 
@@ -303,8 +304,11 @@ def _start_manager(parts: Parts, placement: Placement) -> ManagerClient:
     from slime.config.layout import ParallelLayout
 
     args = parts.args
-    layout = ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()
-    values = args, str(parts.dir.path), layout, placement, parts.keys, parts.stop.in_program
+    layouts = [ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()]
+    if placement.slots.critic:
+        critic = ParallelLayout.from_args(role_args(args, "critic"))
+        layouts += [critic] if critic != layouts[0] else []
+    values = args, str(parts.dir.path), layouts, placement, parts.keys, parts.stop.in_program
     # With several threads, status() and on_engines() can answer while generate() runs.
     return ManagerClient(
         door().create(RolloutManager, *values, threads=8), parts.waiter, args.phase_timeout
@@ -321,10 +325,19 @@ def _start_training(parts: Parts, placement: Placement) -> None:
     roles: list[Role] = ["actor", "critic"] if parts.args.use_critic else ["actor"]
     snapshot = parts.begin.snapshot
     for role in roles:
+        args = parts.args
         load = snapshot.path / role if snapshot is not None else None
+        if (
+            role == "critic"
+            and not parts.begin.resumes
+            and (other := snapshot_of(args.critic_load))
+        ):
+            # only the weights of another run's critic
+            load = other.path / role
+            args = args.with_values(finetune=True, no_load_optim=True, no_load_rng=True)
         logs = parts.dir.path / "logs"
         parts.groups.append(
-            TrainGroup(parts.args, role, placement, parts.waiter, logs, load, parts.keys.engine)
+            TrainGroup(args, role, placement, parts.waiter, logs, load, parts.keys.engine)
         )
 
 

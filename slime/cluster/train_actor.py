@@ -162,17 +162,17 @@ class TrainActor:
             self.backend.load(Path(load_path))
         self.weight_sync = self.weight_sync.for_adapter(self.backend.adapter_sync)
 
-    def score(self, rollout_id: int, batch_ref: Batches) -> TrainResult:
-        """Run the forward passes of the actor on this rank's part of a rollout, before the critic
-        trains on it.
+    def score(self, rollout_id: int, batch_ref: Batches, entries: Entries = ()) -> TrainResult:
+        """Run the forward passes on this rank's part of a rollout, before either role trains on
+        it.
         """
         from slime.backends.train_loop import score_rollout
 
         self.profiler.rollout_id = rollout_id
-        entries, timings = score_rollout(
-            self.backend, self._batch(batch_ref), self.profiler, self.timers
-        )
-        return {"metrics": {}, "timings": timings, "entries": [door().put(entries)]}
+        batch = self._batch(batch_ref, entries)
+        added, timings = score_rollout(self.backend, batch, self.profiler, self.timers)
+        added["partition"] = batch["partition"]
+        return {"metrics": {}, "timings": timings, "entries": [door().put(added)]}
 
     def train(self, rollout_id: int, batch_ref: Batches, entries: Entries = ()) -> TrainResult:
         """Train on this rank's part of a rollout.
@@ -202,7 +202,11 @@ class TrainActor:
             self.backend.clear_memory()
         # As a reference, so that the values go from the critic's rank to the actor's without the
         # driver in between.
-        values = [door().put({"old_values": batch["old_values"]})] if self.role == "critic" else []
+        values = (
+            [door().put({name: batch[name] for name in ("old_values", "partition")})]
+            if self.role == "critic"
+            else []
+        )
         return {"metrics": metrics, "timings": timings, "entries": values}
 
     # --- the primitives of slime.Session -----------------------------------------------------
@@ -243,12 +247,11 @@ class TrainActor:
         return self.backend
 
     def _batch(self, batch_ref: Batches, entries: Entries = ()) -> RankBatch:
-        from slime.data.fields import to_rank_batch
+        from slime.data.fields import add_entries, to_rank_batch
 
         with self.timers("get_batch"):
             batch = to_rank_batch(door().get(batch_ref[:1])[0])
-            for computed in door().get(entries):
-                batch |= computed
+            add_entries(batch, door().get(entries))
         return batch
 
     def update_weights(

@@ -50,7 +50,8 @@ class TrainGroup:
         self.args = args
         self.role = role
         self.waiter = waiter
-        world_size = placement.slots.train
+        self.layout = ParallelLayout.from_args(args)
+        world_size = self.layout.world_size
         # A collective that times out leaves a record of each rank's last operations, which slime
         # doctor compares.
         recorder = {
@@ -66,7 +67,7 @@ class TrainGroup:
             door().create(
                 TrainActor,
                 *(args, role, rank, world_size, str(log_dir), engine_keys),
-                options=placement.train_options(rank),
+                options=placement.train_options(rank, role),
                 environment=environment,
                 own_threads=True,
             )
@@ -108,8 +109,7 @@ class TrainGroup:
 
     def score(self, rollout_id: int, batch_refs: Batches) -> tuple[TrainResult, list[Entries]]:
         """Let every rank run its forward passes on its part of a rollout; as :meth:`train`."""
-        refs = [rank.score.remote(rollout_id, part) for rank, part in self._parts(batch_refs)]
-        return self._results(refs, f"to score rollout {rollout_id}")
+        return self.finish(self.begin("score", rollout_id, batch_refs), rollout_id)
 
     def train(
         self, rollout_id: int, batch_refs: Batches, entries: Sequence[Entries] | None = None
@@ -123,23 +123,38 @@ class TrainGroup:
             The result of rank 0, and for each rank what it has computed for others (the values of a
             critic).
         """
-        refs = [
-            rank.train.remote(rollout_id, part, entries[i] if entries else ())
+        return self.finish(self.begin("train", rollout_id, batch_refs, entries), rollout_id)
+
+    def begin(
+        self,
+        method: Literal["score", "train"],
+        rollout_id: int,
+        batch_refs: Batches,
+        entries: Sequence[Entries] | None = None,
+    ) -> list[Ref[TrainResult]]:
+        """Start :meth:`score` or :meth:`train`; :meth:`finish` waits for it."""
+        return [
+            getattr(rank, method).remote(rollout_id, part, entries[i] if entries else ())
             for i, (rank, part) in enumerate(self._parts(batch_refs))
         ]
-        return self._results(refs, f"to train on rollout {rollout_id}")
+
+    def finish(
+        self, refs: Sequence[Ref[TrainResult]], rollout_id: int
+    ) -> tuple[TrainResult, list[Entries]]:
+        results = self._call(refs, f"to train on rollout {rollout_id}", self.args.phase_timeout)
+        return results[0], [result["entries"] for result in results]
+
+    def entries_from(self, other: TrainGroup, entries: list[Entries]) -> list[Entries]:
+        """For each rank, where to find what the ranks of ``other`` have computed for its samples."""
+        if other.layout == self.layout:
+            return entries
+        firsts = {other.layout.data_rank(i): each for i, each in reversed([*enumerate(entries)])}
+        return [[ref for each in firsts.values() for ref in each]] * len(self.ranks)
 
     def _parts(self, batch_refs: Batches) -> list[tuple[ActorHandle, Batches]]:
         # Ranks of one data-parallel group (tensor, pipeline, context parallel) get the same part of
         # the batch.
-        layout = ParallelLayout.from_args(self.args)
-        return [(rank, [batch_refs[layout.data_rank(i)]]) for i, rank in enumerate(self.ranks)]
-
-    def _results(
-        self, refs: Sequence[Ref[TrainResult]], what: str
-    ) -> tuple[TrainResult, list[Entries]]:
-        results = self._call(refs, what, self.args.phase_timeout)
-        return results[0], [result["entries"] for result in results]
+        return [(rank, [batch_refs[self.layout.data_rank(i)]]) for i, rank in enumerate(self.ranks)]
 
     def update_weights(
         self,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slime.cluster.phases import StepLog
     from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.stop_signals import StopSignals
-    from slime.cluster.train_actor import Batches, TrainResult
+    from slime.cluster.train_actor import Batches, Entries, TrainResult
     from slime.cluster.train_group import TrainGroup
     from slime.config.algorithm import KlConfig
     from slime.config.args import Args
@@ -181,12 +181,18 @@ class Trainer:
         self.offloads = bool(self.cluster.offload_train)
         self.colocated = bool(self.offloads or self.cluster.offload_rollout)
         self.groups = [group for group in (self.actor, self.critic) if group is not None]
+        self.side_by_side = self.critic is not None and bool(self.cluster.critic_num_nodes)
+        # Those that share accelerators with others.
+        self.taking_turns = self.groups[: 1 if self.side_by_side else None]
 
-    def train(self, rollout_id: int, refs: Batches) -> None:
+    def train(self, rollout_id: int, refs: Batches, critic_refs: Batches = ()) -> None:
         """Train on a rollout: first the critic, because the actor's advantages need its values,
         then the actor.
 
-        If the critic's returns have a KL penalty, the actor's forward passes come before both.
+        If the critic's returns have a KL penalty, the actor's forward passes come before both. A
+        critic with GPUs of its own computes its values while the actor runs its forward passes, and
+        trains while the actor does; ``critic_refs`` are its batches if its ranks divide a rollout
+        otherwise.
         The metrics are added to those of the step. In the first ``--num-critic-only-steps``
         rollouts, the actor does not train. A stop signal waits until the rollout is trained
         completely.
@@ -195,7 +201,14 @@ class Trainer:
         # the snapshot before the stop would hold weights of this rollout but count it as untrained,
         # and a resumed run would repeat it.
         with self.stop.deferred():
-            self._train(rollout_id, refs)
+            if self.side_by_side:
+                self._train_side_by_side(rollout_id, refs, critic_refs or refs)
+            else:
+                self._train(rollout_id, refs)
+            interval = self.kl.ref_update_interval
+            if interval and (rollout_id + 1) % interval == 0 and self.actor is not None:
+                self.take_turn(self.actor)
+                self.actor.copy_weights("actor", "ref")
         self.trained = rollout_id
 
     def _train(self, rollout_id: int, refs: Batches) -> None:
@@ -224,10 +237,30 @@ class Trainer:
             )
             result, _ = self.actor.train(rollout_id, refs, known)
             self._log_result(result)
-        interval = self.kl.ref_update_interval
-        if interval and (rollout_id + 1) % interval == 0:
-            self.take_turn(self.actor)
-            self.actor.copy_weights("actor", "ref")
+
+    def _train_side_by_side(self, rollout_id: int, refs: Batches, critic_refs: Batches) -> None:
+        actor = self.actor
+        critic = self.critic
+        assert actor is not None and critic is not None, "both have ranks"
+        trains_actor = rollout_id >= self.num_critic_only_steps
+        self.take_turn(actor)
+        if trains_actor:
+            self.old_actor.before_step(actor)
+        # Forward passes of both; then each gets what the other has computed.
+        scoring = critic.begin("score", rollout_id, critic_refs)
+        log_probs: list[Entries] = []
+        if trains_actor or self.kl.kl_coef:
+            result, log_probs = actor.score(rollout_id, refs)
+            self._log_result(result)
+        _, values = critic.finish(scoring, rollout_id)
+        of_actor = critic.entries_from(actor, log_probs) or [[] for _ in values]
+        known = [[*a, *b] for a, b in zip(values, of_actor, strict=True)]
+        training = critic.begin("train", rollout_id, critic_refs, known)
+        if trains_actor:
+            of_critic = actor.entries_from(critic, values)
+            known = [[*a, *b] for a, b in zip(log_probs, of_critic, strict=True)]
+            self._log_result(actor.train(rollout_id, refs, known)[0])
+        self.log.pending.update(critic.finish(training, rollout_id)[0]["metrics"])
 
     def _log_result(self, result: TrainResult) -> None:
         self.log.pending.update(result["metrics"])
@@ -242,8 +275,8 @@ class Trainer:
 
         In this order, the accelerator never has to hold actor and critic at the same time.
         """
-        if self.offloads:
-            for other in self.groups:
+        if self.offloads and group in self.taking_turns:
+            for other in self.taking_turns:
                 if other is not group:
                     other.sleep()
             group.wake()
@@ -253,13 +286,13 @@ class Trainer:
         that does not wait for the actor's log-probs."""
         if self.offloads and self.groups:
             with self.log.timed("wake_up"):
-                self.take_turn(self.groups[0 if self.kl.kl_coef else -1])
+                self.take_turn(self.taking_turns[0 if self.kl.kl_coef else -1])
             self.log_memory("wake_up")
 
     def sleep(self) -> None:
-        """With ``--offload-train``, release the accelerator memory of all groups."""
+        """With ``--offload-train``, release the accelerator memory that others share."""
         if self.offloads:
-            for group in self.groups:
+            for group in self.taking_turns:
                 group.sleep()
 
     def make_room_for_weights(self) -> None:

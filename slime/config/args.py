@@ -161,6 +161,14 @@ class Args(
             raise TypeError(f"Args has no {', '.join(sorted(unknown))}")
         self.__dict__.update(values)
 
+    @property
+    def critic_gpus(self) -> int:
+        """The number of GPUs that only the critic uses; 0 if it shares the actor's, or there is
+        none."""
+        if not self.use_critic or self.debug_rollout_only:
+            return 0
+        return (self.critic_num_nodes or 0) * (self.critic_num_gpus_per_node or 0)
+
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
         if (

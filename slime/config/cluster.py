@@ -37,6 +37,12 @@ class ClusterConfig(Section):
     actor_num_gpus_per_node: int = flag(DERIVED, low=1, high=MOST)
     """Training GPUs per node; without GPUs, training processes. Default: all GPUs of the node
     (fewer if engines need their own), or 1 without GPUs"""
+    critic_num_nodes: int | None = flag(None, low=1, high=MOST)
+    """Number of nodes for a critic with GPUs of its own, which trains beside the actor. Default: 1
+    with --critic-num-gpus-per-node, otherwise the critic takes turns on the actor's GPUs"""
+    critic_num_gpus_per_node: int | None = flag(None, low=1, high=MOST)
+    """The critic's own GPUs per node; without GPUs, processes. Default: as many as the actor with
+    --critic-num-nodes, otherwise none"""
     rollout_num_gpus: int = flag(DERIVED, low=0, high=MOST)
     """GPUs for inference, in total; without GPUs, engine processes. Default: the training GPUs with
     --colocate, otherwise the GPUs of one engine"""
@@ -74,6 +80,9 @@ class ClusterConfig(Section):
 
 
 def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
+    if args.critic_num_nodes or args.critic_num_gpus_per_node:
+        each = args.actor_num_gpus_per_node or 1
+        args.fill(critic_num_nodes=1, critic_num_gpus_per_node=each)
     _default_placement(args, machine, asynchronous)
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.rollout_num_gpus is None and args.sglang_config:
@@ -88,7 +97,7 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
         offload_train=shared or args.offload,
         offload_rollout=shared or args.offload,
     )
-    if args.use_critic and shared and not args.offload_train:
+    if args.use_critic and shared and not (args.offload_train or args.critic_gpus):
         args.notices.append(
             "--no-offload-train has no effect: actor and critic take turns on the engines' GPUs"
         )
@@ -101,7 +110,7 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
     # What the user has placed stays as it is.
     if args.actor_num_gpus_per_node is not None:
         return
-    gpus = machine.gpus
+    gpus = max(machine.gpus - args.critic_gpus, 1)
     has_no_partner = (
         args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs
     )
@@ -194,7 +203,7 @@ def _too_many_gpus(args: Args, machine: Machine) -> list[str]:
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     external = bool(args.rollout_external_engine_addrs)
     rollout = 0 if args.debug_train_only or external else args.rollout_num_gpus
-    needed = max(train, rollout) if args.colocate else train + rollout
+    needed = (max(train, rollout) if args.colocate else train + rollout) + args.critic_gpus
     if needed <= machine.gpus:
         return []
     share = "" if args.colocate else "--colocate to share GPUs, "
@@ -215,6 +224,8 @@ def _too_many_slots(args: Args, machine: Machine) -> list[str]:
         else 0,
         "--rollout-num-gpus": args.rollout_num_gpus if "rollout_num_gpus" in args.explicit else 0,
     }
+    if critic := args.critic_gpus:
+        asked["--critic-num-gpus-per-node"] = critic
     if args.debug_rollout_only:
         del asked["--actor-num-gpus-per-node"]
     if args.debug_train_only:

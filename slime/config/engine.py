@@ -338,8 +338,11 @@ def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
 
 
 def asked_gpus(gpus: ClusterConfig) -> str:
-    nodes = f"--actor-num-nodes {gpus.actor_num_nodes} " if gpus.actor_num_nodes > 1 else ""
-    return (
-        f"{nodes}--actor-num-gpus-per-node {gpus.actor_num_gpus_per_node}, --rollout-num-gpus "
-        f"{gpus.rollout_num_gpus}"
-    )
+    named = {
+        "--actor-num-nodes": gpus.actor_num_nodes if gpus.actor_num_nodes > 1 else None,
+        "--actor-num-gpus-per-node": gpus.actor_num_gpus_per_node,
+        "--critic-num-nodes": gpus.critic_num_nodes,
+        "--critic-num-gpus-per-node": gpus.critic_num_gpus_per_node,
+        "--rollout-num-gpus": gpus.rollout_num_gpus,
+    }
+    return ", ".join(f"{option} {count}" for option, count in named.items() if count is not None)

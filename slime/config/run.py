@@ -125,6 +125,13 @@ class CheckpointConfig(Section):
     save_hf_dtype: str | None = flag(None, choices=("float32", "bfloat16", "source"))
     """Dtype of the weights in --save-hf. source: as in --hf-checkpoint, also quantized (FP8, INT4
     or INT8 of compressed-tensors, MXFP4). Default: the dtype in which they are trained"""
+    critic_load: str | None = path_flag()
+    """Where a new run's critic gets its weights: a Hugging Face folder with the tokens of
+    --hf-checkpoint, or the newest snapshot in a folder of --save or --critic-save. Default:
+    --hf-checkpoint"""
+    critic_save: str | None = path_flag()
+    """Folder that keeps the critic of each snapshot, for --critic-load of other runs; on the disk
+    of --save, a link to the same files"""
     ref_load: str = flag(DERIVED, kind="path")
     """Reference model for the KL divergence. Default: --hf-checkpoint"""
     ref_ckpt_step: int | None = flag(None, low=0)

@@ -13,10 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.config.args import FLAGS, Args, Spelling, spellings, underscored
+from slime.config.batch import check_split
 from slime.config.files import read_yaml
 from slime.config.flag import OutOfRange, convert, did_you_mean
 from slime.config.flag_support import why_missing
-from slime.config.layout import ParallelLayout
+from slime.config.hf_config import is_hf_folder
+from slime.config.layout import ParallelLayout, check_layout
+from slime.config.megatron import check_shard_size
 from slime.config.passthrough import families, prefix_of
 
 HIDDEN = "***"
@@ -230,7 +233,7 @@ def store(args: Args, key: str, known: Spelling, value: object) -> str | None:
 ROLES = ("actor", "critic")
 
 
-_IGNORED = ("num_nodes", "num_gpus_per_node")  # actor and critic share the same GPUs
+_IGNORED = ("num_nodes", "num_gpus_per_node")  # --critic-num-nodes, --critic-num-gpus-per-node
 
 
 _ROLES_OPTION = "--megatron-config-path"
@@ -238,13 +241,22 @@ _ROLES_OPTION = "--megatron-config-path"
 
 def role_args(args: Args, role: str) -> Args:
     """Return the arguments of one role. :func:`check_roles` must have found no problem before."""
-    return _changed(args, role)[0]
+    args = _changed(args, role)[0]
+    if role == "critic" and args.critic_load and is_hf_folder(args.critic_load):
+        args = args.with_values(load=args.critic_load)
+    if role == "critic" and args.critic_gpus:
+        # Nobody else needs the memory of its GPUs.
+        args = args.with_values(
+            world_size=args.critic_gpus, offload_train=False, offload_rollout=False
+        )
+    return args
 
 
 def check_roles(args: Args) -> list[str]:
-    """Check the file of ``--megatron-config-path``."""
+    """Check the file of ``--megatron-config-path``, and how a critic with GPUs of its own is
+    divided over them."""
     if not args.megatron_config_path:
-        return []
+        return _check_critic(role_args(args, "critic")) if args.critic_gpus else []
     content, problems = read_yaml(args.megatron_config_path, _ROLES_OPTION)
     problems += [
         f"{_ROLES_OPTION}: {name!r} is not {' or '.join(ROLES)}"
@@ -254,11 +266,24 @@ def check_roles(args: Args) -> list[str]:
     for role in ROLES:
         changed, wrong = _changed(args, role)
         problems += [f"{_ROLES_OPTION}: {role}: {problem}" for problem in wrong]
-        if not wrong and ParallelLayout.from_args(changed) != ParallelLayout.from_args(args):
+        alone = role == "critic" and args.critic_gpus
+        changes = ParallelLayout.from_args(changed) != ParallelLayout.from_args(args)
+        if not wrong and not alone and changes:
             problems.append(
-                f"{_ROLES_OPTION}: {role} has another parallel layout, but both roles share one"
+                f"{_ROLES_OPTION}: {role} has another parallel layout, but both roles share one "
+                "(--critic-num-gpus-per-node gives the critic GPUs of its own)"
             )
-    return problems
+    return problems or (_check_critic(role_args(args, "critic")) if args.critic_gpus else [])
+
+
+def _check_critic(critic: Args) -> list[str]:
+    """Check the arguments of a critic with GPUs of its own."""
+    checks = (
+        check_layout(ParallelLayout.from_args(critic), critic.megatron, critic.hf_checkpoint),
+        check_shard_size(critic.fsdp_shard_size, critic.world_size),
+        check_split(critic),
+    )
+    return [f"the critic: {problem}" for problems in checks for problem in problems]
 
 
 def _changed(args: Args, role: str) -> tuple[Args, list[str]]:

@@ -91,9 +91,10 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
 
 
 def parts_of_ranks(
-    args: Args, groups: Sequence[Group | Sample], rollout_id: int, layout: ParallelLayout
+    args: Args, groups: Sequence[Group | Sample], rollout_id: int, *layouts: ParallelLayout
 ) -> Iterator[Wire]:
-    """Convert the samples of a rollout, and yield the part of each data-parallel rank.
+    """Convert the samples of a rollout, and yield the part of each data-parallel rank of each
+    layout.
 
     A part copies the tokens of its samples. It is made when it is asked for, so that a caller that
     passes on one after the other never holds a second copy of the whole rollout.
@@ -103,10 +104,10 @@ def parts_of_ranks(
     """
     train_data = samples_to_train_data(args, groups)
     add_staleness(train_data, flatten(groups), rollout_id)
-    for part in each_part(
-        PackingSettings.from_args(args), train_data, layout.dp, layout.schedule()
-    ):
-        yield {**part, "rollout_id": rollout_id}
+    packing = PackingSettings.from_args(args)
+    for layout in layouts:
+        for part in each_part(packing, train_data, layout.dp, layout.schedule()):
+            yield {**part, "rollout_id": rollout_id}
 
 
 def split_train_data(

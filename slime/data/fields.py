@@ -319,6 +319,23 @@ def pack_part(train_data: TrainData, partition: Sequence[int], extra: Mapping[st
     return {**part, **extra}
 
 
+def add_entries(batch: RankBatch, parts: Sequence[TrainData]) -> None:
+    """Add what other passes have computed, a value per sample, to the batch of a rank.
+
+    Args:
+        parts: Entries of all samples of the batch, and of others if the passes ran on ranks that
+            divide the rollout otherwise. Each has the ``partition`` of its samples.
+    """
+    for name in dict.fromkeys(name for part in parts for name in part if name != "partition"):
+        named = [part for part in parts if name in part]
+        known = {
+            int(position): value
+            for part in named
+            for position, value in zip(part["partition"], part[name], strict=True)
+        }
+        batch[name] = [known[int(position)] for position in batch["partition"]]
+
+
 def to_rank_batch(part: Wire) -> RankBatch:
     """Unpack the batch of a training rank: a list per entry, with CPU tensors if there is one value
     per token.

@@ -140,6 +140,18 @@ class FakeGroup:
         self.say("trains")
         return {"metrics": self.metrics, "timings": {"step": 0.5}}, [[f"{self.role}'s values"]]
 
+    def begin(self, method: str, rollout_id: int, refs: Any, entries: Any = None) -> list[Any]:
+        self.say(f"begins to {method}")
+        self.given = entries
+        return [method]
+
+    def finish(self, started: list[Any], rollout_id: int) -> tuple[dict[str, Any], list[list[str]]]:
+        self.say(f"has finished to {started[0]}")
+        return {"metrics": self.metrics, "timings": {}}, [[f"{self.role}'s values"]]
+
+    def entries_from(self, other: Any, entries: list[Any]) -> list[Any]:
+        return entries
+
     def save(self, folder: Path) -> None:
         self.say("saves")
         if self.saves_fail:

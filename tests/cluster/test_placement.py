@@ -25,6 +25,7 @@ def make_args(**changes: object) -> SimpleNamespace:
         debug_rollout_only=False,
         debug_train_only=False,
         rollout_external_engine_addrs=None,
+        critic_gpus=0,
     )
     return SimpleNamespace(**{**base, **changes})
 
@@ -39,12 +40,15 @@ def make_args(**changes: object) -> SimpleNamespace:
         ({"debug_train_only": True}, Slots(4, 0, 4), 4),
         ({"debug_rollout_only": True}, Slots(0, 2, 0), 2),
         ({"rollout_external_engine_addrs": ["h:1"]}, Slots(4, 0, 4), 4),
+        ({"critic_gpus": 8}, Slots(4, 2, 4, 8), 14),
+        ({"critic_gpus": 1, "colocate": True, "rollout_num_gpus": 6}, Slots(4, 6, 0, 1), 7),
     ],
 )
 def test_slots(changes: dict, expected: Slots, total: int) -> None:
     slots = plan_slots(make_args(**changes))
     assert slots == expected
     assert slots.total == total
+    assert not slots.critic or slots.critic_offset == total - slots.critic
 
 
 @pytest.mark.parametrize(("buffer_size", "interval", "bound"), [(1, 1, 1), (4, 2, 5), (2, 1, 2)])

@@ -50,6 +50,37 @@ def test_actor_and_critic_take_turns(flags: dict[str, Any], expected: list[str])
     assert driver.said == expected and driver.trainer.trained == 0
 
 
+BEGUN = ["critic begins to score", "actor scores", "critic has finished to score"]
+TRAINED = ["critic begins to train", "actor trains", "critic has finished to train"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, [*BEGUN, *TRAINED]),
+        # the actor shares its place with engines
+        ({"colocated": True}, ["actor wakes", *BEGUN, *TRAINED]),
+        ({"num_critic_only_steps": 1, "ref_update_interval": 1},
+         [*BEGUN[::2], *TRAINED[::2], "actor copies actor to ref"]),
+        ({"num_critic_only_steps": 1, "kl_coef": 0.1}, [*BEGUN, *TRAINED[::2]]),
+    ],
+)  # fmt: skip
+def test_with_gpus_of_its_own_the_critic_works_beside_the_actor(
+    flags: dict[str, Any], expected: list[str]
+) -> None:
+    driver = Driver(critic=True, critic_num_nodes=1, **flags)
+    assert driver.critic is not None
+    driver.critic.metrics = {"train/critic-value_loss": 1.0}
+    driver.trainer.train(0, [])
+    assert driver.said == expected and driver.trainer.trained == 0
+    assert driver.log.pending["train/critic-value_loss"] == 1.0
+    logged = ["log-probs"] if "actor scores" in expected else []
+    assert driver.critic.given == [["critic's values", *logged]]
+    driver.said.clear()
+    driver.trainer.sleep()
+    assert driver.said == (["actor sleeps"] if flags.get("colocated") else [])
+
+
 def test_the_actor_gets_the_critics_values_and_both_their_metrics_are_logged() -> None:
     driver = Driver(critic=True)
     assert driver.critic is not None

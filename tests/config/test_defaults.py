@@ -411,3 +411,19 @@ def test_the_token_budget_follows_from_the_longest_sample() -> None:
     )
     megatron = {"context_parallel_size": 2}
     assert make_args(rollout_max_response_len=16384, megatron=megatron).max_tokens_per_gpu == 8192
+
+
+def test_a_critic_with_gpus_of_its_own_leaves_the_others_to_the_actor(workplace) -> None:
+    workplace.use(NODE)
+    ppo = "--advantage-estimator ppo --critic-num-gpus-per-node 3"
+    args = workplace.load(ppo)
+    assert (args.critic_gpus, args.world_size, args.rollout_num_gpus) == (3, 5, 5)
+    (problem,) = workplace.problems(f"{ppo} --actor-num-gpus-per-node 6 --colocate")
+    assert problem.startswith("the run needs 9 GPUs")
+    assert workplace.load("--critic-num-nodes 2").critic_gpus == 0  # no critic
+    as_many = workplace.load(
+        "--advantage-estimator ppo --critic-num-nodes 2 --actor-num-gpus-per-node 2"
+    )
+    assert as_many.critic_gpus == 4
+    refused = workplace.problems(f"{ppo} --inline --actor-num-gpus-per-node 1")
+    assert any("--inline and --critic-num" in problem for problem in refused)

@@ -21,6 +21,10 @@ LINES: dict[str, tuple[str, str, str]] = {
     "value_clip": ("--value-clip 0.1", PPO, ""),
     "critic_lr": ("--critic-lr 1e-5", PPO, "--advantage-estimator rloo"),
     "critic_lr_warmup_iters": ("--critic-lr-warmup-iters 2", PPO, ""),
+    "critic_num_nodes": ("--critic-num-nodes 1", PPO, ""),
+    "critic_num_gpus_per_node": ("--critic-num-gpus-per-node 1", PPO, ""),
+    "critic_load": ("--critic-load critics", PPO, ""),
+    "critic_save": ("--critic-save critics", f"{PPO} --save s --save-interval 1", PPO),
     "eps_clip_c": ("--eps-clip-c 3", "--advantage-estimator gspo", "--advantage-estimator cispo"),
     "grpo_std_normalization": (
         "--disable-grpo-std-normalization",

@@ -45,6 +45,21 @@ def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
     assert said in "\n".join(check_roles(with_file(tmp_path, text)))
 
 
+def test_a_critic_with_gpus_of_its_own_has_another_layout(tmp_path: Path) -> None:
+    """And nobody else needs their memory."""
+    args = with_file(tmp_path, "critic: {context_parallel_size: 2}\n").with_values(
+        use_critic=True, critic_num_nodes=2, critic_num_gpus_per_node=3, offload_train=True,
+        train_backend="fsdp", fsdp_shard_size=2,
+    )  # fmt: skip
+    critic = role_args(args, "critic")
+    assert (critic.world_size, critic.offload_train) == (6, False)
+    assert check_roles(args) == [] and role_args(args, "actor").world_size == 2
+    problem, *_ = check_roles(args.with_values(critic_num_nodes=1))
+    assert problem.startswith("the critic: 3 training ranks are not a multiple of")
+    (problem,) = check_roles(args.with_values(fsdp_shard_size=4))
+    assert problem.startswith("the critic: --fsdp-shard-size 4 does not divide the 6")
+
+
 def test_without_a_file_both_roles_have_the_run_s() -> None:
     args = Args()
     assert role_args(args, "critic") is args and check_roles(args) == []

@@ -128,6 +128,8 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -
             f"  training ranks  {args.world_size}, of which {layout.dp} train on different "
             f"samples: {each:g} each"
         )
+        if critic := args.critic_gpus:
+            yield f"  critic ranks    {critic}, beside the others"
         yield f"  micro-batches   {_micro_batches(args, each, prompt_tokens)}"
     if asynchronous:
         yield (

@@ -127,6 +127,8 @@ def describe(plan: Plan) -> str:
         words.append("recomputing" if run.train.recomputed else "no recomputation")
     if run.engine is not None:
         words.append(f"{run.engine.engines} engines of {run.engine.gpus} GPUs")
+    if run.place.critic_gpus:
+        words.append(f"critic on {run.place.critic_gpus} GPUs")
     words.append("colocated" if run.place.colocate else "apart")
     words.append("asynchronous" if run.asynchronous else "synchronous")
     return ", ".join(words)

@@ -73,7 +73,8 @@ class Plan:
     def gpus(self) -> int:
         trained = self.run.train.layout.world_size if self.run.train else 0
         generating = self.run.engine.engines * self.run.engine.gpus if self.run.engine else 0
-        return max(trained, generating) if self.run.place.colocate else trained + generating
+        shared = max(trained, generating) if self.run.place.colocate else trained + generating
+        return shared + self.run.place.critic_gpus
 
     @property
     def samples_per_gpu_second(self) -> float:

@@ -76,6 +76,7 @@ def read_run(
         colocate=args.colocate,
         offload_train=bool(args.offload_train),
         offload_rollout=bool(args.offload_rollout),
+        critic_gpus=args.critic_gpus,
         gpus_per_node=max(args.actor_num_gpus_per_node or 1, 1 if args.actor_num_nodes > 1 else 8),
     )
     micro_batch = None if packing.dynamic else packing.micro_batch_size * (prompt_tokens + longest)

@@ -221,6 +221,8 @@ class Placement:
     offload_train: bool = True
     offload_rollout: bool = True
     gpus_per_node: int = 8
+    critic_gpus: int = 0
+    """GPUs that only a critic uses; what it does there is not planned."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ TEXTS = frozenset((
     "hf_checkpoint", "model_name", "only_train_params_name_list", "freeze_params_name_list", "lora_target_modules",
     "lora_exclude_modules", "input_key", "label_key", "metadata_key", "tool_key", "multimodal_keys",
     "apply_chat_template_kwargs", "rollout_stop", "rm_type", "rm_url", "rm_model_path", "reward_key", "load",
-    "ref_load", "opd_teacher_load", "log_reward_category", "update_weight_disk_dir", "reward_weights",
+    "ref_load", "critic_load", "opd_teacher_load", "log_reward_category", "update_weight_disk_dir", "reward_weights",
     "chosen_column", "rejected_column", "distill_teacher",
 ))  # fmt: skip
 """Texts that are names, patterns or data to read."""
@@ -52,7 +52,7 @@ LEFT_OUT = frozenset((
     "rollout_external_engine_addrs", "sglang_config", "environment", "mcp_server", "agent_function_path",
     "agent_command", "agent_env", "agent_tool_parser", "agent_reasoning_parser", "agent_host", "custom_rm_path",
     "eval_reward_key", "verifier_env", "eval_prompt_data", "eval_config", "eval_function_path", "eval_input_key",
-    "rubric", "prompt_mixture", "metrics_host", "distill_context", "distill_template",
+    "rubric", "prompt_mixture", "metrics_host", "distill_context", "distill_template", "critic_save",
     "eval_label_key", "eval_tool_key", "save", "save_hf", "tracker", "tracker_project", "tb_project_name",
     "tb_experiment_name", "wandb_dir", "wandb_key", "wandb_host", "wandb_team", "wandb_group", "wandb_project",
     "wandb_run_id", "log_samples", "save_debug_rollout_data", "load_debug_rollout_data", "load_forge_rollout_data",
@@ -74,7 +74,9 @@ MEGATRON_TEXTS = frozenset((
     "rope_type", "weight_decay_incr_style", "dist_ckpt_strictness",
 ))  # fmt: skip
 _OWN = re.compile(r"slime\.rollout(\.\w+)+")
-_MODELS = ("hf_checkpoint", "load", "ref_load", "opd_teacher_load", "distill_teacher")
+_MODELS = (
+    "hf_checkpoint", "load", "ref_load", "critic_load", "opd_teacher_load", "distill_teacher",
+)  # fmt: skip
 
 
 def holds_data(flag: Flag) -> bool:

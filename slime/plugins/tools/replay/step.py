@@ -144,6 +144,11 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
     if on_gpu:
         args = args.with_values(deterministic=True)
     layout = ParallelLayout.from_args(args)
+    if args.critic_gpus not in (0, layout.world_size):
+        raise ReplayError(
+            f"the critic has {args.critic_gpus} ranks and the actor {layout.world_size}; only "
+            "steps of runs in which both have the same number are replayed"
+        )
     rollouts = tuple(range(start, wanted.step + 1))
     with tempfile.TemporaryDirectory(prefix="slime-replay-") as name:
         folder = Path(name)
