@@ -184,3 +184,24 @@ def rehearsal_batch(tokens: int, vocab_size: int) -> RankBatch:
             "group_indices": list(range(len(lengths))),
         }
     )
+
+
+def explanation(tokens: int, longest: int, measurements: Sequence[Measurement]) -> str:
+    """One line that says what was measured. ``longest`` is the most tokens per GPU that the flags
+    allow a sample.
+    """
+    least = min(measurements, key=lambda one: one.tokens)
+    text = (
+        f"--max-tokens-per-gpu {tokens}: a token takes {least.bytes_per_token / 2**10:.0f} KiB in "
+        f"training, and the tightest of {len(measurements)} rank(s) has "
+        f"{least.bytes_for_tokens / 2**30:.1f} GiB for them"
+    )
+    if least.tokens > tokens and tokens >= MOST_TOKENS:
+        text += " (more would not train faster)"
+    if tokens < longest:
+        text += (
+            f"; warning: the flags allow samples of {longest} tokens per GPU, which may not fit: "
+            "lower --rollout-max-response-len, or use --gradient-checkpointing or "
+            "--context-parallel-size"
+        )
+    return text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from slime.backends.lr_schedule import LrSchedule, planned_steps
 from slime.checkpoint import snapshot
-from slime.checkpoint.files import FileEntry, is_full, wait_for_room
+from slime.checkpoint.files import FileEntry, FolderTrial, is_full, wait_for_room
 from slime.checkpoint.manifest import Facts, Manifest, RunFacts, changes, check_same_prompts
 from slime.cluster.folders import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from slime.cluster.engine_pool import EnginePool
     from slime.cluster.phases import StepLog
     from slime.cluster.ray_wait import ManagerClient
+    from slime.cluster.train_group import TrainGroup
     from slime.cluster.trainer import Trainer
     from slime.config.args import Args
     from slime.config.run import CheckpointConfig
@@ -139,6 +140,28 @@ def restore_rollouts(
             )
     if changed := changes(then, now):
         log.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
+
+
+def check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGroup]) -> None:
+    """Check that every process that writes snapshots can reach the folder in which the driver
+    commits them.
+
+    This runs while the models are still being loaded, so that a wrong folder is reported as early
+    as possible.
+
+    Raises:
+        FolderError: Some processes do not see the folder; the message names them and their nodes.
+    """
+    with FolderTrial(folder) as trial:
+        where = str(trial.folder), trial.token
+        answers = {
+            "rollout manager": manager.call(
+                "to look into --save", RolloutManager.try_folder, *where
+            )
+        }
+        for group in groups:
+            answers |= group.try_folder(*where)
+        trial.check(answers)
 
 
 @dataclass

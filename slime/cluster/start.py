@@ -18,7 +18,13 @@ from slime.cluster.folders import FolderLock, lock_run, lock_save, snapshot_of
 from slime.cluster.phases import Run, StepLog
 from slime.cluster.ray_wait import ManagerClient, Waiter
 from slime.cluster.rollout_manager import RolloutManager
-from slime.cluster.snapshots import Snapshots, StartingPoint, restore_rollouts, settings_of
+from slime.cluster.snapshots import (
+    Snapshots,
+    StartingPoint,
+    check_save_folder,
+    restore_rollouts,
+    settings_of,
+)
 from slime.cluster.stop_signals import StopSignals
 from slime.cluster.supervisor import REPORTS
 from slime.cluster.trainer import OldActor, Trainer, settle_token_budget
@@ -339,30 +345,6 @@ def _start_training(parts: Parts, placement: Placement) -> None:
         parts.groups.append(
             TrainGroup(args, role, placement, parts.waiter, logs, load, parts.keys.engine)
         )
-
-
-def check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGroup]) -> None:
-    """Check that every process that writes snapshots can reach the folder in which the driver
-    commits them.
-
-    This runs while the models are still being loaded, so that a wrong folder is reported as early
-    as possible.
-
-    Raises:
-        FolderError: Some processes do not see the folder; the message names them and their nodes.
-    """
-    from slime.checkpoint.files import FolderTrial
-
-    with FolderTrial(folder) as trial:
-        where = str(trial.folder), trial.token
-        answers = {
-            "rollout manager": manager.call(
-                "to look into --save", RolloutManager.try_folder, *where
-            )
-        }
-        for group in groups:
-            answers |= group.try_folder(*where)
-        trial.check(answers)
 
 
 def _open_records(parts: Parts, placement: Placement, unattended: bool = False) -> MetricsLogger:

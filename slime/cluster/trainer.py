@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from slime.backends.token_budget import MOST_TOKENS, Measurement, budget
+from slime.backends.token_budget import Measurement, budget, explanation
 from slime.cluster.rollout_manager import RolloutManager
 from slime.config.hf_config import read_config
 from slime.config.rollout import (
@@ -392,24 +392,3 @@ def memory_share(checkpoint: str) -> float:
     text = config.get("text_config") or config
     experts = any(text.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     return SHARE_WITH_EXPERTS if experts else SHARE
-
-
-def explanation(tokens: int, longest: int, measurements: list[Measurement]) -> str:
-    """One line that says what was measured. ``longest`` is the most tokens per GPU that the flags
-    allow a sample.
-    """
-    least = min(measurements, key=lambda one: one.tokens)
-    text = (
-        f"--max-tokens-per-gpu {tokens}: a token takes {least.bytes_per_token / 2**10:.0f} KiB in "
-        f"training, and the tightest of {len(measurements)} rank(s) has "
-        f"{least.bytes_for_tokens / 2**30:.1f} GiB for them"
-    )
-    if least.tokens > tokens and tokens >= MOST_TOKENS:
-        text += " (more would not train faster)"
-    if tokens < longest:
-        text += (
-            f"; warning: the flags allow samples of {longest} tokens per GPU, which may not fit: "
-            "lower --rollout-max-response-len, or use --gradient-checkpointing or "
-            "--context-parallel-size"
-        )
-    return text

@@ -14,8 +14,8 @@ from slime.checkpoint.files import FolderError, answer
 from slime.checkpoint.snapshot import Snapshot
 from slime.cluster.placement import Placement, Slots
 from slime.cluster.rollout_manager import RolloutManager
-from slime.cluster.snapshots import StartingPoint
-from slime.cluster.start import Parts, check_save_folder, open_metrics
+from slime.cluster.snapshots import StartingPoint, check_save_folder
+from slime.cluster.start import Parts, open_metrics
 from slime.engines.keys import RunKeys
 from slime.observability.metrics import read_metrics
 from slime.observability.run_dir import RunDir
