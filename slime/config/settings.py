@@ -18,8 +18,7 @@ from slime.config.files import read_yaml
 from slime.config.flag import OutOfRange, convert, did_you_mean
 from slime.config.flag_support import why_missing
 from slime.config.hf_config import is_hf_folder
-from slime.config.layout import ParallelLayout, check_layout
-from slime.config.megatron import check_shard_size
+from slime.config.layout import ParallelLayout, check_layout, check_shard_size
 from slime.config.passthrough import families, prefix_of
 
 HIDDEN = "***"

@@ -32,7 +32,7 @@ TOKENS = {
     "checkpoint": 8_338,
     "cli": 694,
     "cluster": 43_070,
-    "config": 33_173,
+    "config": 33_167,
     "data": 39_654,
     "engines": 15_134,
     "environments": 45,
