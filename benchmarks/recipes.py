@@ -160,7 +160,9 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def command(options: argparse.Namespace, name: str, seed: int, data: tuple[Path, Path]) -> list[str]:
+def command(
+    options: argparse.Namespace, name: str, seed: int, data: tuple[Path, Path]
+) -> list[str]:
     """The whole command of one run."""
     recipe = RECIPES[name]
     on_cuda = options.device == "cuda"

@@ -64,9 +64,16 @@ class Session:
             "rollout_batch_size": 1,
             "n_samples_per_prompt": 2,
             "num_rollout": 1,
+            # The program may sample and train at the same time, so neither makes room.
+            "offload": False,
+            "offload_train": False,
+            "offload_rollout": False,
         }
         if doubled := sorted(own.keys() & flags.keys()):
-            raise Refused(f"a session has no {', '.join(doubled)}: the program has its own loop")
+            raise Refused(
+                f"a session has no {', '.join(doubled)}: the program has its own loop, and may "
+                "sample and train at the same time"
+            )
         if flags.get("train_backend") == "megatron":
             raise Refused(
                 "a session trains with --train-backend fsdp: Megatron's schedules run the forward "

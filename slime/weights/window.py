@@ -183,6 +183,10 @@ class UpdateWindow:
                 return
             except EngineError:  # a request arrived after the load was read and before the pause
                 mode = self._busy_mode(engine)
+                if mode == "abort":
+                    # SGLang ends an aborted request after its next pass, and a paused engine has
+                    # none: it would wait for the request for ever.
+                    await engine.continue_generation(False)
                 await engine.pause(mode)
         if mode != "in_place":  # requests that continue in place keep their KV cache
             await engine.flush_cache()

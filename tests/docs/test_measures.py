@@ -27,7 +27,7 @@ LIMITS = {
 TOKENS = {
     "agent": 54,
     "algorithms": 7_167,
-    "api": 10_085,
+    "api": 10_098,
     "backends": 38_123,
     "checkpoint": 8_338,
     "cli": 694,
@@ -41,7 +41,7 @@ TOKENS = {
     "ray": 13,
     "rollout": 31_367,
     "utils": 1_082,
-    "weights": 19_011,
+    "weights": 19_023,
     "plugins/agents": 42_168,
     "plugins/compat": 4_755,
     "plugins/delta": 6_724,

@@ -279,9 +279,15 @@ def test_what_a_session_cannot_be_is_refused(tiny_model: Path) -> None:
         {"train_backend": "megatron"},
         {"advantage_estimator": "ppo"},
         {"num_rollout": 3},
+        {"offload_train": True},
     ):
         with pytest.raises(ValueError):
             slime.Session(tiny_model, **flags)
+
+
+def test_the_trainer_stays_in_memory_beside_the_engine(tiny_model: Path, tmp_path: Path) -> None:
+    with opened(tiny_model, tmp_path, colocate=True) as session:
+        assert not session.args.offload_train and not session.args.offload_rollout
 
 
 def test_an_adapter_is_trained_and_sampled(tiny_model: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from slime.engines.sglang_api import Broadcast, EngineError
 from slime.rollout.rm_hub.outcome import says_too_long
 from slime.utils.async_utils import run
 from slime.weights.audit import score
+from slime.weights.window import UpdateWindow
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]  # a server starts with the first test
 
@@ -396,6 +397,24 @@ def test_pause_keeps_requests(engine_url: str, handle: EngineHandle, mode: Any) 
 
     answers = run(with_running(engine_url, 2, act, new=120))
     assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [120, 120]
+
+
+def test_a_request_that_came_before_the_pause_is_aborted(
+    engine_url: str, handle: EngineHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine had no requests when it was asked, and has them when it pauses."""
+
+    async def no_requests() -> dict[str, int]:
+        return {"running": 0, "waiting": 0, "tokens": 0}
+
+    async def act() -> None:
+        monkeypatch.setattr(handle, "load", no_requests)
+        window = UpdateWindow("0.1", False, False, "abort", 60.0)
+        await asyncio.wait_for(window.pause_and_flush(handle), 60)
+        await handle.continue_generation()
+
+    for answer in run(with_running(engine_url, 2, act, new=200)):
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 # --- weights

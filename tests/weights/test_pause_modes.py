@@ -55,6 +55,7 @@ class Engine:
         (Engine(running=2), "abort", ["abort", "flush"]),
         (Engine(running=2), "in_place", ["in_place"]),
         (Engine(slips_in=True), None, ["in_place", "retract", "flush"]),
+        (Engine(slips_in=True), "abort", ["in_place", "continue, empty False", "abort", "flush"]),
     ],
     ids=[
         "idle",
@@ -64,6 +65,7 @@ class Engine:
         "busy, flag",
         "busy, in place",
         "a request slips in",
+        "a request slips in, and an engine that is paused ends no request",
     ],
 )
 async def test_pause(engine: Engine, flag: str | None, expected: list[str]) -> None:
