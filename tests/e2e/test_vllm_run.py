@@ -10,12 +10,15 @@ import pytest
 pytestmark = [pytest.mark.vllm, pytest.mark.real, pytest.mark.timeout(900)]
 
 STRIKE = '''
-"""Long answers, and one blow: the first server dies with its requests in the second rollout."""
+"""Long answers, and one blow: the first server dies with its requests. All groups of three steps
+start at once, and those of one of the third step begin anew until an update meets them."""
+import copy
 import os
 from pathlib import Path
 
 import psutil
 
+from slime.data.sample import Sample
 from slime.rollout.generate import generate as ask
 
 MARK = Path(__file__).with_name("struck")
@@ -36,7 +39,11 @@ async def generate(args, sample, sampling_params):
         victim = min(servers(), key=lambda process: process.pid)
         MARK.write_text(str(victim.pid))
         victim.kill()
-    return await ask(args, sample, sampling_params | {"ignore_eos": True})
+    while True:
+        made = await ask(args, copy.deepcopy(sample), sampling_params | {"ignore_eos": True})
+        met = len(made.version_spans) > 1 or made.status is Sample.Status.ABORTED
+        if met or sample.group_index != 9:
+            return made
 '''
 
 
