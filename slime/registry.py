@@ -30,6 +30,8 @@ KINDS = {
     "algorithm": "a class that derives from slime.algorithms.Algorithm, for --advantage-estimator",
     "backend": "a class with the members of slime.backends.base.TrainBackend, for --train-backend; "
     "its module is imported before CUDA is initialized",
+    "optimizer": "a class that derives from slime.backends.fsdp.optimizer.ScheduledAdamW, for --optimizer "
+    "with FSDP",
     "loss": "a class that derives from slime.backends.loss_type.LossType, for --loss-type",
     "reward": "a slime.rollout.rm_hub.reward.Reward, for --rm-type",
     "environment": "a function make(what, **options) that returns an Environment, for --environment",
@@ -213,6 +215,7 @@ _CORE = (
     ),
     ("algorithm", "ppo", "slime.algorithms.gae:Ppo"),
     ("backend", "fsdp", "slime.backends.fsdp.backend:FsdpBackend"),
+    ("optimizer", "adam", "slime.backends.fsdp.optimizer:ScheduledAdamW"),
     ("tracker", "tensorboard", "slime.observability.trackers:TensorBoard"),
     ("transport", "nccl", "slime.weights.transports:DIRECT"),
     ("transport", "disk", "slime.weights.transports:DISK"),

@@ -279,6 +279,9 @@ def _tied(given: Mapping[str, Any], checkpoint: str | None, config: Mapping[str,
 class OptimizerConfig(Section):
     _title = "optimizer and schedule"
 
+    optimizer: str = flag("adam", kind_of_part="optimizer")
+    """Optimizer: adam is AdamW; muon (FSDP) updates the matrices of layers by orthogonal ones, and
+    the rest by AdamW"""
     lr: float = flag(1e-6, low=0)
     """Peak learning rate"""
     min_lr: float = flag(0.0, low=0)

@@ -48,6 +48,7 @@ from slime.data.fields import RankBatch
 from slime.models.inputs import ModelInputs
 from slime.models.loading import decoder_layers
 from slime.models.scorer import PolicyScorer, ValueScorer
+from slime.registry import find
 
 
 class FsdpBackend(SharedBackend):
@@ -106,7 +107,8 @@ class FsdpBackend(SharedBackend):
         # is room beside it.
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
-        self.optimizer = ScheduledAdamW(self.named_parameters, args, schedule, self._over_shards)
+        kind = find("optimizer", args.optimizer)
+        self.optimizer = kind(self.named_parameters, args, schedule, self._over_shards)
         saved = set(self.scorer.state_dict())
         self.buffers = [
             (name.removeprefix("hf."), b)

@@ -230,25 +230,30 @@ class ScheduledAdamW:
             {"params": rest, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        # torchao's AdamW has states of its own; they are created here, so that a snapshot can be
-        # read before the first step.
+        self.small = args.optimizer_8bit or args.bf16_master_weights
+        self.adam = self.make(groups, args)
+
+    def make(self, groups: list[dict[str, Any]], args: Args) -> torch.optim.Optimizer:
+        """Return the optimizer of the groups that have parameters, with its state before the first
+        step, so that a snapshot can be read."""
         betas = (args.adam_beta1, args.adam_beta2)
         eps = args.adam_eps
-        self.small = args.optimizer_8bit or args.bf16_master_weights
-        self.adam: torch.optim.Optimizer
+        parameters = [p for group in groups for p in group["params"]]
+        # torchao's AdamW has states of its own.
         if self.small:
-            self.adam = small_adam(groups, betas, eps)
-            self.adam.state.update((p, first_state(p, args.optimizer_8bit)) for _, p in self.named)
-            return
+            adam = small_adam(groups, betas, eps)
+            adam.state.update((p, first_state(p, args.optimizer_8bit)) for p in parameters)
+            return adam
         # Fused AdamW reads and writes everything once. For SmolLM2 on two cores it takes 0.06 s,
         # and foreach 0.23 s.
-        self.adam = torch.optim.AdamW(groups, lr=schedule.lr(0), betas=betas, eps=eps, fused=True)
-        for _, p in [] if self.stateless else self.named:
-            self.adam.state[p] = {
+        adam = torch.optim.AdamW(groups, lr=self.lr, betas=betas, eps=eps, fused=True)
+        for p in [] if self.stateless else parameters:
+            adam.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=local(p).device),
                 "exp_avg": torch.zeros_like(p),
                 "exp_avg_sq": torch.zeros_like(p),
             }
+        return adam
 
     @property
     def parameters(self) -> list[nn.Parameter]:
