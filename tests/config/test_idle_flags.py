@@ -13,6 +13,7 @@ OVER = "--rollout-batch-size 4 --n-samples-per-prompt 2 --over-sampling-batch-si
 FULLY = f"--rollout-function-path {FULLY_ASYNC_FUNCTION}"
 EVALUATES = "--eval-interval 1 --eval-prompt-data e data.jsonl"
 PPO = "--advantage-estimator ppo"
+MUON = "--optimizer muon"
 # For each flag of the table: the flag as it is typed, what else makes it work, and what else leaves
 # it without effect.
 LINES: dict[str, tuple[str, str, str]] = {
@@ -25,6 +26,11 @@ LINES: dict[str, tuple[str, str, str]] = {
     "critic_num_gpus_per_node": ("--critic-num-gpus-per-node 1", PPO, ""),
     "critic_load": ("--critic-load critics", PPO, ""),
     "critic_save": ("--critic-save critics", f"{PPO} --save s --save-interval 1", PPO),
+    "muon_momentum": ("--muon-momentum 0.9", MUON, ""),
+    "muon_use_nesterov": ("--muon-use-nesterov", MUON, ""),
+    "muon_num_ns_steps": ("--muon-num-ns-steps 6", MUON, ""),
+    "muon_scale_mode": ("--muon-scale-mode unit_rms_norm", MUON, ""),
+    "muon_extra_scale_factor": ("--muon-extra-scale-factor 1", MUON, ""),
     "eps_clip_c": ("--eps-clip-c 3", "--advantage-estimator gspo", "--advantage-estimator cispo"),
     "grpo_std_normalization": (
         "--disable-grpo-std-normalization",

@@ -231,11 +231,13 @@ class ScheduledAdamW:
         ]
         groups = [group for group in groups if group["params"]]
         self.small = args.optimizer_8bit or args.bf16_master_weights
-        self.adam = self.make(groups, args)
+        self.args = args
+        self.adam = self.make(groups)
 
-    def make(self, groups: list[dict[str, Any]], args: Args) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return the optimizer of the groups that have parameters, with its state before the first
         step, so that a snapshot can be read."""
+        args = self.args
         betas = (args.adam_beta1, args.adam_beta2)
         eps = args.adam_eps
         parameters = [p for group in groups for p in group["params"]]

@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from slime.backends.collectives import local
 from slime.backends.fsdp.optimizer import ScheduledAdamW
-from slime.config.args import Args
 from slime.config.flag import section
 from slime.plugins.muon.config import MuonFlags
 
@@ -170,7 +169,7 @@ def row_counts(rows: int, ranks: int) -> list[int]:
 class ScheduledMuon(ScheduledAdamW):
     """Muon with the learning rate of a schedule, for ``--optimizer muon``."""
 
-    def make(self, groups: list[dict[str, Any]], args: Args) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """
         Raises:
             ValueError: No matrix of a layer is trained.
@@ -187,7 +186,7 @@ class ScheduledMuon(ScheduledAdamW):
             for group in groups
         ]
         # The rest as ever.
-        adam = super().make([group for group in others if group["params"]], args)
-        own = {"params": matrices, "lr": 0.0, "weight_decay": args.weight_decay}
-        dtype = torch.float32 if args.train_dtype == "float32" else torch.bfloat16
-        return Muon(own, adam, section(MuonFlags, args), dtype)
+        adam = super().make([group for group in others if group["params"]])
+        own = {"params": matrices, "lr": 0.0, "weight_decay": self.flags.weight_decay}
+        dtype = torch.float32 if self.args.train_dtype == "float32" else torch.bfloat16
+        return Muon(own, adam, section(MuonFlags, self.args), dtype)
