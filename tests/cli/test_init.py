@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,19 +22,19 @@ from slime.plugins.tools.commands.make_data import STARTERS, TASKS, init
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
+MORE = {"distill": {"lessons.jsonl"}, "mixture": {"mixture.yaml", "sums.jsonl"}}
+"""The files of a task beside those of all."""
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_folder_is_complete_and_its_sets_are_disjoint(task: str, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     assert main(["init", str(folder), "--task", task]) == 0
-    assert {path.name for path in folder.iterdir()} == {
-        "reward.py",
-        "data.jsonl",
-        "heldout.jsonl",
-        "run.sh",
-    }
-    files = folder / "data.jsonl", folder / "heldout.jsonl"
+    files = {"reward.py", "data.jsonl", "heldout.jsonl", "run.sh"} | MORE.get(task, set())
+    assert {path.name for path in folder.iterdir()} == files
     train, held_out = (
-        [json.loads(line) for line in file.read_text().splitlines()] for file in files
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("data.jsonl", "heldout.jsonl")
     )
     assert len(train) >= 64 and len(held_out) == 16
     assert not {str(row["prompt"]) for row in train} & {str(row["prompt"]) for row in held_out}
@@ -43,6 +44,24 @@ def test_a_folder_is_complete_and_its_sets_are_disjoint(task: str, tmp_path: Pat
         )
         assert row["label"] == str(a * b)
     subprocess.run(["bash", "-n", str(folder / "run.sh")], check=True, timeout=20)
+
+
+def last_number(text: str) -> str:
+    return re.findall(r"\d+", text)[-1]
+
+
+def test_pairs_lessons_and_sums() -> None:
+    pairs = [json.loads(line) for line in TASKS["preference"]()["data.jsonl"].splitlines()]
+    for row in pairs:
+        assert last_number(row["chosen"]) == row["label"] != last_number(row["rejected"])
+    for line in TASKS["distill"]()["lessons.jsonl"].splitlines():
+        *prompt, answer = json.loads(line)["messages"]
+        (row,) = (row for row in pairs if row["prompt"] == prompt)
+        assert last_number(answer["content"]) == row["label"]
+    for line in TASKS["mixture"]()["sums.jsonl"].splitlines():
+        row = json.loads(line)
+        assert row["label"] == str(row["metadata"]["a"] + row["metadata"]["b"])
+        assert " plus " in row["prompt"][-1]["content"]
 
 
 def test_every_starter_has_its_task() -> None:
@@ -65,11 +84,13 @@ def test_a_folder_with_files_is_left_alone(
 @pytest.mark.parametrize("task", TASKS)
 def test_the_script_passes_every_check(task: str, tmp_path: Path, smollm2: Path) -> None:
     init(tmp_path / "mine", task)
+    samples = {"preference": 16, "distill": 32}.get(task, 64)
     said = run(tmp_path, smollm2, "--dry-run")
-    assert "= 64 samples" in said and "12 rollouts" in said and "<|im_start|>assistant" in said
+    assert f"= {samples} samples" in said and "12 rollouts" in said
+    assert "<|im_start|>assistant" in said
     if task == "agent":
         assert "reward.py:run" in said
-    else:
+    elif task not in ("preference", "mixture"):
         assert f"the same for the first 8 prompts: {', '.join(['1.0'] * 8)}" in said
 
 
@@ -89,9 +110,8 @@ def test_it_trains_as_it_is(task: str, tmp_path: Path, smollm2: Path) -> None:
     assert "step 2/2" in said
     metrics = tmp_path / "mine" / "outputs" / "starter" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert sum(row.get("rollout/raw_reward") or 0.0 for row in rows) > 0, (
-        "there is something to learn from"
-    )
+    learned_from = "train/loss" if task == "preference" else "rollout/raw_reward"
+    assert sum(row.get(learned_from) or 0.0 for row in rows) > 0, "there is something to learn from"
 
 
 def run(tmp_path: Path, model: Path, *words: str) -> str:
@@ -102,6 +122,7 @@ def run(tmp_path: Path, model: Path, *words: str) -> str:
     command.chmod(0o755)
     path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(CHECKOUT), "MODEL": str(model)}
+    environment["TEACHER"] = str(model)  # its own takes a minute
     script = [shutil.which("bash") or "bash", str(tmp_path / "mine" / "run.sh"), *words]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr

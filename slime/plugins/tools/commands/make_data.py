@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from slime.cli.errors import CommandError, writing
 from slime.cli.ranges import whole
@@ -21,6 +22,7 @@ SYSTEM_PROMPT = "Answer briefly."
 DIGITS = range(1, 10)
 STARTERS = Path(__file__).parents[1] / "starters"
 HELD_OUT = 16
+DATA = ("data.jsonl", "heldout.jsonl")
 SUMS = 96
 TOOL_PROMPT = "Use the calculator for every question, then give the number."
 
@@ -61,10 +63,10 @@ def add_init(commands: Subparsers) -> None:
     init.add_argument("folder", type=Path, help="new or empty folder")
     init.add_argument(
         "--task",
-        choices=["single-turn", "tool-use", "agent"],
+        choices=list(TASKS),
         default="single-turn",
         help="one response per prompt; a tool between the model's turns; an agent on the OpenAI "
-        "API (default: single-turn)",
+        "API; pairs of responses; a teacher; several data sets (default: single-turn)",
     )
     init.set_defaults(run=_init)
 
@@ -133,7 +135,7 @@ def _write(path: Path, text: str) -> Path:
 
 
 def init(folder: Path, task: str) -> list[Path]:
-    """Write reward.py, run.sh, data.jsonl and heldout.jsonl; returns their paths.
+    """Write reward.py, run.sh, heldout.jsonl and the data of the task; returns their paths.
 
     Args:
         folder: Is created; it may exist if it is empty.
@@ -147,15 +149,22 @@ def init(folder: Path, task: str) -> list[Path]:
     starter = STARTERS / task.replace("-", "_")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("reward.py", "run.sh"):
+        copied = sorted(path.name for path in starter.iterdir() if path.is_file())
+        copied.remove("__init__.py")
+        for name in copied:
             shutil.copyfile(starter / name, folder / name)
         (folder / "run.sh").chmod(0o755)
-        for name, lines in zip(("data.jsonl", "heldout.jsonl"), TASKS[task](), strict=True):
+        data = TASKS[task]()
+        for name, lines in data.items():
             (folder / name).write_text(lines, encoding="utf-8")
-    return [folder / name for name in ("reward.py", "data.jsonl", "heldout.jsonl", "run.sh")]
+    return [folder / name for name in (*copied, *data)]
 
 
-def _calculations() -> tuple[str, str]:
+def _plain() -> dict[str, str]:
+    return dict(zip(DATA, _products(), strict=True))
+
+
+def _calculations() -> dict[str, str]:
     """Products of two-digit numbers, which a small model cannot compute, with two calls of the tool
     as examples.
     """
@@ -163,7 +172,7 @@ def _calculations() -> tuple[str, str]:
     pairs = sorted({(draw.randint(12, 98), draw.randint(12, 98)) for _ in range(2 * SUMS)})
     draw.shuffle(pairs)
     lines = [json.dumps(_tool_row(a, b)) + "\n" for a, b in pairs[: SUMS + HELD_OUT]]
-    return "".join(lines[HELD_OUT:]), "".join(lines[:HELD_OUT])
+    return dict(zip(DATA, ("".join(lines[HELD_OUT:]), "".join(lines[:HELD_OUT])), strict=True))
 
 
 def _tool_row(a: int, b: int) -> dict[str, object]:
@@ -182,9 +191,52 @@ def _tool_row(a: int, b: int) -> dict[str, object]:
     }
 
 
-TASKS: dict[str, Callable[[], tuple[str, str]]] = {
-    "single-turn": _products,
+def _said(row: dict[str, Any], wrong: int = 0) -> str:
+    """Return the answer to a product as a sentence, off by ``wrong``."""
+    a, b = row["metadata"]["a"], row["metadata"]["b"]
+    return f"{a} times {b} is {a * b + wrong}."
+
+
+def _pairs() -> dict[str, str]:
+    """The right product as the chosen answer, and another number as the rejected one."""
+    data = _plain()
+    rows = [json.loads(line) for line in data[DATA[0]].splitlines()]
+    draw = Random(derive_seed(1, "init preference"))
+    pairs = [
+        {**row, "chosen": _said(row), "rejected": _said(row, draw.choice((-2, -1, 1, 2, 10)))}
+        for row in rows
+    ]
+    return {**data, DATA[0]: "".join(json.dumps(row) + "\n" for row in pairs)}
+
+
+def _lessons() -> dict[str, str]:
+    """Products, and conversations from which the model becomes a teacher."""
+    data = _plain()
+    rows = [json.loads(line) for line in data[DATA[0]].splitlines()]
+    talks = [[*row["prompt"], {"role": "assistant", "content": _said(row)}] for row in rows]
+    return {
+        **data,
+        "lessons.jsonl": "".join(json.dumps({"messages": talk}) + "\n" for talk in talks),
+    }
+
+
+def _two_sets() -> dict[str, str]:
+    """Products, and sums of the same numbers."""
+    data = _plain()
+    rows = [json.loads(line) for line in data[DATA[0]].splitlines()]
+    for row in rows:
+        a, b = row["metadata"]["a"], row["metadata"]["b"]
+        row["prompt"][-1]["content"] = f"What is {a} plus {b}?"
+        row["label"] = str(a + b)
+    return {**data, "sums.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}
+
+
+TASKS: dict[str, Callable[[], dict[str, str]]] = {
+    "single-turn": _plain,
     "tool-use": _calculations,
-    "agent": _products,
+    "agent": _plain,
+    "preference": _pairs,
+    "distill": _lessons,
+    "mixture": _two_sets,
 }
-"""The kinds of tasks, and what makes their data."""
+"""The kinds of tasks, and what makes their data: texts by the names of the files."""

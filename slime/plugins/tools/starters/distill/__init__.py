@@ -1,0 +1,1 @@
+"""A task in which the model learns what a teacher says."""

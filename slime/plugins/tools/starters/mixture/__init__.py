@@ -1,0 +1,1 @@
+"""A task of two data sets, whose weights change in the course of the run."""

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Train SmolLM2-135M-Instruct on two data sets at once. Two CPU cores are enough; it takes a few minutes.
+#
+#   bash run.sh                    # train
+#   bash run.sh --dry-run          # print what would happen: settings, batches, the first prompt
+#   bash run.sh --num-rollout 50   # any flag of slime train; the last one counts
+#   bash run.sh check-hooks        # test the functions of reward.py with a few samples
+#
+# MODEL=/path/to/model bash run.sh uses another Hugging Face folder.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+command=train
+if [ "${1:-}" = check-hooks ]; then command=check-hooks && shift; fi
+model="${MODEL:-$(slime fetch-model smollm2-135m-instruct | tail -n 1)}"  # fetched once, into models/
+
+flags=(
+    --hf-checkpoint "$model"
+
+    # The data: mixture.yaml has the data sets, their weights and rewards. Each has a curve, rollout/source/NAME/raw_reward.
+    --prompt-mixture mixture.yaml --apply-chat-template --rollout-shuffle
+    --eval-prompt-data heldout heldout.jsonl --eval-interval 6 --n-samples-per-eval-prompt 4
+
+    # The reward of data sets that name none.
+    --custom-rm-path reward.py:reward
+
+    # A rollout: 8 prompts, 8 responses to each, of at most 20 tokens. One optimizer step per rollout.
+    --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 20 --num-rollout 12
+
+    # The algorithm and the learning rate. For larger models, 1e-6 is a usual start.
+    --advantage-estimator grpo --lr 1e-5
+
+    # Snapshots, from which --load outputs/starter/checkpoints continues: --save-interval 6
+    --run-name starter
+
+    # Everything in one process, where breakpoint() works; without it, on Ray, on any number of GPUs and machines.
+    --inline
+
+    # A machine without GPUs. Remove this line on GPUs, and see docs/en/backends.md.
+    --train-backend fsdp --rollout-backend embedded --max-tokens-per-gpu 2048
+)
+exec slime "$command" "${flags[@]}" "$@"
