@@ -1,10 +1,11 @@
-"""DPO and a reward model on one batch, by TRL and by slime: the same loss, rewards and gradient.
+"""DPO, KTO and a reward model on one batch, by TRL and by slime: the same loss, rewards and gradient.
 
     python benchmarks/trl_preference.py --trl-python ~/.cache/slime/venv-trl/bin/python
 
 TRL's environment is that of ``trl_step.py``, which tells how to make it. Both train one step on the
-same eight pairs, from the same random weights, in float32: DPO against a reference with other
-weights, so that no number is trivial, and a reward model from the folder that slime's
+same eight pairs, from the same random weights, in float32: DPO and KTO (of eight responses, three of
+which are desirable) against a reference with other weights, so that no number is trivial, and a reward
+model from the folder that slime's
 ``--loss-type reward_model`` has written. The last line is JSON with the numbers of both.
 """
 
@@ -22,6 +23,14 @@ from typing import Any
 CHECKOUT = Path(__file__).resolve().parents[1]
 ROWS = [
     {"prompt": f"say {i}:", "chosen": f" yes {i * i}", "rejected": f" no {i}!"} for i in range(8)
+]
+SINGLE = [
+    {
+        "prompt": row["prompt"],
+        "completion": row["chosen" if i % 3 == 0 else "rejected"],
+        "label": i % 3 == 0,
+    }
+    for i, row in enumerate(ROWS)
 ]
 
 
@@ -50,8 +59,8 @@ def make_model(folder: Path, seed: int) -> Path:
 
 
 def by_trl(policy: str, reference: str, reward_model: str) -> dict[str, float]:
-    """Run in TRL's environment: the metrics of one step of DPO, and of a reward model's
-    evaluation.
+    """Run in TRL's environment: the metrics of one step of DPO and one of KTO, and of a reward
+    model's evaluation.
     """
     import torch
     from datasets import Dataset
@@ -60,7 +69,7 @@ def by_trl(policy: str, reference: str, reward_model: str) -> dict[str, float]:
         AutoModelForSequenceClassification,
         AutoTokenizer,
     )
-    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
     rows = Dataset.from_list(ROWS)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,15 +77,28 @@ def by_trl(policy: str, reference: str, reward_model: str) -> dict[str, float]:
             "output_dir": folder, "use_cpu": True, "bf16": False, "report_to": [], "logging_steps": 1,
             "max_steps": 1, "gradient_checkpointing": False,
         }  # fmt: skip
-        trainer = DPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
-            ref_model=AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32),
-            args=DPOConfig(per_device_train_batch_size=8, beta=0.1, **common),
-            train_dataset=rows,
-            processing_class=AutoTokenizer.from_pretrained(policy),
-        )
-        trainer.train()
-        dpo = trainer.state.log_history[0]
+
+        def first_step(
+            trainer: Any, args: Any, data: Dataset, policy: str, reference: str
+        ) -> dict[str, float]:
+            made = trainer(
+                model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
+                ref_model=AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32),
+                args=args,
+                train_dataset=data,
+                processing_class=AutoTokenizer.from_pretrained(policy),
+            )
+            made.train()
+            history: dict[str, float] = made.state.log_history[0]
+            return history
+
+        options: dict[str, Any] = {"per_device_train_batch_size": 8, "beta": 0.1, **common}
+        dpo = first_step(DPOTrainer, DPOConfig(**options), rows, policy, reference)
+        weights = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
+        settings = KTOConfig(**weights, **options)
+        single = Dataset.from_list(SINGLE)
+        # With the models exchanged, the reference point is above 0.
+        kto = first_step(KTOTrainer, settings, single, reference, policy)
         model = AutoModelForSequenceClassification.from_pretrained(
             reward_model, dtype=torch.float32, num_labels=1
         )
@@ -96,6 +118,11 @@ def by_trl(policy: str, reference: str, reward_model: str) -> dict[str, float]:
         "dpo rejected reward": dpo["rewards/rejected"],
         "dpo accuracy": dpo["rewards/accuracies"],
         "dpo gradient norm": dpo["grad_norm"],
+        "kto loss": kto["loss"],
+        "kto chosen reward": kto["rewards/chosen"],
+        "kto rejected reward": kto["rewards/rejected"],
+        "kto reference point": kto["kl"],
+        "kto gradient norm": kto["grad_norm"],
         "reward model loss": scored["eval_loss"],
         "reward model accuracy": scored["eval_accuracy"],
     }
@@ -104,7 +131,8 @@ def by_trl(policy: str, reference: str, reward_model: str) -> dict[str, float]:
 def by_slime(folder: Path, loss: str, model: Path, steps: int, *flags: object) -> dict[str, float]:
     """Train with slime and return the metrics of the last step."""
     data = folder / "pairs.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rows = SINGLE if loss == "kto" else ROWS
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [
         sys.executable, CHECKOUT / "train.py", "--inline", "--loss-type", loss, "--debug-train-only",
         "--hf-checkpoint", model, "--prompt-data", data, "--rollout-batch-size", 8, "--num-rollout", steps,
@@ -113,8 +141,8 @@ def by_slime(folder: Path, loss: str, model: Path, steps: int, *flags: object) -
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     subprocess.run(list(map(str, command)), check=True, cwd=folder, env=environment, timeout=300)
     lines = (folder / "outputs" / loss / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "train/loss" in row]
-    last: dict[str, float] = rows[-1]
+    steps = [row for row in map(json.loads, lines) if "train/loss" in row]
+    last: dict[str, float] = steps[-1]
     return last
 
 
@@ -133,6 +161,8 @@ def main() -> int:
         policy = make_model(folder / "policy", 1)
         reference = make_model(folder / "reference", 2)
         dpo = by_slime(folder, "dpo", policy, 1, "--ref-load", reference)
+        weights = ("--kto-desirable-weight", 1.5, "--kto-undesirable-weight", 0.5)
+        kto = by_slime(folder, "kto", reference, 1, "--ref-load", policy, *weights)
         saved = (
             "--save",
             folder / "save",
@@ -154,6 +184,11 @@ def main() -> int:
         "dpo rejected reward": dpo["train/rejected_reward"],
         "dpo accuracy": dpo["train/preference_accuracy"],
         "dpo gradient norm": dpo["train/grad_norm"],
+        "kto loss": kto["train/loss"],
+        "kto chosen reward": kto["train/chosen_reward"],
+        "kto rejected reward": kto["train/rejected_reward"],
+        "kto reference point": kto["train/kto_reference_point"],
+        "kto gradient norm": kto["train/grad_norm"],
         # The last step measures the weights of the folder, before it changes them.
         "reward model loss": scores["train/loss"],
         "reward model accuracy": scores["train/preference_accuracy"],

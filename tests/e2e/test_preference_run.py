@@ -1,4 +1,4 @@
-"""DPO and a reward model through the real command, to their effect; the reward model's folder scores
+"""DPO, KTO and a reward model through the real command, to their effect; the reward model's folder scores
 as a reward.
 """
 
@@ -43,6 +43,16 @@ def test_dpo_learns_to_prefer(runner, tiny_model, pairs):
     )
     assert steps[-1]["train/loss"] < 0.3 and steps[-1]["train/preference_accuracy"] == 1.0
     assert steps[-1]["train/chosen_reward"] > 0 > steps[-1]["train/rejected_reward"]
+
+
+def test_kto_learns_what_is_desirable(runner, tiny_model, pairs):
+    result = runner.inline(*common(tiny_model, pairs, "kto"), "--kto-beta", "0.5")
+    assert result.code == 0, result.output
+    steps = result.metrics("train/loss")
+    assert steps[0]["train/loss"] == pytest.approx(0.5, abs=1e-4), "policy and reference are equal"
+    assert steps[-1]["train/loss"] < 0.3
+    assert steps[-1]["train/chosen_reward"] > 0 > steps[-1]["train/rejected_reward"]
+    assert all(row["train/kto_reference_point"] >= 0 for row in steps)
 
 
 async def test_a_reward_model_scores_as_it_was_trained(runner, tiny_model, pairs, tmp_path):

@@ -1,4 +1,4 @@
-"""Training on preferences: DPO of a policy, and reward models (Bradley–Terry)."""
+"""Training on preferences: DPO and KTO of a policy, and reward models (Bradley–Terry)."""
 
 from slime.registry import register
 
@@ -7,7 +7,8 @@ def parts() -> None:
     """Register the losses of this plug-in, their flags, and what else they set in a run."""
     here = "slime.plugins.preference"
     flags = f"{here}.config:PreferenceFlags"
-    for name, loss in (("dpo", "Dpo"), ("reward_model", "BradleyTerry")):
-        register("loss", name, f"{here}.losses:{loss}", flags=flags)
+    losses = {"dpo": "losses:Dpo", "kto": "kto:Kto", "reward_model": "losses:BradleyTerry"}
+    for name, loss in losses.items():
+        register("loss", name, f"{here}.{loss}", flags=flags)
     register("resolver", "preference", f"{here}.config:resolve")
     register("check", "preference", f"{here}.config:check")

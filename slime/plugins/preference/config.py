@@ -10,8 +10,9 @@ from slime.config.flag import flag
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-LOSSES = ("dpo", "reward_model")
+LOSSES = ("dpo", "kto", "reward_model")
 ROLLOUT = "slime.plugins.preference.rollout.generate_rollout"
+REFERENCE_POINT = "slime.plugins.preference.kto.set_reference_point"
 SOURCE = "slime.plugins.preference.rows.PreferenceSource"
 
 
@@ -23,6 +24,15 @@ class PreferenceFlags:
     """Beta of --loss-type dpo: how strongly the policy is kept near the reference"""
     dpo_label_smoothing: float = flag(0.0, low=0, high=0.5)
     """Share of pairs that are taken to be labelled the wrong way round (--loss-type dpo)"""
+    kto_beta: float = flag(0.1, above=0)
+    """Beta of --loss-type kto: how strongly the policy is kept near the reference"""
+    kto_desirable_weight: float = flag(1.0, above=0)
+    """Weight of desirable responses (--loss-type kto)"""
+    kto_undesirable_weight: float = flag(1.0, above=0)
+    """Weight of undesirable responses (--loss-type kto)"""
+    completion_column: str = "completion"
+    """Column of the response of a row without pairs, whose --label-key says whether it is desirable
+    (--loss-type kto)"""
     chosen_column: str = "chosen"
     """Column of the preferred response of a pair: a text, or messages"""
     rejected_column: str = "rejected"
@@ -33,12 +43,15 @@ def resolve(args: Args) -> list[str]:
     """Select the rollout function and the data source, unless the user has."""
     if args.loss_type not in LOSSES:
         return []
+    kto = args.loss_type == "kto"
     chosen = {
         "rollout_function_path": ROLLOUT,
         "data_source_path": SOURCE,
         "n_samples_per_prompt": 1,  # one pair
-        "compute_advantages_and_returns": False,
+        "compute_advantages_and_returns": kto,
     }
+    if kto:
+        chosen["custom_advantage_function_path"] = REFERENCE_POINT
     for name, value in chosen.items():
         if name not in args.explicit:
             setattr(args, name, value)
@@ -55,13 +68,12 @@ def check(args: Args) -> list[str]:
         problems.append(f"{name} needs --train-backend fsdp")
     if int(args.megatron.get("context_parallel_size") or 1) > 1:
         problems.append(f"{name} and --context-parallel-size exclude each other")
-    for flag_name, because in (
-        ("calculate_per_token_loss", "the loss is one of whole responses"),
-        ("compute_advantages_and_returns", "the loss has no advantages"),
-    ):
-        if getattr(args, flag_name):
-            option = flag_name.replace("_", "-")
-            problems.append(f"{name} and --{option} exclude each other: {because}")
+    if args.calculate_per_token_loss:
+        problems.append(
+            f"{name} and --calculate-per-token-loss exclude each other: the loss is one of whole "
+            "responses"
+        )
+    problems += _advantage_problems(args, name)
     if args.n_samples_per_prompt != 1:
         problems.append(f"{name}: a pair is one sample, so --n-samples-per-prompt must be 1")
     if args.label_key is None:
@@ -76,3 +88,23 @@ def check(args: Args) -> list[str]:
             f"{name} has no further terms: leave out --kl-loss-coef, --kl-coef, --entropy-coef"
         )
     return problems
+
+
+def _advantage_problems(args: Args, name: str) -> list[str]:
+    """Return what does not fit the place of advantages, in which KTO keeps its reference point."""
+    if args.loss_type != "kto":
+        return (
+            [
+                f"{name} and --compute-advantages-and-returns exclude each other: the loss has no advantages"
+            ]
+            if args.compute_advantages_and_returns
+            else []
+        )
+    own = args.custom_advantage_function_path == REFERENCE_POINT
+    if own and args.compute_advantages_and_returns and not args.normalize_advantages:
+        return []
+    return [
+        f"{name} keeps its reference point where others have advantages: leave out "
+        "--custom-advantage-function-path, --disable-compute-advantages-and-returns and "
+        "--normalize-advantages"
+    ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Group, Sample, flatten
 from slime.data.source import DataSource
+from slime.plugins.preference.kto import with_mismatched
 from slime.plugins.preference.texts import prompt_and_answer
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.prompts import encode
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 def generate_rollout(
     args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """Return ``--rollout-batch-size`` pairs. A pair is one rollout of two samples, the chosen
-    response and the rejected one.
+    """Return ``--rollout-batch-size`` rows. A row is one rollout: of two samples for a pair, the
+    chosen response and the rejected one, and for KTO (:func:`with_mismatched`) of twice as many as it
+    has responses.
 
     Raises:
         ValueError: ``evaluation`` is True, or a response has no tokens.
@@ -33,7 +35,10 @@ def generate_rollout(
     groups: list[Group] = []
     for group in data_source.get_samples(args.rollout_batch_size):
         (pair,) = flatten(group)
-        groups.append([[filled(state, pair, name) for name in ("chosen", "rejected")]])
+        assert isinstance(pair.label, dict), "the data source makes pairs"
+        groups.append([[filled(state, pair, name) for name in pair.label]])
+    if args.loss_type == "kto":
+        groups = with_mismatched(groups, args.kto_desirable_weight, args.kto_undesirable_weight)
     return RolloutFnTrainOutput(samples=groups)
 
 

@@ -1,4 +1,6 @@
-"""Pairs of a data set: a prompt, the response that is preferred, and the other one."""
+"""Pairs of a data set: a prompt, the response that is preferred, and the other one. For KTO also rows
+with one response that is desirable or not.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class PairMaker(PromptMaker):
-    """Makes samples whose label is ``{"chosen": …, "rejected": …}``, texts or messages.
+    """Makes samples whose label is ``{"chosen": …, "rejected": …}``, texts or messages; with
+    ``completion``, of a row with this column ``{"chosen": …}`` or ``{"rejected": …}``.
 
     A row without a prompt has messages in both columns that begin alike (the form of many public
     data sets); what they have in common is the prompt.
@@ -25,6 +28,7 @@ class PairMaker(PromptMaker):
 
     chosen: str = "chosen"
     rejected: str = "rejected"
+    completion: str | None = None
 
     def parse(self, raws: list[RawRow]) -> tuple[list[PromptRow], Report]:
         pairs = []
@@ -40,6 +44,16 @@ class PairMaker(PromptMaker):
         return rows, report
 
     def _pair(self, row: dict[str, Any]) -> dict[str, Any]:
+        assert self.keys.label is not None, "the check of the arguments asks for it"
+        if self.completion is not None and row.get(self.completion):
+            good = row.get(self.keys.label)
+            if good not in (True, False):
+                raise ValueError(
+                    f"its {self.keys.label} must say whether its {self.completion} is desirable: true "
+                    f"or false, not {good!r}"
+                )
+            kind = "chosen" if good else "rejected"
+            return {**row, self.keys.label: {kind: row[self.completion]}}
         missing = [name for name in (self.chosen, self.rejected) if not row.get(name)]
         if missing:
             raise ValueError(
@@ -53,7 +67,6 @@ class PairMaker(PromptMaker):
         if prompt is None:
             prompt, chosen, rejected = _common(chosen, rejected)
         label = {"chosen": chosen, "rejected": rejected}
-        assert self.keys.label is not None, "the check of the arguments asks for it"
         return {**row, self.keys.prompt: prompt, self.keys.label: label}
 
 
@@ -77,7 +90,10 @@ class PreferenceSource(RolloutDataSource):
         plain = prompt_maker(args)
         given = {one.name: getattr(plain, one.name) for one in fields(plain) if one.init}
         given |= {"apply_chat_template": False, "max_length": None}
-        maker = PairMaker(**given, chosen=args.chosen_column, rejected=args.rejected_column)
+        single = args.completion_column if args.loss_type == "kto" else None
+        maker = PairMaker(
+            **given, chosen=args.chosen_column, rejected=args.rejected_column, completion=single
+        )
         assert args.prompt_data is not None, "the check of the arguments asks for it"
         dataset = Dataset(
             args.prompt_data,
