@@ -58,6 +58,7 @@ ESTIMATORS: dict[str, str] = {
     "dppo_k2_5": "--advantage-estimator dppo_k2_5 --use-rollout-logprobs",
     "gdpo": "--advantage-estimator gdpo",
     "gmpo": "--advantage-estimator gmpo",
+    "clip_cov": "--advantage-estimator clip_cov",
     "vaco": "--advantage-estimator vaco --use-rollout-logprobs",
 }
 """What each needs beside the flags of all."""

@@ -160,6 +160,12 @@ class Algorithm(ABC):
                 sample), ``response_lengths`` and ``total_lengths``.
         """
 
+    def over_ranks(self, batch: Entries, advantages: list[Tensor], reduce: Reduce) -> list[Tensor]:
+        """Return the advantages after what depends on all samples of the rollout, whose sums over
+        ranks ``reduce.over_data`` has. Here they stay as they are.
+        """
+        return advantages
+
     def ppo_kl(
         self,
         log_probs: Tensor,

@@ -96,7 +96,8 @@ def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Re
         return
     batch["kl"] = _kl_to_reference(settings, batch)
     if settings.custom is None:
-        batch["advantages"], batch["returns"] = settings.algorithm.advantages(batch)
+        own, batch["returns"] = settings.algorithm.advantages(batch)
+        batch["advantages"] = settings.algorithm.over_ranks(batch, own, reduce)
         _check_lengths(batch, f"{type(settings.algorithm).__name__}.advantages")
     else:
         settings.custom(settings.args, batch)

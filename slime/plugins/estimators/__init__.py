@@ -16,4 +16,7 @@ def parts() -> None:
     register("resolver", "recipe", f"{here}.config:resolve", flags=f"{here}.config:RecipeFlags")
     register("algorithm", "gdpo", f"{here}.gdpo:Gdpo")
     register("algorithm", "gmpo", f"{here}.gmpo:Gmpo", flags=f"{here}.gmpo:GmpoFlags")
+    register(
+        "algorithm", "clip_cov", f"{here}.clip_cov:ClipCov", flags=f"{here}.clip_cov:ClipCovFlags"
+    )
     register("algorithm", "vaco", f"{here}.vaco:Vaco", flags=f"{here}.vaco:VacoFlags")

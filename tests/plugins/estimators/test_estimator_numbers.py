@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slime.plugins.estimators import dppo, gdpo, gmpo, k2_5, maxrl, sapo, shared, vaco, vespo
+from slime.plugins.estimators import (
+    clip_cov,
+    dppo,
+    gdpo,
+    gmpo,
+    k2_5,
+    maxrl,
+    sapo,
+    shared,
+    vaco,
+    vespo,
+)
 from tests.every_algorithm import ALGORITHMS
 from tests.worked_numbers import (
     by_name,
@@ -39,6 +50,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         gdpo.decoupled_advantages,
         gmpo.compute_gmpo_loss,
         vaco.vaco_keep,
+        clip_cov.covariances,
     )
 }
 

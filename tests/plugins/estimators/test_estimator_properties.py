@@ -205,3 +205,47 @@ def test_dppo_is_refused_without_the_log_probs_of_the_engine(name: str) -> None:
 def test_advantages_are_those_of_grpo_but_for_two() -> None:
     other = {name for name in HERE if ALGORITHMS[name].group_baseline is not Grpo.group_baseline}
     assert other == {"maxrl", "k2_5"}
+
+
+def test_clip_cov_leaves_out_its_share_whatever_the_ranks() -> None:
+    generator = torch.Generator().manual_seed(2)
+    lengths = [40] * 50
+    batch = {
+        "loss_masks": [torch.ones(n, dtype=torch.int32) for n in lengths],
+        "old_log_probs": [torch.randn(n, generator=generator) - 2 for n in lengths],
+        "sample_indices": list(range(50)),
+        "rollout_id": 3,
+    }
+    advantages = [torch.full((n,), (-1.0) ** i) for i, n in enumerate(lengths)]
+    flags = {"clip_cov_share": 0.05, "clip_cov_low": 0.5, "clip_cov_high": 9.0}
+    algorithm = create_algorithm(make_args(advantage_estimator="clip_cov").with_values(**flags))
+    whole = algorithm.over_ranks(batch, advantages, Identity())
+    out = torch.cat(whole) == 0
+    assert 70 <= int(out.sum()) <= 130, "about 5% of 2000 tokens"
+    covariance = torch.cat(batch["old_log_probs"]) - torch.cat(batch["old_log_probs"]).mean()
+    assert (covariance * torch.cat(advantages))[out].min() > 0.5
+    # Two ranks with half of the samples each find the same, with the sums of both.
+    halves = [slice(0, 25), slice(25, 50)]
+    known: list[Tensor] = []
+    for number in range(2):
+        ranks = [OneOfTwo(algorithm, batch, advantages, half, known) for half in halves]
+        known.append(ranks[0].sums[number] + ranks[1].sums[number])
+    for half in halves:
+        result = OneOfTwo(algorithm, batch, advantages, half, known).result
+        assert all(torch.equal(a, b) for a, b in zip(result, whole[half], strict=True))
+
+
+class OneOfTwo(Identity):
+    """One of two ranks, which knows the first sums over both."""
+
+    def __init__(
+        self, algorithm: Algorithm, batch: Any, advantages: Any, half: slice, known: list[Tensor]
+    ) -> None:
+        self.sums: list[Tensor] = []
+        self.known = known
+        own = {name: x[half] if isinstance(x, list) else x for name, x in batch.items()}
+        self.result = algorithm.over_ranks(own, advantages[half], self)
+
+    def over_data(self, x: Tensor) -> Tensor:
+        self.sums.append(x)
+        return self.known[len(self.sums) - 1] if len(self.sums) <= len(self.known) else x

@@ -49,6 +49,7 @@ DESIGN: Mapping[str, Mapping[str, str]] = {
     "gdpo": {"direction": _STD},
     "gmpo": {"direction": _STD, "own ratio": "the geometric mean of a response (arXiv 2507.20673)"},
     "vaco": {"direction": _STD},
+    "clip_cov": {"direction": _STD},
 }
 
 
