@@ -141,8 +141,8 @@ def by_slime(folder: Path, loss: str, model: Path, steps: int, *flags: object) -
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     subprocess.run(list(map(str, command)), check=True, cwd=folder, env=environment, timeout=300)
     lines = (folder / "outputs" / loss / "metrics.jsonl").read_text().splitlines()
-    steps = [row for row in map(json.loads, lines) if "train/loss" in row]
-    last: dict[str, float] = steps[-1]
+    measured = [row for row in map(json.loads, lines) if "train/loss" in row]
+    last: dict[str, float] = measured[-1]
     return last
 
 
