@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
 NO_REWARD = "slime.plugins.distillation.context.no_reward"
+ASK = "slime.plugins.distillation.served.ask_teachers"
+"""The hook of ``--rollout-sample-hook-path`` for teachers behind a server."""
 EACH = "slime.plugins.distillation.context.add_context"
 """The hook of ``--rollout-sample-hook-path`` for privileged text of the row."""
 GROUPS = "slime.plugins.distillation.context.add_successes"
@@ -27,8 +29,9 @@ class DistillationFlags:
     _title = "distillation"
 
     distill_teacher: str | None = path_flag()
-    """Teacher of --loss-type distill: a model with the student's tokenizer, or a YAML file of
-    several. Default: the model itself, which then sees more (--distill-context)"""
+    """Teacher of --loss-type distill: a model with the student's tokenizer, the /generate address of a
+    server with one, or a YAML file of several. Default: the model itself, which then sees more
+    (--distill-context)"""
     distill_divergence: str = flag("reverse_kl", choices=DIVERGENCES)
     """From the teacher at each token: KL(student || teacher), KL(teacher || student), or the mean of
     both KLs to their mixture"""
@@ -58,6 +61,15 @@ class TeacherRow:
     path: str
     weight: float = 1.0
     sources: tuple[str, ...] | None = None
+
+    @property
+    def served(self) -> bool:
+        """Whether it is behind a server."""
+        return self.path.startswith(("http://", "https://"))
+
+    def teaches(self, source: str | None) -> bool:
+        """Return whether it teaches samples of a data set."""
+        return self.sources is None or source in self.sources
 
 
 def teacher_rows(path: str | None, model: str) -> tuple[TeacherRow, ...]:
@@ -96,12 +108,17 @@ def resolve(args: Args) -> list[str]:
         return []
     if "compute_advantages_and_returns" not in args.explicit:
         args.compute_advantages_and_returns = False
-    if args.distill_context == SUCCESS:
+    try:
+        rows = teacher_rows(args.distill_teacher, args.hf_checkpoint)
+    except (OSError, ValueError) as error:
+        return str(error).splitlines()
+    success = args.distill_context == SUCCESS
+    hooks = [EACH] if args.distill_context is not None and not success else []
+    hooks += [ASK] if any(row.served for row in rows) else []
+    args.rollout_sample_hook_path = list(dict.fromkeys([*args.rollout_sample_hook_path, *hooks]))
+    if success:
         args.rollout_sample_filter_path = args.rollout_sample_filter_path or GROUPS
-        return []
-    if args.distill_context is not None and EACH not in args.rollout_sample_hook_path:
-        args.rollout_sample_hook_path = [*args.rollout_sample_hook_path, EACH]
-    if not args.rm_type and not args.custom_rm_path:
+    elif not args.rm_type and not args.custom_rm_path:
         args.custom_rm_path = NO_REWARD
     return []
 
@@ -167,8 +184,19 @@ def _teacher_problems(args: Args) -> list[str]:
     except (OSError, ValueError) as error:
         return str(error).splitlines()
     problems = []
+    if any(row.served for row in rows):
+        if not args.distill_top_k or args.rollout_temperature != 1:
+            problems.append(
+                "a teacher behind a server needs --distill-top-k, the number of log-probs that it is "
+                "asked for at each token, and --rollout-temperature 1, which is that of its log-probs"
+            )
+        if args.distill_context == SUCCESS:
+            problems.append(
+                "--distill-context success is for teachers in the trainer: a server is asked before "
+                "the group is complete"
+            )
     for row in rows:
-        if row.path == args.hf_checkpoint:
+        if row.path == args.hf_checkpoint or row.served:
             continue
         try:
             other = load_tokenizer(row.path, **options).get_vocab()

@@ -49,6 +49,23 @@ def coarse(log_probs: Tensor, kept: Tensor) -> Tensor:
     return torch.cat([log_probs.gather(-1, kept), rest], dim=-1)
 
 
+def distilled_from_top(student: Tensor, ids: Tensor, log_probs: Tensor, kind: str) -> Tensor:
+    """Return the divergence at each token, ``[R]``, where only the teacher's k likeliest are known: of
+    these and of all others as one.
+
+    Args:
+        student: Logits ``[R, V]``.
+        ids: int64 ``[R, k]``.
+        log_probs: The teacher's log-probs of them, ``[R, k]``.
+    """
+    import torch
+
+    # The others have at least the probability that is lost to rounding in float32.
+    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log()
+    ours = coarse(student.log_softmax(-1), ids)
+    return divergence(ours, torch.cat([log_probs, rest], dim=-1).to(ours.dtype), kind)
+
+
 def distilled(student: Tensor, teacher: Tensor, kind: str, top_k: int = 0) -> Tensor:
     """Return the divergence at each token, ``[R]``, with gradient to the student's logits.
 

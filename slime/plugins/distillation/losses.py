@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from slime.backends.loss_type import LossType
 from slime.plugins.distillation.config import DistillationFlags, teacher_rows
-from slime.plugins.distillation.divergence import distilled
+from slime.plugins.distillation.served import ServedTeacher
 from slime.plugins.distillation.teachers import Teacher, move_towards, samples_of
 
 if TYPE_CHECKING:
@@ -29,22 +29,26 @@ class Distill(LossType):
 
     def __init__(self, own: object) -> None:
         super().__init__(own)
-        self.teachers: list[Teacher] = []
+        self.teachers: list[Teacher | ServedTeacher] = []
 
     def prepare(self, args: Args, device: torch.device) -> list[tuple[str, Tensor]]:
         """Read the teachers, and return the weights of one that moves."""
         rows = teacher_rows(args.distill_teacher, args.hf_checkpoint)
-        self.teachers = [Teacher.load(row, args, device) for row in rows]
-        if args.distill_ema is None:
+        self.teachers = [
+            ServedTeacher(row) if row.served else Teacher.load(row, args, device) for row in rows
+        ]
+        first = self.teachers[0]
+        if args.distill_ema is None or not isinstance(first, Teacher):
             return []
-        moving = self.teachers[0].scorer.hf.named_parameters()
+        moving = first.scorer.hf.named_parameters()
         return [(f"teacher/{name}", weight) for name, weight in moving]
 
     def after_step(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Move the teacher towards the student (``--distill-ema``)."""
         assert isinstance(self.own, DistillationFlags)
-        if self.own.distill_ema is not None:
-            move_towards(self.teachers[0], named, self.own.distill_ema)
+        first = self.teachers[0]
+        if self.own.distill_ema is not None and isinstance(first, Teacher):
+            move_towards(first, named, self.own.distill_ema)
 
     def compute(
         self, tokens: TokenBatch, mean: Reducer, reduce: Reduce
@@ -60,13 +64,15 @@ class Distill(LossType):
             taught = [i for i, share in enumerate(shares) if share[number] > 0]
             if not taught:
                 continue
-            scored = teacher.logits([samples[i] for i in taught])
-            lengths = [tokens.response_lengths[i] for i in taught]
-            for i, theirs in zip(taught, scored.split(lengths), strict=True):
-                options = self.own.distill_divergence, self.own.distill_top_k
-                totals[i] = totals[i] + shares[i][number] * distilled(pieces[i], theirs, *options)
-                same = pieces[i].argmax(-1) == theirs.argmax(-1)
-                agreements[i] += shares[i][number] * same.to(theirs.dtype)
+            scores = teacher.compare(
+                [samples[i] for i in taught],
+                [pieces[i] for i in taught],
+                self.own.distill_divergence,
+                self.own.distill_top_k,
+            )
+            for i, (apart, same) in zip(taught, scores, strict=True):
+                totals[i] = totals[i] + shares[i][number] * apart
+                agreements[i] += shares[i][number] * same.to(apart.dtype)
         import torch
 
         loss = mean(torch.cat(totals))
@@ -79,7 +85,7 @@ class Distill(LossType):
             ValueError: No teacher teaches it.
         """
         weights = [
-            teacher.row.weight if teacher.teaches(source) else 0.0 for teacher in self.teachers
+            teacher.row.weight if teacher.row.teaches(source) else 0.0 for teacher in self.teachers
         ]
         total = sum(weights)
         if not total:

@@ -4,12 +4,13 @@ micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.plugins.distillation.config import TeacherRow
 from slime.plugins.distillation.context import TEACHER_PROMPT
+from slime.plugins.distillation.divergence import distilled
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +66,18 @@ class Teacher:
         )
         return cls(row, PolicyScorer(model), builder, args.rollout_temperature)
 
-    def teaches(self, source: str | None) -> bool:
-        """Return whether it teaches samples of a data set."""
-        return self.row.sources is None or source in self.row.sources
+    def compare(
+        self, samples: Sequence[dict[str, Any]], student: Sequence[Tensor], kind: str, top_k: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield for each sample the divergence at each token, and whether both have the same likeliest
+        token, each ``[response_length]``.
+
+        Args:
+            student: The logits of the response of each sample, ``[response_length, V]``.
+        """
+        theirs = self.logits(samples).split([len(one) for one in student])
+        for own, other in zip(student, theirs, strict=True):
+            yield distilled(own, other, kind, top_k), own.argmax(-1) == other.argmax(-1)
 
     def logits(self, samples: Sequence[dict[str, Any]]) -> Tensor:
         """Return the logits of the response tokens of some samples, float32 ``[R, V]``, divided by the

@@ -7,12 +7,10 @@ bash run.sh check-hooks
 from __future__ import annotations
 
 import re
-from typing import Any
-
 from slime.utils.types import Sample
 
 
-async def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
+async def reward(args: object, sample: Sample, **kwargs: object) -> float:
     """1 if the last number of the response is the label of the row, else 0."""
     numbers = re.findall(r"-?\d+", sample.response)
     return float(bool(numbers) and numbers[-1] == str(sample.label))
