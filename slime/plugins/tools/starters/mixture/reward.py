@@ -6,6 +6,7 @@ Test them with a small engine before you train: bash run.sh check-hooks
 from __future__ import annotations
 
 import re
+
 from slime.utils.types import Sample
 
 

@@ -7,6 +7,7 @@ bash run.sh check-hooks
 from __future__ import annotations
 
 import re
+
 from slime.utils.types import Sample
 
 
