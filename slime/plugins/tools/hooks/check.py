@@ -94,7 +94,8 @@ def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
         if value in _OWN or (name in _EXCLUDED and value == args.rollout_function_path):
             continue
         for path in (value or []) if flag.kind == "repeat" else [value]:
-            if path and path != flag.default:
+            # Those of slime's plug-ins, which other flags have set, are not the user's.
+            if path and path != flag.default and not path.startswith("slime.plugins."):
                 yield flag.option, name, path
     # Evaluation sets may have functions of their own.
     try:
