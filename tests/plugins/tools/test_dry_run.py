@@ -86,6 +86,14 @@ def test_what_would_happen(
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
 
 
+def test_the_ranks_of_a_critic_are_told(
+    capsys: pytest.CaptureFixture[str], smollm2: Path, data: Path
+) -> None:
+    ppo = ("--advantage-estimator", "ppo", "--critic-num-gpus-per-node", 2)
+    flags = words(smollm2, data, "--apply-chat-template", "--num-rollout", 1, *ppo)
+    assert "  critic ranks    2, beside the others\n" in report(capsys, *flags)
+
+
 def test_without_the_flag_the_arguments_are_returned(smollm2: Path, data: Path) -> None:
     assert not checks.parse_and_check(words(smollm2, data, "--apply-chat-template")).dry_run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,6 +32,7 @@ from slime.plugins.tools.replay.recorded import (
     dumps_of,
     read_run,
 )
+from slime.plugins.tools.replay.step import Wanted, replay_step
 from slime.plugins.tools.summary.records import Attempt, lineage, read_attempts, read_weights
 
 SETTLED = Settled(False, False, 9, 2, 4096, 4096, 0, None, "/somewhere")
@@ -88,6 +90,13 @@ def test_steps_without_dumps_cannot_be_trained_again_on_the_way() -> None:
     with pytest.raises(ReplayError, match="before step 4") as error:
         run.start_of(4, through=True)
     assert "--through" not in str(error.value)
+
+
+def test_a_critic_with_another_number_of_ranks_is_told() -> None:
+    args = make_args(advantage_estimator="ppo", critic_num_nodes=1, critic_num_gpus_per_node=2)
+    run: Any = SimpleNamespace(start_of=lambda *_: 0, steps=[0], args_from=lambda start: args)
+    with pytest.raises(ReplayError, match="the critic has 2 ranks and the actor 1"):
+        replay_step(run, Wanted(0))
 
 
 def test_a_run_that_began_with_a_snapshot_starts_there(tmp_path: Path) -> None:
