@@ -61,7 +61,7 @@ FULLY_ASYNC = (
 )
 RECIPES = {
     "grpo": Recipe("GRPO", COLOCATED),
-    "grpo_embedded": Recipe("GRPO in one process", "--inline", engine="embedded"),
+    "grpo_embedded": Recipe("GRPO in one process", f"--inline {COLOCATED}", engine="embedded"),
     "dapo": Recipe(
         "DAPO, groups without a signal are replaced",
         f"{COLOCATED} --recipe dapo --over-sampling-batch-size 24",

@@ -53,6 +53,7 @@ TRAINING = (
     "h200_train_mfu_november_26_night.jsonl",
     "h200_train_mfu_november_27.jsonl",
     "h200_train_mfu_november_28.jsonl",
+    "h200_train_mfu_november_29.jsonl",
 )
 OLD_EXPERTS = "kernels of experts that have been replaced"
 OTHER_EXPERTS = "the rates of experts are those of Megatron's kernels"

@@ -79,7 +79,8 @@ class Session:
                 "a session trains with --train-backend fsdp: Megatron's schedules run the forward "
                 "and backward passes of a whole step, and add the gradients of one step only"
             )
-        self.args = parse({"model": model, **flags, **own}, Path(self._inputs.name))
+        settings = {"model": model, "train_backend": "fsdp", **flags, **own}
+        self.args = parse(settings, Path(self._inputs.name))
         if self.args.use_critic:
             raise Refused(f"a session has no critic: {self.args.advantage_estimator} needs one")
         if trainers.current is not None:

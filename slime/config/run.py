@@ -61,8 +61,9 @@ class RunConfig(Section):
 
 
 def derive_backends(args: Args, machine: Machine) -> None:
+    several = machine.cuda and not args.inline  # ranks of Megatron are processes
     args.fill(
-        train_backend="megatron" if machine.cuda and installed("megatron.core") else "fsdp",
+        train_backend="megatron" if several and installed("megatron.core") else "fsdp",
         rollout_backend="sglang" if machine.cuda and installed("sglang") else "embedded",
         embedded_device="cuda" if machine.cuda else "cpu",
     )

@@ -427,3 +427,13 @@ def test_a_critic_with_gpus_of_its_own_leaves_the_others_to_the_actor(workplace)
     assert as_many.critic_gpus == 4
     refused = workplace.problems(f"{ppo} --inline --actor-num-gpus-per-node 1")
     assert any("--inline and --critic-num" in problem for problem in refused)
+
+
+@pytest.mark.parametrize(("inline", "backend"), [(True, "fsdp"), (False, "megatron")])
+def test_one_process_has_a_backend_that_can_run_in_it(
+    monkeypatch: pytest.MonkeyPatch, inline: bool, backend: str
+) -> None:
+    """On a machine with a GPU and every package, where Megatron is the default otherwise."""
+    monkeypatch.setattr("slime.config.run.installed", lambda name: True)
+    machine = Machine(gpus=1, cores=8, in_cluster=False)
+    assert make_args(machine=machine, inline=inline).train_backend == backend

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     keys = {} if options.replay else _keys(options.keys, folder)
     # The engine holds the checkpoint, as the trainer does, and both stay as they are: the adapters
     # come by name. A deterministic engine would measure its kernels again for each of them.
-    more = {"deterministic": False, "audit_weights": False}
+    more = {"deterministic": False, "audit_weights": False, "train_dtype": "float32"}
     if options.override is not None:
         more |= {"override": options.override}
     with Session(
@@ -97,8 +97,6 @@ def run(options: argparse.Namespace) -> int:
         output_dir=str(folder / "runs"),
         **more,
     ) as session:
-        if session.args.train_dtype != "float32":
-            raise CommandError("slime serve trains adapters in float32: set train_dtype: float32")
         if options.replay:
             return _replay(session, folder)
         asyncio.run(_serve(session, options, folder, keys))
