@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main() -> None:
     from slime.config.parser import read_settings
     from slime.models.checked import require_tied
-    from slime.models.loading import ModelError, check_checkpoint, load_hf_config
+    from slime.models.loading import ModelError, check_checkpoint
     from slime.plugins.megatron import torch_dist
     from slime.plugins.megatron.config import merged_settings
-    from slime.plugins.megatron.maps.family import family_of
+    from slime.plugins.megatron.maps.family import family_of, text_config
     from slime.weights.hf_folder import HfFolder
 
     parser = argparse.ArgumentParser(
@@ -43,7 +43,7 @@ def main() -> None:
     if problems:
         parser.error("; ".join(problems))
     checkpoint = str(args.hf_checkpoint)  # an --override may name another
-    config = load_hf_config(checkpoint, options.trust_remote_code).get_text_config()
+    config = text_config(checkpoint, options.trust_remote_code)
     family = family_of(config, options.model_name)
     settings = merged_settings(args.megatron, checkpoint, family, config)
     rank, ranks = torch_dist.join_launched_ranks()

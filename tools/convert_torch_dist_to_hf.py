@@ -40,11 +40,10 @@ def _find(options: argparse.Namespace) -> Found:
         FileNotFoundError, ValueError: There are none, or they cannot be converted.
     """
     from slime.config.run import megatron_lm_folder
-    from slime.models.loading import load_hf_config
     from slime.plugins.megatron import torch_dist
-    from slime.plugins.megatron.maps.family import family_of, get_family
+    from slime.plugins.megatron.maps.family import family_of, get_family, text_config
     from slime.plugins.megatron.megatron_lm import MegatronLmWeights
-    from slime.weights.hf_folder import resolve_folder
+    from slime.weights.hf_folder import HfFolder, resolve_folder
 
     if foreign := megatron_lm_folder(options.input_dir):
         if options.origin_hf_dir is None:
@@ -53,14 +52,14 @@ def _find(options: argparse.Namespace) -> Found:
                 "name it"
             )
         origin = resolve_folder(options.origin_hf_dir)
-        config = load_hf_config(origin).get_text_config()
+        config = text_config(origin)
         family = family_of(config, options.model_name)
-        settings = family.settings(config.to_dict())
+        settings = family.settings_of(config.to_dict())
         if options.vocab_size:
             settings["vocab_size"] = options.vocab_size
-        return Found(
-            foreign, origin, family.name, MegatronLmWeights(foreign, family, settings).named()
-        )
+        named = MegatronLmWeights(foreign, family, settings).named()
+        vision = family.vision_part(settings, HfFolder(origin))
+        return Found(foreign, origin, family.name, chain(named, vision))
     folder = torch_dist.find(options.input_dir)
     meta = torch_dist.read_meta(folder)
     if meta["role"] != "actor":
@@ -70,7 +69,8 @@ def _find(options: argparse.Namespace) -> Found:
     origin = resolve_folder(options.origin_hf_dir or meta["hf_checkpoint"])
     family = get_family(options.model_name or meta["model_type"])
     named = torch_dist.hf_tensors(folder, family, meta["settings"], options.vocab_size)
-    return Found(folder, origin, family.name, named)
+    vision = family.vision_part(meta["settings"], HfFolder(origin))
+    return Found(folder, origin, family.name, chain(named, vision))
 
 
 def main() -> None:

@@ -60,9 +60,10 @@ def write_files(root: Path, recipe: dict[str, Any], foreign: bool) -> None:
     """
     model = root / "MODEL"
     model.mkdir()
-    (model / "config.json").write_text(
-        json.dumps(hf_config(recipe["model"], recipe["type"]) | recipe.get("config", {}))
-    )
+    config = hf_config(recipe["model"], recipe["type"]) | recipe.get("config", {})
+    if "whole" in recipe:  # as the hub has it, with a vision part
+        config = {"model_type": recipe["whole"], "text_config": config, "vision_config": {}}
+    (model / "config.json").write_text(json.dumps(config))
     weights = root / "MODEL_torch_dist"
     if foreign:
         (weights / "release").mkdir(parents=True)

@@ -14,7 +14,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from slime.backends.base import Metrics, ModelTag
-from slime.backends.collectives import DataParallelReduce
+from slime.backends.collectives import DTYPES, DataParallelReduce
 from slime.backends.loss_inputs import Scores
 from slime.backends.micro_batches import MicroBatches, ResponseValues
 from slime.backends.shared import SharedBackend
@@ -31,6 +31,7 @@ from slime.plugins.megatron import groups
 from slime.plugins.megatron.checkpoint import MegatronState
 from slime.plugins.megatron.core import MegatronError, require_cuda
 from slime.plugins.megatron.lora import MegatronAdapter
+from slime.plugins.megatron.maps.family import WITH_VISION
 from slime.plugins.megatron.model import Scoring
 from slime.plugins.megatron.optimizer import ScheduledOptimizer
 from slime.plugins.megatron.routing import ENGINE, Mode
@@ -44,7 +45,7 @@ from slime.plugins.megatron.schedule import (
     without_a_trace,
 )
 from slime.plugins.megatron.trained_model import TrainedModel
-from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files
+from slime.weights.hf_folder import ExportForm, HfFolder, MtpLayers, write_side_files
 
 logger = logging.getLogger(__name__)
 
@@ -279,6 +280,17 @@ class MegatronBackend(SharedBackend):
     # --- weights and state ----------------------------------------------------------------------
 
     def _weights(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
+        yield from self._trained_part(merge)
+        # Engines get the vision part too: one that was asleep has lost it.
+        for name, tensor in self._vision_part():
+            yield name, tensor.to(self.device, DTYPES[self.args.train_dtype])
+
+    def _vision_part(self) -> Iterator[tuple[str, Tensor]]:
+        settings = self.model.settings
+        if settings.get(WITH_VISION):
+            yield from self.model.family.vision_part(settings, HfFolder(self.args.hf_checkpoint))
+
+    def _trained_part(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
         adapters = self.model.adapters
         return (
             self.weights.gather()
@@ -298,7 +310,8 @@ class MegatronBackend(SharedBackend):
         source = resolve_folder(self.args.hf_checkpoint) if writer else None
         mtp = MtpLayers(source)
         form = ExportForm(self.args.save_hf_dtype, source, writer)
-        write_tensors(form.tensors(chain(self._weights(merge=True), mtp.tensors())), path, writer)
+        others = chain(self._vision_part(), mtp.tensors()) if writer else ()
+        write_tensors(form.tensors(chain(self._trained_part(merge=True), others)), path, writer)
         if source is not None:
             write_side_files(source, path, mtp, form.config_changes())
             if mtp.notice:

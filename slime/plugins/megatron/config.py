@@ -65,7 +65,7 @@ def merged_settings(
         MegatronError: Flags contradict config.json (the message has all differences), or are not
             supported.
     """
-    settings = NEUTRAL | family.settings(hf_config.to_dict())
+    settings = NEUTRAL | family.settings_of(hf_config.to_dict())
     differences = [
         f"--{name.replace('_', '-')} {flag}, but config.json specifies {settings.get(name)}"
         for name, flag in flags.items()

@@ -119,12 +119,12 @@ def check_family(args: Args) -> list[str]:
         return []
     from slime.plugins.megatron.maps.family import get_family, not_divided
 
-    if "vision_config" in config:
-        return [f"--hf-checkpoint {args.hf_checkpoint} has a vision part: use --train-backend fsdp"]
     try:
-        get_family(str(config.get("model_type")), args.model_name)
+        family = get_family(str(config.get("model_type")), args.model_name)
     except ValueError as error:
         return [f"--hf-checkpoint {args.hf_checkpoint}: {error}"]
+    if "vision_config" in config and family.text_prefix is None:
+        return [f"--hf-checkpoint {args.hf_checkpoint} has a vision part: use --train-backend fsdp"]
     problem = not_divided(config, ParallelLayout.from_args(args))
     return [problem] if problem else []
 

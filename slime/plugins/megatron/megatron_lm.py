@@ -35,10 +35,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from slime.backends.tensor_index import require_tensors
 from slime.config.run import megatron_lm_folder
-from slime.models.loading import load_hf_config
 from slime.models.shards import ModelError, local_folder, read_headers, shorten
 from slime.models.stored import NamedWeights, StoredWeights
-from slime.plugins.megatron.maps.family import Entry, Family, HfConfig, Settings, family_of
+from slime.plugins.megatron.maps.family import (
+    Entry,
+    Family,
+    HfConfig,
+    Settings,
+    family_of,
+    text_config,
+)
 from slime.plugins.megatron.maps.layouts import Layout, Vocabulary
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -337,7 +343,7 @@ def open_megatron_lm(
     """
     folder = megatron_lm_folder(path)
     assert folder is not None, "the caller has found it"
-    config = load_hf_config(hf_checkpoint, trust_remote_code).get_text_config()
+    config = text_config(hf_checkpoint, trust_remote_code)
     try:
         return read_megatron_lm(folder, family_of(config, model_name), config.to_dict())
     except ModelError:
@@ -355,7 +361,7 @@ def read_megatron_lm(folder: Path, family: Family, config: HfConfig) -> Megatron
         folder: As :func:`slime.config.run.megatron_lm_folder` finds it.
         config: The content of the model's config.json.
     """
-    return MegatronLmWeights(folder, family, family.settings(config))
+    return MegatronLmWeights(folder, family, family.settings_of(config))
 
 
 def differing_shapes(weights: NamedWeights, hf_checkpoint: str) -> list[str]:

@@ -99,7 +99,7 @@ def convert_from_hf(folder: HfFolder, family: Family, settings: Settings, save: 
     parameters in memory until they are written.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    entries = list(family.entries(settings))
+    entries = [entry.found_in(folder) for entry in family.entries(settings)]
     state = {entry.megatron: _full(entry, folder) for entry in entries[rank::ranks]}
     if rank == 0:
         (save / TENSORS).mkdir(parents=True, exist_ok=True)

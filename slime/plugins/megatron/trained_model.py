@@ -17,13 +17,13 @@ from slime.config.hf_config import megatron_folder
 from slime.config.layout import ParallelLayout
 from slime.config.run import InitialWeights, megatron_lm_folder
 from slime.config.seeds import derive_seed
-from slime.models.loading import check_checkpoint, load_hf_config
+from slime.models.loading import check_checkpoint
 from slime.plugins.megatron import rank_files, rotary
 from slime.plugins.megatron.config import ddp_config, merged_settings, transformer_config
 from slime.plugins.megatron.core import MegatronError
 from slime.plugins.megatron.delta_net import delta_nets
 from slime.plugins.megatron.lora import ModelAdapters, require_support
-from slime.plugins.megatron.maps.family import family_of, moe_layers, not_divided
+from slime.plugins.megatron.maps.family import family_of, moe_layers, not_divided, text_config
 from slime.plugins.megatron.megatron_lm import read_megatron_lm
 from slime.plugins.megatron.model import PolicyModel, build_chunk, unwrapped, with_gradient
 from slime.plugins.megatron.routing import RoutingReplay
@@ -53,9 +53,7 @@ class TrainedModel:
         self.rank = rank
         self.device = device
         # The shape: config.json decides, and the user's flags may add what it does not say.
-        self.hf_config = load_hf_config(
-            args.hf_checkpoint, args.trust_remote_code
-        ).get_text_config()
+        self.hf_config = text_config(args.hf_checkpoint, args.trust_remote_code)
         self.family = family_of(self.hf_config, args.model_name)
         if problem := not_divided(self.hf_config.to_dict(), layout):
             raise MegatronError(problem)

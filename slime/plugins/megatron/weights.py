@@ -169,9 +169,9 @@ class ModelWeights:
 
     def _read(self, folder: NamedWeights, name: str, tensor: Tensor) -> None:
         """Load this rank's part of the checkpoint's tensors into one parameter."""
-        entry = self.entries[name]
-        group = tensor_group(self.entries[name])
-        for hf in self.hf_names(name):
+        entry = self.entries[name].found_in(folder)
+        group = tensor_group(entry)
+        for hf in entry.hf if entry.is_stacked else self.hf_names(name):
             if hf in folder and not folder.is_float(hf):
                 raise ModelError(
                     f"{hf!r} in {folder.folder} is {folder.dtype_of(hf)}, which is not a float type"

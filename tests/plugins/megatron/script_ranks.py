@@ -16,6 +16,7 @@ FAMILY = {
     "smollm2": "llama",
     "llama3": "llama",
     "qwen2.5": "qwen2",
+    "qwen3.5": "qwen3_5",
     "glm4-": "glm4",
     "glm4.": "glm4_moe",
 }
@@ -100,6 +101,12 @@ def hf_config(family: str, flags: dict[str, Any]) -> Any:
             n_group=flags["moe_router_num_groups"],
             topk_group=flags["moe_router_group_topk"],
         )
+    if family == "qwen3_5":
+        experts = flags.get("num_experts")
+        if experts:
+            shared = flags["moe_shared_expert_intermediate_size"]
+            fields |= dict(num_experts=experts, shared_expert_intermediate_size=shared)
+        return AutoConfig.for_model("qwen3_5_moe_text" if experts else "qwen3_5_text", **fields)
     if family in ("glm4_moe", "deepseek_v3"):
         fields |= dict(
             n_routed_experts=flags["num_experts"],
@@ -117,6 +124,8 @@ def reduced_config(script: Path) -> Any:
     """The model of a script with one layer of each kind."""
     config = hf_config(family_name(script), flags_of(script))
     config.num_hidden_layers = getattr(config, "first_k_dense_replace", 1) + 1
+    if getattr(config, "linear_num_key_heads", None):
+        config.layer_types = ["linear_attention", "full_attention"]
     return config
 
 
@@ -132,6 +141,7 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     from slime.config.layout import ParallelLayout
     from slime.config.resolve import resolve_defaults
     from slime.plugins.megatron.config import merged_settings, transformer_config
+    from slime.plugins.megatron.delta_net import delta_nets
     from slime.plugins.megatron.maps.family import get_family
     from slime.plugins.megatron.model import build_chunk
     from slime.plugins.megatron.weights import ModelWeights
@@ -141,11 +151,16 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     args = Args(train_backend="megatron", train_dtype="bfloat16", megatron=flags)
     resolve_defaults(args)
     merged_settings(args.megatron, args.hf_checkpoint, family, hf_config(family.name, flags))
-    settings = family.settings(reduced_config(script).to_dict())
+    reduced = reduced_config(script)
+    settings = family.settings(reduced.to_dict())
     with torch.device("meta"):
+        nets = delta_nets(reduced, family, settings)
         config = transformer_config(args, settings, ParallelLayout(), torch.device("cpu"))
         weights = ModelWeights(
-            [build_chunk(config, settings, "actor", None, 0)], family, settings, "actor"
+            [build_chunk(config, settings, "actor", None, 0, None, None, nets)],
+            family,
+            settings,
+            "actor",
         )
         return {name: tuple(tensor.shape) for name, tensor in weights.gather()}
 

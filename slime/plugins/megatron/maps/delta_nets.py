@@ -122,7 +122,7 @@ def _experts(settings: Settings, index: int) -> list[Entry]:
 QWEN3_NEXT = Family("qwen3_next", ("qwen3_next",), qwen3_next_settings, qwen3_next_layer)
 
 
-# Qwen3.5 (text), dense and with experts: Qwen3-Next's layers, with the delta net's projections in
+# Qwen3.5 and Qwen3.6 (text), dense and with experts: Qwen3-Next's layers, with the delta net's projections in
 # four matrices.
 
 
@@ -140,5 +140,9 @@ def qwen3_5_layer(settings: Settings, index: int) -> list[Entry]:
 
 
 QWEN3_5 = Family(
-    "qwen3_5", ("qwen3_5_text", "qwen3_5_moe_text"), qwen3_next_settings, qwen3_5_layer
+    "qwen3_5",
+    ("qwen3_5_text", "qwen3_5_moe_text"),
+    qwen3_next_settings,
+    qwen3_5_layer,
+    text_prefix="model.language_model.",
 )

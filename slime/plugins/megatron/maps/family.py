@@ -3,12 +3,18 @@ parameter, and how the family of a model is found."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from slime.config.layout import ParallelLayout
+from slime.models.loading import load_hf_config
+from slime.models.stored import NamedWeights
 from slime.plugins.megatron.maps.layouts import (
     COLUMNS,
     REPLICATED,
@@ -33,6 +39,9 @@ adds) and ``logit_scale``."""
 
 HfConfig = Mapping[str, Any]
 """The content of config.json with all defaults (``config.to_dict()`` of transformers)."""
+
+WITH_VISION = "with_vision"
+"""The setting of a model that is the text part of a checkpoint with a vision part."""
 
 DEFAULT_VOCABULARY_MULTIPLE = 64
 """The padded vocabulary depends on the model only and not on the parallel layout, so that a
@@ -63,6 +72,18 @@ class Entry:
         """
         return self.experts > 0 and "{expert}" not in self.hf[0]
 
+    def found_in(self, checkpoint: NamedWeights) -> Entry:
+        """Return the entry for reading a checkpoint, which may have all experts of a layer in
+        ``gate_up_proj`` and ``down_proj``, as public ones of Qwen3.5 have.
+        """
+        module, _, rest = self.hf[0].partition("{expert}.")
+        together = len(self.hf) == 2
+        name = f"{module}gate_up_proj" if together else module + rest.removesuffix(".weight")
+        if not rest or name not in checkpoint:
+            return self
+        layout = Stacked(fused=True) if together else self.layout
+        return dataclasses.replace(self, hf=(name,), layout=layout)
+
 
 def projection_layouts(entry: Entry) -> list[Layout]:
     """Return the layouts of the single tensors in a weight whose output features are divided among
@@ -83,6 +104,8 @@ class Family:
         settings: Converts config.json to Megatron's settings.
         layer: Returns the entries of one layer, given the settings and its global index.
         prefix: The prefix of the tensor names in the checkpoint.
+        text_prefix: The same in a checkpoint that also has a vision part; None if slime does not
+            train the text part of such a checkpoint.
     """
 
     name: str
@@ -90,11 +113,50 @@ class Family:
     settings: Callable[[HfConfig], Settings]
     layer: Callable[[Settings, int], list[Entry]]
     prefix: str = "model."
+    text_prefix: str | None = None
+
+    def settings_of(self, config: HfConfig) -> Settings:
+        """Return Megatron's settings of a model.
+
+        Args:
+            config: As :func:`text_config` gives it.
+
+        Raises:
+            ValueError: slime does not train the text part of such a checkpoint.
+        """
+        if not config.get(WITH_VISION):
+            return self.settings(config)
+        if self.text_prefix is None:
+            raise ValueError(f"{self.name} has a vision part: use --train-backend fsdp")
+        return self.settings(config) | {WITH_VISION: True}
 
     def entries(self, settings: Settings) -> Iterator[Entry]:
         """Yield the entries of all parameters in the order of the checkpoint, from the embedding to
         the output.
         """
+        if not settings.get(WITH_VISION):
+            yield from self._entries(settings)
+            return
+        for entry in self._entries(settings):
+            # the output layer is outside of the text part
+            inside = [name.removeprefix(self.prefix) for name in entry.hf]
+            yield (
+                dataclasses.replace(entry, hf=tuple(f"{self.text_prefix}{x}" for x in inside))
+                if inside != [*entry.hf]
+                else entry
+            )
+
+    def vision_part(
+        self, settings: Settings, checkpoint: NamedWeights
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a checkpoint with a vision part has besides the text model and the layers for
+        multi-token prediction, as it is in the files; quantized tensors are dequantized.
+        """
+        for name in checkpoint.shapes() if settings.get(WITH_VISION) else ():
+            if name.startswith(self.prefix) and not name.startswith(str(self.text_prefix)):
+                yield name, checkpoint.get(name)
+
+    def _entries(self, settings: Settings) -> Iterator[Entry]:
         vocabulary = Vocabulary(rows=settings["vocab_size"], padded=padded_vocab_size(settings))
         yield Entry(
             "embedding.word_embeddings.weight", (f"{self.prefix}embed_tokens.weight",), vocabulary
@@ -427,6 +489,18 @@ def not_divided(config: HfConfig, layout: ParallelLayout) -> str | None:
         f"together divide the {heads} key heads of gated delta nets (linear_num_key_heads in "
         f"config.json): {layout.tp} · {layout.cp} must be a divisor of {heads}"
     )
+
+
+def text_config(checkpoint: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Return the config of the text model of a checkpoint. If it also has a vision part, the config
+    says so (:data:`WITH_VISION`).
+    """
+    whole = load_hf_config(str(checkpoint), trust_remote_code)
+    text = whole.get_text_config()
+    if text is not whole:
+        text.tie_word_embeddings = whole.tie_word_embeddings  # the whole model decides
+        setattr(text, WITH_VISION, True)
+    return text
 
 
 def family_of(config: PretrainedConfig, model_name: str | None = None) -> Family:

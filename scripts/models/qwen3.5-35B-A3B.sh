@@ -1,0 +1,36 @@
+# Qwen3.5-35B-A3B, and Qwen3.6 of this size. config.json has the rest: which layers are gated delta nets, and their heads.
+MODEL_ARGS=(
+    --num-layers 40
+    --hidden-size 2048
+    --ffn-hidden-size 512
+    --num-attention-heads 16
+    --group-query-attention
+    --num-query-groups 2
+    --kv-channels 256
+    --qk-layernorm
+    --use-gated-attention
+    --attention-output-gate
+    --swiglu
+    --normalization RMSNorm
+    --apply-layernorm-1p
+    --norm-epsilon 1e-6
+    --position-embedding-type rope
+    --rotary-base 10000000
+    --rotary-percent 0.25
+    --disable-bias-linear
+    --vocab-size 248320
+    --untie-embeddings-and-output-weights
+    --moe-ffn-hidden-size 512
+    --moe-shared-expert-intermediate-size 512
+    --moe-shared-expert-gate
+    --moe-router-score-function softmax
+    --moe-token-dispatcher-type alltoall
+    --moe-token-drop-policy probs
+    --moe-router-topk 8
+    --moe-layer-freq "([0]*0+[1]*40)"
+    --num-experts 256
+    --moe-grouped-gemm
+    --moe-router-dtype fp32
+    --moe-permute-fusion
+    --moe-aux-loss-coeff 0
+)

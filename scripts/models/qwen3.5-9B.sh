@@ -1,0 +1,23 @@
+# Qwen3.5-9B. config.json has the rest: which layers are gated delta nets, and their heads.
+MODEL_ARGS=(
+    --num-layers 32
+    --hidden-size 4096
+    --ffn-hidden-size 12288
+    --num-attention-heads 16
+    --group-query-attention
+    --num-query-groups 4
+    --kv-channels 256
+    --qk-layernorm
+    --use-gated-attention
+    --attention-output-gate
+    --swiglu
+    --normalization RMSNorm
+    --apply-layernorm-1p
+    --norm-epsilon 1e-6
+    --position-embedding-type rope
+    --rotary-base 10000000
+    --rotary-percent 0.25
+    --disable-bias-linear
+    --vocab-size 248320
+    --untie-embeddings-and-output-weights
+)
