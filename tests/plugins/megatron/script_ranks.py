@@ -7,6 +7,7 @@ import subprocess
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 FAMILY = {
@@ -153,7 +154,8 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     merged_settings(args.megatron, args.hf_checkpoint, family, hf_config(family.name, flags))
     reduced = reduced_config(script)
     settings = family.settings(reduced.to_dict())
-    with torch.device("meta"):
+    on_meta = mock.patch("slime.plugins.megatron.model.device_of", lambda config: "meta")
+    with torch.device("meta"), on_meta:
         nets = delta_nets(reduced, family, settings)
         config = transformer_config(args, settings, ParallelLayout(), torch.device("cpu"))
         weights = ModelWeights(
