@@ -60,7 +60,7 @@ TOKENS = {
     "plugins/trackers": 2_185,
     "plugins/vllm": 7_023,
     "plugins/workers": 2_889,
-    "plugins/megatron": 44_551,
+    "plugins/megatron": 45_124,
     "plugins/muon": 1_558,
 }
 """The most tokens of each room and plug-in."""
