@@ -183,3 +183,24 @@ def export(rank: int, ports: Any, path: Path, output: Path, world: int) -> None:
     args.megatron = {"tensor_model_parallel_size": 2}
     backend: Any = create_backend(args, "actor", rank, world, "127.0.0.1", ports.get(0))
     backend.save_hf(output)
+
+
+def name_weights(
+    rank: int, ports: Any, path: Path, layouts: list[dict[str, Any]], output: Path
+) -> None:
+    """For each layout of two ranks: the weights that engines get."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    from fsdp_helpers import make_args
+    from megatron_ranks import leave_groups
+
+    from slime.backends.create import create_backend
+
+    for number, layout in enumerate(layouts):
+        args = make_args(path, train_backend="megatron", world_size=2, train_dtype="bfloat16")
+        args.megatron = dict(layout)
+        backend: Any = create_backend(args, "actor", rank, 2, "127.0.0.1", ports.get(number))
+        sent = {name: tensor.clone() for name, tensor in backend.named_weights()}
+        if rank == 0:
+            torch.save(sent, output / f"{number}.pt")
+        leave_groups()

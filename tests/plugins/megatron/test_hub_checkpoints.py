@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hub_checkpoints import save_dense, save_experts, tensors_of, together, untrained
+from launch import run_ranks
 from make_args import rule_problems
 
 from slime.config.args import Args
@@ -73,3 +74,20 @@ def test_the_whole_model_decides_whether_embeddings_are_tied(tmp_path: Path) -> 
 def test_images_are_not_trained() -> None:
     args = Args(train_backend="megatron", multimodal_keys={"image": "images"})
     assert any("--multimodal-keys" in x and "text part" in x for x in rule_problems(args))
+
+
+@pytest.mark.megatron
+def test_ranks_read_experts_in_one_tensor_and_engines_get_the_vision_part(tmp_path: Path) -> None:
+    source = save_experts(tmp_path / "hf")
+    layouts = [
+        {"expert_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+    ]
+    run_ranks("loading_ranks:name_weights", 2, source, layouts, tmp_path, seconds=300)
+    stored = {name: x for name, x in tensors_of(source).items() if not name.startswith("mtp.")}
+    for number, layout in enumerate(layouts):
+        sent = together(torch.load(tmp_path / f"{number}.pt"))
+        assert sent.keys() == stored.keys(), layout
+        for name, tensor in stored.items():
+            assert torch.equal(sent[name].to(tensor.dtype), tensor), (layout, name)
