@@ -1,12 +1,15 @@
 """The measurements of a GPU machine in one call: parts in sequence, each with a deadline; a short
 table at the end.
 
+    python benchmarks/h200.py --release --gpus 2 --smollm2 FOLDER --output results
     python benchmarks/h200.py --parts mfu,rollout,colocate --output results
     python benchmarks/h200.py --parts curve,step --smollm2 FOLDER --gsm8k train.jsonl --output results
     python benchmarks/h200.py --parts mfu,start,adapter,mfu_experts_gpus --at-once 4 --output results
 
 With ``--at-once`` parts for one GPU run on as many GPUs at the same time, and parts for several
 GPUs after them, so the seconds of a start, which need many CPU cores, are those of a busy machine.
+``--release`` measures, in at most 30 minutes, what the pages show: the parts for one GPU one after
+the other, and with ``--gpus 2`` or more those for several. The table names the commit.
 A part that fails or hangs costs its own figures only. The table goes to the terminal, all figures
 to
 ``h200_<parts>.json``, the end of every part's output to ``h200_<parts>.log``. The last line is
@@ -101,6 +104,15 @@ def step(options: argparse.Namespace, folder: Path) -> list[Any]:
     return [*words, "--prompts", options.gsm8k] if options.gsm8k else words
 
 
+def recipes(options: argparse.Namespace, folder: Path) -> list[Any]:
+    """A real model on the GPUs of the part; the runs share them."""
+    gpus = ",".join(map(str, range(options.gpus if options.release else 1)))
+    words: list[Any] = ["--model", options.smollm2, "--gpus", gpus, "--at-once", 2]
+    words += ["--only", "grpo,lora,ppo", "--output", folder, "--seconds", 480]
+    words += ["--device", options.device] + (["--steps", 2] if options.device == "cpu" else [])
+    return [sys.executable, BENCHMARKS / "recipes.py", *words]
+
+
 def weight_sync(options: argparse.Namespace, folder: Path) -> list[Any]:
     return [sys.executable, BENCHMARKS / "weight_sync.py", *trial(options)]
 
@@ -155,6 +167,13 @@ def show_curve(f: Figures) -> str:
     return (
         f"reward {rewards}; held out {f['accuracy_before']} -> {f['accuracy_after']}; "
         f"{show_step(f)}"
+    )
+
+
+def show_recipes(f: Figures) -> str:
+    return "; ".join(
+        f"{row['recipe']} {row.get('accuracy_before')} -> {row.get('accuracy_after')}"
+        for row in f["recipes"]
     )
 
 
@@ -300,23 +319,33 @@ PARTS: dict[str, Part] = {
         ),
         show_step,
     ),
+    "mfu_0.6b": Part(160, script("train_mfu.py", "--shape", "qwen3-0.6b"), show_mfu),
+    "recipes": Part(900, recipes, show_recipes),
     "weight_sync": Part(420, weight_sync, show_any),
     "kill_engine": Part(560, kill_engine, show_any),
 }
+
+RELEASE = ("mfu", "mfu_0.6b", "step", "recipes")
+RELEASE_GPUS = ("mfu_gpus", "mfu_megatron_gpus")
+RELEASE_SECONDS = 1800.0
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", required=True, help=f"comma-separated: {', '.join(PARTS)}")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--parts", help=f"comma-separated: {', '.join(PARTS)}")
+    which.add_argument("--release", action="store_true", help="what the pages show, by --gpus")
     parser.add_argument(
         "--output", type=Path, required=True, help="folder for the table's figures and logs"
     )
     parser.add_argument(
         "--work", type=Path, help="folder for what the parts leave; default: a temporary one"
     )
-    parser.add_argument("--seconds", type=float, default=580.0, help="for all parts together")
+    parser.add_argument(
+        "--seconds", type=float, help="for all parts together; default: 580, 1800 for a release"
+    )
     parser.add_argument("--gpus", type=int, default=4, help="of the parts with several")
     parser.add_argument(
         "--at-once",
@@ -325,16 +354,23 @@ def parse_options() -> argparse.Namespace:
         metavar="N",
         help="parts for one GPU at a time, each on its own",
     )
-    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct, for `curve`")
+    parser.add_argument(
+        "--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct, for `curve` and `recipes`"
+    )
     parser.add_argument("--gsm8k", type=Path, help="rows of GSM8K, for `step`")
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the scripts")
     options = parser.parse_args()
-    options.parts = options.parts.split(",")
+    if options.release:
+        options.parts = [*RELEASE, *(RELEASE_GPUS if options.gpus > 1 else ())]
+    else:
+        options.parts = options.parts.split(",")
+    options.seconds = options.seconds or (RELEASE_SECONDS if options.release else 580.0)
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
         parser.error(f"unknown parts {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    if "curve" in options.parts and options.smollm2 is None:
-        parser.error("the part `curve` needs --smollm2")
+    for name in ("curve", "recipes"):
+        if name in options.parts and options.smollm2 is None:
+            parser.error(f"the part `{name}` needs --smollm2")
     for name in ("output", "smollm2", "gsm8k"):  # parts run in folders of their own
         path = getattr(options, name)
         setattr(options, name, path.resolve() if path else None)
@@ -422,6 +458,21 @@ def wait_for_memory(gpu: str | None) -> None:
         time.sleep(1.0)
 
 
+def commit() -> str:
+    """The short hash of the code, with ``+`` if it is changed; ``unknown`` outside of git."""
+    git = ["git", "-C", str(CHECKOUT)]
+    try:
+        found = subprocess.run(
+            [*git, "describe", "--always", "--dirty=+", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    except FileNotFoundError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
 def last_json(log: Path) -> Figures | None:
     for line in reversed(log.read_text(encoding="utf-8", errors="replace").splitlines()):
         if line.startswith("{"):
@@ -437,7 +488,8 @@ def keep(options: argparse.Namespace, work: Path, results: dict[str, Figures]) -
     """Few files, for whoever carries them: figures, the end of each log, curves."""
     options.output.mkdir(parents=True, exist_ok=True)
     stem = ("h200_" + "_".join(options.parts))[:80]
-    (options.output / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
+    figures = {"commit": commit(), **results}
+    (options.output / f"{stem}.json").write_text(json.dumps(figures, indent=1) + "\n")
     with open(options.output / f"{stem}.log", "w", encoding="utf-8") as file:
         for name in results:
             for log in [
@@ -491,6 +543,7 @@ def main() -> None:
         measure(name)
     results = {name: results[name] for name in options.parts}
     print("=" * 100)
+    print(f"commit {commit()}")
     for name, outcome in results.items():
         shown = PARTS[name].show(outcome["figures"]) if outcome["figures"] else "no figures"
         print(f"{name:20} {outcome['status']:>20} {outcome['seconds']:6.0f} s  {shown}")

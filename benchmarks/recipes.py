@@ -11,7 +11,7 @@ largest of four numbers, 48 tokens at most; 128 questions that no run trains on 
 and after, four times each at temperature 1. Each run is ``python train.py`` with a deadline and a
 folder of its own; one that fails costs its own row only. With ``--at-once``, runs share a GPU, so
 their seconds are those of a busy machine. ``recipes.jsonl`` in DIR has a line for each run and
-``recipes.png`` the curves. ``--page`` writes the table of such a file into the page.
+``recipes.png`` the curves; the last line is JSON. ``--page`` writes the table of such a file into the page.
 """
 
 from __future__ import annotations
@@ -383,6 +383,8 @@ def main() -> None:
         rows = list(pool.map(one, jobs))
     draw(rows, options.output / "recipes.png")
     print(table(rows), flush=True)
+    short = [{k: v for k, v in row.items() if k != "rewards"} for row in rows]
+    print(json.dumps({"benchmark": "recipes", "recipes": short}), flush=True)
     raise SystemExit(max(abs(row["exit_code"]) for row in rows) and 1)
 
 

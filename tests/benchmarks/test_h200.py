@@ -101,6 +101,18 @@ print('{{"gpu": ' + gpu + "}}")
     ]
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_release_measures_the_parts_that_the_machine_can_run(
+    h200: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    words = ["--release", "--gpus", str(gpus), "--smollm2", "model", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["h200.py", *words])
+    options = h200.parse_options()
+    several = [name for name in options.parts if name.endswith("_gpus")]
+    assert bool(several) == (gpus > 1) and "recipes" in options.parts
+    assert options.seconds == 1800
+
+
 NAMES = [
     *(
         "mfu",
