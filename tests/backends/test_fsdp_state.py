@@ -312,7 +312,7 @@ def test_sleep_and_wake_leave_the_cpu_alone(llama: Path) -> None:
     ("changes", "role", "message"),
     [
         ({}, "judge", "actor or critic"),
-        ({"train_backend": "deepspeed"}, "actor", "fsdp nor megatron"),
+        ({"train_backend": "deepspeed"}, "actor", "deepspeed"),
         ({"advantage_estimator": "nothing"}, "actor", "--advantage-estimator 'nothing'"),
     ],
 )
