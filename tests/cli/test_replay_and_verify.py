@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from slime.cli.main import main
+from slime.config.args import Args
 from slime.plugins.tools.commands import replay as replay_command
 from slime.plugins.tools.replay import recorded, step
 from slime.plugins.tools.replay.step import Wanted
@@ -150,7 +151,8 @@ def test_a_folder_without_a_run_is_an_error(
 
 def test_a_damaged_checkpoint_leaves_out_the_texts_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    assert replay_command.texts(str(tmp_path), False, [1, 2]) == []
+    run: Any = SimpleNamespace(args=Args().with_values(hf_checkpoint=str(tmp_path)))
+    assert replay_command.texts(run, [1, 2]) == []
 
 
 def test_a_folder_of_tensors_that_cannot_be_written_is_told_before_the_training(

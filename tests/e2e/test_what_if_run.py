@@ -14,14 +14,17 @@ def test_one_changed_thing_is_compared_with_the_step_as_it_was(runner, flags) ->
     ran = runner.inline(*flags, "--num-rollout", 1, "--dump-details", "details")
     assert ran.code == 0, ran.output
 
-    def what_if(*words: object) -> dict:
+    def of_run(*words: object) -> dict:
         command = [sys.executable, "-m", "slime.cli.main", "what-if", str(ran.folder)]
         words = (*command, "--step", 0, "--json", *words)
         result = runner.finish(runner.spawn([str(word) for word in words]), "run")
         assert result.code == 0, result.output
         found = json.loads(result.output)
         assert found["plain"]["exact"] and not found["plain"]["metrics"]["differences"]
-        return {one["name"]: one for one in found["tensors"]}
+        return found
+
+    def what_if(*words: object) -> dict:
+        return {one["name"]: one for one in of_run(*words)["tensors"]}
 
     # On the policy's own samples nothing is clipped, so that another range changes no bit.
     nothing = what_if("--eps-clip", "0.4")
@@ -30,3 +33,10 @@ def test_one_changed_thing_is_compared_with_the_step_as_it_was(runner, flags) ->
         gradient = what_if(*words)["gradient of optimizer step 0"]
         assert 0 < gradient["relative"] < 2, (words, gradient)
         assert gradient["cosine"] < 1 - 1e-6, (words, gradient)
+
+    # The influences add up to the gradient, which a sample left out of it misses.
+    ranked = of_run("--rank-samples")["samples"]
+    sizes = [abs(one["share"]) for one in ranked]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
+    assert abs(sum(one["share"] for one in ranked) - 1) < 0.01, ranked
+    assert {one["share"] for one in ranked if one["advantage"] == 0} <= {0.0}

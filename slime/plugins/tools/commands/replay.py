@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,31 +21,87 @@ from slime.observability.regular import shown
 from slime.plugins.tools.commands import Subparsers
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from slime.plugins.tools.replay.recorded import RecordedRun
     from slime.plugins.tools.replay.step import Replayed, Wanted
-    from slime.plugins.tools.verify.run import Target, Verified
+    from slime.plugins.tools.verify.run import Target
 
 
-def add_replay(commands: Subparsers) -> None:
-    replay = commands.add_parser(
-        "replay",
-        help="compute a training step of a run again and compare it; exit code 1 if it differs",
-        usage="slime replay RUN --step N [options] [flags of train.py that replace settings of the "
-        "run]",
-        description="Needs the dump of the step's samples (--save-debug-rollout-data) and the snapshot "
-        "of the step before it (--save-interval). Further flags of train.py replace settings "
-        "of the run, for example its layout.",
+def add_of_step(
+    commands: Subparsers, name: str, run: Callable[[argparse.Namespace], int], text: str, more: str
+) -> argparse.ArgumentParser:
+    """Add a command that reads a step of a run."""
+    parser = commands.add_parser(
+        name,
+        help=text,
+        usage=f"slime {name} RUN --step N [options] [flags of train.py that replace settings of "
+        "the run]",
+        description=f"{more} Needs the dump of the step's samples (--save-debug-rollout-data) and "
+        "the snapshot of the step before it (--save-interval).",
         allow_abbrev=False,
     )
-    replay.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
-    replay.add_argument(
+    parser.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
+    parser.add_argument(
         "--step", type=whole(0), required=True, help="the step, as in rollout/step of metrics.jsonl"
     )
-    replay.add_argument(
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead")
+    parser.add_argument(
+        "--run-its-code",
+        action="store_true",
+        help="run the functions, model code and environment variables that the folder of the run "
+        "names; lists them",
+    )
+    parser.set_defaults(run=run, takes_flags=True)
+    return parser
+
+
+def _add_through(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--through",
         action="store_true",
         help="without a snapshot right before it, train the steps since the last one",
     )
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Let the folder of a run add no modules to the import path of any process, and tell what is
+    wrong with it."""
+    from slime.config.hooks import SAFE_PATH
+    from slime.observability.debug_data import DebugDataError
+    from slime.plugins.tools.local_ranks import RankError
+    from slime.plugins.tools.replay.recorded import ReplayError
+
+    added = SAFE_PATH.keys() - os.environ.keys()
+    os.environ.update(SAFE_PATH)  # also for the processes that libraries start
+    try:
+        yield
+    except (ReplayError, RankError, DebugDataError) as error:
+        raise CommandError(str(error)) from error
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def print_result(
+    result: DataclassInstance, as_json: bool, lines: Iterable[str], **more: object
+) -> None:
+    if as_json:
+        print(json.dumps(asdict(result) | more, indent=2, default=_plain))
+    else:
+        print(*map(shown, lines), sep="\n")
+
+
+def add_replay(commands: Subparsers) -> None:
+    replay = add_of_step(
+        commands,
+        "replay",
+        _replay,
+        "compute a training step of a run again and compare it; exit code 1 if it differs",
+        "Further flags of train.py replace settings of the run, for example its layout.",
+    )
+    _add_through(replay)
     replay.add_argument(
         "--sample", type=whole(0), metavar="INDEX", help="show this sample token by token"
     )
@@ -60,14 +116,6 @@ def add_replay(commands: Subparsers) -> None:
         type=finite(0),
         help="allowed difference of metrics (default: 0 on the CPU in the layout of the run)",
     )
-    replay.add_argument("--json", action="store_true", help="print the result as JSON instead")
-    replay.add_argument(
-        "--run-its-code",
-        action="store_true",
-        help="run the functions, model code and environment variables that the folder of the run "
-        "names; lists them",
-    )
-    replay.set_defaults(run=_replay, takes_flags=True)
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -97,41 +145,35 @@ def replay(
     Raises:
         CommandError: The step cannot be replayed, or a training rank failed.
     """
-    from slime.observability.debug_data import DebugDataError
-    from slime.plugins.tools.local_ranks import RankError
-    from slime.plugins.tools.replay.recorded import ReplayError, read_run
+    from slime.plugins.tools.replay.recorded import read_run
     from slime.plugins.tools.replay.step import replay_step
 
-    with _safe_path():
-        try:
-            run = read_run(folder.resolve(), wanted.step, flags, _tell if run_its_code else None)
-            if run.unrecorded:
-                names = shown(", ".join(run.unrecorded))
-                print(
-                    f"slime replay: the values of {names} are not recorded: pass --train-env-vars",
-                    file=sys.stderr,
-                )
-            if wanted.tensors is not None:
-                with writing(f"--tensors {wanted.tensors}"):
-                    wanted.tensors.mkdir(parents=True, exist_ok=True)
-            result = replay_step(run, wanted)
-            _show(result, wanted, as_json, run)
-        except (ReplayError, RankError, DebugDataError) as error:
-            raise CommandError(str(error)) from error
+    with reading():
+        run = read_run(folder.resolve(), wanted.step, flags, tell_code if run_its_code else None)
+        if run.unrecorded:
+            names = shown(", ".join(run.unrecorded))
+            print(
+                f"slime replay: the values of {names} are not recorded: pass --train-env-vars",
+                file=sys.stderr,
+            )
+        if wanted.tensors is not None:
+            with writing(f"--tensors {wanted.tensors}"):
+                wanted.tensors.mkdir(parents=True, exist_ok=True)
+        result = replay_step(run, wanted)
+    lines = _lines(result, wanted, run)
+    print_result(result, as_json, lines, equal=result.equal, first=result.first)
     return int(not result.equal)
 
 
 def add_what_if(commands: Subparsers) -> None:
-    what_if = commands.add_parser(
+    what_if = add_of_step(
+        commands,
         "what-if",
-        help="compute a training step of a run with one thing changed, beside the step as it was",
-        usage="slime what-if RUN --step N [options] [flags of train.py to change]",
-        description="Prints how loss, gradient and update differ, by layer. It needs what slime "
-        "replay needs.",
-        allow_abbrev=False,
+        _what_if,
+        "compute a training step of a run with one thing changed, beside the step as it was",
+        "Prints how loss, gradient and update differ, by layer.",
     )
-    what_if.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
-    what_if.add_argument("--step", type=whole(0), required=True, help="as in metrics.jsonl")
+    _add_through(what_if)
     for option, what in (
         ("--without-sample", "leave this sample out, as one whose verifier timed out"),
         ("--flip-reward", "mirror the reward of this sample in the range of the step's"),
@@ -139,84 +181,61 @@ def add_what_if(commands: Subparsers) -> None:
         what_if.add_argument(
             option, type=whole(0), action="append", default=[], metavar="INDEX", help=what
         )
-    what_if.add_argument("--through", action="store_true", help="as for slime replay")
-    what_if.add_argument("--run-its-code", action="store_true", help="as for slime replay")
-    what_if.add_argument("--json", action="store_true", help="print the result as JSON instead")
-    what_if.set_defaults(run=_what_if, takes_flags=True)
+    what_if.add_argument(
+        "--rank-samples",
+        action="store_true",
+        help="order the samples by their influence on the update instead",
+    )
 
 
 def _what_if(args: argparse.Namespace) -> int:
-    from slime.observability.debug_data import DebugDataError
-    from slime.plugins.tools.local_ranks import RankError
-    from slime.plugins.tools.replay.recorded import ReplayError, read_run
+    from slime.plugins.tools.replay.recorded import read_run
     from slime.plugins.tools.replay.step import Wanted
-    from slime.plugins.tools.replay.what_if import ChangedSamples, page, what_if
+    from slime.plugins.tools.replay.what_if import ChangedSamples, page, ranked, what_if
 
     change = ChangedSamples(tuple(args.without_sample), tuple(args.flip_reward))
-    if not (change.without or change.flipped or args.rest):
-        raise CommandError("nothing is changed: --without-sample, --flip-reward, or flags of a run")
+    changes = bool(change.without or change.flipped or args.rest)
+    if changes == args.rank_samples:
+        raise CommandError(
+            "either one thing is changed (--without-sample, --flip-reward, or flags of a run), or "
+            "--rank-samples orders the samples of the step as it was"
+        )
+    wanted = Wanted(args.step, args.through, change=change, ranks_samples=args.rank_samples)
     folder = args.run_dir.resolve()
-    tell = _tell if args.run_its_code else None
-    with _safe_path():
-        try:
-            run, changed = (read_run(folder, args.step, flags, tell) for flags in ((), args.rest))
-            result = what_if(run, changed, Wanted(args.step, args.through, change=change))
-        except (ReplayError, RankError, DebugDataError) as error:
-            raise CommandError(str(error)) from error
-    if args.json:
-        print(json.dumps(asdict(result), indent=2, default=_plain))
-    else:
-        print(*map(shown, page(result)), sep="\n")
+    tell = tell_code if args.run_its_code else None
+    with reading():
+        run, changed = (read_run(folder, args.step, flags, tell) for flags in ((), args.rest))
+        result = (ranked if args.rank_samples else what_if)(run, changed, wanted)
+    print_result(result, args.json, page(result))
     return 0
 
 
-@contextmanager
-def _safe_path() -> Iterator[None]:
-    """Let the folder of a run add no modules to the import path of any process."""
-    from slime.config.hooks import SAFE_PATH
-
-    added = SAFE_PATH.keys() - os.environ.keys()
-    os.environ.update(SAFE_PATH)  # also for the processes that libraries start
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
-
-
-def _tell(lines: Sequence[str]) -> None:
+def tell_code(lines: Sequence[str]) -> None:
     for line in lines:
         print(f"slime replay: runs {shown(line)}", file=sys.stderr)
 
 
-def _show(result: Replayed, wanted: Wanted, as_json: bool, run: RecordedRun) -> None:
+def _lines(result: Replayed, wanted: Wanted, run: RecordedRun) -> Iterator[str]:
     from slime.plugins.tools.replay.compare import page, sample_page
 
-    if as_json:
-        values = asdict(result) | {"equal": result.equal, "first": result.first}
-        print(json.dumps(values, indent=2, default=_plain))
-        return
-    for line in page(result):
-        print(shown(line))
+    yield from page(result)
     if result.sample is not None:
         # Only those of the response: a prompt is not trained.
         tokens = result.sample.tokens[
             len(result.sample.tokens) - result.sample.response_length :
         ].tolist()
-        for line in sample_page(
-            result.sample, texts(str(run.args.hf_checkpoint), run.args.trust_remote_code, tokens)
-        ):
-            print(shown(line))
+        yield from sample_page(result.sample, texts(run, tokens))
     if wanted.tensors is not None:
-        print(f"tensors: {wanted.tensors}")
+        yield f"tensors: {wanted.tensors}"
 
 
-def texts(checkpoint: str, trust_remote_code: bool, tokens: list[int]) -> list[str]:
+def texts(run: RecordedRun, tokens: list[int]) -> list[str]:
     """Return the text of each token, by the tokenizer of the run; empty if it cannot be read."""
     from slime.data.tokenizers import load_tokenizer
 
+    trusted = bool(run.args.trust_remote_code)
     try:
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(str(run.args.hf_checkpoint), trust_remote_code=trusted)
     except (OSError, ValueError, KeyError):
         return []
     return [str(tokenizer.decode([token])) for token in tokens]
@@ -249,7 +268,18 @@ def add_verify(commands: Subparsers) -> None:
         description="Compares weights, log-probs, loss and the gradient of each parameter; exit code 1 "
         "if they differ.",
     )
-    verify.add_argument("model", help="Hugging Face folder or hub id; only its config.json is read")
+    verify.add_argument(
+        "model",
+        help="Hugging Face folder or hub id, of which only config.json is read; with --steps, the "
+        "folder of a run",
+    )
+    verify.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="N,N",
+        help="verify a run instead: its files beside its certificate (--certificate), and these "
+        "steps computed again",
+    )
     verify.add_argument(
         "--backend", choices=["fsdp", "megatron"], default="fsdp", help="default: fsdp"
     )
@@ -270,12 +300,8 @@ def add_verify(commands: Subparsers) -> None:
         metavar="N",
         help="model chunks of a pipeline rank (default: 1)",
     )
-    verify.add_argument(
-        "--engine",
-        choices=["embedded", "sglang", "none"],
-        default="embedded",
-        help="default: embedded",
-    )
+    engines = ["embedded", "sglang", "none"]
+    verify.add_argument("--engine", choices=engines, default="embedded", help="default: embedded")
     verify.add_argument(
         "--attn-implementation",
         metavar="NAME",
@@ -285,14 +311,29 @@ def add_verify(commands: Subparsers) -> None:
         "--layers", type=whole(1, 1000), default=4, help="layers of the cut-down model (default: 4)"
     )
     verify.add_argument(
-        "--trust-remote-code", action="store_true", help="run code of the model's folder"
+        "--trust-remote-code",
+        action="store_true",
+        help="run code of the model's folder, or that a run names",
     )
     verify.add_argument("--json", action="store_true", help="print the result as JSON instead")
     verify.set_defaults(run=_verify)
 
 
+def _steps(text: str) -> list[int]:
+    return [int(step) for step in text.split(",")]
+
+
 def _verify(args: argparse.Namespace) -> int:
     from slime.plugins.tools.verify.run import Target
+
+    if args.steps:
+        from slime.plugins.tools.replay.certificate import verify_run
+
+        with reading():
+            allowed = tell_code if args.trust_remote_code else None
+            lines = list(verify_run(Path(args.model).resolve(), args.steps, allowed))
+        print(*(shown(line) for line, _ in lines), sep="\n")
+        return int(not all(good for _, good in lines))
 
     # Sizes of 1 are left out, so that FSDP, which has few of them, is not told of Megatron's.
     sizes: dict[str, int | bool] = {
@@ -330,7 +371,7 @@ def verify_model(target: Target, as_json: bool = False) -> int:
 
     from slime.engines.process import ServerFailed
     from slime.plugins.tools.local_ranks import RankError
-    from slime.plugins.tools.verify.run import verify
+    from slime.plugins.tools.verify.run import table, verify
     from slime.plugins.tools.verify.small import VerifyError
 
     transformers_logging.disable_progress_bar()
@@ -348,33 +389,3 @@ def verify_model(target: Target, as_json: bool = False) -> int:
         for line in table(target, result):
             print(line)
     return int(not result.good)
-
-
-def table(target: Target, result: Verified) -> Iterator[str]:
-    """Yield the lines of the table."""
-    sizes = {
-        name.removesuffix("_parallel_size"): size for name, size in target.sizes.items() if size
-    }
-    layout = ", ".join(f"{name} {size}" for name, size in [*sizes.items(), ("data", target.data)])
-    yield f"model: {result.small.description}"
-    yield (
-        f"{target.backend} on {result.world_size} rank{'s' * (result.world_size > 1)} ({layout}) "
-        "in float32"
-    )
-    yield f"{'check':<34}{'difference':>12}{'allowed':>12}"
-    for check in result.checks:
-        row = (
-            f"{check.what:<34}{check.largest:>12.2g}{check.allowed:>12.2g}  "
-            f"{'ok' if check.good else 'DIFFERS'}"
-        )
-        yield row + "".join(f"; {text}" for text in (check.first, check.note) if text)
-    if result.places:
-        yield f"wrong outputs: {', '.join(result.places)}"
-        inside = sorted({name.removeprefix(f"{result.places[0]}.") for name in result.parameters})
-        yield (
-            "parameters of the first: "
-            f"{', '.join(inside[:12])}{', ...' if len(inside) > 12 else ''}"
-        )
-    if result.guess:
-        yield f"its outputs are {result.guess}"
-    yield "verified" if result.good else "NOT verified"

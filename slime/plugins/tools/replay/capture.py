@@ -4,7 +4,7 @@ outputs of modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,7 @@ class InLoss:
             policy.
         index: int64 ``[tokens]``: the positions of these tokens in the response; with context
             parallelism, those of this rank.
+        position: The position of the sample in the rank's batch.
     """
 
     step: int
@@ -49,6 +50,7 @@ class InLoss:
     log_probs: Tensor
     gradient: Tensor
     index: Tensor
+    position: int
 
 
 @dataclass
@@ -95,11 +97,13 @@ def facts_of(batch: RankBatch, position: int) -> SampleFacts:
 
 
 @contextmanager
-def losses_of(backend: SharedBackend, position: int | None, found: list[InLoss]) -> Iterator[None]:
-    """Add what a sample adds to the loss to ``found``, while training steps run in the context.
+def losses_of(
+    backend: SharedBackend, positions: Collection[int], found: list[InLoss]
+) -> Iterator[None]:
+    """Add what samples add to the loss to ``found``, while training steps run in the context.
 
     Args:
-        position: The position of the sample in this rank's batch; None if another rank has it.
+        positions: The positions of the samples in this rank's batch; none if other ranks have them.
     """
     original = backend.share_of_loss
 
@@ -116,8 +120,12 @@ def losses_of(backend: SharedBackend, position: int | None, found: list[InLoss])
         separable = (
             backend.loss_settings.loss_type != "custom_loss" and scores.log_probs is not None
         )
-        if position is not None and position in indices and separable:
-            found.append(_in_loss(backend, batch, indices, step, scores, own, position))
+        if separable:
+            found.extend(
+                _in_loss(backend, batch, indices, step, scores, own, position)
+                for position in indices
+                if position in positions
+            )
         return original(batch, indices, step, scores, targets, own)
 
     backend.share_of_loss = watched  # type: ignore[method-assign]
@@ -171,7 +179,12 @@ def _in_loss(
     gradient = torch.zeros_like(log_probs) if log_probs.grad is None else log_probs.grad
     index = torch.arange(lengths[place]) if own is None else own[place].cpu()
     return InLoss(
-        step, float(loss.detach()), log_probs.detach().float().cpu(), gradient.float().cpu(), index
+        step,
+        float(loss.detach()),
+        log_probs.detach().float().cpu(),
+        gradient.float().cpu(),
+        index,
+        position,
     )
 
 
@@ -190,6 +203,98 @@ def gradients_of(backend: SharedBackend, found: list[dict[str, Tensor]]) -> Iter
         if grads:
             found.append(grads)
         return original()
+
+    backend.optimizer.grad_norm = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        backend.optimizer.grad_norm = original  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Influence:
+    """What one sample did to the update.
+
+    Attributes:
+        share: Its influence (:func:`influences_of`).
+        tokens: The length of its response.
+        advantage: The mean over its trained tokens.
+    """
+
+    index: int
+    group: int
+    reward: float
+    advantage: float
+    tokens: int
+    share: float
+
+
+def influences(batch: RankBatch, shares: list[tuple[int, float]]) -> list[Influence]:
+    """Return the influence of each sample of a rank; a sample that is not trained has none."""
+    found = []
+    for position, index in enumerate(batch["sample_indices"]):
+        facts = facts_of(batch, position)
+        mask = facts.per_token["loss_masks"]
+        found.append(
+            Influence(
+                int(index),
+                int(facts.numbers["group_indices"]),
+                facts.numbers["raw_reward"],
+                float((facts.per_token["advantages"] * mask).sum() / mask.sum().clamp(min=1)),
+                facts.response_length,
+                sum(share for place, share in shares if place == position),
+            )
+        )
+    return found
+
+
+PERTURBATION = 1e-4
+"""The norm of the change of the weights for :func:`influences_of`, relative to their norm."""
+
+
+@contextmanager
+def influences_of(
+    backend: SharedBackend,
+    score: Callable[[], list[Tensor]],
+    parts: list[InLoss],
+    found: list[tuple[int, float]],
+) -> Iterator[None]:
+    """Add the influence of each sample on the update to ``found``, with its position in the batch.
+
+    The influence is gᵢ·G / G·G, where gᵢ is the gradient of the sample's share of the loss and
+    G = Σᵢ gᵢ that of the optimizer step, before it is clipped. So all influences of a step add up
+    to 1. It is found without a backward pass for each sample: gᵢ·G is the derivative of
+    Σₜ ∂loss/∂log_probₜ · log_probₜ along G, a central difference of two forward passes. All ranks
+    must enter it together. A backend without ``named_parameters`` (Megatron) has none to add.
+
+    Args:
+        score: Returns the log-probs of all samples of the batch.
+        parts: What :func:`losses_of` adds for all samples of the rank.
+    """
+    original = backend.optimizer.grad_norm
+
+    def watched() -> float:
+        norm = original()
+        trained = [p for _, p in getattr(backend, "named_parameters", []) if p.grad is not None]
+        if not (trained and norm > 0):
+            return norm
+        before = [p.detach().clone() for p in trained]
+        size = PERTURBATION * float(_whole(nn.utils.get_total_norm(before)))
+        sides = []
+        for sign in (1.0, -1.0):
+            with torch.no_grad():
+                for p, old in zip(trained, before, strict=True):
+                    assert p.grad is not None
+                    p.copy_(old + p.grad.to(old.dtype) * (sign * size / norm))
+            sides.append(score())
+        with torch.no_grad():
+            for p, old in zip(trained, before, strict=True):
+                p.copy_(old)
+        for part in parts[len(found) :]:
+            up, down = (side[part.position].cpu()[part.index].double() for side in sides)
+            slope = float(part.gradient.double() @ (up - down)) / (2 * size * norm)
+            found.append((part.position, slope))
+        return norm
 
     backend.optimizer.grad_norm = watched  # type: ignore[method-assign]
     try:

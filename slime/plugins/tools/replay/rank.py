@@ -29,7 +29,7 @@ from slime.data.fields import RankBatch, TrainData, to_rank_batch
 from slime.models.digest import tensor_digest
 from slime.plugins.tools.local_ranks import Place
 from slime.plugins.tools.replay import capture
-from slime.plugins.tools.replay.capture import InLoss, SampleFacts
+from slime.plugins.tools.replay.capture import Influence, InLoss, SampleFacts
 from slime.weights.update import Version, cast_floating
 
 
@@ -48,6 +48,7 @@ class RoleJob:
         expected: The snapshot after the replayed step, whose weights are compared; None without
             one.
         sample: The index of the sample to look into.
+        ranks_samples: Whether the influence of each sample is computed.
         tensors: The folder for intermediate tensors.
         asynchronous: Whether the asynchronous loop ran, on which the weights of ``old_actor``
             depend.
@@ -64,6 +65,7 @@ class RoleJob:
     sample: int | None = None
     tensors: Path | None = None
     asynchronous: bool = False
+    ranks_samples: bool = False
 
 
 @dataclass
@@ -78,6 +80,7 @@ class RoleResult:
             snapshot, and the largest absolute change by the step.
         changing: With an adapter, the tensors that training changes; None without one.
         skipped: Whether the role did not train in this step (``--num-critic-only-steps``).
+        influences: Of the samples of this rank, by :func:`.capture.influences_of`.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -88,6 +91,7 @@ class RoleResult:
     sample: SampleFacts | None = None
     changing: frozenset[str] | None = None
     skipped: bool = False
+    influences: list[Influence] = field(default_factory=list)
 
 
 def part_file(folder: Path, rollout_id: int, data_rank: int) -> Path:
@@ -131,7 +135,7 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
         old.updated(copies, str(Version(0, old.to_send(job.rollouts[0])[1])))
     # Steps on the way are trained as usual, and the last one is watched.
     for rollout_id in job.rollouts:
-        batch = _read_batch(job, place, rollout_id, data_rank)
+        batch = read_batch(job, place, rollout_id, data_rank)
         replayed = rollout_id == job.rollouts[-1]
         skipped = (
             job.role == "actor" and args.use_critic and rollout_id < args.num_critic_only_steps
@@ -168,7 +172,7 @@ def _manifest(job: RoleJob) -> Manifest | None:
     )
 
 
-def _read_batch(job: RoleJob, place: Place, rollout_id: int, data_rank: int) -> RankBatch:
+def read_batch(job: RoleJob, place: Place, rollout_id: int, data_rank: int) -> RankBatch:
     batch = to_rank_batch(pickle.loads(part_file(job.folder, rollout_id, data_rank).read_bytes()))
     for role in ("actor", "critic"):
         file = entries_file(job.folder, role, rollout_id, place.rank)
@@ -194,7 +198,7 @@ def _replay(
     assert isinstance(backend, SharedBackend)
     actor = job.role == "actor"
     first = place.rank == 0
-    before = _copy_of_weights(backend, job) if actor else {}
+    before = copy_of_weights(backend, job) if actor else {}
     result.before = _digests(before)
     result.changing = (
         backend.adapter_sync.changing if actor and backend.adapter_sync is not None else None
@@ -202,11 +206,19 @@ def _replay(
     # Everything that is taken from inside of the step.
     gradients: list[dict[str, Tensor]] = []
     parts: list[InLoss] = []
+    shares: list[tuple[int, float]] = []
     position = capture.position_of(batch, job.sample) if job.sample is not None else None
+    watched = {position} if position is not None else set[int]()
+    if job.ranks_samples:
+        watched = set(range(len(batch["tokens"])))
     # Watching changes no number: what is taken is a copy.
     with ExitStack() as stack:
-        if actor and job.sample is not None:
-            stack.enter_context(capture.losses_of(backend, position, parts))
+        if actor and watched:
+            stack.enter_context(capture.losses_of(backend, watched, parts))
+        if actor and job.ranks_samples:
+            heat = backend.needs.temperature
+            score = lambda: backend.log_probs(batch, temperature=heat)["log_probs"]  # noqa: E731
+            stack.enter_context(capture.influences_of(backend, score, parts, shares))
         if job.tensors is not None:
             stack.enter_context(capture.gradients_of(backend, gradients))
         if actor and job.tensors is not None and position is not None:
@@ -214,9 +226,11 @@ def _replay(
         result.metrics, _ = train_on_rollout(backend, args, batch)
     if position is not None and actor:
         result.sample = capture.facts_of(batch, position)
-        result.sample.parts = parts
+        result.sample.parts = [part for part in parts if part.position == position]
+    if actor and shares:
+        result.influences = capture.influences(batch, shares)
     # The weights are compared last, because loading the snapshot replaces them.
-    after = _copy_of_weights(backend, job) if actor else {}
+    after = copy_of_weights(backend, job) if actor else {}
     result.after = _digests(after)
     if job.tensors is not None:
         for step, grads in enumerate(gradients):
@@ -249,7 +263,7 @@ def _write_outputs(
     capture.save_tensors(job.tensors, f"outputs_of_sample_{job.sample}.safetensors", outputs)
 
 
-def _copy_of_weights(backend: TrainBackend, job: RoleJob) -> dict[str, Tensor]:
+def copy_of_weights(backend: TrainBackend, job: RoleJob) -> dict[str, Tensor]:
     """Return the whole weights by name on the CPU, on rank 0 as the engines hold them."""
     # In the dtype and under the names with which the engines got them.
     named = backend.named_weights()
@@ -281,7 +295,7 @@ def _compare(
     """
     assert job.expected is not None
     backend.load(job.expected / job.role)
-    recorded = _copy_of_weights(backend, job)
+    recorded = copy_of_weights(backend, job)
     result.expected = _digests(recorded)
     for name, tensor in recorded.items():
         now = after[name].double()

@@ -217,7 +217,7 @@ def read_run(
         raise ReplayError(str(error)) from error
     attempts = attempts_of(folder)
     chosen = attempt_of(attempts, step)
-    template = _template(chosen)
+    template = template_of(chosen)
     if template is None:
         raise ReplayError(f"{folder} has no dumps of its samples: {_listed([])}")
     # Only data is taken from the folder. Code that it names runs with the consent of the caller.
@@ -284,7 +284,8 @@ def _its_code_runs(
     return True
 
 
-def _template(attempt: Attempt) -> str | None:
+def template_of(attempt: Attempt) -> str | None:
+    """Return the path of an attempt's dumps of samples, with ``{rollout_id}``; None without any."""
     settings = attempt.settings
     template = settings.get("save_debug_rollout_data") or settings.get("load_debug_rollout_data")
     return str(Path(attempt.settled.working_directory) / str(template)) if template else None
@@ -344,7 +345,7 @@ def _all_dumps(attempts: Sequence[Attempt]) -> frozenset[int]:
     found: set[int] = set()
     for attempt, end in _ends(attempts):
         first = attempt.settled.first_rollout
-        template = _template(attempt)
+        template = template_of(attempt)
         dumps = dumps_of(template) if template is not None else frozenset()
         found |= {number for number in dumps if number >= first and (end is None or number < end)}
     return frozenset(found)

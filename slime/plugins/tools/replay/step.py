@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.config.cluster import environment_texts
 from slime.config.layout import ParallelLayout
@@ -31,7 +31,7 @@ from slime.weights.update import frozen_by_flags, whole_frozen
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.data.sample import Sample
-    from slime.plugins.tools.replay.capture import InLoss, SampleFacts
+    from slime.plugins.tools.replay.capture import Influence, InLoss, SampleFacts
 
 RANKS = f"{replay_role.__module__}:{replay_role.__name__}"
 
@@ -45,6 +45,7 @@ class Wanted:
         sample: The index of a sample to look into.
         tensors: A folder for intermediate tensors.
         tolerance: The allowed difference of metrics; None for 0 in an exact replay, else by dtype.
+        ranks_samples: Whether the influence of each sample on the update is computed.
         change: Changes the samples of the step before they are converted; None for none.
         seconds: The deadline for all ranks of a role.
     """
@@ -56,6 +57,7 @@ class Wanted:
     tolerance: float | None = None
     change: Callable[[Sequence[Sample]], None] | None = None
     seconds: float = 3600.0
+    ranks_samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Replayed:
             the step.
         skipped: Whether the actor did not train in this step.
         values: All metrics of the step as it was computed now.
+        influences: Of the samples on the update, the largest first.
     """
 
     step: int
@@ -104,6 +107,7 @@ class Replayed:
     sample: SampleFacts | None
     skipped: bool
     values: Mapping[str, float] = field(default_factory=dict)
+    influences: Sequence[Influence] = ()
 
     @property
     def equal(self) -> bool:
@@ -139,7 +143,7 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
             "complete"
         )
     args = run.args_from(start)
-    on_gpu = _has_gpu()
+    on_gpu = has_gpu()
     # Kernels that are not deterministic would differ from themselves.
     if on_gpu:
         args = args.with_values(deterministic=True)
@@ -165,14 +169,19 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
                 else rollout_metrics(args, args, samples)
             )
             metrics |= staleness_metrics(samples, rollout_id)
-            for rank, part in enumerate(parts_of_ranks(args, groups, rollout_id, layout)):
-                part_file(folder, rollout_id, rank).write_bytes(pickle.dumps(part))
+            write_parts(parts_of_ranks(args, groups, rollout_id, layout), rollout_id, folder)
         _check_sample(wanted, samples)
         job = _job(run, args, wanted, rollouts, folder)
         ranks = _train(job, folder, layout.world_size, wanted.seconds, metrics, run.modules)
     return _compared(
         run, wanted, _Trained(start, layout, on_gpu, ranks, metrics, len(samples), len(groups))
     )
+
+
+def write_parts(parts: Iterable[object], rollout_id: int, folder: Path) -> None:
+    """Write the converted samples of the data-parallel ranks, for :func:`.rank.read_batch`."""
+    for rank, part in enumerate(parts):
+        part_file(folder, rollout_id, rank).write_bytes(pickle.dumps(part))
 
 
 @dataclass(frozen=True)
@@ -206,6 +215,7 @@ def _job(
         sample=wanted.sample,
         tensors=wanted.tensors,
         asynchronous=run.settled.asynchronous,
+        ranks_samples=wanted.ranks_samples,
     )
 
 
@@ -220,21 +230,35 @@ def _train(
     """Train the critic, if there is one, then the actor; returns the actor's results by rank."""
     results: list[RoleResult] = []
     for number, one in enumerate(_jobs(job)):
-        variables = environment_texts(job.args.train_env_vars)
-        # cuBLAS is deterministic only with a workspace of its own.
-        variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        results = run_ranks(
-            RANKS,
-            world_size,
-            one,
-            folder / f"{number}_{one.role}",
-            threads=int(job.args.threads_per_process or 1),
-            variables=variables,
-            seconds=seconds,
-            modules=modules,
-        )
+        place = folder / f"{number}_{one.role}"
+        results = ranks_of(RANKS, one, world_size, place, seconds, modules)
         metrics.update(results[0].metrics)
     return results
+
+
+def ranks_of(
+    function: str,
+    job: RoleJob,
+    world_size: int,
+    folder: Path,
+    seconds: float,
+    modules: Sequence[str],
+) -> list[Any]:
+    """Run the ranks of a job, in the environment of the run, and return their results."""
+    variables = environment_texts(job.args.train_env_vars)
+    # cuBLAS is deterministic only with a workspace of its own.
+    variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    threads = int(job.args.threads_per_process or 1)
+    return run_ranks(
+        function,
+        world_size,
+        job,
+        folder,
+        threads=threads,
+        variables=variables,
+        seconds=seconds,
+        modules=modules,
+    )
 
 
 def _jobs(job: RoleJob) -> Iterator[RoleJob]:
@@ -263,7 +287,7 @@ def _check_sample(wanted: Wanted, samples: Sequence[Sample]) -> None:
         )
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
@@ -310,6 +334,10 @@ def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
         sample=_merged([one.sample for one in trained.ranks if one.sample is not None]),
         skipped=first.skipped,
         values=dict(trained.metrics),
+        influences=sorted(
+            (sample for one in trained.ranks for sample in one.influences),
+            key=lambda sample: -abs(sample.share),
+        ),
     )
 
 

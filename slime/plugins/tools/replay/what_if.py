@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slime.data.sample import Sample
-from slime.plugins.tools.replay.capture import AFTER, BEFORE
+from slime.plugins.tools.replay.capture import AFTER, BEFORE, Influence
 from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError
 from slime.plugins.tools.replay.step import Replayed, Wanted, replay_step
 
@@ -147,8 +147,48 @@ def compare(plain: dict[str, Tensor], changed: dict[str, Tensor], name: str) -> 
     return Difference(name, before, after, cosine, far / before if before else math.nan)
 
 
-def page(result: WhatIf) -> Iterator[str]:
+@dataclass(frozen=True)
+class Ranked:
+    """The samples of a step by their influence on the update, the largest first."""
+
+    plain: Replayed
+    samples: tuple[Influence, ...]
+
+
+def ranked(run: RecordedRun, _changed: RecordedRun, wanted: Wanted) -> Ranked:
+    """Order the samples of a step by their influence on the update.
+
+    Raises:
+        ReplayError, RankError: As for :func:`.step.replay_step`, or the influences are not known.
+    """
+    plain = replay_step(run, replace(wanted, ranks_samples=True))
+    if not plain.influences:
+        raise ReplayError(
+            "the influence of samples is not known: the step had no gradient, a custom loss, or "
+            "another backend than FSDP"
+        )
+    return Ranked(plain, tuple(plain.influences))
+
+
+def _ranking(result: Ranked) -> Iterator[str]:
+    yield f"{'sample':>8}{'group':>8}{'reward':>10}{'advantage':>11}{'tokens':>8}{'influence':>11}"
+    for one in result.samples:
+        yield (
+            f"{one.index:>8}{one.group:>8}{one.reward:>10.4g}{one.advantage:>11.4g}"
+            f"{one.tokens:>8}{one.share:>11.2%}"
+        )
+    yield (
+        f"together {sum(one.share for one in result.samples):.2%}: 100% for each optimizer step, "
+        "but for rounding and what is in no sample's loss, such as an entropy bonus; a sample below "
+        "0% worked against the update"
+    )
+
+
+def page(result: WhatIf | Ranked) -> Iterator[str]:
     """Yield the lines of the report."""
+    if isinstance(result, Ranked):
+        yield from _ranking(result)
+        return
     equal = result.plain.exact and result.plain.equal
     yield (
         "the step as it was: equal to the recorded one, bit for bit"

@@ -102,9 +102,12 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None, since: float 
 
 def finish(run_dir: RunDir, console: Console, seconds_total: float, since: float) -> None:
     """At the end of a run, write ``summary.json`` and the reward curve, and print the table."""
+    from slime.plugins.tools.replay.certificate import certify
+
     summary = summarize(run_dir, seconds_total, since)
     missing = write_summary(run_dir, summary)
     print_summary(run_dir, summary, console, hints=missing)
+    certify(run_dir)
 
 
 def write_summary(run_dir: RunDir, summary: Summary) -> list[str]:

@@ -307,14 +307,13 @@ class Guess:
     weights: dict[str, Tensor]
 
 
-def guesses(place: Place) -> Iterator[Guess]:
-    """Yield models with one mistake in a part: two kinds of its tensors swapped, a norm or a bias
-    left out.
+def guesses(weights: Mapping[str, Tensor], parameters: Iterable[str]) -> Iterator[Guess]:
+    """Yield models with one mistake in these parameters: two kinds of them swapped, a norm or a
+    bias left out.
     """
     # Mistakes that converters make: tensors of one shape that are swapped, a norm or bias left out.
-    weights = load_weights(place.variant)
     kinds: dict[str, list[str]] = {}
-    for name in place.parameters:
+    for name in parameters:
         kinds.setdefault(_kind(name), []).append(name)
     for one, other in itertools.combinations(kinds, 2):
         pairs = list(zip(kinds[one], kinds[other], strict=False))
@@ -322,7 +321,7 @@ def guesses(place: Place) -> Iterator[Guess]:
             weights[a].shape == weights[b].shape for a, b in pairs
         ):
             swapped = {a: weights[b] for a, b in pairs} | {b: weights[a] for a, b in pairs}
-            yield Guess(f"as if {one} and {other} were swapped", weights | swapped)
+            yield Guess(f"as if {one} and {other} were swapped", {**weights, **swapped})
     for kind, names in kinds.items():
         if weights[names[0]].dim() == 1:
             bias = kind.endswith("bias")
@@ -330,7 +329,9 @@ def guesses(place: Place) -> Iterator[Guess]:
                 name: torch.zeros_like(weights[name]) if bias else torch.ones_like(weights[name])
                 for name in names
             }
-            yield Guess(f"as if {kind} were {'0' if bias else '1'} everywhere", weights | plain)
+            yield Guess(
+                f"as if {kind} were {'0' if bias else '1'} everywhere", {**weights, **plain}
+            )
 
 
 def write_model(weights: dict[str, Tensor], like: Path, folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from slime.plugins.tools.verify.check import (
     all_checks,
     check_log_probs,
     guesses,
+    load_weights,
     write_model,
     write_variants,
 )
@@ -218,7 +219,9 @@ def _explain(target: Target, wrong: _Wrong, folder: Path, samples: list[RandomSa
     was found.
     """
     # Only a guess with the very log-probs of the backend is told.
-    for number, guess in enumerate(guesses(wrong.place)):
+    for number, guess in enumerate(
+        guesses(load_weights(wrong.place.variant), wrong.place.parameters)
+    ):
         model = folder / f"guess_{number}"
         write_model(guess.weights, wrong.place.variant, model)
         expected = reference_scores(model, samples, False, target.trust_remote_code)
@@ -236,6 +239,7 @@ def engine_log_probs(
     samples: list[RandomSample],
     logs: Path,
     trust_remote_code: bool = False,
+    dtype: str = "float32",
 ) -> dict[int, Tensor]:
     """Start a server with the model, and return its log-probs by position, float32
     ``[response_length]``.
@@ -247,7 +251,7 @@ def engine_log_probs(
     values = {
         "hf_checkpoint": str(model),
         "rollout_backend": engine,
-        "rollout_dtype": "float32",
+        "rollout_dtype": dtype,
         "deterministic": True,
     }
     values |= {"rollout_num_gpus": 1, "rollout_num_gpus_per_engine": 1, "threads_per_process": 1}
@@ -266,3 +270,33 @@ def engine_log_probs(
         return found
     finally:
         process.stop()
+
+
+def table(target: Target, result: Verified) -> Iterator[str]:
+    """Yield the lines of the table."""
+    sizes = {
+        name.removesuffix("_parallel_size"): size for name, size in target.sizes.items() if size
+    }
+    layout = ", ".join(f"{name} {size}" for name, size in [*sizes.items(), ("data", target.data)])
+    yield f"model: {result.small.description}"
+    yield (
+        f"{target.backend} on {result.world_size} rank{'s' * (result.world_size > 1)} ({layout}) "
+        "in float32"
+    )
+    yield f"{'check':<34}{'difference':>12}{'allowed':>12}"
+    for check in result.checks:
+        row = (
+            f"{check.what:<34}{check.largest:>12.2g}{check.allowed:>12.2g}  "
+            f"{'ok' if check.good else 'DIFFERS'}"
+        )
+        yield row + "".join(f"; {text}" for text in (check.first, check.note) if text)
+    if result.places:
+        yield f"wrong outputs: {', '.join(result.places)}"
+        inside = sorted({name.removeprefix(f"{result.places[0]}.") for name in result.parameters})
+        yield (
+            "parameters of the first: "
+            f"{', '.join(inside[:12])}{', ...' if len(inside) > 12 else ''}"
+        )
+    if result.guess:
+        yield f"its outputs are {result.guess}"
+    yield "verified" if result.good else "NOT verified"

@@ -44,7 +44,7 @@ def test_the_samples_add_up_to_the_loss_and_looking_changes_nothing(model: Path)
     for position in range(16):
         backend = backend_of(model, eps_clip=0.2, use_kl_loss=True, kl_loss_coef=0.1)
         parts: list[InLoss] = []
-        with capture.losses_of(backend, position, parts):
+        with capture.losses_of(backend, [position], parts):
             metrics, _ = train_on_rollout(backend, backend.args, whole_batch(make_samples()))
         assert {k: v for k, v in metrics.items() if "perf" not in k} == {
             k: v for k, v in straight.items() if "perf" not in k
@@ -60,7 +60,7 @@ def test_the_gradient_of_a_token_is_its_advantage_divided_by_what_the_loss_divid
     model: Path,
 ) -> None:
     backend, parts, batch = backend_of(model), [], whole_batch(make_samples())
-    with capture.losses_of(backend, 1, parts):
+    with capture.losses_of(backend, [1], parts):
         train_on_rollout(backend, backend.args, batch)
     facts = capture.facts_of(batch, 1)
     mask, advantages = facts.per_token["loss_masks"], facts.per_token["advantages"]
@@ -98,3 +98,56 @@ def test_the_tensors_of_a_batch_have_the_index_of_their_sample(model: Path) -> N
     train_on_rollout(backend, backend.args, batch)
     found = capture.tensors_of_batch(batch)
     assert torch.equal(found["5.tokens"], batch["tokens"][5]) and "5.advantages" in found
+
+
+def test_the_influence_of_a_sample_is_its_gradient_along_that_of_the_step(model: Path) -> None:
+    flags = {"eps_clip": 0.2, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    plain = backend_of(model, **flags)
+    train_on_rollout(plain, plain.args, whole_batch(make_samples()))
+    backend, batch = backend_of(model, **flags), whole_batch(make_samples())
+    parts: list[InLoss] = []
+    shares: list[tuple[int, float]] = []
+    with (
+        capture.losses_of(backend, range(16), parts),
+        capture.influences_of(
+            backend, lambda: backend.log_probs(batch)["log_probs"], parts, shares
+        ),
+    ):
+        train_on_rollout(backend, backend.args, batch)
+    after, looked_at = weights_of(plain), weights_of(backend)
+    assert all(torch.equal(after[name], looked_at[name]) for name in after)
+    found = {one.index: one.share for one in capture.influences(batch, shares)}
+    assert sum(found.values()) == pytest.approx(1, abs=1e-3)
+
+    # The same by one backward pass for each sample.
+    whole, alone = gradient_of(model, flags, None), {}
+    for position in range(16):
+        alone[position] = gradient_of(model, flags, position)
+    square = float(whole @ whole)
+    exact = {position: float(one @ whole) / square for position, one in alone.items()}
+    assert max(abs(found[position] - share) for position, share in exact.items()) < 1e-3
+    assert max(exact.values()) > 10 * min(exact.values())
+
+
+def gradient_of(model: Path, flags: dict[str, object], sample: int | None) -> torch.Tensor:
+    """The gradient of the step, or of the share of one sample: the step in which the advantages
+    and the KL coefficient of all others are 0."""
+    backend, grads, batch = backend_of(model, **flags), [], whole_batch(make_samples())
+    original = backend.share_of_loss
+
+    def only(batch, indices, step, scores, targets, own):
+        if sample is not None:
+            keep = torch.cat(
+                [
+                    torch.full((int(batch["response_lengths"][i]),), float(i == sample))
+                    for i in indices
+                ]
+            )
+            kept = scores.log_probs * keep + scores.log_probs.detach() * (1 - keep)
+            scores = scores._replace(log_probs=kept)
+        return original(batch, indices, step, scores, targets, own)
+
+    backend.share_of_loss = only
+    with capture.gradients_of(backend, grads):
+        train_on_rollout(backend, backend.args, batch)
+    return torch.cat([g.double().flatten() for g in grads[0].values()])

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.models.llama import modeling_llama
 
-from slime.plugins.tools.commands.replay import table
 from slime.plugins.tools.local_ranks import Place
 from slime.plugins.tools.verify import run as verify_run
 from slime.plugins.tools.verify.check import (
@@ -37,7 +36,7 @@ from slime.plugins.tools.verify.reference import (
     make_samples,
     reference_scores,
 )
-from slime.plugins.tools.verify.run import Target, engine_log_probs, verify
+from slime.plugins.tools.verify.run import Target, engine_log_probs, table, verify
 from slime.plugins.tools.verify.small import VerifyError, cut_down, make_small
 
 BIG = {
