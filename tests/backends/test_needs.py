@@ -37,7 +37,9 @@ def test_old_log_probs_are_those_of_the_kept_weights(kept: bool, weights: str) -
         asked.append(model)
         return {"log_probs": [f"of {model}"]}
 
-    backend: Any = SimpleNamespace(needs=needs(keep_old_actor=kept), log_probs=log_probs)
+    backend: Any = SimpleNamespace(
+        role="actor", needs=needs(keep_old_actor=kept), log_probs=log_probs
+    )
     entries, _ = score_rollout(backend, batch(steps=2))
     assert entries == {"old_log_probs": [f"of {weights}"]} and asked == [weights]
 
