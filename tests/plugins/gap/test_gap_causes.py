@@ -168,9 +168,14 @@ def test_a_head_in_bfloat16(llama, samples) -> None:
     "name",
     [
         "model.layers.1.mlp.down_proj.weight",
-        "model.layers.0.self_attn.v_proj.weight",
-        "model.layers.0.mlp.up_proj.weight",
-        "model.layers.1.post_attention_layernorm.weight",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "model.layers.0.self_attn.v_proj.weight",
+                "model.layers.0.mlp.up_proj.weight",
+                "model.layers.1.post_attention_layernorm.weight",
+            )
+        ),
         "model.norm.weight",
     ],
 )
