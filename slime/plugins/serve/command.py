@@ -86,7 +86,12 @@ def run(options: argparse.Namespace) -> int:
     keys = {} if options.replay else _keys(options.keys, folder)
     # The engine holds the checkpoint, as the trainer does, and both stay as they are: the adapters
     # come by name. A deterministic engine would measure its kernels again for each of them.
-    more = {"deterministic": False, "audit_weights": False, "train_dtype": "float32"}
+    more = {
+        "deterministic": False,
+        "audit_weights": False,
+        "train_dtype": "float32",
+        "rollout_backend": "embedded",
+    }
     if options.override is not None:
         more |= {"override": options.override}
     with Session(
