@@ -18,6 +18,9 @@ FAMILY = {
     "llama3": "llama",
     "qwen2.5": "qwen2",
     "qwen3.5": "qwen3_5",
+    "qwen3-next": "qwen3_next",
+    "minimax-m2": "minimax_m2",
+    "glm4.7-30B": "glm4_moe_lite",
     "glm4-": "glm4",
     "glm4.": "glm4_moe",
 }
@@ -29,9 +32,8 @@ def scripts() -> list[Path]:
 
 
 def family_name(script: Path) -> str:
-    if script.stem.startswith("qwen3-"):
-        return "qwen3_moe" if "-A" in script.stem else "qwen3"
-    return next(name for start, name in FAMILY.items() if script.stem.startswith(start))
+    named = (name for start, name in FAMILY.items() if script.stem.startswith(start))
+    return next(named, "qwen3_moe" if "-A" in script.stem else "qwen3")
 
 
 def flags_of(script: Path) -> dict[str, Any]:
@@ -83,10 +85,14 @@ def hf_config(family: str, flags: dict[str, Any]) -> Any:
             moe_intermediate_size=flags["moe_ffn_hidden_size"],
             num_experts_per_tok=flags["moe_router_topk"],
         )
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen3_next"):
         fields |= dict(num_experts=flags["num_experts"], norm_topk_prob=True)
-    if family == "deepseek_v3":
-        if flags["rotary_scaling_factor"] > 1:
+    if family == "qwen3_next":
+        fields["shared_expert_intermediate_size"] = flags["moe_shared_expert_intermediate_size"]
+    if family == "minimax_m2":
+        fields["num_local_experts"] = flags["num_experts"]
+    if family in ("deepseek_v3", "glm4_moe_lite"):
+        if flags.get("rotary_scaling_factor", 1) > 1:
             rope |= dict(
                 rope_type="yarn",
                 factor=flags["rotary_scaling_factor"],
@@ -99,8 +105,8 @@ def hf_config(family: str, flags: dict[str, Any]) -> Any:
             qk_nope_head_dim=flags["qk_head_dim"],
             qk_rope_head_dim=flags["qk_pos_emb_head_dim"],
             v_head_dim=flags["v_head_dim"],
-            n_group=flags["moe_router_num_groups"],
-            topk_group=flags["moe_router_group_topk"],
+            n_group=flags.get("moe_router_num_groups", 1),
+            topk_group=flags.get("moe_router_group_topk", 1),
         )
     if family == "qwen3_5":
         experts = flags.get("num_experts")
@@ -108,7 +114,7 @@ def hf_config(family: str, flags: dict[str, Any]) -> Any:
             shared = flags["moe_shared_expert_intermediate_size"]
             fields |= dict(num_experts=experts, shared_expert_intermediate_size=shared)
         return AutoConfig.for_model("qwen3_5_moe_text" if experts else "qwen3_5_text", **fields)
-    if family in ("glm4_moe", "deepseek_v3"):
+    if family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"):
         fields |= dict(
             n_routed_experts=flags["num_experts"],
             n_shared_experts=flags["moe_shared_expert_intermediate_size"]
@@ -125,6 +131,8 @@ def reduced_config(script: Path) -> Any:
     """The model of a script with one layer of each kind."""
     config = hf_config(family_name(script), flags_of(script))
     config.num_hidden_layers = getattr(config, "first_k_dense_replace", 1) + 1
+    if getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = ["dense", "sparse"]
     if getattr(config, "linear_num_key_heads", None):
         config.layer_types = ["linear_attention", "full_attention"]
     return config

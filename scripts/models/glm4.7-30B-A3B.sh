@@ -1,0 +1,40 @@
+# GLM-4.7-Flash, 30B-A3B.
+MODEL_ARGS=(
+    --moe-layer-freq "[0]*1+[1]*46"
+    --num-experts 64
+    --moe-shared-expert-intermediate-size 1536
+    --moe-router-topk 4
+    --moe-grouped-gemm
+    --moe-permute-fusion
+    --moe-ffn-hidden-size 1536
+    --moe-router-score-function sigmoid
+    --moe-router-pre-softmax
+    --moe-router-enable-expert-bias
+    --moe-router-bias-update-rate 0
+    --moe-router-load-balancing-type seq_aux_loss
+    --moe-router-topk-scaling-factor 1.8
+    --moe-aux-loss-coeff 0
+    --moe-router-dtype fp32
+    --make-vocab-size-divisible-by 64
+    --num-layers 47
+    --hidden-size 2048
+    --ffn-hidden-size 10240
+    --num-attention-heads 20
+    --disable-bias-linear
+    --add-qkv-bias
+    --swiglu
+    --untie-embeddings-and-output-weights
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --norm-epsilon 1e-5
+    --qk-layernorm
+    --multi-latent-attention
+    --q-lora-rank 768
+    --kv-lora-rank 512
+    --qk-head-dim 192
+    --v-head-dim 256
+    --qk-pos-emb-head-dim 64
+    --vocab-size 154880
+    --rotary-base 1000000
+    --no-rope-fusion
+)

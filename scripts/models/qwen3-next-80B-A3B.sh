@@ -1,0 +1,36 @@
+# Qwen3-Next-80B-A3B. config.json has the rest: which layers are gated delta nets, and their heads.
+MODEL_ARGS=(
+    --disable-bias-linear
+    --qk-layernorm
+    --group-query-attention
+    --num-attention-heads 16
+    --num-query-groups 2
+    --kv-channels 256
+    --num-layers 48
+    --hidden-size 2048
+    --ffn-hidden-size 5120
+    --use-gated-attention
+    --normalization RMSNorm
+    --apply-layernorm-1p
+    --position-embedding-type rope
+    --norm-epsilon 1e-6
+    --rotary-percent 0.25
+    --swiglu
+    --untie-embeddings-and-output-weights
+    --vocab-size 151936
+    --rotary-base 10000000
+    --moe-ffn-hidden-size 512
+    --moe-shared-expert-intermediate-size 512
+    --moe-router-score-function softmax
+    --moe-token-dispatcher-type alltoall
+    --moe-router-topk 10
+    --moe-layer-freq "([0]*0+[1]*48)"
+    --num-experts 512
+    --moe-grouped-gemm
+    --moe-token-drop-policy probs
+    --moe-router-dtype fp32
+    --moe-permute-fusion
+    --moe-aux-loss-coeff 0
+    --attention-output-gate
+    --moe-shared-expert-gate
+)
