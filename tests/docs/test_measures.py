@@ -54,7 +54,7 @@ TOKENS = {
     "plugins/preference": 3_241,
     "plugins/quantized": 3_512,
     "plugins/rewards": 20_829,
-    "plugins/serve": 15_132,
+    "plugins/serve": 15_119,
     "plugins/sglang": 3_923,
     "plugins/tools": 103_711,
     "plugins/trackers": 2_185,

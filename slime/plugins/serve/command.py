@@ -86,21 +86,17 @@ def run(options: argparse.Namespace) -> int:
     keys = {} if options.replay else _keys(options.keys, folder)
     # The engine holds the checkpoint, as the trainer does, and both stay as they are: the adapters
     # come by name. A deterministic engine would measure its kernels again for each of them.
-    more = {
-        "deterministic": False,
-        "audit_weights": False,
-        "train_dtype": "float32",
-        "rollout_backend": "embedded",
-    }
-    if options.override is not None:
-        more |= {"override": options.override}
     with Session(
         options.model,
         lora_rank=8,
         lora_sync="merged",
         inline=True,
         output_dir=str(folder / "runs"),
-        **more,
+        train_dtype="float32",
+        rollout_backend="embedded",
+        deterministic=False,
+        audit_weights=False,
+        override=options.override,
     ) as session:
         if options.replay:
             return _replay(session, folder)
