@@ -100,7 +100,8 @@ def curve(options: argparse.Namespace, folder: Path) -> list[Any]:
 
 
 def step(options: argparse.Namespace, folder: Path) -> list[Any]:
-    words = script("h200_train.py", "step", "--seconds", 480)(options, folder)
+    engine = ("--rollout-backend", "embedded") if options.device == "cpu" else ()
+    words = script("h200_train.py", "step", "--seconds", 480, *engine)(options, folder)
     return [*words, "--prompts", options.gsm8k] if options.gsm8k else words
 
 

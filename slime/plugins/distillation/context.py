@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from slime.data.rewards import PASS_ABOVE
 from slime.data.sample import Group, Sample, flatten
-from slime.plugins.distillation.config import SUCCESS
 from slime.rollout.prompts import encode, render_first
 from slime.rollout.state import GenerateState
 from slime.types import Tokenizer
@@ -52,7 +51,6 @@ def add_successes(args: Args, groups: Sequence[Group]) -> None:
     It is the first other sample whose reward is above 0.5, else ``metadata["feedback"]``. A sample
     without either is not trained.
     """
-    assert args.distill_context == SUCCESS
     tokenizer = GenerateState(args).tokenizer
     for group in groups:
         samples = flatten(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 TEACHER_TOP = "teacher_top"
 """The key of ``Sample.train_metadata``: for each teacher by name the ids, int32 ``[response_length,
 k]``, and log-probs, float32 of the same shape, of its likeliest tokens."""
+_rows = functools.cache(teacher_rows)  # the file is read once, not for each sample
 
 
 async def ask_teachers(args: Args, sample: Sample, evaluation: bool = False) -> None:
@@ -35,7 +37,7 @@ async def ask_teachers(args: Args, sample: Sample, evaluation: bool = False) -> 
     if evaluation or not sample.response_length:
         return
     source = sample.metadata.get("source_name")
-    rows = teacher_rows(args.distill_teacher, args.hf_checkpoint)
+    rows = _rows(args.distill_teacher, args.hf_checkpoint)
     asked = [row for row in rows if row.served and row.teaches(source)]
     metadata = dict(sample.train_metadata or {})
     tokens = list(sample.tokens)
