@@ -21,7 +21,7 @@ LIMITS = {
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
     "functions_that_take_args": 283,
-    "files": 586,
+    "files": 588,
 }
 
 TOKENS = {
@@ -45,7 +45,7 @@ TOKENS = {
     "plugins/agents": 42_168,
     "plugins/compat": 4_755,
     "plugins/delta": 6_724,
-    "plugins/distillation": 4_336,
+    "plugins/distillation": 4_330,
     "plugins/embedded": 41_217,
     "plugins/estimators": 4_139,
     "plugins/launch": 2_073,
@@ -54,7 +54,7 @@ TOKENS = {
     "plugins/preference": 3_241,
     "plugins/quantized": 3_512,
     "plugins/rewards": 20_829,
-    "plugins/serve": 15_119,
+    "plugins/serve": 16_448,
     "plugins/sglang": 3_923,
     "plugins/tools": 103_711,
     "plugins/trackers": 2_185,

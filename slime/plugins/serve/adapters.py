@@ -1,9 +1,9 @@
-"""The adapters of all models on one base, of which one at a time is in the layers.
+"""The trained weights of all models on one base, of which those of one at a time are in the layers.
 
-Everything here runs on the thread of the training rank. An adapter is put into the layers by
-exchanging the memory of their factors, so a change costs no copy, and each adapter has its own
-rank. Its gradients, moments and number of steps go with it, so its numbers are those of a run by
-itself.
+Everything here runs on the thread of the training rank. A model has an adapter, with its own rank,
+or, without adapters in the layers, all weights (its rank is then 0). They are put into the layers
+by exchanging the memory of the parameters, so a change costs no copy. Gradients, moments and the
+number of steps go with them, so a model's numbers are those of a run by itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALPHA = 32.0
 
 @dataclass
 class Adapter:
-    """What belongs to one adapter while it is not in the layers, in the order of the parameters."""
+    """What belongs to one model while it is not in the layers, in the order of the parameters."""
 
     rank: int
     values: list[Tensor]
@@ -44,19 +44,28 @@ class Adapter:
 
 
 class Adapters:
-    """All adapters by the names of their models."""
+    """What all models train, by their names."""
 
     def __init__(self) -> None:
         self.apart: dict[str, Adapter] = {}
         self.current: str | None = None
+        self._base: list[Tensor] = []
 
     # --- which is in the layers --------------------------------------------------------------
 
     def create(self, backend: FsdpBackend, name: str, rank: int, seed: int) -> None:
-        """Make an adapter with ``A`` of this seed and ``B`` of zeros."""
+        """Make an adapter with ``A`` of this seed and ``B`` of zeros; with rank 0, a copy of all
+        weights of the base model.
+        """
         import torch
 
-        assert backend.adapter is not None, "the server trains adapters"
+        _check_kind(backend, rank)
+        if backend.adapter is None:
+            # The memory that is in the layers before any model's.
+            self._base = self._base or [p.data for p in _parameters(backend)]
+            copies = [x.clone() for x in self._base]
+            self.apart[name] = Adapter(0, copies, [_no_moments(x) for x in copies])
+            return
         settings = replace(backend.adapter.settings, rank=rank, alpha=ALPHA)
         values = []
         for path, layer in backend.adapter.layers.items():
@@ -74,9 +83,6 @@ class Adapters:
             self.apart[self.current] = self._taken(backend)
             self.current = None
         found = self.apart.pop(name)
-        adapter = backend.adapter
-        assert adapter is not None, "the server trains adapters"
-        adapter.settings = replace(adapter.settings, rank=found.rank, alpha=ALPHA)
         gradients = found.gradients or [None] * len(found.values)
         for parameter, value, moments, gradient in zip(
             _parameters(backend), found.values, found.moments, gradients, strict=True
@@ -85,17 +91,18 @@ class Adapters:
             parameter.data = value
             parameter.grad = gradient
             backend.optimizer.adam.state[parameter] = moments
-        for layer in adapter.layers.values():
-            layer.lora_scale = adapter.settings.scale
+        if (adapter := backend.adapter) is not None:
+            adapter.settings = replace(adapter.settings, rank=found.rank, alpha=ALPHA)
+            for layer in adapter.layers.values():
+                layer.lora_scale = adapter.settings.scale
         backend.optimizer.steps = found.steps
         self.current = name
 
     def _taken(self, backend: FsdpBackend) -> Adapter:
-        """Return the adapter that is in the layers."""
+        """Return what is in the layers."""
         parameters = _parameters(backend)
-        assert backend.adapter is not None, "the server trains adapters"
         return Adapter(
-            backend.adapter.settings.rank,
+            0 if backend.adapter is None else backend.adapter.settings.rank,
             [p.data for p in parameters],
             [backend.optimizer.adam.state[p] for p in parameters],
             [p.grad for p in parameters],
@@ -154,6 +161,7 @@ class Adapters:
             self.apart[name] = self._taken(backend)
             self.current = None
         facts = facts_of(file)
+        _check_kind(backend, facts["rank"])
         with safe_open(file, "pt", device=str(backend.device)) as stored:
             keys = sorted(stored.keys())
             count = len({key.partition("/")[0] for key in keys})
@@ -168,10 +176,9 @@ class Adapters:
         self.apart[name] = Adapter(facts["rank"], values, moments, steps=steps)
 
     def export(self, backend: FsdpBackend, name: str, folder: Path) -> None:
-        """Write the adapter in PEFT's files."""
+        """Write an adapter in PEFT's files, or all weights as a Hugging Face folder."""
         self.use(backend, name)
-        assert backend.adapter is not None, "the server trains adapters"
-        backend.adapter.save(folder, writer=True)
+        backend.save_hf(folder)
 
     def drop(self, backend: FsdpBackend, name: str) -> None:
         """Free the memory of an adapter."""
@@ -190,8 +197,19 @@ def facts_of(file: Path) -> dict[str, Any]:
     return facts
 
 
+def _check_kind(backend: FsdpBackend, rank: int) -> None:
+    if backend.adapter is None and rank:
+        raise ValueError(f"this server trains all weights: ask for rank 0, not {rank}")
+    if backend.adapter is not None and not rank:
+        raise ValueError(
+            "this server trains adapters: ask for a rank from 1 to 512, or start it with "
+            "--all-weights"
+        )
+
+
 def _parameters(backend: FsdpBackend) -> list[Any]:
-    assert backend.adapter is not None, "the server trains adapters"
+    if backend.adapter is None:
+        return list(backend.optimizer.parameters)
     return [x for layer in backend.adapter.layers.values() for x in (layer.lora_A, layer.lora_B)]
 
 

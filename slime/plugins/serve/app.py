@@ -4,19 +4,15 @@ what the API has and this server does not is answered with 404 and a sentence.""
 from __future__ import annotations
 
 import base64
-import hmac
 import math
 import secrets
-import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from slime.config.rollout import served_context
-from slime.engines.request_guard import names_this_server
 from slime.plugins.serve import runs
 from slime.plugins.serve.adapters import facts_of
 from slime.plugins.serve.answers import (
@@ -26,13 +22,15 @@ from slime.plugins.serve.answers import (
     TENANT,
     base_name,
     body_of,
+    errors,
     failure,
+    guard,
     json_answer,
 )
+from slime.plugins.serve.limits import OverLimit
 from slime.plugins.serve.log import Record
 from slime.plugins.serve.messages import Refused, read_batch, sampling_body
-from slime.plugins.serve.protobuf import Malformed
-from slime.plugins.serve.state import Model, State, Unknown
+from slime.plugins.serve.state import Model, State
 from slime.plugins.serve.trainer import STATE, checked_name
 
 MOST_BYTES = 64 << 20
@@ -49,54 +47,12 @@ def make_app(state: State, keys: dict[str, str], secret: bytes) -> web.Applicati
         keys: The key of each tenant, by the tenant's name.
         secret: Signs the addresses of files.
     """
-    app = web.Application(client_max_size=MOST_BYTES, middlewares=[_guard(keys), _errors])
+    app = web.Application(client_max_size=MOST_BYTES, middlewares=[guard(keys), errors])
     app[STATE_KEY] = state
     app[SECRET] = secret
     app.add_routes([*routes, *runs.routes])
     app.router.add_route("*", PREFIX + "/{rest:.*}", _not_served)
     return app
-
-
-def _guard(keys: dict[str, str]) -> Any:
-    """Refuse a request before its body is read, if it comes from a web page, names another host, or
-    has no tenant's key.
-    """
-
-    own = {"localhost", socket.gethostname().lower()}
-
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        headers = request.headers
-        if "Origin" in headers or "Sec-Fetch-Site" in headers:
-            return failure(403, "requests from web pages are refused")
-        if not names_this_server(headers.get("Host", ""), own):
-            return failure(403, "the Host header names another server; use an IP address")
-        if headers.get("Content-Encoding", "identity") != "identity":
-            return failure(415, "compressed bodies are refused")
-        given = headers.get("X-API-Key", "").encode(errors="surrogateescape")
-        tenant = ""
-        for name, key in keys.items():  # all of them, so that the time tells nothing
-            if hmac.compare_digest(given, key.encode()):
-                tenant = name
-        open_paths = (f"{PREFIX}/healthz", f"{PREFIX}/files/")
-        if not tenant and not request.path.startswith(open_paths):
-            return failure(401, "X-API-Key is not the key of a tenant of this server")
-        request[TENANT] = tenant
-        return await handler(request)
-
-    return guard
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except Unknown as error:
-        return failure(404, str(error.args[0]))
-    except (Refused, Malformed) as error:
-        return failure(422, str(error))
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        return failure(422, f"a field is missing or has a wrong value: {error}")
 
 
 async def _not_served(request: web.Request) -> web.Response:
@@ -193,8 +149,8 @@ async def finish(request: web.Request) -> web.Response:
 # --- training ------------------------------------------------------------------------------------
 
 
-def _future(state: State, record: Record) -> dict[str, Any]:
-    return {"request_id": state.submit(record), "model_id": record["model"]}
+def _future(state: State, record: Record, tokens: int = 0) -> dict[str, Any]:
+    return {"request_id": state.submit(record, tokens), "model_id": record["model"]}
 
 
 def _new_model(state: State, tenant: str, body: dict[str, Any]) -> Record:
@@ -203,12 +159,13 @@ def _new_model(state: State, tenant: str, body: dict[str, Any]) -> Record:
     place = _whole(body, "model_seq_id", 0)
     model = f"{session}:train:{place}"
     mine = [one for one in state.models.values() if one.tenant == tenant]
-    if len(mine) >= state.most_models and model not in state.models:
+    most = state.limits_of(tenant).models
+    if most is not None and len(mine) >= most and model not in state.models:
         silent = [one for one in mine if state.silent_seconds(one) > SILENT_SECONDS]
         if not silent:
-            raise Refused(
-                f"{tenant} has {len(mine)} models, the most of this server: unload one, or wait "
-                f"until a client was silent for {SILENT_SECONDS} seconds"
+            raise OverLimit(
+                f"{tenant} has {len(mine)} models, the most that it may: unload one, or wait until "
+                f"a client was silent for {SILENT_SECONDS} seconds"
             )
         _unload(state, silent[0])
     optimizer = body.get("optimizer_config") or {}
@@ -221,14 +178,13 @@ def _new_model(state: State, tenant: str, body: dict[str, Any]) -> Record:
 @_post("/create_model")
 async def create_model(state: State, tenant: str, body: dict[str, Any]) -> Any:
     _check_base(state, body["base_model"])
-    lora = body.get("lora_config")
-    if not lora:
-        raise Refused("a model without lora_config would train all weights: not served")
+    # slime's extension of the API: a model of rank 0, or without an adapter, has all weights
+    lora = body.get("lora_config") or {"rank": 0}
+    rank = _whole(lora, "rank", 0, 512)
     if not lora.get("train_mlp", True) or not lora.get("train_attn", True):
         raise Refused("adapters have all linear layers: train_mlp and train_attn must be True")
     record = _new_model(state, tenant, body)
     seed = None if lora.get("seed") is None else _whole(lora, "seed", -(2**63))
-    rank = _whole(lora, "rank", 1, 512)
     return _future(state, {"do": "create_model", **record, "rank": rank, "seed": seed})
 
 
@@ -273,7 +229,8 @@ async def forward_backward(request: web.Request) -> web.Response:
     batch = read_batch(body)  # refuses it here, before it is a command
     record = _command(state, request[TENANT], {"model_id": batch.model, "seq_id": batch.number})
     text = base64.b64encode(body).decode()
-    return json_answer(_future(state, {"do": "forward_backward", **record, "body": text}))
+    record = {"do": "forward_backward", **record, "body": text}
+    return json_answer(_future(state, record, sum(len(one.tokens) for one in batch.data)))
 
 
 @_post("/optim_step")
@@ -337,7 +294,12 @@ async def get_info(state: State, tenant: str, body: dict[str, Any]) -> Any:
     model = state.model_of(body["model_id"], tenant)
     base = base_name(state)
     data = {"model_name": base, "tokenizer_id": base}
-    told = {"model_id": model.id, "is_lora": True, "lora_rank": model.rank, "model_name": base}
+    told = {
+        "model_id": model.id,
+        "is_lora": model.rank > 0,
+        "lora_rank": model.rank,
+        "model_name": base,
+    }
     return {"type": "get_info", "model_data": data, **told}
 
 
@@ -351,7 +313,7 @@ async def create_sampling_session(state: State, tenant: str, body: dict[str, Any
     path = body.get("model_path")
     if path is None:
         _check_base(state, body.get("base_model"))
-    elif not (state.weights_of(path, tenant) / "adapter_config.json").is_file():
+    elif not state.trainer.can_be_sampled(state.weights_of(path, tenant)):
         raise Refused(f"{path} cannot be sampled: use what save_weights_for_sampler wrote")
     name = f"{session}:sample:{place}"
     record = {"do": "create_sampler", "id": name, "tenant": tenant, "path": path, "place": place}
@@ -369,10 +331,12 @@ async def join_sampling_session(state: State, tenant: str, body: dict[str, Any])
 async def asample(state: State, tenant: str, body: dict[str, Any]) -> Any:
     sampler = state.sampler_of(body.get("sampling_session_id"), tenant)
     number = _whole(body, "seq_id", 0)
-    sampling_body(body, None, 0)  # refuses it here, before it is a command
+    asked = sampling_body(body, None, 0)  # refuses it here, before it is a command
+    params = asked["sampling_params"]
+    tokens = len(asked["input_ids"]) + params["n"] * int(params.get("max_new_tokens", 0))
     name = f"{sampler.id}:{number}"
     record = {"do": "sample", "id": name, "tenant": tenant, "sampler_id": sampler.id}
-    command = state.submit({**record, "request": body})
+    command = state.submit({**record, "request": body}, tokens)
     names = [f"{name}:{i}" for i in range(body.get("num_samples", 1))]
     return {"request_id": command, "sample_sequence_ids": names}
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from slime.cli.errors import CommandError
 from slime.cli.ranges import whole
+from slime.plugins.serve.limits import Limits
 
 if TYPE_CHECKING:
     from slime.api.session import Session
@@ -52,14 +53,22 @@ def add_serve(commands: Subparsers) -> None:
         "--keys",
         type=Path,
         metavar="FILE",
-        help='JSON: the key of each tenant by name, {"alice": "tml-…"}; default: one tenant, with '
-        "a key that is made at the first start and kept in FOLDER/key",
+        help='JSON: the key of each tenant by name, {"alice": "tml-…"}, or an object with the key '
+        'and limits, {"alice": {"key": "tml-…", "models": 2, "tokens_per_minute": 100000, '
+        '"disk_mb": 500}}; default: one tenant, with a key that is made at the first start and '
+        "kept in FOLDER/key",
     )
     serve.add_argument(
         "--max-models",
         type=whole(1),
         default=8,
         help="most models that a tenant trains at a time (default: 8)",
+    )
+    serve.add_argument(
+        "--all-weights",
+        action="store_true",
+        help="models have all weights instead of adapters: clients ask for rank 0. A model takes "
+        "16 bytes of memory for each weight",
     )
     serve.add_argument(
         "--override",
@@ -83,13 +92,14 @@ def run(options: argparse.Namespace) -> int:
     if options.replay and not (folder / LOG).is_file():
         raise CommandError(f"--state {options.state} has no {LOG}: there is nothing to replay")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    keys = {} if options.replay else _keys(options.keys, folder)
+    keys, limits = ({}, {}) if options.replay else _tenants(options, folder)
     # The engine holds the checkpoint, as the trainer does, and both stay as they are: the adapters
-    # come by name. A deterministic engine would measure its kernels again for each of them.
+    # come by name, and all weights one checkpoint after the other. A deterministic engine would
+    # measure its kernels again for each of them.
+    adapters = {} if options.all_weights else {"lora_rank": 8, "lora_sync": "merged"}
     with Session(
         options.model,
-        lora_rank=8,
-        lora_sync="merged",
+        **adapters,
         inline=True,
         output_dir=str(folder / "runs"),
         train_dtype="float32",
@@ -100,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
     ) as session:
         if options.replay:
             return _replay(session, folder)
-        asyncio.run(_serve(session, options, folder, keys))
+        asyncio.run(_serve(session, options, folder, keys, limits))
     return 0
 
 
@@ -117,38 +127,46 @@ def _replay(session: Session, folder: Path) -> int:
     return 1 if found.differing else 0
 
 
-def _keys(file: Path | None, folder: Path) -> dict[str, str]:
-    """Return the key of each tenant."""
+def _tenants(options: argparse.Namespace, folder: Path) -> tuple[dict[str, str], dict[str, Limits]]:
+    """Return the key and the limits of each tenant."""
+    file: Path | None = options.keys
     if file is None:
         kept = folder / "key"
         if not kept.is_file():
             with os.fdopen(os.open(kept, os.O_CREAT | os.O_WRONLY, 0o600), "w") as new:
                 new.write(f"tml-slime-{secrets.token_urlsafe(24)}")
-        return {"default": kept.read_text().strip()}
+        return {"default": kept.read_text().strip()}, {"default": Limits(options.max_models)}
     try:
-        keys = json.loads(file.read_text())
+        given = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise CommandError(f"--keys {file}: {error}") from error
-    right = isinstance(keys, dict) and keys
-    if not right or not all(isinstance(k, str) and k.startswith("tml-") for k in keys.values()):
+    tenants = given if isinstance(given, dict) else {}
+    entries = {k: dict(x) if isinstance(x, dict) else {"key": x} for k, x in tenants.items()}
+    keys = {name: entry.pop("key", None) for name, entry in entries.items()}
+    if not keys or not all(isinstance(k, str) and k.startswith("tml-") for k in keys.values()):
         raise CommandError(
             f'--keys {file} must be an object of names and keys, {{"alice": "tml-…"}}: the SDK takes '
             "only keys that begin with tml-"
         )
     if len(set(keys.values())) < len(keys):
         raise CommandError(f"--keys {file}: two tenants have the same key")
-    return keys
+    most = options.max_models
+    return keys, {name: Limits.of(name, entry, most) for name, entry in entries.items()}
 
 
 async def _serve(
-    session: Session, options: argparse.Namespace, folder: Path, keys: dict[str, str]
+    session: Session,
+    options: argparse.Namespace,
+    folder: Path,
+    keys: dict[str, str],
+    limits: dict[str, Limits],
 ) -> None:
     from aiohttp import web
 
     from slime.plugins.serve.app import make_app
     from slime.plugins.serve.state import State
 
-    state = State(session, folder, options.max_models)
+    state = State(session, folder, limits)
     await state.recover()
     app = make_app(state, keys, secrets.token_bytes(32))
     runner = web.AppRunner(app, auto_decompress=False, access_log=None)

@@ -103,20 +103,24 @@ def _datum(fields: dict[int, list[Value]], place: int, loss: str) -> Datum:
             f"{where} has {len(inputs)} tokens and {len(targets)} target_tokens: there must be as "
             "many of both, and not 0"
         )
-    if [int(x) for x in targets[:-1]] != inputs[1:]:
-        raise Refused(
-            f"{where}: target_tokens must be the tokens of model_input moved by one, with one more "
-            "at the end; this server scores no other targets"
-        )
+    others = [i for i, x in enumerate(inputs[1:]) if int(targets[i]) != x]
     known = ("weights",) if loss == "cross_entropy" else ("advantages", "logprobs", "weights")
-    if others := sorted(tensors.keys() - {*known, "mask"}):
-        raise Refused(f"{where} has {', '.join(others)}, which the loss {loss} does not take")
+    if unknown := sorted(tensors.keys() - {*known, "mask"}):
+        raise Refused(f"{where} has {', '.join(unknown)}, which the loss {loss} does not take")
     tensors.setdefault("weights", tensors.pop("mask", [1.0] * len(targets)))
     for name, numbers in tensors.items():
         if len(numbers) != len(targets):
             raise Refused(f"{where} has {len(numbers)} {name} for {len(targets)} target_tokens")
+    # Programs fill the targets of a prompt with anything, if they weigh nothing.
+    factor = tensors["weights"] if loss in ("cross_entropy", "dro") else tensors.get("advantages")
+    if factor is not None and any(factor[i] and tensors["weights"][i] for i in others):
+        raise Refused(
+            f"{where}: target_tokens must be the tokens of model_input moved by one, with one more "
+            "at the end; this server scores no other targets"
+        )
     tokens = [*inputs, int(targets[-1])]
-    datum = Datum(tokens, tensors["weights"], tensors.get("advantages"), tensors.get("logprobs"))
+    # One group: what data of a request have in common at their beginning is computed once.
+    datum = Datum(tokens, tensors["weights"], tensors.get("advantages"), tensors.get("logprobs"), 0)
     if loss != "cross_entropy" and (datum.advantages is None or datum.log_probs is None):
         raise Refused(f"{where} has no advantages or no logprobs, which the loss {loss} needs")
     if problem := datum.check(place):

@@ -47,7 +47,7 @@ def _run(state: State, record: Record) -> dict[str, Any]:
         "training_run_id": record["model"],
         "base_model": base_name(state),
         "model_owner": record["tenant"],
-        "is_lora": True,
+        "is_lora": record["rank"] > 0,
         "lora_rank": record["rank"],
         "last_request_time": _time(state.trainer.model_folder(record["model"])),
         "last_checkpoint": by_kind.get("training"),
@@ -165,7 +165,7 @@ async def weights_info(request: web.Request) -> web.Response:
     state.weights_of(path, request[TENANT])
     run = state.run_of(path.removeprefix("tinker://").partition("/")[0], request[TENANT])
     parts = {"train_unembed": False, "train_mlp": True, "train_attn": True}
-    known = {"base_model": base_name(state), "is_lora": True, "lora_rank": run["rank"]}
+    known = {"base_model": base_name(state), "is_lora": run["rank"] > 0, "lora_rank": run["rank"]}
     return json_answer({**known, **parts})
 
 

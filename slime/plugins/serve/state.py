@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import shutil
 import time
 from collections import deque
@@ -17,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 from slime.cluster.actors import door
 from slime.config.seeds import derive_seed
 from slime.engines import http
+from slime.plugins.serve.engine import EngineWeights
+from slime.plugins.serve.limits import Limits, Meter, check_disk
 from slime.plugins.serve.log import Answer, Log, Record
 from slime.plugins.serve.messages import Refused, sample_answer, sampling_body
-from slime.plugins.serve.trainer import OWNER, Trainer
+from slime.plugins.serve.trainer import Trainer
 
 if TYPE_CHECKING:
     from slime.api.session import Session
 
 log = logging.getLogger(__name__)
-MOST_LOADED = 32
-"""How many adapters the engine holds; the one that was used longest ago makes room."""
 SAMPLE_SECONDS = 3600.0
+_DONE_AGAIN = ("create_model", "forward_backward", "optim_step")
+"""What changes only memory. What the others have changed is on disk."""
 KEPT_ANSWERS = 10_000
 """How many answers are kept in memory for clients that ask again."""
 
@@ -38,7 +39,7 @@ class Unknown(LookupError):
 
 @dataclass
 class Model:
-    """A model that is trained: an adapter.
+    """A model that is trained: an adapter, or with rank 0 all weights.
 
     Attributes:
         next: The number of the command that is done next. The first, 0, makes the model.
@@ -65,27 +66,23 @@ class Sampler:
     joined: int = 0
 
 
-@dataclass
-class Loaded:
-    """Adapters in the engine, by path and command, the one that was used longest ago first."""
-
-    names: dict[str, str] = field(default_factory=dict)
-    users: dict[str, int] = field(default_factory=dict)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
 class State:
     """Everything that the server knows. Its methods run on the server's event loop.
 
     Args:
         root: The folder of the log and of all models.
-        most_models: The models that a tenant may have at a time.
+        limits: Those of the tenants that have any.
     """
 
-    def __init__(self, session: Session, root: Path, most_models: int) -> None:
+    def __init__(self, session: Session, root: Path, limits: Mapping[str, Limits]) -> None:
         self.session = session
         self.args = session.args
-        self.most_models = most_models
+        self.limits = limits
+        self.meters = {
+            name: Meter(one.tokens_per_minute)
+            for name, one in limits.items()
+            if one.tokens_per_minute is not None
+        }
         self.trainer = Trainer(session, root / "models")
         self.log = Log(root / "log.jsonl")
         self.sessions: dict[str, Record] = {}
@@ -93,7 +90,7 @@ class State:
         self.samplers: dict[str, Sampler] = {}
         self.commands: dict[str, Record] = {}
         self.answers: dict[str, asyncio.Future[Answer]] = {}
-        self.loaded = Loaded()
+        self.weights = EngineWeights(session, self.trainer)
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: deque[str] = deque()
         self._began = time.monotonic()
@@ -101,18 +98,29 @@ class State:
 
     # --- commands ----------------------------------------------------------------------------
 
-    def submit(self, record: Record) -> str:
+    def submit(self, record: Record, tokens: int = 0) -> str:
         """Accept a command, and return its id. A command that was accepted before has no further
         effect.
 
+        Args:
+            tokens: How many it takes of the tenant's.
+
         Raises:
             Refused: The same id stands for another kind of command.
+            OverLimit: The tenant has used what it may.
         """
         known = self.commands.get(record["id"])
         if known is not None:
             if known["do"] != record["do"]:
                 raise Refused(f"the command {record['id']} was another one: {known['do']}")
             return str(record["id"])
+        tenant = record["tenant"]
+        if tenant in self.meters:
+            self.meters[tenant].take(tokens)
+        disk = self.limits_of(tenant).disk_mb
+        if disk is not None and record["do"].startswith("save_weights"):
+            runs = self.runs_of(tenant)
+            check_disk(disk, [self.trainer.model_folder(run["model"]) for run in runs])
         # Before anything is done: what was told to a client is never forgotten.
         self.log.append(record)
         self._accept(record)
@@ -237,8 +245,8 @@ class State:
                 self._begin(record)
 
     async def _recover_model(self, model: Model, known: Mapping[str, Answer]) -> None:
-        """Load the last state of a model. What came after it and changes only gradients is done
-        again; what has left files was done.
+        """Load the last state of a model. What came after it and has changed only memory is done
+        again.
         """
         facts = await self._on_rank(self.trainer.recover, model.id)
         if facts is not None:
@@ -254,7 +262,7 @@ class State:
         while (record := model.waiting.get(model.next)) is not None:
             if record["id"] not in known:
                 break
-            again = await self._done(record) if record["do"] == "forward_backward" else None
+            again = await self._done(record) if record["do"] in _DONE_AGAIN else None
             if again not in (None, known[record["id"]]):
                 log.warning("%s has other numbers than before the restart", record["id"])
             del model.waiting[model.next]
@@ -278,47 +286,12 @@ class State:
         seed = derive_seed(
             self.args.rollout_seed, "serve", sampler.place, record["request"].get("seq_id") or 0
         )
-        url = self.session.engines[0]
-        adapter = None if sampler.path is None else await self._engine_name(url, sampler.path)
-        try:
+        async with self.weights.use(sampler.path) as adapter:
             body = sampling_body(record["request"], adapter, seed)
-            answer = await http.request("POST", f"{url}/generate", body, SAMPLE_SECONDS)
-        finally:
-            if adapter is not None:
-                self.loaded.users[adapter] -= 1
+            url = f"{self.weights.url}/generate"
+            answer = await http.request("POST", url, body, SAMPLE_SECONDS)
         answers = answer if isinstance(answer, list) else [answer]
         return sample_answer(answers, bool(record["request"].get("prompt_logprobs")))
-
-    async def _engine_name(self, url: str, path: str) -> str:
-        """Load an adapter into the engine, if it is not there; returns its name. The caller takes
-        itself off its users.
-        """
-        loaded = self.loaded
-        async with loaded.lock:
-            folder = self.trainer.folder_of(path)
-            # another checkpoint may have had the name before
-            key = f"{path} {(folder / OWNER).read_text()}"
-            name = loaded.names.pop(key, None)
-            if name is None:
-                await self._make_room(url)
-                name = secrets.token_hex(8)
-                body = {"lora_name": name, "lora_path": str(folder.absolute())}
-                await http.request("POST", f"{url}/load_lora_adapter", body, 600.0)
-                loaded.users[name] = 0
-            loaded.names[key] = name
-            loaded.users[name] += 1
-        return name
-
-    async def _make_room(self, url: str) -> None:
-        loaded = self.loaded
-        idle = [path for path, name in loaded.names.items() if not loaded.users[name]]
-        if len(loaded.names) < MOST_LOADED:
-            return
-        if not idle:
-            raise Refused(f"{MOST_LOADED} adapters are being sampled: wait for one of them")
-        name = loaded.names.pop(idle[0])
-        del loaded.users[name]
-        await http.request("POST", f"{url}/unload_lora_adapter", {"lora_name": name}, 60.0)
 
     # --- who is there ------------------------------------------------------------------------
 
@@ -331,6 +304,9 @@ class State:
         return time.monotonic() - self._heard.get(model.id.partition(":")[0], self._began)
 
     # --- whose it is -------------------------------------------------------------------------
+
+    def limits_of(self, tenant: str) -> Limits:
+        return self.limits.get(tenant, Limits())
 
     def session_of(self, name: object, tenant: str) -> Record:
         found = self.sessions.get(str(name))

@@ -37,7 +37,10 @@ _EXPIRES = ".expires"
 OWNER = ".command"
 """The file of a checkpoint with the id of the command that wrote it."""
 KEPT_PASSING = 8
-"""How many unnamed sampler weights of a model are kept."""
+"""How many unnamed sampler weights of a model are kept; of all weights, two."""
+STEPS_OF_STATE = 20
+"""After so many steps, the state of a model with all weights is written. It is large; after a kill,
+the commands since the last one are done again."""
 
 
 class Trainer:
@@ -49,6 +52,8 @@ class Trainer:
 
     def __init__(self, session: Session, root: Path) -> None:
         self.args = session.args
+        self.all_weights = session.args.lora_rank == 0
+        """Whether models have all weights instead of adapters."""
         self.root = root
         self.adapters = Adapters()
         self.packing = PackingSettings.from_args(session.args)
@@ -74,6 +79,10 @@ class Trainer:
         if not folder.is_dir() or self._is_over(folder):
             raise Refused(f"there are no weights {path}")
         return folder
+
+    def can_be_sampled(self, folder: Path) -> bool:
+        """Return whether the folder of a checkpoint has weights for the engine."""
+        return (folder / ("config.json" if self.all_weights else "adapter_config.json")).is_file()
 
     def expiry(self, folder: Path) -> float | None:
         """Return when a checkpoint is removed, in seconds since 1970; None for never."""
@@ -101,8 +110,6 @@ class Trainer:
 
     def do(self, backend: FsdpBackend, record: Record) -> Answer:
         """Do a command, and keep the model's state if it has changed."""
-        if "model" in record and record["do"] != "create_model" and "path" not in record:
-            self._need(backend, record["model"])
         methods: dict[str, Callable[[FsdpBackend, Record], Answer]] = {
             "create_model": self._create,
             "forward_backward": self._forward_backward,
@@ -114,7 +121,9 @@ class Trainer:
             "unload_model": self._unload,
         }
         answer = methods[record["do"]](backend, record)
-        if record["do"] in ("create_model", "optim_step", "load_weights"):
+        every = STEPS_OF_STATE if self.all_weights else 1
+        stepped = record["do"] == "optim_step" and backend.optimizer.steps % every == 0
+        if stepped or record["do"] == "load_weights":
             facts = {"number": record["number"], "answer": answer.line(record["id"])}
             file = self.model_folder(record["model"]) / STATE
             self.adapters.save(backend, record["model"], file, facts)
@@ -127,10 +136,6 @@ class Trainer:
             return None
         self.adapters.load(backend, model, file, optimizer=True)
         return facts_of(file)
-
-    def _need(self, backend: FsdpBackend, model: str) -> None:
-        if model != self.adapters.current and model not in self.adapters.apart:
-            self.recover(backend, model)
 
     def _create(self, backend: FsdpBackend, record: Record) -> Answer:
         seed = record["seed"]
@@ -172,7 +177,7 @@ class Trainer:
         passing = sorted(
             (self.model_folder(record["model"]) / "sampler_weights").glob(_PASSING + "*")
         )
-        for folder in passing[:-KEPT_PASSING]:
+        for folder in passing[: -2 if self.all_weights else -KEPT_PASSING]:
             shutil.rmtree(folder)
         return Answer(
             {"path": path, "sampling_session_id": record["sampler"], "type": record["do"]}

@@ -17,6 +17,7 @@ from agent_parts import save_model as save_model
 from slime.api.session import Session
 from slime.engines.http import close_session
 from slime.plugins.serve.app import make_app
+from slime.plugins.serve.limits import Limits
 from slime.plugins.serve.protobuf import field, last, message, parse, raw
 from slime.plugins.serve.state import State
 
@@ -73,8 +74,10 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def serving(session: Session, root: Path, most_models: int = 8) -> AsyncIterator[Client]:
-    state = State(session, root, most_models)
+async def serving(
+    session: Session, root: Path, limits: Limits | None = None
+) -> AsyncIterator[Client]:
+    state = State(session, root, {} if limits is None else {"alice": limits})
     await state.recover()
     async with TestClient(TestServer(make_app(state, KEYS, b"secret"))) as http:
         yield Client(http, state)

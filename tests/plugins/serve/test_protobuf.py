@@ -78,6 +78,15 @@ def test_targets_that_are_not_the_next_tokens_are_refused() -> None:
     targets = field(2, field(1, "target_tokens") + field(2, tensor([9, 7], whole=True)))
     with pytest.raises(Refused, match="target_tokens"):
         read_batch(batch("model", 1, inputs + targets))
+    # but those that weigh nothing may be anything
+    masked = inputs + targets + field(2, field(1, "weights") + field(2, tensor([0.0, 1.0])))
+    assert read_batch(batch("model", 1, masked)).data[0].tokens == [5, 6, 7]
+    numbers = {"logprobs": [0.0, -1.0], "advantages": [0.0, 1.0]}
+    for name, values in numbers.items():
+        targets += field(2, field(1, name) + field(2, tensor(values)))
+    assert read_batch(batch("model", 1, inputs + targets, "ppo")).data[0].tokens == [5, 6, 7]
+    with pytest.raises(Refused, match="target_tokens"):  # the distance counts without an advantage
+        read_batch(batch("model", 1, inputs + targets, "dro"))
 
 
 def test_tensors_of_two_dimensions_are_refused() -> None:

@@ -15,6 +15,7 @@ import slime.plugins.serve.state as state_module
 import slime.plugins.serve.trainer as trainer_module
 from slime.api.session import Session
 from slime.data.datum import Datum
+from slime.plugins.serve.limits import Limits
 from slime.plugins.serve.log import Log, read
 from slime.plugins.serve.protobuf import field, last, message, parse, raw, whole
 from slime.plugins.serve.replay import replay
@@ -237,7 +238,7 @@ async def test_each_sampler_has_its_weights(session: Session, tmp_path: Path) ->
 async def test_tenants_know_nothing_of_each_other(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(session, tmp_path, most_models=1) as alice:
+    async with serving(session, tmp_path, Limits(models=1)) as alice:
         bob = Client(alice.http, alice.state, "bob")
         started = await alice.session()
         model = await alice.model(started)
@@ -273,7 +274,7 @@ async def test_tenants_know_nothing_of_each_other(
         # a tenant's own limit; what is unloaded makes room
         body = {"session_id": started, "model_seq_id": 1, "base_model": alice.base}
         body["lora_config"] = {"rank": 4}
-        await alice.post("/create_model", body, 422)
+        await alice.post("/create_model", body, 403)
         assert (await bob.model(theirs)).startswith(theirs)
         await alice.do("/unload_model", {"model_id": model})
         await alice.do("/create_model", body)
@@ -283,7 +284,7 @@ async def test_tenants_know_nothing_of_each_other(
         monkeypatch.setattr(state_module.time, "monotonic", lambda: now + 1000)
         await alice.post("/session_heartbeat", {"session_id": started})
         other = {**body, "model_seq_id": 2}
-        await alice.post("/create_model", other, 422)
+        await alice.post("/create_model", other, 403)
         monkeypatch.setattr(state_module.time, "monotonic", lambda: now + 2000)
         await alice.do("/create_model", other)
         await alice.post("/get_info", {"model_id": f"{started}:train:1"}, 404)
@@ -300,8 +301,7 @@ async def test_what_is_wrong_or_not_served_is_told(session: Session, tmp_path: P
         create = {"session_id": started, "model_seq_id": 1, "base_model": client.base}
         lora = {"rank": 4}
         wrong: list[tuple[str, Any]] = [
-            ("/create_model", create),
-            ("/create_model", {**create, "lora_config": {"rank": 0}}),
+            ("/create_model", {**create, "lora_config": {"rank": 513}}),
             ("/create_model", {**create, "lora_config": {"rank": 4, "train_mlp": False}}),
             ("/create_model", {**create, "lora_config": lora, "base_model": "another"}),
             ("/create_model", {**create, "lora_config": lora, "model_seq_id": "1"}),
@@ -328,6 +328,9 @@ async def test_what_is_wrong_or_not_served_is_told(session: Session, tmp_path: P
                              ("POST", "/create_custom_loss"), ("GET", "/whoami")):  # fmt: skip
             assert "not served" in (await client.ask(method, path, 404))["detail"]
         # An error of the computation is the answer to its command, and the model goes on.
+        for place, wrong_kind in ((2, create), (3, {**create, "lora_config": {"rank": 0}})):
+            told = await client.do("/create_model", {**wrong_kind, "model_seq_id": place})
+            assert "--all-weights" in told["error"]
         no_gradients = await client.step(model, 1)
         assert no_gradients["metrics"]["grad_norm"] == 0.0
         assert loss_of(await client.train(model, 2)) > 0

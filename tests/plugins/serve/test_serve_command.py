@@ -37,7 +37,9 @@ def ask(port: int, path: str, key: str, body: Any = None) -> tuple[int, Any]:
 @pytest.mark.slow
 def test_options_reach_the_server(tiny_model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
-    keys.write_text(json.dumps({"alice": "tml-a", "bob": "tml-b"}))
+    keys.write_text(
+        json.dumps({"alice": "tml-a", "bob": {"key": "tml-b", "models": 2, "tokens_per_minute": 4}})
+    )
     override = tmp_path / "flags.yaml"
     override.write_text("embedded_max_total_tokens: 512\n")
     command = [sys.executable, "-m", "slime.cli.main", "serve", "--model", str(tiny_model)]
@@ -71,7 +73,13 @@ def test_options_reach_the_server(tiny_model: Path, tmp_path: Path) -> None:
                 ask(port, "/create_model", "tml-a", {**body, "model_seq_id": place})[0]
                 for place in range(2)
             ]
-            assert made == [200, 422]
+            assert made == [200, 403]
+            own = {**body, "session_id": ask(port, "/create_session", "tml-b", {})[1]["session_id"]}
+            made = [
+                ask(port, "/create_model", "tml-b", {**own, "model_seq_id": place})[0]
+                for place in range(3)
+            ]
+            assert made == [200, 200, 403]
             assert (tmp_path / "state" / "log.jsonl").stat().st_mode & 0o77 == 0
         finally:
             process.send_signal(signal.SIGTERM)
@@ -79,7 +87,19 @@ def test_options_reach_the_server(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", ["{", "[]", "{}", '{"a": "secret"}', '{"a": "tml-x", "b": "tml-x"}', '{"a": 1}']
+    "keys",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"a": "secret"}',
+        '{"a": "tml-x", "b": "tml-x"}',
+        '{"a": 1}',
+        '{"a": {"models": 1}}',
+        '{"a": {"key": "tml-x", "modles": 1}}',
+        '{"a": {"key": "tml-x", "disk_mb": 0}}',
+        '{"a": {"key": "tml-x", "models": "2"}}',
+    ],
 )
 def test_wrong_keys_are_told_before_anything_is_started(tmp_path: Path, keys: str) -> None:
     file = tmp_path / "keys.json"
