@@ -65,6 +65,8 @@ KINDS = {
     "figures(run_dir), picture(figures) and write_picture(path, figures)",
     "record": "a class of (engines, is_paused, file), the slime.cluster.engine.LoadRecord of a run, whose "
     "name is `engine loads`",
+    "client": "a function prepare() that is called before the first request of each process with users' "
+    "functions",
     "report": "a function report(args, asynchronous) that returns lines for --dry-run",
 }
 

@@ -12,7 +12,7 @@ from slime.config import passthrough
 from slime.config.args import FLAGS
 from slime.config.flag import Flag, range_text
 from slime.config.parser import metavar
-from slime.plugins.compat.older import GONE, OTHER_FRAMEWORKS
+from slime.plugins.compat.older import FORKS, GONE, OTHER_FRAMEWORKS
 from slime.plugins.estimators.config import recipes
 from slime.registry import find
 from slime.registry import parts as registered
@@ -67,6 +67,9 @@ def page() -> str:
     parts += ["### Flags of older releases\n", _by_reason(GONE.items())]
     parts += ["### Flags of other frameworks\n", "All flags that begin with these words.\n"]
     parts += [_by_reason(OTHER_FRAMEWORKS.items())]
+    of_forks = ((name, f"({fork}) {reason}") for name, (fork, reason) in FORKS.items())
+    parts += ["### Flags of forks\n", "All flags that begin with these words.\n"]
+    parts += [_by_reason(of_forks)]
     parts += ["## Pass-through\n", _passed(), "## Environment variables\n"]
     parts += ["".join(f"- `{name}`: {meaning}\n" for name, meaning in _VARIABLES.items())]
     return "\n".join(parts)

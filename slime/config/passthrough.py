@@ -205,7 +205,8 @@ def _flag(option: str, name: str, entry: TableEntry, group: str) -> Flag:
 
 def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, object]:
     """Look up ``args.<name>`` as a pass-through option; returns ``(found, value)``. Defaults of
-    Megatron's options are found only with ``--train-backend megatron``."""
+    Megatron's options are found only with ``--train-backend megatron``, those of parallel sizes
+    always."""
     for family in families():
         short = name.removeprefix(prefix_of(family))
         if not name.startswith(prefix_of(family)):
@@ -214,8 +215,11 @@ def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, obj
         if isinstance(given, dict) and short in given:
             return True, given[short]
         known = by_name(family).get(short)
+        # FSDP has one rank on each of Megatron's axes, as the defaults say.
         if known is not None and (
-            family != "megatron" or attributes.get("train_backend") == "megatron"
+            family != "megatron"
+            or attributes.get("train_backend") == "megatron"
+            or "parallel_size" in short
         ):
             defaults = ROUTER_DEFAULTS if family == "router" else {}
             return True, defaults.get(short, known.flag.default)

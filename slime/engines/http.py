@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from slime import registry
 from slime.config.engine import EngineConfig
 from slime.engines import local
 from slime.engines.keys import auth_headers
@@ -108,6 +109,8 @@ def init_http_client(args: Args) -> None:
     _retried = 0  # those of an earlier run in this process are not this run's
     _retries = PATIENT_RETRIES if args.use_fault_tolerance else RETRIES
     _request_seconds = float(args.sglang_router_request_timeout_secs)
+    for name in registry.parts("client"):
+        registry.find("client", name)()
 
 
 def request_seconds() -> float:

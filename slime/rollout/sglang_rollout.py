@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.data.source import DataSource
-from slime.rollout.abort import abort
+from slime.plugins.compat.rollouts import GenerateState, abort
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.evaluate import eval_rollout
 from slime.rollout.generate import generate, get_model_url
 from slime.rollout.group import generate_and_rm, generate_and_rm_group
 from slime.rollout.loop import RolloutLoop
-from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
     from slime.config.args import Args

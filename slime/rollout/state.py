@@ -250,12 +250,6 @@ class GenerateState:
         assert args is not None, "a state is reached only through its args, so the args still exist"
         return args
 
-    @property
-    def group_sampling_seeds(self) -> list[int]:
-        """One seed for each sample of a group, for copies of older rollout functions. slime's own
-        requests have a seed per sample of the run."""
-        return [self.seed + offset for offset in range(self.args.n_samples_per_prompt)]
-
     def reset(self) -> None:
         """Clear the abort flag and the rollout id before the next rollout."""
         self.aborted = False

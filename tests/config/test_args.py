@@ -108,9 +108,12 @@ def test_names_of_megatron_answer_with_its_backend_only() -> None:
     given = {"moe_router_dtype": "fp32"}
     args = make_args(megatron=given)
     assert args.moe_router_dtype == "fp32", "typed by the user"
-    with pytest.raises(AttributeError, match="--tensor-model-parallel-size"):
-        _ = args.tensor_model_parallel_size
-    assert make_args(train_backend="megatron").tensor_model_parallel_size == 1
+    with pytest.raises(AttributeError, match="--recompute-method"):
+        _ = args.recompute_method
+    assert make_args(train_backend="megatron").recompute_method is None
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (1, 1), (
+        "sizes hold with FSDP as well"
+    )
     assert make_args().sglang_mem_fraction_static is None, (
         "defaults of the servers hold with every trainer"
     )

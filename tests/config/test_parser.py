@@ -27,7 +27,13 @@ from slime.config.parser import (
     read_command_line,
     read_settings,
 )
-from slime.plugins.compat.older import GONE, OTHER_FRAMEWORKS, UNREAD_VARIABLES, unread_variables
+from slime.plugins.compat.older import (
+    FORKS,
+    GONE,
+    OTHER_FRAMEWORKS,
+    UNREAD_VARIABLES,
+    unread_variables,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -260,6 +266,14 @@ def test_unknown_flags_are_reported_together_with_suggestions() -> None:
         ("--qlora", "--qlora does not exist: use --lora-rank R --lora-base-quantization nf4"),
         ("--use-vllm", "--use-vllm does not exist: use --rollout-backend vllm"),
         ("--deepspeed-config", "--deepspeed-config does not exist: DeepSpeed is not supported"),
+        (
+            "--generate_max_turns",
+            "--generate_max_turns is a flag of miles, a fork of slime: use --max-turns",
+        ),
+        (
+            "--vllm-router-ip=a",
+            "--vllm-router-ip is a flag of vime, a fork of slime: engines of vLLM",
+        ),
     ],
 )
 def test_what_other_frameworks_have_is_refused_with_the_reason(typed: str, said: str) -> None:
@@ -269,7 +283,7 @@ def test_what_other_frameworks_have_is_refused_with_the_reason(typed: str, said:
 
 def test_no_flag_that_exists_looks_like_another_frameworks() -> None:
     options = build_parser()._option_string_actions
-    assert [option for option in options if option.startswith(tuple(OTHER_FRAMEWORKS))] == []
+    assert [option for option in options if option.startswith((*OTHER_FRAMEWORKS, *FORKS))] == []
 
 
 def test_no_abbreviations_and_no_stray_words() -> None:

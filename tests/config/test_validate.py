@@ -98,7 +98,7 @@ ONE_PROBLEM = [
         "not a multiple",
     ),
     ("--use-routing-replay", "does not replay"),
-    ("--train-backend megatron --fp8 e4m3", "Transformer Engine"),
+    ("--train-backend megatron --fp8-format e4m3", "Transformer Engine"),
     ("--train-backend megatron --moe-aux-loss-coeff 0.01", "load-balancing"),
     ("--use-stateless-adam --train-backend megatron", "--use-stateless-adam exclude"),
     ("--fsdp-shard-size 2 --train-backend megatron", "--train-backend fsdp"),

@@ -104,6 +104,23 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "slime.backends.megatron_utils.loss",
         "slime.plugins.compat.custom_losses",
     ): "a documented import path",
+    (
+        "slime.rollout.sglang_rollout",
+        "slime.plugins.compat.rollouts",
+    ): "a documented import path",
+    (
+        "slime.utils.external_utils.command_utils",
+        "slime.plugins.compat.helpers",
+    ): "a documented import path",
+    (
+        "slime.utils.tensorboard_utils",
+        "slime.plugins.compat.helpers",
+    ): "a documented import path",
+    (
+        "slime.ray.rollout",
+        "slime.plugins.compat.helpers",
+    ): "a documented import path",
+    ("slime.utils.misc", "slime.plugins.compat.helpers"): "a documented import path",
     ("slime.rollout.rm_hub.f1", "slime.plugins.rewards.f1"): "a documented import path",
     (
         "slime.rollout.multi_turn",

@@ -156,11 +156,12 @@ def test_no_process_and_no_port_of_an_engine(runner, flags, tmp_path: Path) -> N
 def test_a_users_function_finds_the_engine_at_its_address(runner, flags, tmp_path: Path) -> None:
     hook = tmp_path / "own_client.py"
     hook.write_text(
-        "import aiohttp\nfrom slime.engines.keys import auth_headers\n"
+        "import aiohttp\n"
         "async def generate(args, sample, sampling_params):\n"
-        "    url = f'http://{args.sglang_router_ip}:{args.sglang_router_port}/health'\n"
-        "    async with aiohttp.ClientSession() as session, session.get(url) as answer:\n"
-        "        assert answer.status == 200\n"
+        "    url = f'http://{args.sglang_router_ip}:{args.sglang_router_port}/generate'\n"
+        "    body = {'text': 'a', 'sampling_params': {'max_new_tokens': 1}}\n"
+        "    async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:\n"
+        "        assert answer.status == 200, await answer.text()\n"
         "    from slime.rollout.sglang_rollout import generate\n"
         "    return await generate(args, sample, sampling_params)\n"
     )

@@ -20,6 +20,8 @@ GONE: dict[str, str] = _TABLE["gone"]
 """Flags of older releases, and what to use instead."""
 OTHER_FRAMEWORKS: dict[str, str] = _TABLE["other_frameworks"]
 """Prefixes of flags of other frameworks, and why slime has no such flag."""
+FORKS: dict[str, tuple[str, str]] = _TABLE["forks"]
+"""Prefixes of flags of forks, each with the fork and what to use, or what the flag would need."""
 ORIGINAL_DEFAULTS: dict[str, object] = _TABLE["original_defaults"]
 """Defaults of slime 0.3 that change results and are not those of this version, by attribute."""
 UNREAD_VARIABLES: dict[str, str] = _TABLE["variables"]
@@ -28,7 +30,7 @@ UNREAD_VARIABLES: dict[str, str] = _TABLE["variables"]
 
 def why_missing(option: str) -> str | None:
     """Explain why a flag does not exist; None if it was never removed and is not known from another
-    framework.
+    framework or a fork.
 
     Args:
         option: The flag with its ``--`` and with ``-`` between its words.
@@ -38,7 +40,10 @@ def why_missing(option: str) -> str | None:
     reason = next(
         (reason for start, reason in OTHER_FRAMEWORKS.items() if option.startswith(start)), None
     )
-    return f"does not exist: {reason}" if reason else None
+    if reason:
+        return f"does not exist: {reason}"
+    of_fork = next((entry for start, entry in FORKS.items() if option.startswith(start)), None)
+    return f"is a flag of {of_fork[0]}, a fork of slime: {of_fork[1]}" if of_fork else None
 
 
 def tell(args: Args) -> list[str]:

@@ -1,0 +1,1 @@
+"""Import paths of older scripts; the code is in :mod:`slime.plugins.compat`."""
