@@ -21,6 +21,8 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 GROUP = "slime.plugins"
@@ -37,8 +39,12 @@ KINDS = {
     "environment": "a function make(what, **options) that returns an Environment, for --environment",
     "engine": "a function start(settings, spec, host, log_path, gpu_ids, node) that returns a "
     "RunningEngine",
-    "options": "a slime.config.passthrough.EngineOptions: flags --NAME-… for the server of the engine "
-    "of this name",
+    "options": "a slime.config.passthrough.ProgramOptions: flags --NAME-… for the program of this name, "
+    "such as the server of an engine",
+    "rules": "a slime.config.rules.RuleSet, or a table of rows (package:rules.json): which flags exclude "
+    "or need each other",
+    "layout": "a function layout(args) that returns the slime.config.layout.ParallelLayout of the ranks of "
+    "the training backend of this name",
     "generator": "a function start(args, fleet) that returns the slime.cluster.engine_calls.Workers of "
     "--rollout-workers",
     "transport": "a slime.weights.transports.base.TransportKind, for --update-weight-transport",
@@ -172,10 +178,14 @@ def _place(target: object) -> str:
 
 
 def load(target: object) -> Any:
-    """Return the object of a place (``package.module:name``), or the object itself."""
+    """Return the object of a place (``package.module:name``), the path of a table
+    (``package:name.json``), or the object itself.
+    """
     if not isinstance(target, str):
         return target
     module, _, name = target.partition(":")
+    if name.endswith(".json"):
+        return Path(str(files(module))) / name
     return getattr(importlib.import_module(module), name)
 
 

@@ -94,41 +94,31 @@ def _by_reason(rows: Iterable[tuple[str, str]]) -> str:
 
 def _passed() -> str:
     lines = [
-        "Names come from tables of the pinned versions (`slime/config/tables`); parsing imports "
-        "none of them.",
+        "Names come from tables of the pinned versions, which stand with the plug-in of the program; "
+        "parsing imports none of them.",
         "",
     ]
-    for family, spelled, versions in (
-        (
-            "sglang",
-            "`--sglang-` and the name of the server's own option",
-            ", ".join(passthrough.SGLANG_VERSIONS),
-        ),
-        (
-            "router",
-            "`--router-` and the name of the router's own option",
-            passthrough.ROUTER_VERSION,
-        ),
-        *(
-            (name, f"`--{name}-` and the name of the server's own option", options.version)
-            for name, options in passthrough.engine_options().items()
-        ),
-        ("megatron", "Megatron's own names", passthrough.MEGATRON_VERSION),
-    ):
+    for family, program in passthrough.programs().items():
+        spelled = (
+            f"`--{family}-` and the name of the program's own option"
+            if program.has_prefix
+            else "the program's own names"
+        )
         names = [
             option for option, entry in passthrough.options().items() if entry.family == family
         ]
         lines.append(
-            f"- {family} {versions}: {spelled}; {len(names)} spellings, values in `args.{family}`."
+            f"- {family} {', '.join(program.by_version)}: {spelled}; {len(names)} spellings, values "
+            f"in `args.{family}`."
         )
     for title, status in (
         ("Options that slime sets itself:", "set by slime"),
         ("Options that are refused:", "not supported"),
     ):
         rows = [
-            (f"--{family}-{name.replace('_', '-')}", reason)
-            for family, reasons in passthrough.all_reasons().items()
-            for name, reason in reasons.get(status, {}).items()
+            (passthrough.spelled(family, name), reason)
+            for family, program in passthrough.programs().items()
+            for name, reason in program.reasons.get(status, {}).items()
         ]
         lines += ["", title, "", _by_reason(rows)]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Make the tables of pass-through flags in slime/config/tables from the wheels of the pinned
-versions.
+"""Make the tables of pass-through flags in slime/plugins/sglang and slime/plugins/megatron from the
+wheels of the pinned versions.
 
     pip download --no-deps -d WHEELS sglang==0.5.23 sglang==0.5.15.post1 sglang-router==0.3.2 megatron-core==0.16.1
     pip install --no-deps --target SITE msgspec        # SGLang's config records need the real one
@@ -30,7 +30,16 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-TABLES = Path(__file__).resolve().parents[1] / "slime" / "config" / "tables"
+PLUGINS = Path(__file__).resolve().parents[1] / "slime" / "plugins"
+MEGATRON = PLUGINS / "megatron" / "options.json"
+"""It also has the options of Megatron-LM that are no config field of megatron-core, or one of
+another name (``field``). They are written by hand, and kept.
+"""
+TARGETS = {
+    "sglang": "sglang/options-{}.json",
+    "sglang_router": "sglang/router.json",
+    "megatron_core": "megatron/options.json",
+}
 MEGATRON_CONFIGS = {
     "TransformerConfig": "megatron.core.transformer.transformer_config",
     "MLATransformerConfig": "megatron.core.transformer.transformer_config",
@@ -175,17 +184,15 @@ def _action_kind(action: argparse.Action) -> str:
     return "list" if action.nargs in ("+", "*") or isinstance(action.nargs, int) else "value"
 
 
-def _dataclass_fields(cls: type, title: str) -> dict[str, dict[str, Any]]:
-    """``{"field_name": {type, default, choices, config}}`` of the fields that a command line can
-    set.
-    """
+def _dataclass_fields(cls: type) -> dict[str, dict[str, Any]]:
+    """``{"field_name": {type, default, choices}}`` of the fields that a command line can set."""
     fields = {}
     for field in dataclasses.fields(cls):
         entry = _field_entry(field.type)
         if field.name.startswith("_") or entry is None:
             continue
         default = field.default if field.default is not dataclasses.MISSING else None
-        fields[field.name] = {**entry, "default": _plain(default), "config": title}
+        fields[field.name] = {**entry, "default": _plain(default)}
     return fields
 
 
@@ -221,7 +228,7 @@ def describe(package: str) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         for name, module in MEGATRON_CONFIGS.items():
             for field, entry in _dataclass_fields(
-                getattr(importlib.import_module(module), name), name
+                getattr(importlib.import_module(module), name)
             ).items():
                 fields.setdefault(field, entry)
         return dict(sorted(fields.items()))
@@ -257,7 +264,26 @@ def _describe_wheel(wheel: Path, site: list[str]) -> None:
         ]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
     options = json.loads(result.stdout.rpartition("\n@@")[2])
-    _write(TABLES / f"{package}-{version}.json", package, version, options)
+    if package == "megatron_core":
+        options = _with_megatron_lm(options)
+    _write(PLUGINS / TARGETS[package].format(version), package, version, options)
+
+
+def _with_megatron_lm(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the options of the fields, and those of Megatron-LM, which replace the fields that they
+    set.
+    """
+    table: dict[str, dict[str, Any]] = json.loads(MEGATRON.read_text())["options"]
+    own = {option: entry for option, entry in table.items() if not entry.get("core")}
+    covered = {entry["dest"] for entry in own.values()} | {e.get("field") for e in own.values()}
+    options: dict[str, dict[str, Any]] = {}
+    for name in sorted(fields.keys() - covered):
+        entry = {"core": True, "dest": name, "field": name, **fields[name]}
+        option = name.replace("_", "-")
+        options[f"--{option}"] = entry
+        if entry["kind"] == "switch":
+            options[f"--no-{option}"] = {**entry, "kind": "negative"}
+    return options | own
 
 
 def _write(target: Path, package: str, version: str, options: dict[str, Any]) -> None:
@@ -278,7 +304,7 @@ def _describe_installed() -> None:
     parser = parsers.FlexibleArgumentParser()
     arguments.AsyncEngineArgs.add_cli_args(parser)
     package = packages_distributions()["vllm"][0]
-    target = TABLES.parents[1] / "plugins" / "vllm" / "options.json"
+    target = PLUGINS / "vllm" / "options.json"
     _write(target, package, version(package), _parser_options(parser))
 
 

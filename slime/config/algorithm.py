@@ -239,26 +239,6 @@ def check_estimator(args: Args) -> list[str]:
     return problems
 
 
-_PATTERNS = (
-    "only_train_params_name_list",
-    "freeze_params_name_list",
-    "lora_target_modules",
-    "lora_exclude_modules",
-)
-
-
-def check_patterns(values: object) -> list[str]:
-    problems = []
-    for name, pattern in [(one, each) for one in _PATTERNS for each in getattr(values, one) or ()]:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            problems.append(
-                f"--{name.replace('_', '-')} {pattern!r} is no regular expression: {error}"
-            )
-    return problems
-
-
 @dataclass
 class KlConfig(Section):
     _title = "KL to the reference"

@@ -24,7 +24,7 @@ from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
 from slime.config.observability import DebugConfig, MegatronExtrasConfig, ObservabilityConfig
-from slime.config.passthrough import by_name, families, option_value, options, prefix_of
+from slime.config.passthrough import by_name, option_value, options, prefix_of, programs
 from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
 from slime.config.trainer import (
@@ -155,7 +155,7 @@ class Args(
         """Set the defaults of all flags, also of registered parts, and then ``values``."""
         for part in (Args, *all_sections()):
             self.__dict__.update(defaults_of(part))
-        for family in families():
+        for family in programs():
             self.__dict__.setdefault(family, {})
         if unknown := values.keys() - self.__dict__.keys():
             raise TypeError(f"Args has no {', '.join(sorted(unknown))}")
@@ -283,7 +283,7 @@ def _spellings_with(parts: tuple[type, ...]) -> dict[str, Spelling]:
     # Later entries replace earlier ones: a flag of slime comes before an option that is passed on.
     for option, entry in options().items():
         found[underscored(option)] = Spelling(entry.flag, entry.family, entry.sets is not False)
-    for family in families():
+    for family in programs():
         named = by_name(family).items()
         found |= {
             prefix_of(family) + name: Spelling(entry.flag, family, True) for name, entry in named

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.flag import DERIVED, Section, flag
-from slime.config.layout import ParallelLayout
+from slime.config.layout import ParallelLayout, context_ranks
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, longest_sample, served_context
 
 if TYPE_CHECKING:
@@ -68,12 +68,11 @@ def derive_batch(args: Args) -> list[str]:
         f"--rollout-batch-size {args.rollout_batch_size} x "
         f"--n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
     )
-    ranks = int(args.megatron.get("context_parallel_size") or 1)
     _size_micro_batches(
         args,
         explicit=args.explicit,
         padded=args.attn_implementation not in (None, "varlen"),
-        longest=longest_sample(args, served_context(args), ranks),
+        longest=longest_sample(args, served_context(args), context_ranks(args.megatron)),
     )
     size = args.global_batch_size
     steps = args.num_steps_per_rollout

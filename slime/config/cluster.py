@@ -19,10 +19,9 @@ from slime.config.engine import (
     served_models,
     total_gpus,
 )
-from slime.config.flag import DERIVED, Section, flag, shown
-from slime.config.machine import Machine, connection_limit, installed
+from slime.config.flag import DERIVED, Section, flag
+from slime.config.machine import Machine, connection_limit
 from slime.config.weight_sync import checks_first_update
-from slime.registry import parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -60,7 +59,7 @@ class ClusterConfig(Section):
     """Deadline in minutes for a collective of torch.distributed"""
     threads_per_process: int | None = flag(None, low=1)
     """CPU threads of each trainer and engine process. Default: an equal share of the cores"""
-    train_env_vars: dict[str, str] = flag({})
+    train_env_vars: dict[str, str | float] = flag({})
     """Environment variables of the training processes, as a JSON object"""
     inline: bool = flag(False, kind="toggle")
     """Run everything in one process on one device, without Ray, for debugging; the numbers are the
@@ -139,18 +138,7 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
 
 def check_placement(args: Args) -> list[str]:
     """Check the rules that do not depend on the machine."""
-    problems = [*check_server_groups(args), *check_colocated_pipelines(args)]
-    if args.embedded_device is not None and args.embedded_device.partition(":")[0] not in (
-        "cpu",
-        "cuda",
-    ):
-        problems.append(f"--embedded-device {args.embedded_device}: must be cpu or cuda")
-    problems += [
-        f"--train-env-vars: {name} needs a text or a number, not {shown(value)}"
-        for name, value in args.train_env_vars.items()
-        if isinstance(value, bool) or not isinstance(value, str | int | float)
-    ]
-    return problems
+    return [*check_server_groups(args), *check_colocated_pipelines(args)]
 
 
 def environment_texts(variables: Mapping[str, object]) -> dict[str, str]:
@@ -161,7 +149,7 @@ def environment_texts(variables: Mapping[str, object]) -> dict[str, str]:
 def check_machine(args: Args, machine: Machine) -> list[str]:
     """Check the rules that depend on this machine. The GPUs of a Ray cluster are checked later,
     when the run connects to it."""
-    problems = _absent_engine(args)
+    problems: list[str] = []
     engines = len(args.rollout_external_engine_addrs or []) or (
         (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
     )
@@ -182,21 +170,6 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
     return problems + (
         _too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine)
     )
-
-
-def _absent_engine(args: Args) -> list[str]:
-    # External engines do not need their package on this machine.
-    package = (
-        None
-        if args.rollout_external_engine_addrs
-        else parts("engine")[args.rollout_backend].package
-    )
-    if package is None or installed(package[0]):
-        return []
-    backend = args.rollout_backend
-    return [
-        f"--rollout-backend {backend}: {backend} is not installed; run pip install {package[1]}"
-    ]
 
 
 def _too_many_gpus(args: Args, machine: Machine) -> list[str]:

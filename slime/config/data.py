@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.files import NamedDataError, data_name, first_row, lookup
-from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag, shown
+from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
 from slime.config.rollout import (
     DEFAULT_ROLLOUT_FUNCTION,
     OWN_FUNCTIONS,
@@ -124,16 +124,6 @@ def derive_data(args: Args) -> None:
         args.notices += context_notice(args, served_context(args))
     args.fill(over_sampling_batch_size=args.rollout_batch_size)
     derive_reward(args, row)
-
-
-def check_multimodal_keys(data: DataConfig) -> list[str]:
-    wrong = {
-        kind: column
-        for kind, column in (data.multimodal_keys or {}).items()
-        if not isinstance(column, str)
-    }
-    words = "--multimodal-keys: {} must name a column, not {}"
-    return [words.format(shown(kind), shown(column)) for kind, column in wrong.items()]
 
 
 @dataclass
@@ -326,11 +316,4 @@ def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:
 
 def check_reward(reward: RewardConfig) -> list[str]:
     problem = None if reward.rm_type is None else reward_type_problem(reward.rm_type, reward.rm_url)
-    problems = [f"--rm-type {reward.rm_type}: {problem}"] if problem else []
-    for name, weight in (reward.reward_weights or {}).items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            problems.append(
-                f"--reward-weights: the weight of {shown(name)} must be a number, not "
-                f"{shown(weight)}"
-            )
-    return problems
+    return [f"--rm-type {reward.rm_type}: {problem}"] if problem else []

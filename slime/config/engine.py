@@ -28,15 +28,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.config.files import form_problems, load_yaml, read_table
+from slime.config.files import TABLES, form_problems, load_yaml, read_json
 from slime.config.flag import DERIVED, Section, flag, path_flag
-from slime.config.passthrough import KEYS, REASONS
+from slime.config.passthrough import KEYS, programs
 
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.config.cluster import ClusterConfig
 
 MOST = 2**20  # upper limit of nodes, GPUs and engines; a larger number is a typing error
+
+
+def torch_device(text: str) -> None:
+    """Check the name of a device; raises a ValueError for one of another kind."""
+    if text.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"{text} must be cpu or cuda")
 
 
 @dataclass
@@ -51,7 +57,7 @@ class EngineConfig(Section):
     """Maximum number of requests that the embedded engine decodes at once"""
     embedded_max_total_tokens: int | None = flag(None, low=1)
     """Tokens in the embedded engine's KV cache. Default: chosen by available memory"""
-    embedded_device: str = flag(DERIVED)
+    embedded_device: str = flag(DERIVED, valid=torch_device)
     """Device of the embedded engine, cpu or cuda. Default: cuda if available"""
     sglang_router_ip: str | None = None
     """IP address of a router that already runs. Default: slime starts one"""
@@ -167,7 +173,7 @@ def read_server_groups(
 
 def _check_form(document: object) -> None:
     """Check the types and names in the file. All that is wrong is told at once."""
-    if problems := form_problems(document, read_table("sglang_config.json")):
+    if problems := form_problems(document, read_json(TABLES / "sglang_config.json")):
         raise ServerGroupError("; ".join(problems))
 
 
@@ -253,7 +259,7 @@ def _group(entry: dict[str, Any], where: str, per_engine: int) -> ServerGroup:
             raise ServerGroupError(
                 f"{where}: overrides: all servers have the same {name}: use {flag_name}"
             )
-        if reason := REASONS["sglang"]["not supported"].get(name):
+        if reason := programs()["sglang"].reasons["not supported"].get(name):
             raise ServerGroupError(f"{where}: overrides: {name} is not supported: {reason}")
     return ServerGroup(kind, gpus, per_engine, overrides)
 

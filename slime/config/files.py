@@ -25,9 +25,8 @@ _LONGEST_PATH = 4095  # bytes
 _SLICE = re.compile(r"@\[(-?\d*):(-?\d*)\]$")
 
 
-def read_table(name: str) -> Any:
-    """Return the content of a JSON file in ``slime/config/tables``. It is shared by all callers."""
-    return read_json(Path(__file__).parent / "tables" / name)
+TABLES = Path(__file__).parent / "tables"
+"""slime's own tables of flags."""
 
 
 @functools.cache
@@ -51,6 +50,31 @@ def path_problem(text: str) -> str | None:
     except RuntimeError:
         return f"there is no home folder {text.partition('/')[0]}"
     return None
+
+
+def rollout_template(text: str) -> None:
+    """Check the path of a file for each rollout; raises a ValueError if it names only one."""
+    if "{rollout_id}" not in text:
+        raise ValueError(f"{text}: the path must contain {{rollout_id}}")
+
+
+def export_template(text: str) -> None:
+    """Check a path in which ``{rollout_id}`` is replaced; raises a ValueError for other braces."""
+    try:
+        text.format(rollout_id=0)
+    except (LookupError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{text}: only {{rollout_id}} is replaced; write other braces twice "
+            f"({type(error).__name__}: {error})"
+        ) from None
+
+
+def regular_expression(text: str) -> None:
+    """Check a regular expression; raises a ValueError that says what is wrong with it."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import (
     Any,
@@ -129,6 +129,11 @@ class Flag:
     off: float | None = None
     derived: bool = False  # the default follows from other flags
     or_hook: bool = False  # the path of the user's own function or class is also a valid value
+    valid: Callable[[str], object] | None = None  # raises a ValueError for a text that is not valid
+    same_as: str = ""  # the attribute whose value is the default
+    entries: tuple[
+        type, ...
+    ] = ()  # the types that the values of a JSON object may have; () for all
 
     @property
     def help(self) -> str:
@@ -189,6 +194,8 @@ class Properties(TypedDict, total=False):
     high: float
     off: float
     or_hook: bool
+    valid: Callable[[str], object]
+    same_as: str
 
 
 def flag(default: object, **properties: Unpack[Properties]) -> Any:
@@ -197,7 +204,7 @@ def flag(default: object, **properties: Unpack[Properties]) -> Any:
 
     Args:
         default: The value if the flag is not given, or :data:`DERIVED` if it follows from other
-            flags.
+            flags. With ``same_as``, it may be None as well.
         properties: See :class:`Flag`. The default of ``help`` is the string below the field; of
             ``option``, the field's name with dashes; of ``kind``, what the annotation implies.
     """
@@ -214,9 +221,9 @@ def hook_flag() -> Any:
     return flag(None, kind="hook")
 
 
-def path_flag() -> Any:
-    """Declare a flag that names a file or folder. The default is None."""
-    return flag(None, kind="path")
+def path_flag(valid: Callable[[str], object] | None = None) -> Any:
+    """Declare a flag that names a file or folder, which ``valid`` checks. The default is None."""
+    return flag(None, kind="path") if valid is None else flag(None, kind="path", valid=valid)
 
 
 def flags_of(cls: type) -> dict[str, Flag]:
@@ -265,8 +272,19 @@ def _make(field: dataclasses.Field[Any], hint: object, section: type) -> Flag:
         text=meta.pop("help", ""),
         fixed_choices=tuple(meta.pop("choices", ())),
         optional=optional,
+        entries=_entry_types(hint) if value_type is dict else (),
         **meta,
     )
+
+
+def _entry_types(hint: object) -> tuple[type, ...]:
+    """Return the types of the values in a JSON object: ``dict[str, float] | None`` gives those of
+    numbers.
+    """
+    mapping = next((one for one in (hint, *get_args(hint)) if get_origin(one) is dict), None)
+    entry = get_args(mapping)[1] if mapping else Any
+    members = get_args(entry) or (entry,)
+    return () if Any in members else (*members, *[int] * (float in members))
 
 
 def _unwrap(hint: object) -> tuple[type, type | None, bool]:
@@ -311,6 +329,9 @@ def convert(flag: Flag, value: object) -> Any:
     # In a file, a list of one value may be written without brackets.
     if flag.takes_list:
         items = value if isinstance(value, (list, tuple)) else [value]
+        # Names may be joined by commas, too.
+        if flag.kind_of_part is not None:
+            items = [word for item in items for word in str(item).split(",") if word]
         return [_convert_one(flag, item) for item in items]
     return _convert_one(flag, value)
 
@@ -364,9 +385,11 @@ def range_text(flag: Flag) -> str:
 
 
 def _convert_one(flag: Flag, value: object) -> Any:
-    converted = _to_type(flag.value_type, value)
+    converted = _READERS[flag.value_type](value)
     if isinstance(converted, str):
         converted = _checked_text(flag, converted)
+    if flag.entries:
+        _check_entries(converted, flag.entries)
     problem = out_of_range(flag, converted)
     if problem:
         raise OutOfRange(problem)
@@ -381,7 +404,20 @@ def _convert_one(flag: Flag, value: object) -> Any:
             else ""
         )
         raise ValueError(f"{converted!r} is not one of {', '.join(map(str, flag.choices))}{own}")
+    if flag.valid is not None:
+        flag.valid(converted)
     return converted
+
+
+def _check_entries(mapping: dict[str, Any], types: tuple[type, ...]) -> None:
+    kinds = " or ".join("a text" if kind is str else "a number" for kind in types[:2])
+    problems = [
+        f"{shown(key)} needs {kinds}, not {shown(value)}"
+        for key, value in mapping.items()
+        if isinstance(value, bool) or not isinstance(value, types)
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _checked_text(flag: Flag, value: str) -> str:
@@ -399,22 +435,9 @@ def _checked_text(flag: Flag, value: str) -> str:
     return os.path.expanduser(value)
 
 
-def _to_type(value_type: type, value: object) -> Any:
-    if value_type is bool:
-        return _to_bool(value)
-    if value_type is dict:
-        return _to_dict(value)
-    if value_type is Loose:
-        return _to_loose(value)
-    if value_type is str:
-        return _to_text(value)
-    if isinstance(value, bool):
-        raise ValueError(f"needs a number, not {value}")  # YAML's true; int(True) would be 1
-    if value_type is int:
-        return _to_int(value)
+def _to_float(value: object) -> float:
+    value = _number(value)
     try:
-        if not isinstance(value, (str, int, float)):
-            raise ValueError
         number = float(value)
     except (ValueError, OverflowError):
         raise ValueError(f"{value!r} is not a number") from None
@@ -422,6 +445,14 @@ def _to_type(value_type: type, value: object) -> Any:
     if not math.isfinite(number):
         raise ValueError(f"{value!r} is not a finite number")
     return number
+
+
+def _number(value: object) -> str | int | float:
+    if isinstance(value, bool):
+        raise ValueError(f"needs a number, not {value}")  # YAML's true; int(True) would be 1
+    if not isinstance(value, (str, int, float)):
+        raise ValueError(f"{value!r} is not a number")
+    return value
 
 
 _LARGEST_INT = 2**63 - 1
@@ -435,13 +466,12 @@ def _to_text(value: object) -> str:
 
 
 def _to_int(value: object) -> int:
+    value = _number(value)
     try:
-        if not isinstance(value, (str, int, float)):
-            raise ValueError
-        number = float(value) if not isinstance(value, int) else value
+        number = value if isinstance(value, int) else float(value)
         if number != int(number):
             raise ValueError
-    except (TypeError, ValueError, OverflowError):
+    except (ValueError, OverflowError):
         raise ValueError(f"{value!r} is not a whole number") from None
     # A float has only 53 bits, so digits are converted directly; "1e6" and "8.0" take the way
     # through float.
@@ -482,6 +512,16 @@ def _to_dict(value: object) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise ValueError(f'needs a JSON object like {{"key": 1}}, not {shown(value)}')
     return decoded
+
+
+_READERS: dict[type, Callable[[object], Any]] = {
+    bool: _to_bool,
+    dict: _to_dict,
+    float: _to_float,
+    int: _to_int,
+    str: _to_text,
+    Loose: _to_loose,
+}
 
 
 def shown(value: object) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from slime.config.files import read_table
+from slime.config.files import TABLES, read_json
 from slime.config.flag import Flag, Section, flag, shown
 from slime.registry import find, parts
 
@@ -18,7 +18,7 @@ def _unsupported() -> type:
     """Make the flags of the original interface that slime refuses or ignores. They remain
     attributes of Args.
     """
-    table: dict[str, dict[str, Any]] = read_table("unsupported.json")
+    table: dict[str, dict[str, Any]] = read_json(TABLES / "unsupported.json")
     fields = [
         (
             name,

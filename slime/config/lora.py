@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.config.files import regular_expression
 from slime.config.flag import DERIVED, Section, flag
 from slime.config.run import InitialWeights, weights_path
 from slime.config.weight_sync import transport_part
@@ -46,11 +47,11 @@ class LoraConfig(Section):
     --load, otherwise off"""
     lora_dropout: float = flag(0.0, low=0, high=0.99)
     """Probability with which inputs of the adapter are zeroed in training steps"""
-    lora_target_modules: list[str] = flag(DERIVED)
+    lora_target_modules: list[str] = flag(DERIVED, valid=regular_expression)
     """Linear layers that have an adapter, by the last parts of their names (q_proj, mlp.up_proj),
     or by regular expressions for whole names; experts for all routed experts. Default: those of the
     adapter in --load, otherwise all-linear"""
-    lora_exclude_modules: list[str] | None = None
+    lora_exclude_modules: list[str] | None = flag(None, valid=regular_expression)
     """Linear layers that have no adapter, named as in --lora-target-modules. Default: none"""
     lora_init: str = flag("kaiming", choices=("kaiming", "gaussian"))
     """Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard

@@ -6,20 +6,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.config.flag import Section, flag, flags_of, hook_flag, is_hook_path, path_flag
-from slime.config.machine import installed
+from slime.config.files import rollout_template
+from slime.config.flag import Section, flag, hook_flag, path_flag
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.registry import parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+
+
+def log_samples_count(value: str) -> int | None:
+    """Return the number in ``--log-samples``: None for ``all``, 0 for ``none``.
+
+    Raises:
+        ValueError: The value is neither of these words nor a number.
+    """
+    if value in ("all", "none"):
+        return None if value == "all" else 0
+    if not (value.isascii() and value.isdigit()):
+        raise ValueError(f"{value} must be all, none, or the number of samples per rollout")
+    return int(value)
 
 
 @dataclass
 class ObservabilityConfig(Section):
     _title = "observability"
 
-    tracker: list[str] | None = flag(None, kind="list")
+    tracker: list[str] | None = flag(None, kind="list", kind_of_part="tracker", or_hook=True)
     """Trackers of the run: any of tensorboard, wandb, mlflow, trackio and swanlab, with spaces or
     commas between them, and classes of your own (file.py:Name). Default: tensorboard, and wandb
     with --use-wandb"""
@@ -41,7 +53,7 @@ class ObservabilityConfig(Section):
     """Also log means over the correct samples, as rollout/correct-<name>"""
     log_reward_category: str | None = None
     """Key of a dict reward by whose values samples are counted in metrics"""
-    log_samples: str = flag("all", metavar="all|none|N")
+    log_samples: str = flag("all", metavar="all|none|N", valid=log_samples_count)
     """Number of samples per rollout and evaluation data set whose texts are written to samples/ of
     the run
     """
@@ -49,21 +61,6 @@ class ObservabilityConfig(Section):
     """Number of rollouts and evaluations whose texts and traces are kept. Default: all"""
     log_compress: bool = False
     """Compress the texts of samples as .jsonl.zst, which zstdcat reads"""
-
-
-def log_samples_count(value: str) -> int | None:
-    """Return the number in ``--log-samples``: None for ``all``, 0 for ``none``.
-
-    Raises:
-        ValueError: The value is neither of these words nor a number.
-    """
-    if value in ("all", "none"):
-        return None if value == "all" else 0
-    if not (value.isascii() and value.isdigit()):
-        raise ValueError(
-            f"--log-samples {value}: must be all, none, or the number of samples per rollout"
-        )
-    return int(value)
 
 
 @dataclass
@@ -74,20 +71,20 @@ class DebugConfig(Section):
     """Generate rollouts without a trainer"""
     debug_train_only: bool = False
     """Train without engines, on --load-debug-rollout-data or a rollout function without engines"""
-    save_debug_rollout_data: str | None = path_flag()
+    save_debug_rollout_data: str | None = path_flag(rollout_template)
     """File to which each rollout's samples are saved; {rollout_id} in the path is replaced by the
     rollout's number
     """
-    load_debug_rollout_data: str | None = path_flag()
+    load_debug_rollout_data: str | None = path_flag(rollout_template)
     """File of saved samples to train on, with {rollout_id} in the path; implies
     --debug-train-only
     """
     load_debug_rollout_data_subsample: float | None = flag(None, above=0, high=1)
     """Fraction of the samples of --load-debug-rollout-data to train on. Default: all"""
-    load_forge_rollout_data: str | None = path_flag()
+    load_forge_rollout_data: str | None = path_flag(rollout_template)
     """File of saved samples, with {rollout_id} in the path, that slime.rollout.forge_load replays
     while the engines are running"""
-    save_debug_train_data: str | None = path_flag()
+    save_debug_train_data: str | None = path_flag(rollout_template)
     """File to which each rollout's training batches are saved; {rollout_id} in the path is replaced
     by the rollout's number"""
     dump_details: str | None = path_flag()
@@ -145,71 +142,10 @@ def derive_debug_modes(args: Args) -> None:
         args.offload_train = args.offload_rollout = False
 
 
-def check_debug_files(debug: DebugConfig) -> list[str]:
-    problems = []
-    flags = flags_of(type(debug))
-    for name in (
-        "save_debug_rollout_data",
-        "load_debug_rollout_data",
-        "save_debug_train_data",
-        "load_forge_rollout_data",
-    ):
-        template = getattr(debug, name)
-        if template and "{rollout_id}" not in template:
-            problems.append(
-                f"{flags[name].option} {template}: the path must contain {{rollout_id}}"
-            )
-    template = debug.load_debug_rollout_data
-    if (
-        template
-        and not Path(template).expanduser().parent.is_dir()
-        and "{" not in str(Path(template).parent)
-    ):
-        problems.append(f"--load-debug-rollout-data {template}: no such folder")
-    return problems
-
-
 def chosen_trackers(observability: ObservabilityConfig) -> list[str]:
     """Return the trackers of a run: those of ``--tracker``, or those that the older switches
     choose.
     """
     if observability.tracker is not None:
-        return list(
-            dict.fromkeys(
-                name for word in observability.tracker for name in word.split(",") if name
-            )
-        )
+        return list(dict.fromkeys(observability.tracker))
     return ["tensorboard"] * observability.use_tensorboard + ["wandb"] * observability.use_wandb
-
-
-def tracker_packages() -> dict[str, tuple[str, str] | None]:
-    """Return for each tracker that has a name its module and what ``pip install`` needs; None if it
-    needs nothing.
-    """
-    return {name: part.package for name, part in parts("tracker").items()}
-
-
-def check_sinks(observability: ObservabilityConfig) -> list[str]:
-    problems = []
-    known = tracker_packages()
-    for name in chosen_trackers(observability):
-        if name in known:
-            package = known[name]
-            if (
-                observability.tracker is not None
-                and package is not None
-                and not installed(package[0])
-            ):
-                problems.append(
-                    f"--tracker {name}: it is not installed; run pip install {package[1]}"
-                )
-        elif not is_hook_path(name):
-            problems.append(
-                f"--tracker {name}: known are {', '.join(known)}, and classes of your own "
-                "(file.py:Name)"
-            )
-    try:
-        log_samples_count(observability.log_samples)
-    except ValueError as error:
-        problems.append(str(error))
-    return problems

@@ -26,7 +26,6 @@ from slime.config.machine import this_machine
 from slime.config.resolve import resolve_defaults, validate
 from slime.config.rules import Run, idle_flags
 from slime.config.settings import apply_file, redacted, set_value, store
-from slime.config.trainer import drop_other_model
 
 
 class ConfigError(ValueError):
@@ -414,7 +413,6 @@ def read_settings(
     # says.
     if args.override:
         problems += _apply_override(args, args.override)
-        drop_other_model(args, args.override)
     for name, value in (settings or {}).items():
         if problem := set_value(args, name, value):
             problems.append(problem)
@@ -431,7 +429,7 @@ def _apply_override(args: Args, file: str) -> list[str]:
         # --ref-load named the model that the file replaces, so it follows
         args.ref_load = args.hf_checkpoint
     after = {**vars(args), **args.megatron}
-    hidden = {"explicit", "notices", *passthrough.families()}
+    hidden = {"explicit", "notices", *passthrough.programs()}
     changed = [
         f"{name}: {redacted(name, before.get(name))} -> {redacted(name, after.get(name))}"
         for name in after

@@ -21,14 +21,14 @@ from slime.config import (
     observability,
     passthrough,
     rollout,
-    run,
     settings,
     trainer,
 )
+from slime.config import run as start
 from slime.config.args import FLAGS, Args
 from slime.config.flag import out_of_range
 from slime.config.layout import ParallelLayout
-from slime.config.machine import Machine, this_machine
+from slime.config.machine import Machine, installed, this_machine
 from slime.config.rules import Run, check_rules
 from slime.registry import find, parts
 
@@ -48,7 +48,7 @@ def resolve_defaults(
             setattr(args, name, hooks.dotted(getattr(args, name)))
     # First the backends: the defaults of the model, of precision and of weight syncs depend on
     # them.
-    run.derive_backends(args, machine)
+    start.derive_backends(args, machine)
     trainer.derive_model(args, machine)
     lora.derive_lora(args)
     # Then what replaces a part of the run: a debug mode has no trainer or no engines, and an
@@ -67,8 +67,8 @@ def resolve_defaults(
     cluster.derive_resources(args, machine, asynchronous)
     data.derive_evaluation(args)
     # The folders come last: their names contain the model and the estimator.
-    run.derive_checkpoints(args)
-    run.derive_run_folder(args)
+    start.derive_checkpoints(args)
+    start.derive_run_folder(args)
     return problems
 
 
@@ -85,46 +85,62 @@ def check_ranges(args: Args) -> list[str]:
     ]
 
 
-def _checks(args: Args) -> Iterator[list[str]]:
+def missing_packages(args: Args) -> list[str]:
+    """Report parts that flags name and whose package is not installed on this machine."""
+    problems = []
+    for name, flag in FLAGS.items():
+        kind = flag.kind_of_part
+        # External engines do not need their package here.
+        if kind is None or (kind == "engine" and args.rollout_external_engine_addrs):
+            continue
+        value = getattr(args, name)
+        for one in value if isinstance(value, list) else [value]:
+            part = parts(kind).get(one)
+            if part and part.package and not installed(part.package[0]):
+                problems.append(
+                    f"{flag.option} {one}: it is not installed; run pip install {part.package[1]}"
+                )
+    return problems
+
+
+def _checks(run: Run) -> Iterator[list[str]]:
     """What is not a row of :mod:`slime.config.rules`, because it reads files, or computes what to
     say. Each check gets the sections and values that it reads.
     """
+    args = run.args
     checkpoint = args.hf_checkpoint
-    megatron_flags = args.megatron
     trains = not args.debug_rollout_only
     # The checkpoints, and the files that flags name.
     yield trainer.check_checkpoint(args)
     yield trainer.check_reference(args)
     yield trainer.check_teacher(args.opd_teacher_load, args.train_backend)
-    yield run.check_folders(args)
-    yield observability.check_debug_files(args)
-    yield observability.check_sinks(args)
+    yield start.check_folders(args)
     yield hooks.check_hooks(FLAGS, args)
     # What a rollout generates.
-    yield data.check_multimodal_keys(args)
     if trains and args.loss_type != "sft_loss":
         yield rollout.check_rotary(args, rollout.served_context(args), checkpoint)
     yield check_ranges(args)
+    yield missing_packages(args)
     yield engine.check_outer_caches(args)
     yield data.check_reward(args)
     # What is trained, and how it is divided over ranks.
     yield batch.check_split(args)
     yield algorithm.check_estimator(args)
-    yield algorithm.check_patterns(args)
-    yield trainer.check_shape(megatron_flags, checkpoint)
     if args.multimodal_keys:
         yield trainer.check_media(checkpoint)
-    yield layout.check_layout(ParallelLayout.from_args(args), megatron_flags, checkpoint)
-    if args.train_backend != "megatron":
-        args.notices += layout.fsdp_notices(megatron_flags)
+    yield ParallelLayout.from_args(args).problems()
+    if args.train_backend not in parts("layout"):
         yield layout.check_shard_size(args.fsdp_shard_size, args.world_size)
     yield lora.check_lora(args)
     if args.rollout_quantization and args.rollout_backend == "sglang":
         yield trainer.check_quantized_model(args.rollout_quantization, checkpoint)
     # The processes and what is passed on to them.
     yield cluster.check_placement(args)
-    yield passthrough.check(args)
+    problems, notices = passthrough.check(vars(args), args.rollout_backend)
+    args.notices += notices
+    yield problems
     yield settings.check_roles(args)
+    yield cluster.check_machine(args, run.machine)
 
 
 def validate(
@@ -137,8 +153,7 @@ def validate(
 
     What the data files hold is checked by :mod:`slime.data.validate`.
     """
-    machine = machine or this_machine()
-    problems = [problem for check in _checks(args) for problem in check]
+    run = Run(args, asynchronous, machine or this_machine())
+    problems = [problem for check in _checks(run) for problem in check]
     # Rules are checked even if other checks fail, so that one call tells everything.
-    problems += check_rules(Run(args, asynchronous, machine))
-    return problems + cluster.check_machine(args, machine)
+    return problems + check_rules(run)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.engine import ServerGroupError, served_models
 from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
 from slime.config.hf_config import context_length, model_config, rotary_limit
-from slime.config.passthrough import engine_options, given_options
+from slime.config.passthrough import given_options, programs
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -196,7 +196,7 @@ def served_context(args: Args) -> int | None:
     it is not known.
 
     It is ``--sglang-context-length`` or the option of a registered engine
-    (:class:`slime.config.passthrough.EngineOptions`), or else the value in the model's config.json,
+    (:class:`slime.config.passthrough.ProgramOptions`), or else the value in the model's config.json,
     and at most the size of the KV cache if that is given. With ``--sglang-config`` it
     is the minimum over the groups of the first model, whose router gets the requests of a rollout;
     the overrides of a group take precedence over the flags.
@@ -211,7 +211,7 @@ def served_context(args: Args) -> int | None:
         given = given_options(args)
         path, overrides = _first_model(args)
         limits = []
-        registered = engine_options().get(args.rollout_backend)
+        registered = programs().get(args.rollout_backend)
         name = "context_length" if registered is None else registered.context_length
         for options in ({**given, **group} for group in overrides):
             length = options.get(name)

@@ -1,16 +1,19 @@
 """Rules about flags that depend on each other: how one is written, when it is broken, and what is
 told then.
 
-The rows are in ``tables/rules.json``, by topic. Those of ``notices`` are told and not refused:
-values that are probably a mistake. Those of ``idle`` are flags that have no effect: the run is
-correct, but does not do what the user expects.
+The rows are in ``tables/rules.json``, by topic; a plug-in registers its own as a :class:`RuleSet`.
+Those of ``notices`` are told and not refused: values that are probably a mistake. Those of ``idle``
+are flags that have no effect: the run is correct, but does not do what the user expects.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime.algorithms.algorithm import Algorithm
@@ -18,7 +21,7 @@ from slime.algorithms.dr_grpo import DrGrpo
 from slime.algorithms.grpo import Grpo
 from slime.config.algorithm import algorithm_class, known_where, loading_problem
 from slime.config.args import Spelling, spellings, underscored
-from slime.config.files import read_table
+from slime.config.files import TABLES, read_json
 from slime.config.hf_config import is_hf_folder, model_config
 from slime.config.lora import has_experts
 from slime.config.machine import Machine, installed
@@ -30,6 +33,7 @@ from slime.config.rollout import (
     trains_late,
 )
 from slime.config.settings import redacted
+from slime.registry import Part, load, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -116,8 +120,8 @@ def holding(conditions: str, run: Run, typed: bool = False) -> list[list[str]]:
 def _words(part: str, run: Run, typed: bool) -> str | None:
     """Return a part of a condition with the value of its flag; None if it does not hold."""
     # A fact is told by its name.
-    if part in FACTS:
-        return part if FACTS[part](run) else None
+    if fact := all_rules().facts.get(part):
+        return part if fact(run) else None
     option, _, wanted = part.partition(" ")
     value, (flag, family, sets) = look_up(option, run.args)
     # Options that are passed on exist only if they were typed.
@@ -157,9 +161,25 @@ def look_up(option: str, args: Args) -> tuple[Any, Spelling]:
     return known.values(args).get(known.flag.name), known
 
 
-def _read_rows() -> dict[str, list[Rule]]:
-    topics: dict[str, list[dict[str, Any]]] = read_table("rules.json")
-    return {topic: [_filled(Rule(**row)) for row in rows] for topic, rows in topics.items()}
+@dataclass(frozen=True)
+class RuleSet:
+    """What the core, or a plug-in, tells about flags.
+
+    Attributes:
+        table: The JSON file of its rows, by topic.
+        facts: What conditions may ask besides values of flags, by name.
+        checks: What is no row, because it reads files, or computes what to say. Each returns
+            problems, with what to change, and may add to ``run.args.notices``.
+    """
+
+    table: Path
+    facts: Mapping[str, Callable[[Run], object]] = field(default_factory=dict)
+    checks: Sequence[Callable[[Run], list[str]]] = ()
+
+    def rows(self) -> dict[str, list[Rule]]:
+        """Return the rows by topic."""
+        topics: dict[str, list[dict[str, Any]]] = read_json(self.table)
+        return {topic: [_filled(Rule(**row)) for row in rows] for topic, rows in topics.items()}
 
 
 def _filled(rule: Rule) -> Rule:
@@ -172,26 +192,51 @@ def _with_estimators(text: str) -> str:
     return re.sub(r"\{(not )?(\w+)\}", lambda match: known_where(match[2], not match[1]), text)
 
 
-_ROWS = _read_rows()
-NOTICES = _ROWS.pop("notices")
-"""What is told and not refused."""
-IDLE = _ROWS.pop("idle")
-"""What has no effect."""
-RULES = [rule for rules in _ROWS.values() for rule in rules]
-"""What is refused."""
+class AllRules(NamedTuple):
+    """The rules of the core and of all plug-ins."""
+
+    refused: list[Rule]
+    notices: list[Rule]  # what is told and not refused
+    idle: list[Rule]  # what has no effect
+    facts: dict[str, Callable[[Run], object]]
+    checks: list[Callable[[Run], list[str]]]
+
+
+@functools.cache
+def all_rules() -> AllRules:
+    """Return all rules, which are read once."""
+    core = RuleSet(TABLES / "rules.json", FACTS)
+    found = AllRules([], [], [], {}, [])
+    for one in (core, *map(_set_of, parts("rules").values())):
+        topics = one.rows()
+        found.notices.extend(topics.pop("notices", []))
+        found.idle.extend(topics.pop("idle", []))
+        found.refused.extend(rule for rules in topics.values() for rule in rules)
+        found.facts.update(one.facts)
+        found.checks.extend(one.checks)
+    return found
+
+
+def _set_of(part: Part) -> RuleSet:
+    """Return the rules of a plug-in, which may register nothing but ``package:table.json``."""
+    found: Path | RuleSet = load(part.target)
+    return RuleSet(found) if isinstance(found, Path) else found
 
 
 def check_rules(run: Run) -> list[str]:
     """Return what is refused, and add to the notices of the arguments what is told only."""
-    run.args.notices += [sentence for rule in NOTICES for sentence in rule.sentences(run)]
-    return [sentence for rule in RULES for sentence in rule.sentences(run)]
+    rules = all_rules()
+    run.args.notices += [sentence for rule in rules.notices for sentence in rule.sentences(run)]
+    problems = [problem for check in rules.checks for problem in check(run)]
+    return problems + [sentence for rule in rules.refused for sentence in rule.sentences(run)]
 
 
 def idle_flags(run: Run) -> list[tuple[str, str]]:
     """Return each flag that the user gave and that has no effect, with its value, and the reason.
     Nothing if the estimator cannot be loaded, which is a problem of its own."""
     told: dict[str, str] = {}
-    for rule in () if loading_problem(run.args.advantage_estimator) else IDLE:
+    idle = [] if loading_problem(run.args.advantage_estimator) else all_rules().idle
+    for rule in idle:
         for flags, _ in rule._replace(typed=True).broken(run):
             told.setdefault(flags[0], rule.because or f"needs {rule.needs}")
     return list(told.items())
@@ -250,12 +295,6 @@ def _serves_on_cpu(run: Run) -> bool:
     )
 
 
-def _decay_changes(run: Run) -> bool:
-    both = [run.args.megatron.get(f"{name}_weight_decay") for name in ("start", "end")]
-    start, end = (run.args.weight_decay if value is None else value for value in both)
-    return bool(start != end)
-
-
 FACTS: dict[str, Callable[[Run], object]] = {
     "train_async.py": lambda run: run.asynchronous,
     "the fully asynchronous rollout": lambda run: is_fully_async(run.args),
@@ -292,8 +331,6 @@ FACTS: dict[str, Callable[[Run], object]] = {
     "keys that differ": lambda run: (
         run.args.sglang.get("api_key") != run.args.router.get("api_key")
     ),
-    "a weight decay that changes": _decay_changes,
-    "the package megatron-core": lambda run: installed("megatron.core"),
     "the package torchao": lambda run: installed("torchao"),
     "the package wandb": lambda run: installed("wandb"),
     "a GPU": lambda run: run.machine.cuda or run.machine.in_cluster,

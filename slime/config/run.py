@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.algorithm import estimator_label
+from slime.config.files import export_template
 from slime.config.flag import DERIVED, Section, flag, path_flag
 from slime.config.hf_config import looks_like_hub_id, megatron_folder
 from slime.config.machine import Machine, installed
@@ -120,7 +121,7 @@ class CheckpointConfig(Section):
     """Number of snapshots to keep. Default: all, or 1 with --save-retain-interval"""
     save_retain_interval: int | None = flag(None, low=1)
     """Keep one snapshot every N rollouts of those that --save-keep-last would delete"""
-    save_hf: str | None = path_flag()
+    save_hf: str | None = path_flag(export_template)
     """Folder for an export of the weights in Hugging Face format with each snapshot; {rollout_id}
     in the path is replaced by the rollout's number"""
     save_hf_dtype: str | None = flag(None, choices=("float32", "bfloat16", "source"))
@@ -168,24 +169,15 @@ def derive_checkpoints(checkpoints: CheckpointConfig) -> None:
 
 
 def check_folders(saved: CheckpointConfig) -> list[str]:
-    """Check what --load names, and the path of --save-hf."""
-    problems = []
-    if saved.save_hf is not None:
-        try:
-            saved.save_hf.format(rollout_id=0)
-        except (LookupError, ValueError, AttributeError) as error:
-            problems.append(
-                f"--save-hf {saved.save_hf}: only {{rollout_id}} is replaced; write other braces "
-                f"twice ({type(error).__name__}: {error})"
-            )
+    """Check what --load names."""
     if saved.load is None or saved.load == saved.save or Path(saved.load).expanduser().exists():
-        return problems
-    if not looks_like_hub_id(saved.load):
-        problems.append(
-            f"--load {saved.load}: no such folder (it may be missing only if --save names the "
-            "same folder)"
-        )
-    return problems
+        return []
+    if looks_like_hub_id(saved.load):
+        return []
+    return [
+        f"--load {saved.load}: no such folder (it may be missing only if --save names the same "
+        "folder)"
+    ]
 
 
 # Which checkpoint a run starts from, and how it is found in a folder that Megatron-LM wrote with

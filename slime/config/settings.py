@@ -18,8 +18,8 @@ from slime.config.files import read_yaml
 from slime.config.flag import OutOfRange, convert, did_you_mean
 from slime.config.flag_support import why_missing
 from slime.config.hf_config import is_hf_folder
-from slime.config.layout import ParallelLayout, check_layout, check_shard_size
-from slime.config.passthrough import families, prefix_of
+from slime.config.layout import ParallelLayout, check_shard_size
+from slime.config.passthrough import prefix_of, programs
 
 HIDDEN = "***"
 _SECRET = re.compile(
@@ -168,7 +168,7 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
 def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
     """Extract the settings from the config.yaml of a run. Derived values and hidden secrets are
     left out, and the pass-through flags get their full names."""
-    left_out = {*RESERVED, *families(), "override"}
+    left_out = {*RESERVED, *programs(), "override"}
     # A hidden value would replace the real one by three stars.
     settings = {
         key: value for key, value in content.items() if key not in left_out and value != HIDDEN
@@ -177,7 +177,7 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
         settings[_ENVIRONMENT] = {
             name: value for name, value in variables.items() if value != HIDDEN
         }
-    for family in families():
+    for family in programs():
         prefix = prefix_of(family)
         given = content.get(family)
         given = given if isinstance(given, dict) else {}
@@ -190,7 +190,7 @@ def set_value(args: Args, key: str, value: object, new_names: bool = False) -> s
     the flag.
     """
     name = underscored(key)
-    if name in RESERVED or name in families() or name.startswith("__"):
+    if name in RESERVED or name in programs() or name.startswith("__"):
         return f"{key}: slime sets this itself"
     if name == "override" and not new_names:
         return f"{key}: an --override file cannot name another --override file"
@@ -278,7 +278,7 @@ def check_roles(args: Args) -> list[str]:
 def _check_critic(critic: Args) -> list[str]:
     """Check the arguments of a critic with GPUs of its own."""
     checks = (
-        check_layout(ParallelLayout.from_args(critic), critic.megatron, critic.hf_checkpoint),
+        ParallelLayout.from_args(critic).problems(),
         check_shard_size(critic.fsdp_shard_size, critic.world_size),
         check_split(critic),
     )
@@ -312,10 +312,10 @@ def to_dict(args: Args) -> dict[str, Any]:
     known: dict[str, Any] = {name: values[name] for name in FLAGS}
     passed = {
         prefix_of(family) + name: value
-        for family in families()
+        for family in programs()
         for name, value in values[family].items()
     }
-    skip = {*families(), "notices", "explicit", "override", *known}
+    skip = {*programs(), "notices", "explicit", "override", *known}
     others = {name: value for name, value in values.items() if name not in skip and _plain(value)}
     known.pop("override")
     return {name: _shown(name, value) for name, value in {**known, **passed, **others}.items()}

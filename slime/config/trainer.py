@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from slime.config.files import read_yaml
+from slime.config.files import regular_expression
 from slime.config.flag import DERIVED, Section, flag, path_flag
 from slime.config.hf_config import (
-    SHAPE,
     is_hf_folder,
     looks_like_hub_id,
-    lookup_dimension,
     media_token_ids,
     megatron_folder,
     model_config,
 )
-from slime.config.layout import ARCHITECTURE
 from slime.config.machine import Machine, installed
 from slime.config.run import is_foreign_megatron, megatron_lm_folder
 
@@ -62,9 +57,9 @@ class ModelConfig(Section):
     """Store what samples of a group begin with once per pack: the same gradients in less time"""
     skip_zero_advantage_groups: bool = flag(True, kind="toggle")
     """Skip forward and backward passes of groups whose advantages are all 0"""
-    only_train_params_name_list: list[str] | None = None
+    only_train_params_name_list: list[str] | None = flag(None, valid=regular_expression)
     """Regular expressions of parameter names; only matching parameters are trained. Default: all"""
-    freeze_params_name_list: list[str] | None = None
+    freeze_params_name_list: list[str] | None = flag(None, valid=regular_expression)
     """Regular expressions of parameter names; matching parameters are not trained"""
     keep_old_actor: bool = False
     """Compute the old log-probs with a copy of the weights that generated the samples. Refused in
@@ -192,14 +187,6 @@ def check_teacher(teacher: str | None, backend: str) -> list[str]:
     return _hf_problem("--opd-teacher-load", teacher)
 
 
-def check_shape(given: Mapping[str, Any], checkpoint: str | None) -> list[str]:
-    """Report every difference between the shape flags (MODEL_ARGS) and config.json."""
-    return [
-        f"{difference}: use the model script of this checkpoint, or leave the flag out"
-        for difference in _differences(given, checkpoint)
-    ]
-
-
 def check_media(checkpoint: str | None) -> list[str]:
     """Check that the model of ``--multimodal-keys`` can process images, video or audio."""
     folder = Path(checkpoint or "").expanduser()
@@ -212,67 +199,6 @@ def check_media(checkpoint: str | None) -> list[str]:
         "config.json, no preprocessor_config.json); use a vision-language model, or leave the "
         "flag out"
     ]
-
-
-def drop_other_model(args: Args, override: str) -> None:
-    """Remove MODEL_ARGS that describe another model than the checkpoint that the ``--override``
-    file names.
-
-    Such a file scales a recipe to a smaller model, while the recipe's script still passes the shape
-    of the larger one. Its config.json is used instead.
-    """
-    names = {str(key).replace("-", "_") for key in read_yaml(override, "--override")[0]}
-    differences = (
-        _differences(args.megatron, args.hf_checkpoint) if "hf_checkpoint" in names else []
-    )
-    if not differences:
-        return
-    args.notices.append(
-        "MODEL_ARGS describe another model than hf_checkpoint of the --override file "
-        f"({len(differences)} differences): the config.json of this checkpoint is used instead"
-    )
-    for name in (*SHAPE, *ARCHITECTURE, "untie_embeddings_and_output_weights"):
-        args.megatron.pop(name, None)
-
-
-def _differences(given: Mapping[str, Any], checkpoint: str | None) -> list[str]:
-    shape = {name: given[name] for name in SHAPE if name in given}
-    config = model_config(checkpoint)
-    if not config or not shape:
-        return []
-    # Latent attention has head sizes of its own, so the flag has no meaning.
-    if config.get("kv_lora_rank"):
-        shape.pop("kv_channels", None)
-    differences = [
-        f"--{name.replace('_', '-')} {value}, but config.json of {checkpoint} has {key} "
-        f"{config_value}"
-        for name, value in shape.items()
-        for key, config_value in [lookup_dimension(config, name)]
-        if config_value is not None and not _same(value, config_value)
-    ]
-    return differences + _tied(given, checkpoint, config)
-
-
-def _same(flag: object, config: object) -> bool:
-    if isinstance(flag, int | float) and isinstance(config, int | float):
-        return math.isclose(flag, config, rel_tol=1e-9)
-    return bool(flag == config)
-
-
-def _tied(given: Mapping[str, Any], checkpoint: str | None, config: Mapping[str, Any]) -> list[str]:
-    tied = config.get("tie_word_embeddings")
-    if tied is None or "num_layers" not in given:
-        return []
-    untied = bool(given.get("untie_embeddings_and_output_weights", False))
-    # the flag says untied and the config says tied, so equal values are a contradiction
-    if untied != bool(tied):
-        return []
-    has = (
-        "contain --untie-embeddings-and-output-weights"
-        if untied
-        else "lack --untie-embeddings-and-output-weights"
-    )
-    return [f"MODEL_ARGS {has}, but config.json of {checkpoint} has tie_word_embeddings {tied}"]
 
 
 @dataclass

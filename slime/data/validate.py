@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.config.data import check_multimodal_keys, reward_type_problem
+from slime.config.data import reward_type_problem
 from slime.config.files import data_name
 from slime.config.flag import shown
 from slime.config.hf_config import read_chat_template
@@ -49,8 +49,6 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     Returns:
         One line for each problem, with file and line number; at most about twenty per file.
     """
-    if check_multimodal_keys(args):  # which is told already, and without columns no row can be read
-        return []
     check = _Check(args, check_label)
     # First the prompts of the training, then each evaluation set with settings of its own.
     found = check.prompts() if _reads_prompts(args) else []

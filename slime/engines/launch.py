@@ -18,7 +18,7 @@ from slime.config.engine import (
 )
 from slime.config.hf_config import model_config
 from slime.config.lora import ALL_LINEAR, FUSED, PROJECTIONS, engine_adapter
-from slime.config.passthrough import KEYS, ROUTER_DEFAULTS, command_line, given_options
+from slime.config.passthrough import KEYS, command_line, given_options, programs
 from slime.config.rollout import samples_whole_vocabulary
 from slime.config.weight_sync import transport_part
 from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys
@@ -172,7 +172,7 @@ class RouterSettings:
     @property
     def words(self) -> list[str]:
         """The options as command-line arguments, including the defaults that slime sets."""
-        return command_line("router", {**ROUTER_DEFAULTS, **self.options})
+        return command_line("router", {**programs()["router"].defaults, **self.options})
 
     @classmethod
     def from_args(cls, args: Args, keys: RunKeys | None = None) -> RouterSettings:

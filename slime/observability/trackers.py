@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import own_section
 from slime.config.hooks import load_function
-from slime.config.observability import chosen_trackers, tracker_packages
+from slime.config.observability import chosen_trackers
 from slime.config.settings import redacted
 from slime.observability.run_dir import RunDir, public_settings
 from slime.registry import find, parts
@@ -213,7 +213,8 @@ def _start(name: str, run: Tracked) -> Tracker:
         create = find("tracker", name) if name in parts("tracker") else load_function(name)
         made: Any = create(run)
     except ImportError as error:
-        package = tracker_packages().get(name) or (name, name)
+        part = parts("tracker").get(name)
+        package = (part and part.package) or (name, name)
         raise TrackerError(f"--tracker {name}: {error}; run pip install {package[1]}") from error
     except Exception as error:  # as above
         raise TrackerError(

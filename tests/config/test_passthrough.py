@@ -9,7 +9,7 @@ import pytest
 
 from slime.config.args import FLAGS, Args
 from slime.config.parser import read_command_line
-from slime.config.passthrough import SGLANG_VERSIONS, by_name, command_line, load_table, options
+from slime.config.passthrough import by_name, command_line, options, programs
 
 VOCABULARY = """
 --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels --normalization
@@ -124,29 +124,29 @@ def test_command_lines_for_the_servers() -> None:
         "disable_radix_cache": True,
         "enable_lora": False,
     }
-    assert command_line("sglang", given, "0.5.23") == [
+    assert command_line("sglang", given) == [
         "--cuda-graph-bs-decode", "1", "2", "--mem-fraction-static", "0.7", "--disable-radix-cache",
     ]  # fmt: skip
     assert command_line("router", {"policy": "manual"}) == ["--policy", "manual"]
 
 
-@pytest.mark.parametrize("version", SGLANG_VERSIONS)
-def test_a_toggle_of_sglang_is_passed_as_it_was_typed(version: str) -> None:
-    toggles = [
-        name for name, entry in load_table("sglang", version).items() if entry["kind"] == "toggle"
-    ]
+@pytest.mark.parametrize("version", programs()["sglang"].by_version)
+def test_a_toggle_of_sglang_is_passed_as_it_was_typed(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.config.passthrough.version_of", lambda package: version)
+    table = programs()["sglang"].by_version[version]
+    toggles = [name for name, entry in table.items() if entry["kind"] == "toggle"]
     for name in toggles:
         given = read_command_line([f"--sglang-{name[2:]}"])[0].sglang
         assert list(given.values()) == [not name.startswith("--no-")]
-        default = load_table("sglang", version)[name].get("default")
-        assert command_line("sglang", given, version) == (
-            [] if default in given.values() else [name]
-        )
+        default = table[name].get("default")
+        assert command_line("sglang", given) == ([] if default in given.values() else [name])
 
 
-@pytest.mark.parametrize("version", SGLANG_VERSIONS)
+@pytest.mark.parametrize("version", programs()["sglang"].by_version)
 def test_tables_hold_what_slime_relies_on(version: str) -> None:
-    table = load_table("sglang", version)
+    table = programs()["sglang"].by_version[version]
     assert len(table) > 400
     for option in (
         "--mem-fraction-static",

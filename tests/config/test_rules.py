@@ -9,9 +9,11 @@ from make_args import CPU_MACHINE, make_args
 
 from slime.config.args import Args
 from slime.config.machine import Machine
-from slime.config.rules import FACTS, IDLE, NOTICES, RULES, Rule, Run, holding, look_up
+from slime.config.rules import Rule, Run, all_rules, holding, look_up
 
-ROWS = [*RULES, *NOTICES, *IDLE]
+FACTS = all_rules().facts
+IDLE = all_rules().idle
+ROWS = [*all_rules().refused, *all_rules().notices, *IDLE]
 ALL = [
     pytest.param(rule, one, other, id=f"{one} / {other or rule.needs or rule.unless}")
     for rule in ROWS

@@ -150,10 +150,8 @@ def test_environment_variables_may_be_numbers(workplace: Workplace) -> None:
         "NCCL_DEBUG": "INFO",
     }, "Ray takes texts only"
     problems = workplace.problems('--train-env-vars {"A":true,"B":null}')
-    assert problems == [
-        f"--train-env-vars: {name} needs a text or a number, not {value}"
-        for name, value in (("A", True), ("B", None))
-    ]
+    for name, value in (("A", True), ("B", None)):
+        assert f"'{name}' needs a text or a number, not {value}" in problems[0]
 
 
 def test_several_problems_are_told_at_once(workplace) -> None:

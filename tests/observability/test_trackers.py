@@ -13,7 +13,7 @@ import pytest
 from make_args import make_args
 
 from slime.config.args import Args
-from slime.config.observability import check_sinks
+from slime.config.parser import check_args
 from slime.observability.metrics import MetricsLogger, read_metrics
 from slime.observability.run_dir import RunDir
 from slime.observability.trackers import Tracked, TrackerError
@@ -79,7 +79,7 @@ def test_a_class_of_the_users_gets_all_and_cannot_end_the_run(
 
 def test_tensorboard_is_one_of_them(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    run = log_three(run_args(tmp_path, f"tensorboard,{tmp_path}/own.py:Lines"))
+    run = log_three(run_args(tmp_path, "tensorboard", f"{tmp_path}/own.py:Lines"))
     assert list(run.tensorboard.glob("events*")) and (run.path / "lines.txt").exists()
 
 
@@ -289,16 +289,16 @@ def test_swanlab_has_the_curve_and_the_texts(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["tensorbord"], "--tracker tensorbord"),
+        (["tensorbord"], "'tensorbord'"),
         (["swanlab"], "'slime-rl[swanlab]'"),
     ],
 )
 def test_mistakes_are_told_before_the_run(
     words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.config.observability.installed", lambda module: module != "swanlab")
-    (problem,) = check_sinks(make_args(tracker=words))
-    assert said in problem
+    monkeypatch.setattr("slime.config.resolve.installed", lambda module: module != "swanlab")
+    _, problems = check_args(["--tracker", *words])
+    assert [problem for problem in problems if said in problem]
 
 
 def test_a_class_that_is_no_tracker_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ def parts() -> None:
         ("verifiers", "verifiers"),
     ):
         register("environment", name, f"slime.plugins.agents.environments.{module}:make")
+    register("rules", "agents", "slime.plugins.agents:rules.json")
     register(
         "resolver",
         "agents",

@@ -11,7 +11,8 @@ import path of the loader, because SGLang's server process imports it
 
 
 def parts() -> None:
-    """Register the transport under the mode that chooses it."""
+    """Register the transport under the mode that chooses it, and its rules."""
+    register("rules", "delta", "slime.plugins.delta:rules.json")
     register(
         "weight mode",
         "delta",

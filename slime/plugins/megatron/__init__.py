@@ -17,6 +17,9 @@ def parts() -> None:
     here = "slime.plugins.megatron"
     needs = ("megatron.core", "slime-rl[megatron]")
     register("backend", "megatron", f"{here}.start:MegatronBackend", package=needs)
+    register("layout", "megatron", f"{here}.layout:layout_of")
+    register("options", "megatron", f"{here}.options:OPTIONS")
+    register("rules", "megatron", f"{here}.rules:RULES")
     register("resolver", "megatron", f"{here}.flags:resolve")
     register("check", "megatron", f"{here}.flags:check_family")
     # Megatron-LM: its checkpoints, which FSDP reads too, and the flags of its checkout

@@ -10,17 +10,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.files import read_table
+from slime.config.files import read_json
 from slime.config.flag_support import no_effect_notice
-from slime.config.hf_config import model_config, read_config
+from slime.config.hf_config import SHAPE, model_config, read_config
 from slime.config.layout import ParallelLayout
-from slime.config.passthrough import MEGATRON_VERSION, load_table
+from slime.config.passthrough import by_name
 from slime.config.run import megatron_lm_folder
+from slime.plugins.megatron.layout import chunk_problems
+from slime.plugins.megatron.options import OPTIONS
+from slime.plugins.megatron.shape import drop_other_model, shape_problems
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.rules import Run
 
-_TABLE = read_table("passed_on.json")["megatron"]
+_TABLE = read_json(Path(__file__).with_name("flags.json"))
+ARCHITECTURE = frozenset(_TABLE["architecture"])
+"""Flags that describe the model. FSDP takes all of this from the checkpoint's code and config.json."""
 READ_BY_SLIME = frozenset(_TABLE["read"])
 """Flags that the Megatron backend reads itself, or that repeat values of config.json."""
 WITHOUT_EFFECT = frozenset(_TABLE["without_effect"])
@@ -35,12 +41,21 @@ REFUSED: dict[str, str] = _TABLE["refused"]
 
 
 def resolve(args: Args) -> list[str]:
+    """Leave out MODEL_ARGS of a model that ``--override`` replaces."""
+    drop_other_model(args, ARCHITECTURE)
+    return []
+
+
+def check(run: Run) -> list[str]:
     """Return the problems of Megatron's flags and of adapters on its layers, and add the notices."""
-    if args.train_backend != "megatron":
-        return []
+    args = run.args
     given = args.megatron
+    problems = shape_problems(given, args.hf_checkpoint)
+    if args.train_backend != "megatron":
+        args.notices.extend(other_backend_notices(given, args.train_backend))
+        return problems
     args.notices.extend([*shadowing_notices(), *no_effect_notice(idle_megatron_flags(given))])
-    problems = refused_flags(given)
+    problems += [*refused_flags(given), *chunk_problems(given, args.hf_checkpoint)]
     if args.lora_rank:
         problems += adapter_problems(
             model_config(args.hf_checkpoint), int(given.get("tensor_model_parallel_size") or 1)
@@ -50,8 +65,23 @@ def resolve(args: Args) -> list[str]:
 
 def fields_by_dest() -> dict[str, str]:
     """Map attributes of Megatron-LM to config fields of megatron-core where the names differ."""
-    table = load_table("megatron_lm", MEGATRON_VERSION)
-    return {entry["dest"]: entry["field"] for entry in table.values() if "field" in entry}
+    return {
+        entry["dest"]: entry["field"] for entry in OPTIONS.entries().values() if "field" in entry
+    }
+
+
+def other_backend_notices(given: Mapping[str, Any], backend: str) -> list[str]:
+    """Name the flags that have no effect with another backend in one notice."""
+    # FSDP reads the shape from config.json, which is compared with these flags.
+    known = {*SHAPE, *ARCHITECTURE, *_TABLE["understood_by_fsdp"]}
+    defaults = {name: entry.flag.default for name, entry in by_name("megatron").items()}
+    # what FSDP does anyway needs no notice
+    as_usual = {**defaults, "attention_dropout": 0, "hidden_dropout": 0}
+    idle = [name for name, value in given.items() if name not in known and value != as_usual[name]]
+    if not idle:
+        return []
+    shown = ", ".join("--" + name.replace("_", "-") for name in sorted(idle))
+    return [f"these Megatron flags have no effect with --train-backend {backend}: {shown}"]
 
 
 def idle_megatron_flags(given: dict[str, Any]) -> list[tuple[str, str]]:
@@ -78,7 +108,6 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
             f"--spec {' '.join(other)}: slime supports only its built-in layers; leave it out"
         )
     known = READ_BY_SLIME | WITHOUT_EFFECT | set(PERFORMANCE) | set(REFUSED) | set(fields_by_dest())
-    known |= set(load_table("megatron_core", MEGATRON_VERSION))
     problems += [
         f"--{name.replace('_', '-')}: --train-backend megatron does not read it; leave it out"
         for name in given

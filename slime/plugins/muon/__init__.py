@@ -4,7 +4,8 @@ from slime.registry import register
 
 
 def parts() -> None:
-    """Register the optimizer with its flags."""
+    """Register the optimizer with its flags and rules."""
+    register("rules", "muon", "slime.plugins.muon:rules.json")
     register(
         "optimizer",
         "muon",

@@ -9,11 +9,14 @@ from slime.registry import register
 
 
 def parts() -> None:
-    """Register the engine and the check of its options."""
+    """Register the engine, the options of its servers and of its router, and their checks."""
     register(
         "engine",
         "sglang",
         "slime.plugins.sglang.launch:start",
         package=("sglang", "'slime-rl[sglang]'"),
     )
+    register("options", "sglang", "slime.plugins.sglang.options:SGLANG")
+    register("options", "router", "slime.plugins.sglang.options:ROUTER")
+    register("resolver", "keys of servers", "slime.plugins.sglang.options:check_keys")
     register("check", "options of servers", "slime.plugins.sglang.check:check_server_options")

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.config.machine import this_machine
-from slime.config.passthrough import command_line, keyless_options
+from slime.config.passthrough import command_line
 from slime.config.process import module_command
 from slime.engines.http import request_blocking
 from slime.engines.keys import send_key
 from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.process import EngineProcess, ServerFailed, free_port, without_proxy
+from slime.plugins.sglang.options import keyless_options
 
 CPU_DEFAULTS: dict[str, object] = {
     "attention_backend": "torch_native",

@@ -6,7 +6,8 @@ from slime.registry import register
 
 
 def parts() -> None:
-    """Register the trackers, and the flags of two of them."""
+    """Register the trackers, the flags of two of them, and their rules."""
+    register("rules", "trackers", "slime.plugins.trackers:rules.json")
     here = "slime.plugins.trackers"
     register(
         "tracker",

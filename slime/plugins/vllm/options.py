@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.hf_config import read_config
-from slime.config.passthrough import EngineOptions
+from slime.config.passthrough import ProgramOptions
 from slime.engines.sglang_api import Capabilities
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks of adapters for which vLLM can make room."""
 _SIZE = "use --rollout-num-gpus-per-engine"
 _PARALLEL = "an engine of slime is one group of tensor-parallel ranks on one node"
-VLLM = EngineOptions(
-    Path(__file__).with_name("options.json"),
+VLLM = ProgramOptions(
+    (Path(__file__).with_name("options.json"),),
     {
         "set by slime": {
             "model": "it follows from --hf-checkpoint",

@@ -68,14 +68,15 @@ def test_flags_land_in_args_without_vllm() -> None:
 def test_what_slime_refuses_is_an_option_of_vllm(name: str) -> None:
     assert name in passthrough.by_name("vllm")
     args = make_args(rollout_backend="vllm", hf_checkpoint="/m", vllm={name: "x"})
-    (problem,) = passthrough.check(args)
+    ((problem,), _) = passthrough.check(vars(args), "vllm")
     assert problem.startswith(f"--vllm-{name.replace('_', '-')} is ")
 
 
 def test_flags_of_an_engine_that_does_not_run_are_told() -> None:
     args = make_args(rollout_backend="embedded", vllm={"max_num_seqs": 7})
-    assert passthrough.check(args) == []
-    assert any("--vllm-max-num-seqs" in notice for notice in args.notices)
+    problems, notices = passthrough.check(vars(args), "embedded")
+    assert problems == []
+    assert any("--vllm-max-num-seqs" in notice for notice in notices)
 
 
 @pytest.mark.parametrize(

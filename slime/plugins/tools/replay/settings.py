@@ -17,7 +17,7 @@ from typing import Any
 
 from slime.config.args import FLAGS, spellings
 from slime.config.flag import Flag, is_hook_path
-from slime.config.passthrough import by_name, families
+from slime.config.passthrough import by_name, programs
 from slime.config.settings import HIDDEN, RESERVED, redacted
 
 RUNS_CODE = frozenset((
@@ -166,7 +166,7 @@ def recorded_settings(settings: Mapping[str, Any], directory: Path, stand_in: st
         ):
             data[name] = value
     # Names that are no flags are attributes that the user's functions read.
-    left = {*own_names, *RESERVED, *families(), *megatron}
+    left = {*own_names, *RESERVED, *programs(), *megatron}
     own = {
         name: known[name]
         for name in known
