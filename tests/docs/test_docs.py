@@ -20,7 +20,7 @@ NOT_TRAINING = {
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-dir", "--repo-type", "--no-deps", "--from",
     "--with", "--torch-backend",
     "--origin-hf-dir", "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid", "--block", "--parts", "--batch",
-    "--all-weights", "--compact", "--keys", "--max-models", "--replay", "--state",  # of slime serve
+    "--all-weights", "--compact", "--keys", "--max-models", "--replay", "--state", "--teacher",  # of slime serve
     "--output", "--page", "--seeds",  # of benchmarks/recipes.py
     "--rooms", "--task", "--run-its-code", "--host", "--token", "--export", "--export-steps", "--export-samples",
     "--step", "--sample", "--tensors", "--through", "--tolerance", "--backend", "--engine", "--cover",

@@ -112,7 +112,10 @@ async def capabilities(request: web.Request) -> web.Response:
         "trainable": True,
         "sampleable": True,
     }
-    return json_answer({"supported_models": [model]})
+    teachers = [
+        {"model_name": name, "trainable": False, "sampleable": True} for name in state.teachers
+    ]
+    return json_answer({"supported_models": [model, *teachers]})
 
 
 def _check_base(state: State, name: object) -> None:
@@ -310,13 +313,16 @@ async def get_info(state: State, tenant: str, body: dict[str, Any]) -> Any:
 async def create_sampling_session(state: State, tenant: str, body: dict[str, Any]) -> Any:
     session = state.session_of(body["session_id"], tenant)["id"]
     place = _whole(body, "sampling_session_seq_id", 0)
-    path = body.get("model_path")
-    if path is None:
+    path, teacher = body.get("model_path"), None
+    if path is None and body.get("base_model") in state.teachers:
+        teacher = body["base_model"]
+    elif path is None:
         _check_base(state, body.get("base_model"))
     elif not state.trainer.can_be_sampled(state.weights_of(path, tenant)):
         raise Refused(f"{path} cannot be sampled: use what save_weights_for_sampler wrote")
     name = f"{session}:sample:{place}"
     record = {"do": "create_sampler", "id": name, "tenant": tenant, "path": path, "place": place}
+    record["teacher"] = teacher
     return {"sampling_session_id": state.submit(record), "type": "create_sampling_session"}
 
 

@@ -49,6 +49,42 @@ def add_serve(commands: Subparsers) -> None:
         help="folder of the log of commands, of adapters and of the key; a server that finds one "
         "goes on with it (default: outputs/serve)",
     )
+    _add_tenants(serve)
+    serve.add_argument(
+        "--all-weights",
+        action="store_true",
+        help="models have all weights instead of adapters: clients ask for rank 0. A model takes "
+        "16 bytes of memory for each weight",
+    )
+    serve.add_argument(
+        "--teacher",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="a model that clients sample but do not train, on a server with SGLang's native HTTP, "
+        "for its log-probs; can be given several times",
+    )
+    serve.add_argument(
+        "--override",
+        metavar="FILE",
+        help="file of flags of slime train for the trainer and the engine",
+    )
+    serve.add_argument(
+        "--compact",
+        action="store_true",
+        help="first remove from the log what is not needed to go on; it cannot be replayed then, "
+        "and clients cannot ask for earlier answers",
+    )
+    serve.add_argument(
+        "--replay",
+        action="store_true",
+        help="do the training commands of the log again and compare the answers; exit code 1 if "
+        "one differs",
+    )
+    serve.set_defaults(run=run)
+
+
+def _add_tenants(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--keys",
         type=Path,
@@ -64,24 +100,6 @@ def add_serve(commands: Subparsers) -> None:
         default=8,
         help="most models that a tenant trains at a time (default: 8)",
     )
-    serve.add_argument(
-        "--all-weights",
-        action="store_true",
-        help="models have all weights instead of adapters: clients ask for rank 0. A model takes "
-        "16 bytes of memory for each weight",
-    )
-    serve.add_argument(
-        "--override",
-        metavar="FILE",
-        help="file of flags of slime train for the trainer and the engine",
-    )
-    serve.add_argument(
-        "--replay",
-        action="store_true",
-        help="do the training commands of the log again and compare the answers; exit code 1 if "
-        "one differs",
-    )
-    serve.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"--state {options.state} has no {LOG}: there is nothing to replay")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     keys, limits = ({}, {}) if options.replay else _tenants(options, folder)
+    teachers = dict(_teacher(value) for value in options.teacher)
     # The engine holds the checkpoint, as the trainer does, and both stay as they are: the adapters
     # come by name, and all weights one checkpoint after the other. A deterministic engine would
     # measure its kernels again for each of them.
@@ -110,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
     ) as session:
         if options.replay:
             return _replay(session, folder)
-        asyncio.run(_serve(session, options, folder, keys, limits))
+        asyncio.run(_serve(session, options, folder, keys, limits, teachers))
     return 0
 
 
@@ -125,6 +144,14 @@ def _replay(session: Session, folder: Path) -> int:
     if found.unanswered:
         print(f"{len(found.unanswered)} commands had no answer yet")
     return 1 if found.differing else 0
+
+
+def _teacher(value: str) -> tuple[str, str]:
+    """Return the name and the address of a teacher."""
+    name, equals, url = value.partition("=")
+    if not name or not equals or not url.startswith(("http://", "https://")):
+        raise CommandError(f"--teacher {value} is not of the form NAME=http://HOST:PORT")
+    return name, url.rstrip("/")
 
 
 def _tenants(options: argparse.Namespace, folder: Path) -> tuple[dict[str, str], dict[str, Limits]]:
@@ -160,13 +187,19 @@ async def _serve(
     folder: Path,
     keys: dict[str, str],
     limits: dict[str, Limits],
+    teachers: dict[str, str],
 ) -> None:
     from aiohttp import web
 
     from slime.plugins.serve.app import make_app
+    from slime.plugins.serve.log import compact
     from slime.plugins.serve.state import State
+    from slime.plugins.serve.trainer import Trainer
 
-    state = State(session, folder, limits)
+    if options.compact and (folder / LOG).is_file():
+        gone = compact(folder / LOG, Trainer(session, folder / "models").reached)
+        print(f"{LOG} has lost {gone:,} bytes that are not needed to go on")
+    state = State(session, folder, limits, teachers)
     await state.recover()
     app = make_app(state, keys, secrets.token_bytes(32))
     runner = web.AppRunner(app, auto_decompress=False, access_log=None)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,16 @@ BASE = ""
 
 
 class EngineWeights:
-    """What is loaded into the engine, and who uses it."""
+    """What is loaded into the engine, and who uses it.
 
-    def __init__(self, session: Session, trainer: Trainer) -> None:
+    Args:
+        teachers: The addresses of the servers of other models, by the names of these.
+    """
+
+    def __init__(self, session: Session, trainer: Trainer, teachers: Mapping[str, str]) -> None:
         self.session = session
         self.trainer = trainer
+        self.teachers = teachers
         self._adapters: dict[str, str] = {}
         """The names of the adapters in the engine, the one that was used longest ago first."""
         self._checkpoint = BASE
@@ -42,13 +47,24 @@ class EngineWeights:
         return self.session.engines[0]
 
     @contextlib.asynccontextmanager
-    async def use(self, path: str | None) -> AsyncIterator[str | None]:
-        """Keep weights in the engine within the context, which gives the name of their adapter, if
-        they are one.
+    async def use(
+        self, path: str | None, teacher: str | None
+    ) -> AsyncIterator[tuple[str, str | None]]:
+        """Keep weights in the engine within the context, which gives the address of the server and
+        the name of their adapter there, if they are one.
 
         Args:
             path: That of a checkpoint; None for the base model.
+            teacher: The name of a model on another server, in place of both.
+
+        Raises:
+            Refused: There is no such teacher or checkpoint.
         """
+        if teacher is not None:
+            if teacher not in self.teachers:
+                raise Refused(f"{teacher} is no longer a teacher of this server")
+            yield self.teachers[teacher], None
+            return
         key, folder = BASE, Path(self.session.args.hf_checkpoint)
         if path is not None:
             folder = self.trainer.folder_of(path).absolute()
@@ -62,7 +78,7 @@ class EngineWeights:
                 adapter = await self._load_adapter(key, folder)
             self._users[key] += 1
         try:
-            yield adapter
+            yield self.url, adapter
         finally:
             self._users[key] -= 1
             self._ended.set()

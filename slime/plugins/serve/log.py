@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
+
+from slime.data.value_files import write_atomically
 
 Record = dict[str, Any]
 """A command: ``do``, its kind; ``id``, the same in each retry; ``tenant``; ``model`` and
@@ -55,6 +58,42 @@ def read(file: Path) -> list[Record]:
     """
     lines = file.read_bytes().splitlines(keepends=True)
     return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def compact(file: Path, reached: Callable[[str], int]) -> int:
+    """Leave in a log what a server needs to go on, and no longer what a replay would need: commands
+    of models before their saved state, samples that were drawn, and the answers to both.
+
+    Args:
+        reached: The number of the last command in the saved state of a model; 0 without one.
+
+    Returns:
+        The bytes that are gone.
+    """
+    records = read(file)
+    answered = {one["answer"] for one in records if "answer" in one}
+    ended = {one["model"] for one in records if one.get("do") == "unload_model"}
+
+    def needed(one: Record) -> bool:
+        if one["id"] not in answered or "sampler" in one:
+            return True
+        if "model" not in one:
+            return bool(one["do"] != "sample")
+        # what made a model and what ended it keep its name and its place in lists
+        if one["number"] == 0 or one["do"] == "unload_model":
+            return True
+        return one["model"] not in ended and one["number"] >= reached(one["model"])
+
+    kept = {one["id"] for one in records if "do" in one and needed(one)}
+    before = file.stat().st_size
+    write_atomically(
+        file,
+        lambda new: new.writelines(
+            orjson.dumps(one) + b"\n" for one in records if one.get("id", one.get("answer")) in kept
+        ),
+    )
+    file.chmod(0o600)
+    return before - file.stat().st_size
 
 
 class Log:

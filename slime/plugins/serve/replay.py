@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.cli.errors import CommandError
 from slime.plugins.serve.log import Answer, Record
 from slime.plugins.serve.trainer import Trainer
 
@@ -33,6 +34,9 @@ class Replayed:
 def replay(session: Session, records: Sequence[Record]) -> Replayed:
     """Do all commands of models again, from the first on, in a folder of their own. Samples are not
     drawn again: what was trained on them is part of the commands.
+
+    Raises:
+        CommandError: The log has not all commands of a model.
     """
     answers = {one["answer"]: one for one in records if "answer" in one}
     found = Replayed()
@@ -68,3 +72,8 @@ def _in_order(records: Sequence[Record]) -> Iterator[Record]:
         while number in waiting[model]:
             yield waiting[model].pop(number)
             number = following[model] = number + 1
+    if left := [one["id"] for commands in waiting.values() for one in commands.values()]:
+        raise CommandError(
+            f"{len(left)} commands cannot be done again, {left[0]} first: the log has none of those "
+            "before them (--compact removes them)"
+        )

@@ -198,5 +198,5 @@ async def session(request: web.Request) -> web.Response:
 async def sampler(request: web.Request) -> web.Response:
     state = request.app[STATE_KEY]
     found = state.sampler_of(request.match_info["name"], request[TENANT])
-    base = base_name(state)
+    base = found.teacher or base_name(state)
     return json_answer({"sampler_id": found.id, "base_model": base, "model_path": found.path})

@@ -7,15 +7,18 @@ import asyncio
 import logging
 import shutil
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from slime.cluster.actors import door
 from slime.config.seeds import derive_seed
 from slime.engines import http
+from slime.observability.run_dir import RunDir
 from slime.plugins.serve.engine import EngineWeights
 from slime.plugins.serve.limits import Limits, Meter, check_disk
 from slime.plugins.serve.log import Answer, Log, Record
@@ -57,12 +60,15 @@ class Model:
 
 @dataclass
 class Sampler:
-    """Weights that are sampled: those of ``path``, or of the base model."""
+    """Weights that are sampled: those of ``path``, of the base model, or of the model of another
+    server, which is named ``teacher``.
+    """
 
     id: str
     tenant: str
     path: str | None
     place: int
+    teacher: str | None = None
     joined: int = 0
 
 
@@ -72,12 +78,20 @@ class State:
     Args:
         root: The folder of the log and of all models.
         limits: Those of the tenants that have any.
+        teachers: The addresses of the servers of other models, by the names of these.
     """
 
-    def __init__(self, session: Session, root: Path, limits: Mapping[str, Limits]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        root: Path,
+        limits: Mapping[str, Limits],
+        teachers: Mapping[str, str],
+    ) -> None:
         self.session = session
         self.args = session.args
         self.limits = limits
+        self.teachers = teachers
         self.meters = {
             name: Meter(one.tokens_per_minute)
             for name, one in limits.items()
@@ -90,7 +104,7 @@ class State:
         self.samplers: dict[str, Sampler] = {}
         self.commands: dict[str, Record] = {}
         self.answers: dict[str, asyncio.Future[Answer]] = {}
-        self.weights = EngineWeights(session, self.trainer)
+        self.weights = EngineWeights(session, self.trainer, teachers)
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: deque[str] = deque()
         self._began = time.monotonic()
@@ -137,7 +151,7 @@ class State:
             self.heard(record["id"])
         elif record["do"] == "create_sampler":
             self.samplers[record["id"]] = Sampler(
-                record["id"], tenant, record["path"], record["place"]
+                record["id"], tenant, record["path"], record["place"], record.get("teacher")
             )
         elif "model" in record:
             if record["number"] == 0:
@@ -182,9 +196,10 @@ class State:
         while (record := model.waiting.pop(model.next, None)) is not None:
             answer = await self._done(record)
             model.next += 1
-            self._answer(record, answer)
             if record["do"] == "unload_model" or (answer.error and record["number"] == 0):
                 self.models.pop(model.id, None)
+            self._show()
+            self._answer(record, answer)
 
     async def _done(self, record: Record) -> Answer:
         """Do a command of a model; what goes wrong is its answer."""
@@ -240,6 +255,7 @@ class State:
             self.models.pop(name, None)
         for model in self.models.values():
             await self._recover_model(model, known)
+        self._show()
         for record in self.commands.values():
             if "model" not in record and record["id"] not in known:
                 self._begin(record)
@@ -286,10 +302,9 @@ class State:
         seed = derive_seed(
             self.args.rollout_seed, "serve", sampler.place, record["request"].get("seq_id") or 0
         )
-        async with self.weights.use(sampler.path) as adapter:
+        async with self.weights.use(sampler.path, sampler.teacher) as (url, adapter):
             body = sampling_body(record["request"], adapter, seed)
-            url = f"{self.weights.url}/generate"
-            answer = await http.request("POST", url, body, SAMPLE_SECONDS)
+            answer = await http.request("POST", f"{url}/generate", body, SAMPLE_SECONDS)
         answers = answer if isinstance(answer, list) else [answer]
         return sample_answer(answers, bool(record["request"].get("prompt_logprobs")))
 
@@ -304,6 +319,26 @@ class State:
         return time.monotonic() - self._heard.get(model.id.partition(":")[0], self._began)
 
     # --- whose it is -------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        """Write what ``slime ui`` shows of the models."""
+        samplers = Counter(name.partition(":")[0] for name in self.samplers)
+        values = [
+            {
+                "tenant": one.tenant,
+                "session": (session := one.id.partition(":")[0]),
+                "model": one.id,
+                "rank": one.rank,
+                "commands": one.next,
+                "waiting": len(one.waiting),
+                "samplers": samplers[session],
+            }
+            for one in self.models.values()
+        ]
+        run = RunDir.parent_of_runs(self.args.output_dir) / self.args.run_name
+        part = run / "served.part"
+        part.write_bytes(orjson.dumps(values))
+        part.replace(run / "served.json")
 
     def limits_of(self, tenant: str) -> Limits:
         return self.limits.get(tenant, Limits())

@@ -129,6 +129,11 @@ class Trainer:
             self.adapters.save(backend, record["model"], file, facts)
         return answer
 
+    def reached(self, model: str) -> int:
+        """Return the number of the last command in the saved state of a model; 0 without one."""
+        file = self.model_folder(model) / STATE
+        return int(facts_of(file)["number"]) if file.is_file() else 0
+
     def recover(self, backend: FsdpBackend, model: str) -> dict[str, Any] | None:
         """Load the last state of a model; returns its facts, None if there is none."""
         file = self.model_folder(model) / STATE

@@ -75,9 +75,9 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def serving(
-    session: Session, root: Path, limits: Limits | None = None
+    session: Session, root: Path, limits: Limits | None = None, **teachers: str
 ) -> AsyncIterator[Client]:
-    state = State(session, root, {} if limits is None else {"alice": limits})
+    state = State(session, root, {} if limits is None else {"alice": limits}, teachers)
     await state.recover()
     async with TestClient(TestServer(make_app(state, KEYS, b"secret"))) as http:
         yield Client(http, state)

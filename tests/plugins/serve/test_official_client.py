@@ -106,13 +106,13 @@ def python() -> str:
 class Server:
     """``slime serve`` on one port, which can be killed and started again."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        self.model, self.folder, self.port = model, folder, 0
+    def __init__(self, model: Path, folder: Path, *options: str) -> None:
+        self.model, self.folder, self.port, self.options = model, folder, 0, options
         self.start()
 
     def start(self) -> None:
         command = [sys.executable, "-m", "slime.cli.main", "serve", "--model", str(self.model)]
-        command += ["--state", str(self.folder), "--port", str(self.port)]
+        command += ["--state", str(self.folder), "--port", str(self.port), *self.options]
         environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
         self.log = (self.folder.parent / "server.log").open("a+")
         self.process = subprocess.Popen(
@@ -120,7 +120,7 @@ class Server:
         )
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if ready := re.match(r"ready: TINKER_BASE_URL=\S+:(\d+) TINKER_API_KEY=(\S+)", line):
+            if ready := re.match(r"ready: TINKER_BASE_URL=\S+:(\d+) TINKER_API_KEY=(.+)", line):
                 self.port, self.key = int(ready[1]), ready[2]
                 return
         self.log.seek(0)
@@ -177,6 +177,61 @@ def test_the_client_trains_through_a_kill(python: str, server: Server, tiny_mode
         text=True,
     )
     assert again.returncode == 0, again.stdout + again.stderr[-2000:]
+
+
+LIMITED = """
+import json, sys, time, tinker
+from tinker import types
+
+service = tinker.ServiceClient()
+client = service.create_lora_training_client(base_model=sys.argv[1], rank=0).result()
+words = [5, 9, 9, 30, 4, 17]
+datum = types.Datum(
+    model_input=types.ModelInput.from_ints(words[:-1]),
+    loss_fn_inputs={"target_tokens": words[1:], "weights": [1.0] * 5},
+)
+facts = {"losses": [], "lora": client.get_info().is_lora}
+began = time.monotonic()
+for _ in range(4):  # 180 tokens each, of 600 a minute
+    trained = client.forward_backward([datum] * 30, "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    facts["losses"].append(trained.result().metrics["loss:sum"])
+facts["seconds"] = time.monotonic() - began
+sampler = client.save_weights_and_get_sampling_client().result()
+sampled = sampler.sample(types.ModelInput.from_ints(words), 1, types.SamplingParams(max_tokens=3)).result()
+facts["sampled"] = len(sampled.sequences[0].tokens)
+try:
+    service.create_lora_training_client(base_model=sys.argv[1], rank=0).result()
+except Exception as error:
+    facts["error"] = type(error).__name__ + str(error)
+print("FACTS " + json.dumps(facts))
+"""
+
+
+def test_the_client_waits_for_its_tokens_and_gives_up_where_it_must(
+    python: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """With all weights, in passing."""
+    keys = tmp_path / "keys.json"
+    keys.write_text('{"a": {"key": "tml-a", "models": 1, "tokens_per_minute": 600}}')
+    server = Server(tiny_model, tmp_path / "state", "--keys", str(keys), "--all-weights")
+    try:
+        address = f"http://127.0.0.1:{server.port}"
+        environment = {**os.environ, "TINKER_BASE_URL": address, "TINKER_API_KEY": "tml-a"}
+        environment.pop("PYTHONPATH", None)
+        ended = subprocess.run(
+            [python, "-W", "ignore", "-c", LIMITED, str(tiny_model)],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        server.kill()
+    (line,) = [one for one in ended.stdout.splitlines() if one.startswith("FACTS ")]
+    facts = json.loads(line.removeprefix("FACTS "))
+    assert facts["losses"] == sorted(facts["losses"], reverse=True) and facts["sampled"] == 3
+    assert facts["seconds"] > 5 and not facts["lora"]
+    assert facts["error"].startswith("PermissionDenied") and "1 models" in facts["error"]
 
 
 def test_the_page_has_every_method_of_the_client(python: str) -> None:

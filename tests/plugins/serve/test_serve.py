@@ -14,9 +14,11 @@ from serve_parts import KEYS, WORDS, Client, batch, datum, log_probs_of, loss_of
 import slime.plugins.serve.state as state_module
 import slime.plugins.serve.trainer as trainer_module
 from slime.api.session import Session
+from slime.cli.errors import CommandError
 from slime.data.datum import Datum
+from slime.observability.run_dir import RunDir
 from slime.plugins.serve.limits import Limits
-from slime.plugins.serve.log import Log, read
+from slime.plugins.serve.log import Log, compact, read
 from slime.plugins.serve.protobuf import field, last, message, parse, raw, whole
 from slime.plugins.serve.replay import replay
 
@@ -133,6 +135,55 @@ async def test_a_log_replays_bit_for_bit(session: Session, tmp_path: Path) -> No
     assert {f"{first}:2", f"{first}:3"} <= set(changed.differing)
 
 
+async def test_a_compacted_log_is_enough_to_go_on(session: Session, tmp_path: Path) -> None:
+    async with serving(session, tmp_path / "whole") as client:
+        model = await client.model(await client.session())
+        await losses(client, model, None)
+        expected = [await client.train(model, 5), await client.step(model, 6)]
+    root = tmp_path / "compacted"
+    async with serving(session, root) as client:
+        started = await client.session()
+        over = await client.model(started, 1)
+        await client.train(over, 1)
+        await client.do("/unload_model", {"model_id": over})
+        model = await client.model(started)
+        await losses(client, model, None)
+        saved = {"model_id": model, "seq_id": 5, "sampling_session_seq_id": 0}
+        sampler = (await client.do("/save_weights_for_sampler", saved))["sampling_session_id"]
+        first = await sampled(client, sampler, 0)
+        trained = await client.train(model, 6)  # whose gradients are in no state
+        trainer = client.state.trainer
+    file = root / "log.jsonl"
+    assert compact(file, trainer.reached) > 0
+    assert file.stat().st_mode & 0o77 == 0 and compact(file, trainer.reached) == 0
+    kept = [one["id"] for one in read(file) if "do" in one]
+    # the sampler of number 5, and what came after the state of number 4
+    assert set(kept) == {started, f"{over}:0", f"{over}:2",
+                         *(f"{model}:{number}" for number in (0, 4, 5, 6))}  # fmt: skip
+    with pytest.raises(CommandError, match="--compact"):
+        await asyncio.to_thread(replay, session, read(file))
+    async with serving(session, root) as client:
+        assert await sampled(client, sampler, 0) == first
+        assert await client.result({"request_id": f"{model}:6"}) == trained
+        assert trained == expected[0] and await client.step(model, 7) == expected[1]
+        await client.post("/get_info", {"model_id": over}, 404)
+        await client.post("/forward_backward", batch(model, 1), 422)
+        assert len((await client.ask("GET", "/training_runs"))["training_runs"]) == 2
+
+
+async def test_slime_ui_shows_the_models(session: Session, tmp_path: Path) -> None:
+    async with serving(session, tmp_path) as client:
+        started = await client.session()
+        model = await client.model(started)
+        await client.train(model, 1)
+        file = RunDir.parent_of_runs(session.args.output_dir) / session.args.run_name
+        (shown,) = json.loads((file / "served.json").read_text())
+        assert (shown["tenant"], shown["session"], shown["model"]) == ("alice", started, model)
+        assert (shown["rank"], shown["commands"], shown["waiting"]) == (4, 2, 0)
+        await client.do("/unload_model", {"model_id": model})
+        assert json.loads((file / "served.json").read_text()) == []
+
+
 async def test_states_are_saved_loaded_and_deleted(session: Session, tmp_path: Path) -> None:
     async with serving(session, tmp_path) as client:
         started = await client.session()
@@ -233,6 +284,30 @@ async def test_each_sampler_has_its_weights(session: Session, tmp_path: Path) ->
         joined = {"sampling_session_id": base}
         counts = [await client.post("/join_sampling_session", joined) for _ in range(2)]
         assert [one["client_counter"] for one in counts] == [1, 2]
+
+
+async def test_a_teacher_on_another_server(session: Session, tmp_path: Path) -> None:
+    # the engine of the server itself stands for the other one
+    async with serving(session, tmp_path, big=session.engines[0]) as client:
+        started = await client.session()
+        names = {}
+        for place, name in enumerate(("big", client.base)):
+            body = {"session_id": started, "sampling_session_seq_id": place, "base_model": name}
+            made = await client.post("/create_sampling_session", body)
+            names[name] = made["sampling_session_id"]
+        params = {"max_tokens": 1, "temperature": 1.0, "seed": 1}
+        scored = [
+            await sampled(client, one, 1, sampling_params=params, prompt_logprobs=True)
+            for one in names.values()
+        ]
+        assert scored[0] == scored[1]
+        assert (await client.ask("GET", f"/samplers/{names['big']}"))["base_model"] == "big"
+        told = await client.ask("GET", "/get_server_capabilities")
+        assert [one["trainable"] for one in told["supported_models"]] == [True, False]
+        create = {"session_id": started, "model_seq_id": 0, "base_model": "big"}
+        await client.post("/create_model", {**create, "lora_config": {"rank": 4}}, 422)
+    async with serving(session, tmp_path) as client:
+        assert "teacher" in (await sampled(client, names["big"], 2))["error"]
 
 
 async def test_tenants_know_nothing_of_each_other(

@@ -45,6 +45,7 @@ def test_options_reach_the_server(tiny_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slime.cli.main", "serve", "--model", str(tiny_model)]
     command += ["--host", "127.0.0.1", "--port", "0", "--state", str(tmp_path / "state")]
     command += ["--keys", str(keys), "--max-models", "1", "--override", str(override)]
+    command += ["--teacher", "big=http://127.0.0.1:1"]
     with subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
@@ -62,6 +63,7 @@ def test_options_reach_the_server(tiny_model: Path, tmp_path: Path) -> None:
             port = int(ready[1])
             status, told = ask(port, "/get_server_capabilities", "tml-b")
             assert status == 200 and told["supported_models"][0]["max_context_length"] == 512
+            assert told["supported_models"][1]["model_name"] == "big"
             assert ask(port, "/get_server_capabilities", "tml-c")[0] == 401
             session = ask(port, "/create_session", "tml-a", {"tags": []})[1]["session_id"]
             body = {
@@ -106,6 +108,12 @@ def test_wrong_keys_are_told_before_anything_is_started(tmp_path: Path, keys: st
     file.write_text(keys)
     with pytest.raises(CommandError, match="--keys"):
         run("--keys", str(file), "--state", str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("teacher", ["http://127.0.0.1:1", "big=127.0.0.1:1", "=http://a"])
+def test_a_wrong_teacher_is_told_before_anything_is_started(tmp_path: Path, teacher: str) -> None:
+    with pytest.raises(CommandError, match="--teacher"):
+        run("--teacher", teacher, "--state", str(tmp_path / "state"))
 
 
 def test_a_replay_needs_a_log(tmp_path: Path) -> None:

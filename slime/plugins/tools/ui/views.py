@@ -78,7 +78,14 @@ def overview(run: Run) -> View:
         "unreadable": run.series.unreadable + int(counted[0]["bad"] or 0),
         "evaluations": _evaluation_names(run),
         "recorded": recorded(run, int(total or 0)),
+        "served": _served(run),
     }
+
+
+def _served(run: Run) -> object:
+    """The models that ``slime serve`` trains in this run."""
+    file = run.folder / "served.json"
+    return parse_json(regular(file).read_bytes()) if file.exists() else []
 
 
 def _waiting(state: RunState) -> View | None:

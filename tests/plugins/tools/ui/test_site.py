@@ -46,6 +46,13 @@ def test_the_list_of_runs(runs: Runs) -> None:
     )
 
 
+def test_the_models_of_a_server(runs: Runs, folder: Path) -> None:
+    assert ask(runs, "overview")["served"] == []
+    models = [{"tenant": "alice", "session": "a", "model": "a:train:0", "rank": 8}]
+    (folder / "served.json").write_text(json.dumps(models))
+    assert ask(runs, "overview")["served"] == models
+
+
 def test_the_overview(runs: Runs, folder: Path) -> None:
     values = ask(runs, "overview")
     assert (

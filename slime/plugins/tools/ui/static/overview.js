@@ -1,7 +1,7 @@
 // The first view: how the run is, what it waits for, what the doctor finds, and what was recorded.
 
 import { get, isExport } from "slime/api.js";
-import { ago, badge, card, facts, h, link, notice, number, replace, seconds } from "slime/dom.js";
+import { ago, badge, card, facts, h, link, notice, number, replace, seconds, table } from "slime/dom.js";
 import { panel } from "slime/curves.js";
 
 const FIRST = [
@@ -19,6 +19,7 @@ export async function show(place, run) {
   const names = [...evaluated.slice(0, 2), ...FIRST].filter((name) => values.names.includes(name));
   place.append(
     h("div", { class: "columns" }, status(values), findings),
+    values.served.length ? served(values.served) : "",
     values.names.length ? await panel([run.key], names, { onpick: (x) => { location.hash = link("step", run.key, x); } }) : notice("No step has been trained yet."),
     h("div", { class: "columns" }, settings(values), recorded(values)));
 }
@@ -54,6 +55,16 @@ function waits(values) {
     h("ul", { class: "waits" }, said.map((one) => h("li", {}, h("b", {}, one.name), ": ", one.phase ?? "has not answered",
       one.total ? ` ${one.done} of ${one.total}` : "", one.since && over === "waits" ? ` for ${ago(one.since)}` : ""))));
 }
+
+const served = (models) => card("Served models", table([
+  { name: "tenant", left: true, value: (m) => m.tenant },
+  { name: "session", left: true, value: (m) => m.session },
+  { name: "model", left: true, value: (m) => m.model },
+  { name: "weights", left: true, value: (m) => m.rank, show: (m) => m.rank ? `adapter of rank ${m.rank}` : "all" },
+  { name: "commands done", value: (m) => m.commands },
+  { name: "waiting", value: (m) => m.waiting },
+  { name: "samplers of the session", value: (m) => m.samplers },
+], models, { id: "served" }));
 
 function doctor(found) {
   const findings = found.findings.map((finding) =>
