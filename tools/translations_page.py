@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.plugins.compat.translate import TARGET, tables
+from slime.plugins.compat.frameworks import TARGET, tables
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "reference" / "other_frameworks.md"
 _NAMES = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL", "prime-rl": "prime-rl"}
@@ -18,6 +18,8 @@ _FORMS = {
     "groups": "divided by the group size",
     "loss": "with `--use-kl-loss`, otherwise `--kl-coef`",
     "kl": "with `--use-kl-loss`, unless it is 0",
+    "positive": "if it is above 0",
+    "reward": "by the name of the function",
 }
 _HEAD = """\
 # Flags of verl, OpenRLHF, TRL and prime-rl
@@ -45,16 +47,25 @@ def page() -> str:
         if same:
             parts.append(f"The same name with dashes: {', '.join(same)}.\n")
         parts += [f"- {', '.join(flags)}: {meaning}" for meaning, flags in others.items()]
+        if defaults := table.get("defaults"):
+            named = ", ".join(f"`{flag}` {value}" for flag, value in defaults.items())
+            parts.append(f"\nWhere it is not given, these are added as they are there: {named}.")
         parts.append("")
     return "\n".join(parts)
 
 
 def _meaning(target: str, values: dict[str, dict[str, str]]) -> str:
+    if " + " in target:
+        return " and ".join(_meaning(part, values) for part in target.split(" + "))
     found = TARGET.fullmatch(target)
     if found is None:
         return target
     words = [f"`{' '.join(part for part in (found[1], found[2]) if part)}`"]
-    words += [_FORMS[found[3]]] if found[3] and _FORMS[found[3]] else []
+    form = found[3] or ""
+    if form.startswith("is_"):
+        words.append(f"for `{form.removeprefix('is_').replace('_', '-')}`")
+    elif _FORMS.get(form):
+        words.append(_FORMS[form])
     words += (
         [f"({', '.join(f'`{a}` is `{b}`' for a, b in values[found[1]].items())})"]
         if found[1] in values

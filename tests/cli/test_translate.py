@@ -12,7 +12,8 @@ import pytest
 from slime.cli.errors import CommandError
 from slime.cli.main import main
 from slime.config.parser import read_command_line
-from slime.plugins.compat.translate import TARGET, tables, translate
+from slime.plugins.compat.frameworks import TARGET, tables
+from slime.plugins.compat.translate import translate
 from tools.translations_page import PAGE, page
 
 SLIME = """
@@ -92,10 +93,11 @@ TRL = """accelerate launch grpo.py --model_name_or_path m --beta 0.04 --num_gene
             VERL,
             ["--advantage-estimator ppo", "--prompt-data a.parquet", "--eval-prompt-data val b.parquet",
              "--rollout-batch-size 128", "--global-batch-size 512", "--use-kl-loss", "--skip-eval-before-train",
-             "--dynamic-sampling-filter-path slime.rollout.filter_hub"],
+             "--dynamic-sampling-filter-path slime.rollout.filter_hub", "--use-wandb", "--colocate",
+             "--calculate-per-token-loss", "--rollout-num-gpus-per-engine 2", "--kl-loss-coef 0.001"],
             ["--use-dynamic-batch-size", "own"],
             ["--global-batch-size is 512, which counts samples, not prompts", "mine.own 3: slime has no flag",
-             "trainer.logger: --use-wandb adds"],
+             "rollout.tensor_model_parallel_size is not given: it is 2 there"],
         ),
         (
             OPENRLHF,
@@ -196,19 +198,25 @@ def test_a_script_of_prime_rl_keeps_vllm(tmp_path: Path, monkeypatch: pytest.Mon
 def test_every_flag_of_the_tables_exists(name: str) -> None:
     """And takes a value or not, as the table says."""
     table = tables()[name]
-    for foreign, target in table["flags"].items():
+    targets = [
+        (foreign, part) for foreign, text in table["flags"].items() for part in text.split(" + ")
+    ]
+    for foreign, target in targets:
         found = TARGET.fullmatch(target)
         if found is None:
             continue
         value = (
             []
-            if found[3] in ("on", "off", "given")
+            if found[3] in ("on", "off", "given") or (found[3] or "").startswith(("is_", "has_"))
             else [next(iter(table["values"].get(found[1], {}).values()), "1")]
         )
         problems = read_command_line([found[1], *([found[2]] if found[2] else []), *value])[1]
         assert [
             p for p in problems if "no such" in p or "expected" in p or "does not" in p
         ] == [], foreign
+    assert table.get("defaults", {}).keys() <= table["flags"].keys()
+    for flag, more in table.get("implied", {}).items():
+        assert {flag, *more} <= table["flags"].keys()
     for flag, values in table["values"].items():
         for value in values.values():
             assert read_command_line([flag, value])[1] == []

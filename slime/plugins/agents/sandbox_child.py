@@ -273,6 +273,8 @@ def visible(readable: list[str]) -> list[str]:
         "/etc/ld.so.cache",
         "/usr/share/zoneinfo",
     ]
+    # A script names its interpreter /bin/bash, which is there if /usr/bin is readable.
+    paths += ["/bin"] if os.path.islink("/bin") else []
     # libpython, libssl and others, if Python has its own prefix
     shared = os.path.join(sys.base_prefix, "lib")
     chosen: list[str] = []

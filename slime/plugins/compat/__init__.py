@@ -20,8 +20,9 @@ def add_translate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "translate",
         help="print the command for a launch script of slime 0.3, verl, OpenRLHF, TRL or prime-rl, "
         "and what changes",
-        usage="slime translate SCRIPT.sh | slime translate -- COMMAND ...",
-        description="Reads a bash script without running it, or the words of a command.",
+        usage="slime translate SCRIPT.sh [ARGUMENTS ...] | slime translate -- COMMAND ...",
+        description="Runs a bash script where it can change nothing, with recorders in place of "
+        "python, ray and other programs, or reads the words of a command.",
         allow_abbrev=False,
     )
     translate.add_argument("words", nargs=argparse.REMAINDER, help="a script, or a command")

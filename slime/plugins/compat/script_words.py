@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime.cli.errors import CommandError
 
 PROGRAMS = {
     "slime": re.compile(r"(^|/)train(_async)?\.py$"),
-    "verl": re.compile(r"^verl\.|(^|/)main_ppo\.py$"),
-    "openrlhf": re.compile(r"^openrlhf\.|(^|/)train_ppo_ray\.py$"),
+    "verl": re.compile(r"^(verl|recipe)\.([\w.]*\.)?main_\w+$|(^|/)main_(ppo|dapo)\.py$"),
+    "openrlhf": re.compile(r"^openrlhf\.cli\.train_ppo|(^|/)train_ppo_ray\.py$"),
     "trl": re.compile(r"^trl$|(^|/)\w*grpo\w*\.py$"),
     "prime-rl": re.compile(r"^rl$"),
 }
@@ -27,22 +27,29 @@ _VARIABLE = re.compile(r"^[ \t]*(?:export[ \t]+|local[ \t]+)?(\w+)=([^\s(].*)?$"
 _SOURCE = re.compile(r"^[ \t]*(?:source|\.)[ \t]+(.+?)[ \t]*$", re.MULTILINE)
 _REFERENCE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}|\$(\w+)")
 _MODELS = Path(__file__).resolve().parents[3] / "scripts" / "models"
+_END = re.compile(r"[|;&]|\d*>")
+"""The beginning of the word after a command: a pipe, another command, or where its output goes."""
 _DEEPEST = 4  # files that source each other
 
 
-def command_of(words: list[str]) -> tuple[str, list[str]]:
-    """Return the framework of a command and the words of its program and after it.
+def command_of(words: list[str]) -> tuple[str, list[str], list[str]]:
+    """Return the framework of a command, the words of its program and after it, and those before it.
 
     Raises:
         CommandError: No word names a program that is known.
     """
     for place in range(len(words)):
         if (framework := _program_at(words, place)) is not None:
-            return framework, words[place:]
+            return framework, words[place:], words[:place]
     raise CommandError(
         "no command of slime (train.py, train_async.py), verl (verl.trainer.main_ppo), OpenRLHF "
         "(openrlhf.cli.train_ppo_ray), TRL (trl grpo) or prime-rl (rl @ FILE) was found"
     )
+
+
+def starts_training(words: list[str]) -> bool:
+    """Whether a command names a known program, with a flag after it."""
+    return any(_program_at(words, place) for place in range(len(words) - 1))
 
 
 def _program_at(words: list[str], place: int) -> str | None:
@@ -69,13 +76,25 @@ def read_script(path: Path) -> list[str]:
     found = None
     for line in re.sub(r"\\\n", " ", text).splitlines():
         words = _words(line.strip(), names)
-        if any(_program_at(words, place) for place in range(len(words) - 1)):
+        if starts_training(words):
             found = words
     if found is None:
         raise CommandError(
             f"{path}: no command of slime, verl, OpenRLHF, TRL or prime-rl was found"
         )
-    return found
+    return _to_the_end(found)
+
+
+def _to_the_end(words: Sequence[str]) -> list[str]:
+    """Leave out what follows where the shell would end a command."""
+    kept = []
+    for word in words:
+        if _END.match(word):
+            break
+        kept.append(word.removesuffix(";"))
+        if word.endswith(";"):
+            break
+    return kept
 
 
 def _gather(path: Path, names: dict[str, list[str]], depth: int) -> str:

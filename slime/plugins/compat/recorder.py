@@ -1,0 +1,170 @@
+"""Run a launch script where it can do no harm, and record the commands that it starts.
+
+bash runs in the agents' sandbox: without network, with the script's folders read-only, time-bounded,
+and as a user without rights also if the caller is root. What would train, install or change
+something is replaced by recorders, which come first on PATH and succeed. So loops, arrays, sourced
+files, here-documents and ``case`` mean what bash says they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slime.cli.errors import CommandError
+from slime.plugins.agents.sandbox import Limits, Sandbox, SandboxUnavailable
+from slime.plugins.compat.helpers import MODELS
+
+SECONDS = 30.0
+STARTERS = (
+    "python", "python3", "ray", "torchrun", "accelerate", "deepspeed", "srun", "sbatch", "mpirun", "docker",
+    "podman", "apptainer", "singularity", "uv", "uvx", "ssh", "pdsh", "kubectl", "slime", "trl", "rl", "bash",
+    "sh",
+)  # fmt: skip
+"""Programs whose words are recorded, since they or their words may start a training."""
+QUIET = (
+    "pip", "pip3", "conda", "mamba", "apt", "apt-get", "git", "hf", "huggingface-cli", "modelscope", "wget",
+    "curl", "aws", "gsutil", "rsync", "scp", "wandb", "nvidia-smi", "rocm-smi", "pkill", "killall", "kill",
+    "sleep", "sudo", "rm", "rmdir", "mv", "cp", "ln", "touch", "chmod", "chown", "tmux", "screen",
+    "systemctl", "module", "scontrol", "ulimit", "ip", "ifconfig", "nc", "ping", "sync", "tensorboard",
+)  # fmt: skip
+"""Programs that do nothing and say nothing, so that a script goes on."""
+_SYSTEM = ("/bin", "/usr", "/etc/alternatives")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+_REFERENCE = re.compile(r"\$\{?(\w+)(:?[-=+?])?")
+_ASSIGNED = re.compile(
+    r"(?:^|[\s;(])(?:for\s+|read\s+(?:-\w+\s+)*)?(\w+)(?:\+?=|\s+in\s)", re.MULTILINE
+)
+_OWN = (
+    "BASH_SOURCE", "HOME", "USER", "PATH", "PWD", "OLDPWD", "RANDOM", "SECONDS", "LINENO", "HOSTNAME", "UID",
+    "EUID", "PPID", "IFS", "FUNCNAME",
+)  # fmt: skip
+"""Variables that bash sets."""
+
+
+@dataclass
+class Recorded:
+    """What a script did.
+
+    Attributes:
+        commands: The words of each recorded command, in order.
+        remarks: What the reader of the translation has to know, one line each.
+        failure: Why bash did not reach the end of the script; empty if it did.
+    """
+
+    commands: list[list[str]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    failure: str = ""
+
+
+def record(script: Path, arguments: Sequence[str] = ()) -> Recorded:
+    """Run a script and return the commands that it starts.
+
+    Raises:
+        SandboxUnavailable: This machine has no namespaces, or no bash.
+        CommandError: The script cannot be read.
+    """
+    try:
+        text = script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{script} cannot be read: {error}") from None
+    bash = shutil.which("bash")
+    if bash is None:
+        raise SandboxUnavailable("there is no bash")
+    limits = Limits(
+        seconds=SECONDS + 10,
+        children=True,
+        tasks=64,
+        output_bytes=8 << 20,
+        open_files=256,
+        disk_bytes=256 << 20,
+    )
+    place = script.resolve()
+    folders = sorted({str(path) for path in _folders(place, text)})
+    python = str(Path(sys.executable).resolve())
+    system = filter(os.path.exists, (*_SYSTEM, str(MODELS), python))
+    sandbox = Sandbox(limits, workers=1, readable=sorted({*folders, *system}))
+    environment = _environment(text)
+    order = {
+        "bash": bash, "python": python, "script": str(place), "text": text,
+        "arguments": list(arguments), "cwd": os.getcwd(),
+        "folders": folders, "environment": environment, "starters": STARTERS, "quiet": QUIET,
+        "seconds": SECONDS / 2,
+        "models": str(MODELS),
+    }  # fmt: skip
+    program = Path(__file__).with_name("recorder_child.py").read_text(encoding="utf-8")
+    code = f"{program}\n\nmain(json.loads({json.dumps(order)!r}))\n"
+    result = asyncio.run(sandbox.run(code))
+    if not result.ok:
+        return Recorded(failure=f"the recording ended with {result.status}: {result.stderr[-300:]}")
+    answer = json.loads(result.stdout)
+    recorded = Recorded(answer["commands"], answer["remarks"], answer["failure"])
+    recorded.remarks += _unset(_with_sources(place, text), environment)
+    return recorded
+
+
+def _folders(script: Path, text: str) -> list[Path]:
+    """Return what bash may read: the folder in which this is called, that of the script with the
+    checkout around it, and the folders that the script names.
+    """
+    top = next((one for one in script.parents if (one / ".git").exists()), script.parent)
+    words = re.findall(r"(?<![\w$}.])/[\w.+-]+(?:/[\w.+-]+)+", text)
+    named = [path if path.is_dir() else path.parent for path in map(Path, words) if path.exists()]
+    # Python's own files may be below a home folder, which as a whole only its owner can read.
+    refused = {Path("/"), Path("/home"), Path("/tmp"), Path.home()}
+    return [
+        path
+        for path in (Path.cwd(), top, script.parent, *named)
+        if path not in refused and path.parts[1] not in ("proc", "sys", "dev", "run", "etc")
+    ]
+
+
+def _environment(text: str) -> dict[str, str]:
+    """Return the variables that the script names. Of a secret it gets only the name, so that the
+    printed command has none.
+    """
+    names = {match[1] for match in _REFERENCE.finditer(text)} & os.environ.keys()
+    given = {name: f"${{{name}}}" if _SECRET.search(name) else os.environ[name] for name in names}
+    return {
+        "HOME": os.environ.get("HOME", "/root"),
+        "USER": os.environ.get("USER", "user"),
+        **given,
+    }
+
+
+def _with_sources(script: Path, text: str) -> str:
+    """Return the text of a script and of the files that it sources, as far as they are beside it."""
+    names = re.findall(r"(?m)^\s*(?:source|\.)\s.*?([\w.-]+)[\"']?\s*(?:#.*)?$", text)
+    files = {
+        base / folder / name
+        for name in names
+        for base in (script.parent, script.parent.parent, Path.cwd())
+        for folder in ("", "models", "scripts")
+    }
+    return "\n".join(
+        [text, *(file.read_text(errors="replace") for file in files if file.is_file())]
+    )
+
+
+def _unset(text: str, environment: Mapping[str, str]) -> list[str]:
+    """Name the variables that the script reads without a default and that nobody sets."""
+    text = re.sub(r"(?m)^\s*#.*$", "", text)
+    known = {*environment, *_OWN, *_ASSIGNED.findall(text)}
+    known |= set(
+        re.findall(
+            r"(?:local|declare|export|readonly|mapfile|getopts\s+\S+)\s+(?:-\w+\s+)*(\w+)", text
+        )
+    )
+    known |= {match[1] for match in _REFERENCE.finditer(text) if match[2]}
+    names = {match[1] for match in _REFERENCE.finditer(text)} - known
+    missing = sorted(
+        name for name in names if name.isupper() and not name.isdigit() and name != "MODEL_ARGS"
+    )
+    return [f"not set where this was called, so empty: {', '.join(missing)}"] if missing else []
