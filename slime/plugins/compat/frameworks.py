@@ -19,6 +19,7 @@ TARGET = re.compile(r"(--[\w-]+)(?: (\S+?))?(?::(\w+))?")
 sentence.
 """
 _SECRET = re.compile(r"\$\{\w+\}")
+_SWITCHES = ("on", "off", "given", "is_", "has_")
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@]*=")
 _TABLE = Path(flag_support.__file__).parent / "tables" / "translations.json"
 
@@ -189,6 +190,16 @@ def _is_true(value: str) -> bool:
     return value.lower() not in ("false", "0", "none", "null", "no")
 
 
+def _is_switched_on(form: str, values: Sequence[str]) -> bool:
+    value = values[0] if values else "true"
+    kind, _, name = form.partition("_")
+    if kind == "is":
+        return value.replace("-", "_") == name
+    if kind == "has":
+        return name in values or "all" in values
+    return form == "given" or _is_true(value) == (form == "on")
+
+
 def _divided(values: Sequence[str]) -> list[str]:
     """Return the entries of a list that is written as one word, ``[a,b]``, without their quotes."""
     if len(values) != 1 or not re.fullmatch(r"\[.*\]", values[0]) or values[0].startswith("[{"):
@@ -206,26 +217,14 @@ def _add_one(
 ) -> None:
     """Add a flag of slime to the translation, with the value that it has there."""
     flag = target[1]
-    form = target[3]
+    form = target[3] or ""
     fixed = [target[2]] if target[2] else []
     value = values[0] if values else "true"
-    true = _is_true(value)
-    # A switch.
-    if form in ("on", "off", "given"):
-        if form == "given" or true == (form == "on"):
-            made.flags.append([flag, *fixed])
-        return
-    if form and form.startswith("is_"):
-        if value.replace("-", "_") == form.removeprefix("is_"):
-            made.flags.append([flag, *fixed])
+    if form.startswith(_SWITCHES):
+        if not _is_switched_on(form, values):
+            made.changes += [f"{option} {value}: {flag} was not added"] if "_" in form else []
         else:
-            made.changes.append(
-                f"{option} {value}: {flag} was not added, for it means another value"
-            )
-        return
-    if form == "has_wandb":
-        if "wandb" in values or "all" in values:
-            made.flags.append([flag])
+            made.flags.append([flag, *fixed])
         return
     if form == "reward":
         _add_rewards(made, table, option, values)
