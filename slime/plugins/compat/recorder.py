@@ -31,11 +31,13 @@ STARTERS = (
 """Programs whose words are recorded, since they or their words may start a training."""
 QUIET = (
     "pip", "pip3", "conda", "mamba", "apt", "apt-get", "git", "hf", "huggingface-cli", "modelscope", "wget",
-    "curl", "aws", "gsutil", "rsync", "scp", "wandb", "nvidia-smi", "rocm-smi", "pkill", "killall", "kill",
+    "curl", "aws", "gsutil", "rsync", "scp", "wandb", "pkill", "killall", "kill",
     "sleep", "sudo", "rm", "rmdir", "mv", "cp", "ln", "touch", "chmod", "chown", "tmux", "screen",
-    "systemctl", "module", "scontrol", "ulimit", "ip", "ifconfig", "nc", "ping", "sync", "tensorboard",
+    "systemctl", "ip", "ifconfig", "nc", "ping", "sync", "tensorboard",
 )  # fmt: skip
 """Programs that do nothing and say nothing, so that a script goes on."""
+ASKED = ("nvidia-smi", "rocm-smi", "scontrol")
+"""Programs that a script asks about its machines, of which there are none here."""
 _SYSTEM = ("/bin", "/usr", "/etc/alternatives")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 _REFERENCE = re.compile(r"\$\{?(\w+)(:?[-=+?])?")
@@ -95,7 +97,7 @@ def record(script: Path, arguments: Sequence[str] = ()) -> Recorded:
     order = {
         "bash": bash, "python": python, "script": str(place), "text": text,
         "arguments": list(arguments), "cwd": os.getcwd(),
-        "folders": folders, "environment": environment, "starters": STARTERS, "quiet": QUIET,
+        "folders": folders, "environment": environment, "starters": STARTERS, "quiet": QUIET, "asked": ASKED,
         "seconds": SECONDS / 2,
         "models": str(MODELS),
     }  # fmt: skip

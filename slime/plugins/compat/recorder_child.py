@@ -23,6 +23,7 @@ FARM = "/tmp/at"
 """Folders like those of the script, with links to their files: what a command writes there, such as
 its log, goes nowhere else. A path below it stands for the same path without it.
 """
+_UNANSWERED = " has no answer here: look at what the script derives from it"
 _MOST_ENTRIES = 400
 _DEEPEST = 2
 
@@ -74,7 +75,8 @@ source() {
 class Order(TypedDict):
     """What is to be run, as :mod:`slime.plugins.compat.recorder` says it.
 
-    ``folders`` are those of the script, ``starters`` the programs that are recorded, ``quiet`` those that do nothing.
+    ``folders`` are those of the script, ``starters`` the programs that are recorded, ``quiet`` those that do nothing,
+    ``asked`` those of whose missing answer the reader is told.
     """
 
     bash: str
@@ -87,6 +89,7 @@ class Order(TypedDict):
     environment: dict[str, str]
     starters: list[str]
     quiet: list[str]
+    asked: list[str]
     seconds: float
     models: str
 
@@ -103,6 +106,8 @@ def main(order: Order) -> None:
     for name in order["starters"]:
         program(name, RECORDER, places)
     program("hostname", "#!BASH\necho 127.0.0.1\n", places)
+    for name in order["asked"]:
+        program(name, f"#!BASH\necho '{name}{_UNANSWERED}' >> REMARKS\n", places)
     program("mkdir", '#!BASH\n/usr/bin/mkdir "$@" 2>/dev/null\nexit 0\n', places)
     program("tee", "#!BASH\nexec cat\n", places)
     for folder in order["folders"]:

@@ -170,12 +170,13 @@ def test_a_script_that_does_not_end_or_fails(folder: Path, monkeypatch: pytest.M
 @needs_namespaces
 def test_each_training_of_a_script_is_translated(folder: Path) -> None:
     (folder / "run.sh").write_text(
-        f"for lr in 1e-6 2e-6; do {TRAIN} --lr $lr; done\npip install trl x\n"
+        f"N=$(nvidia-smi -L | wc -l)\nfor lr in 1e-6 2e-6; do {TRAIN} --lr $lr; done\npip install trl x\n"
     )
     lines: list[str] = []
     translate(["run.sh"], lines.append)
     report = "\n".join(lines)
     assert "--lr 1e-6" in report and "--lr 2e-6" in report and "starts 2 trainings" in report
+    assert "nvidia-smi has no answer here" in report
 
 
 def test_without_namespaces_the_text_is_read_and_that_is_said(
