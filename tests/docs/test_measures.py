@@ -54,7 +54,7 @@ TOKENS = {
     "plugins/preference": 3_241,
     "plugins/quantized": 3_512,
     "plugins/rewards": 20_829,
-    "plugins/serve": 17_301,
+    "plugins/serve": 17_097,
     "plugins/sglang": 4_220,
     "plugins/tools": 103_756,
     "plugins/trackers": 2_193,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -111,24 +111,27 @@ class Adapters:
 
     # --- what the API asks for ---------------------------------------------------------------
 
-    def train(
-        self, backend: FsdpBackend, name: str, wire: Wire, loss: str, options: Mapping[str, float]
-    ) -> tuple[dict[str, float], list[np.ndarray]]:
-        """Add the gradients of a loss; returns it and the log-probs of each datum."""
+    def compute(
+        self,
+        backend: FsdpBackend,
+        name: str,
+        wire: Wire,
+        loss: str,
+        options: Mapping[str, float],
+        learns: bool,
+    ) -> tuple[float, list[np.ndarray]]:
+        """Return a loss and the log-probs of each datum; add the gradients, if the model learns."""
         self.use(backend, name)
         batch = to_rank_batch(wire)
-        metrics, log_probs = primitives.forward_backward(backend, batch, loss, options)
-        return {"loss": metrics["loss"]}, _in_order(wire, log_probs)
-
-    def score(
-        self, backend: FsdpBackend, name: str, wire: Wire, loss: str, options: Mapping[str, float]
-    ) -> tuple[dict[str, float], list[np.ndarray]]:
-        """Return the loss and the log-probs, without gradients."""
-        self.use(backend, name)
-        batch = to_rank_batch(wire)
-        log_probs = backend.log_probs(batch, temperature=1.0)["log_probs"]
-        total = primitives.token_loss_sum(loss, options, batch, log_probs)
-        return {"loss": total}, _in_order(wire, log_probs)
+        if learns:
+            metrics, log_probs = primitives.forward_backward(backend, batch, loss, options)
+            value = metrics["loss"]
+        else:
+            log_probs = backend.log_probs(batch, temperature=1.0)["log_probs"]
+            value = primitives.token_loss_sum(loss, options, batch, log_probs)
+        places = [int(place) for place in wire["partition"]]  # in the order of the request's data
+        found = dict(zip(places, log_probs, strict=True))
+        return value, [found[place].numpy() for place in range(len(places))]
 
     def step(self, backend: FsdpBackend, name: str, adam: AdamSettings) -> dict[str, float]:
         """Take a step of the optimizer."""
@@ -222,10 +225,3 @@ def _no_moments(value: Tensor) -> dict[str, Tensor]:
         "exp_avg": zeros(),
         "exp_avg_sq": zeros(),
     }
-
-
-def _in_order(wire: Wire, log_probs: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the log-probs in the order of the request's data."""
-    places = [int(place) for place in wire["partition"]]
-    found = dict(zip(places, log_probs, strict=True))
-    return [found[place].numpy() for place in range(len(places))]

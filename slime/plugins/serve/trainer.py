@@ -31,6 +31,12 @@ _KINDS = {
     "external_weights": "external",
 }
 """The second parts of paths ``tinker://MODEL/KIND/NAME``, and what the API calls them."""
+_SAVED = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
+"""The kind of path of each command that saves."""
 STATE = "state.safetensors"
 _PASSING = "passing-"
 _EXPIRES = ".expires"
@@ -114,9 +120,7 @@ class Trainer:
             "create_model": self._create,
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
-            "save_weights": self._save,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "save_weights_external": self._save_external,
+            **dict.fromkeys(_SAVED, self._save),
             "load_weights": self._load,
             "unload_model": self._unload,
         }
@@ -152,50 +156,35 @@ class Trainer:
     def _forward_backward(self, backend: FsdpBackend, record: Record) -> Answer:
         batch = read_batch(base64.b64decode(record["body"]))
         (wire,) = parts_of_data(self.packing, self.layout, batch.data, masked=False, divisor=1.0)
-        run = self.adapters.train if batch.learns else self.adapters.score
-        metrics, log_probs = run(backend, record["model"], wire, batch.loss, batch.options)
-        return Answer(data=batch_answer(metrics, log_probs))
+        loss, log_probs = self.adapters.compute(
+            backend, record["model"], wire, batch.loss, batch.options, batch.learns
+        )
+        return Answer(data=batch_answer({"loss": loss}, log_probs))
 
     def _optim_step(self, backend: FsdpBackend, record: Record) -> Answer:
         metrics = self.adapters.step(backend, record["model"], AdamSettings(**record["adam"]))
         return Answer({"metrics": metrics})
 
     def _save(self, backend: FsdpBackend, record: Record) -> Answer:
+        model, passing = record["model"], False
+        kind = _SAVED[record["do"]]
         name = record["name"] or f"{record['number']:06d}"
+        if kind == "sampler_weights" and not record["name"]:
+            name, passing = _PASSING + name, True
 
         def write(folder: Path) -> None:
-            facts = {"id": record["id"]}
-            self.adapters.save(backend, record["model"], folder / STATE, facts)
+            if kind == "weights":
+                self.adapters.save(backend, model, folder / STATE, {"id": record["id"]})
+            else:
+                self.adapters.export(backend, model, folder)
 
-        return Answer({"path": self._write(record, "weights", name, write), "type": record["do"]})
-
-    def _save_for_sampler(self, backend: FsdpBackend, record: Record) -> Answer:
-        name = record["name"] or f"{_PASSING}{record['number']:06d}"
-        path = self._write(
-            record,
-            "sampler_weights",
-            name,
-            lambda folder: self.adapters.export(backend, record["model"], folder),
-        )
-        if record["name"]:
-            return Answer({"path": path, "type": record["do"]})
-        passing = sorted(
-            (self.model_folder(record["model"]) / "sampler_weights").glob(_PASSING + "*")
-        )
-        for folder in passing[: -2 if self.all_weights else -KEPT_PASSING]:
-            shutil.rmtree(folder)
-        return Answer(
-            {"path": path, "sampling_session_id": record["sampler"], "type": record["do"]}
-        )
-
-    def _save_external(self, backend: FsdpBackend, record: Record) -> Answer:
-        path = self._write(
-            record,
-            "external_weights",
-            record["name"] or f"{record['number']:06d}",
-            lambda folder: self.adapters.export(backend, record["model"], folder),
-        )
-        return Answer({"path": path, "type": record["do"]})
+        answer = {"path": self._write(record, kind, name, write), "type": record["do"]}
+        if passing:
+            kept = 2 if self.all_weights else KEPT_PASSING
+            for folder in sorted((self.model_folder(model) / kind).glob(_PASSING + "*"))[:-kept]:
+                shutil.rmtree(folder)
+            answer["sampling_session_id"] = record["sampler"]
+        return Answer(answer)
 
     def _write(self, record: Record, kind: str, name: str, write: Callable[[Path], None]) -> str:
         """Write a checkpoint, which has its name only when it is complete; returns its path."""
