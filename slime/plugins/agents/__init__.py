@@ -13,6 +13,8 @@ def parts() -> None:
     """Register the environments of other packages, the flags, and the check of those that name one."""
     for name, module in (
         ("gymnasium", "gymnasium"),
+        ("harbor", "harbor"),
+        ("nemo_gym", "nemo_gym"),
         ("openenv", "openenv"),
         ("reasoning_gym", "reasoning_gym"),
         ("verifiers", "verifiers"),

@@ -30,10 +30,9 @@ AGENT_GENERATE = "slime.plugins.agents.rollout.generate"
 ENVIRONMENT_SOURCE = "slime.plugins.agents.environments.source.EnvironmentSource"
 ENVIRONMENT_GENERATE = "slime.plugins.agents.environments.rollout.generate"
 MCP_GENERATE = "slime.plugins.agents.environments.mcp.generate"
-PROGRAMS = {"verifiers": "slime.plugins.agents.environments.verifiers.run"}
-"""Agent program of each environment that speaks with the model by itself, by the name of the
-environment.
-"""
+PLAYED = ("harbor", "nemo_gym", "verifiers")
+"""Environments that speak with the model by themselves, with :data:`PLAYED_PROGRAM`."""
+PLAYED_PROGRAM = "slime.plugins.agents.environments.played.run"
 
 
 _PARSERS = read_json(Path(__file__).parent / "parsers.json")
@@ -89,7 +88,8 @@ class EnvironmentConfig(Section):
 
     environment: str | None = flag(None, metavar="NAME:WHAT?KEY=VALUE")
     """Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID,
-    verifiers:TASKSET, openenv:URL or file.py:Class, with options after a question mark"""
+    verifiers:TASKSET, openenv:URL, harbor:FOLDER, nemo_gym:URL or file.py:Class, with options after
+    a question mark"""
     environment_timeout: float = flag(60.0, above=0)
     """Deadline in seconds for the beginning and each step of an episode of --environment, and for
     each call of a tool of --mcp-server"""
@@ -107,11 +107,11 @@ def resolve(args: Args) -> list[str]:
         {"custom_generate_function_path": MCP_GENERATE} if args.mcp_server else {}
     )
     if args.environment is not None:
-        program = PROGRAMS.get(args.environment.partition(":")[0])
+        played = args.environment.partition(":")[0] in PLAYED
         chosen = {
             "data_source_path": ENVIRONMENT_SOURCE,
-            "agent_function_path": program,
-            "custom_generate_function_path": AGENT_GENERATE if program else ENVIRONMENT_GENERATE,
+            "agent_function_path": PLAYED_PROGRAM if played else None,
+            "custom_generate_function_path": AGENT_GENERATE if played else ENVIRONMENT_GENERATE,
         }
     for name, value in chosen.items():
         if name not in args.explicit:

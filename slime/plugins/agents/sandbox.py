@@ -122,6 +122,8 @@ class Sandbox:
             can read only files in them that everybody can read.
         python: Path of the interpreter. Default: this one. The code can import only its standard
             library.
+        writable: Absolute paths of further folders in memory, as ``/sandbox`` is one. Only with
+            isolation "full".
 
     Raises:
         SandboxUnavailable: The isolation does not work on this machine.
@@ -134,11 +136,15 @@ class Sandbox:
         isolation: Isolation = "full",
         readable: Sequence[str | Path] = (),
         python: str = sys.executable,
+        writable: Sequence[str] = (),
     ) -> None:
         self.limits = limits or Limits()
         self.isolation = isolation
         self.python = python
-        self.readable = tuple(str(Path(path).resolve()) for path in readable)
+        # A link such as /bin is shown beside what it leads to.
+        paths = ((os.path.abspath(path), os.path.realpath(path)) for path in readable)
+        self.readable = tuple(dict.fromkeys(path for pair in paths for path in pair))
+        self.writable = tuple(writable)
         if self.limits.children and isolation != "full":
             raise ValueError(
                 'Limits(children=True) needs isolation "full", which alone can find and end all '
@@ -148,13 +154,16 @@ class Sandbox:
         self._rooms: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
-        _try_out(isolation, self.readable, python)
+        _try_out(isolation, self.readable, python, self.writable)
 
-    async def run(self, code: str, seconds: float | None = None) -> Result:
+    async def run(
+        self, code: str, seconds: float | None = None, passed: Sequence[int] = ()
+    ) -> Result:
         """Run ``code`` as ``__main__`` and wait for its end.
 
         Args:
             seconds: Deadline that replaces ``limits.seconds``.
+            passed: File descriptors that the code has too. They are closed here.
 
         Raises:
             SandboxUnavailable: The process could not be isolated, and the code was not run.
@@ -164,8 +173,12 @@ class Sandbox:
             if seconds is None
             else Limits(**{**asdict(self.limits), "seconds": seconds})
         )
-        async with self._room():
-            return await _run(self._order(code, limits), limits, self.python)
+        with contextlib.ExitStack() as unused:
+            for descriptor in passed:
+                unused.callback(os.close, descriptor)
+            async with self._room():
+                unused.pop_all()  # from here on, _process closes them
+                return await _run(self._order(code, limits), limits, self.python, passed)
 
     async def run_pair(self, code: str, other: str) -> tuple[Result, Result]:
         """Run two snippets at once, each in a sandbox of its own, with a pipe from each to the
@@ -195,13 +208,18 @@ class Sandbox:
         return self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._workers))
 
     def _order(self, code: str, limits: Limits) -> bytes:
-        return _order(code, limits, self.isolation, self.readable)
+        return _order(code, limits, self.isolation, self.readable, self.writable)
 
 
-def _order(code: str, limits: Limits, isolation: Isolation, readable: Sequence[str]) -> bytes:
-    return json.dumps(
-        {"code": code, "isolation": isolation, "readable": readable, **asdict(limits)}
-    ).encode()
+def _order(
+    code: str,
+    limits: Limits,
+    isolation: Isolation,
+    readable: Sequence[str],
+    writable: Sequence[str] = (),
+) -> bytes:
+    paths = {"isolation": isolation, "readable": readable, "writable": writable}
+    return json.dumps({"code": code, **paths, **asdict(limits)}).encode()
 
 
 def program_command(file: str, arguments: Sequence[str], limits: Limits) -> list[str]:
@@ -220,8 +238,7 @@ def program_command(file: str, arguments: Sequence[str], limits: Limits) -> list
         SandboxUnavailable: The isolation does not work on this machine.
     """
     path = Path(file).resolve()
-    installed = (entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages")))
-    readable = tuple(dict.fromkeys([str(path.parent), *installed]))
+    readable = tuple(dict.fromkeys([str(path.parent), *installed_packages()]))
     _try_out("full", readable, sys.executable)
     code = (
         "import runpy, sys\n"
@@ -229,6 +246,11 @@ def program_command(file: str, arguments: Sequence[str], limits: Limits) -> list
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     return [*_launcher(sys.executable), _order(code, limits, "full", readable).decode()]
+
+
+def installed_packages() -> list[str]:
+    """Return the folders of the packages that this Python can import."""
+    return [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
 
 
 def _launcher(python: str) -> list[str]:
@@ -259,7 +281,9 @@ def _environment() -> dict[str, str]:
 
 
 @functools.lru_cache
-def _try_out(isolation: Isolation, readable: tuple[str, ...], python: str) -> None:
+def _try_out(
+    isolation: Isolation, readable: tuple[str, ...], python: str, writable: tuple[str, ...] = ()
+) -> None:
     """Set up a sandbox once, and raise :class:`SandboxUnavailable` with the reason if that
     fails.
     """
@@ -271,7 +295,9 @@ def _try_out(isolation: Isolation, readable: tuple[str, ...], python: str) -> No
     done = subprocess.run(
         _command(python, theirs),
         pass_fds=[theirs],
-        input=_order("import decimal, random\nprint('in')", Limits(), isolation, readable),
+        input=_order(
+            "import decimal, random\nprint('in')", Limits(), isolation, readable, writable
+        ),
         env=_environment(),
         capture_output=True,
         timeout=START_SECONDS,

@@ -102,6 +102,7 @@ class Order(TypedDict):
     code: str
     isolation: str
     readable: list[str]
+    writable: list[str]
     seconds: float
     memory_bytes: int
     output_bytes: int
@@ -247,7 +248,7 @@ def enter_namespaces(order: Order) -> None:
         show(path)
     for name in ("null", "zero", "random", "urandom"):
         show(f"/dev/{name}", device=True)
-    for folder in ("/tmp", WORK):
+    for folder in ("/tmp", WORK, *order["writable"]):
         os.makedirs(NEW_ROOT + folder, exist_ok=True)  # it exists if a readable folder is below it
         os.chmod(NEW_ROOT + folder, 0o777)
     # Enter the new root, and take the old one away.

@@ -64,7 +64,7 @@ def make(
     if not what.startswith(("http://", "https://")):
         raise EnvironmentProblem(f"openenv:{what}: the form is openenv:http://HOST:PORT")
     url = what.rstrip("/")
-    fields = sorted(_http(url, "schema")["action"].get("properties", {}).keys() - {"metadata"})
+    fields = sorted(http_json(url, "schema")["action"].get("properties", {}).keys() - {"metadata"})
     if action and action not in (*fields, "json"):
         raise EnvironmentProblem(
             f"action={action}: the action of {url} has {', '.join(fields)}, or json for all"
@@ -94,7 +94,7 @@ class OpenEnv(SeededTasks):
 
     def first(self, number: int) -> str:
         if number not in self._first:
-            data = _http(self.url, "reset", {"seed": self.reset_seed(number)})
+            data = http_json(self.url, "reset", {"seed": self.reset_seed(number)})
             self._first[number] = self.text(data["observation"])
         return self._first[number]
 
@@ -203,8 +203,10 @@ class OpenEnvEpisode(Episode):
         await self._session.close()
 
 
-def _http(url: str, path: str, body: dict[str, JsonValue] | None = None) -> dict[str, Any]:
-    """GET, or POST of a body, without a proxy.
+def http_json(
+    url: str, path: str, body: dict[str, JsonValue] | None = None, server: str = "OpenEnv"
+) -> dict[str, Any]:
+    """GET, or POST of a body, without a proxy, from a server of this kind.
 
     Raises:
         EnvironmentProblem: There is no such answer.
@@ -218,6 +220,6 @@ def _http(url: str, path: str, body: dict[str, JsonValue] | None = None) -> dict
             return content
     except (OSError, ValueError) as error:  # URLError is an OSError
         raise EnvironmentProblem(
-            f"no OpenEnv server answers at {url}/{path} ({error}): start it first, or correct the "
+            f"no {server} server answers at {url}/{path} ({error}): start it first, or correct the "
             "URL"
         ) from error

@@ -19,13 +19,10 @@ from slime.data.sample import Message
 from slime.plugins.agents.environments.base import (
     Environment,
     EnvironmentProblem,
-    Episode,
-    StepFailed,
-    StepLimits,
     Task,
-    environment,
     missing_package,
 )
+from slime.plugins.agents.environments.played import Played
 from slime.types import JsonValue
 
 if TYPE_CHECKING:
@@ -84,7 +81,7 @@ def make(
     return Verifiers(taskset.take(tasks) if tasks else taskset, what)
 
 
-class Verifiers(Environment):
+class Verifiers(Played):
     """The tasks of one taskset."""
 
     def __init__(self, taskset: Any, what: str) -> None:
@@ -102,10 +99,7 @@ class Verifiers(Environment):
             )
         return Task(_messages(data.system_prompt, data.prompt))
 
-    async def start(self, number: int, limits: StepLimits) -> Episode:
-        raise StepFailed("error", "a task of verifiers is run as an agent program")
-
-    async def play(self, number: int, base_url: str, model: str) -> float:
+    async def play(self, number: int, program: Program) -> float:
         """Run one rollout of verifiers against an endpoint, and return its reward.
 
         Raises:
@@ -118,10 +112,13 @@ class Verifiers(Environment):
 
         # The session is part of the URL, so no key of the user's is sent: the variable does not
         # exist.
-        client = EvalClientConfig(base_url=base_url, api_key_var="SLIME_HAS_NO_KEY")
+        client = EvalClientConfig(base_url=program.openai_base_url, api_key_var="SLIME_HAS_NO_KEY")
         agent = Agent(
             AgentConfig(
-                model=model, client=client, runtime=SubprocessConfig(), harness={"id": "null"}
+                model=program.model,
+                client=client,
+                runtime=SubprocessConfig(),
+                harness={"id": "null"},
             )
         )
         agent.harness = _harness_class()(agent.config.harness)
@@ -134,17 +131,6 @@ class Verifiers(Environment):
                 else "verifiers: the rollout failed"
             )
         return float(trace.reward)
-
-
-async def run(program: Program) -> float:
-    """Play the episode that the metadata of a row name: the agent program of ``--environment
-    verifiers:…``.
-    """
-    from slime.plugins.agents.environments.base import NUMBER, SPEC
-
-    made = environment(program.metadata[SPEC])
-    assert isinstance(made, Verifiers), "only tasks of verifiers are sent to this program"
-    return await made.play(int(program.metadata[NUMBER]), program.openai_base_url, program.model)
 
 
 def _messages(system: str | None, prompt: Any) -> list[Message]:

@@ -7,16 +7,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from agent_parts import ScriptedEngine, arguments, make_tokenizer
+from agent_parts import arguments, make_tokenizer
 
 from slime.data.sample import Sample
 from slime.plugins.agents.environments.base import (
@@ -33,43 +31,18 @@ installed = pytest.mark.skipif(
 LETTERS = "verifiers:letters_taskset"
 
 
-@pytest_asyncio.fixture
-async def play(tmp_path: Path) -> AsyncIterator[Any]:
-    """``await play(spec, texts, number)``: one episode in which the model says these texts."""
-    from slime.engines.http import close_session
-    from slime.plugins.agents.rollout import generate
-    from slime.plugins.agents.server import stop_agent_server
-    from slime.rollout.state import GenerateState
-
-    make_tokenizer().save_pretrained(tmp_path)
-
-    async def run(spec: str, says: list[Any], number: int = 0) -> tuple[Any, list[str]]:
-        async with ScriptedEngine(make_tokenizer(), says) as engine:
-            args = arguments(tmp_path, engine.url, environment=spec)
-            args.rollout_max_response_len = 800
-            sample = task_sample(own_seed(spec, 42), number)
-            sample.index = sample.group_index = 0
-            state = GenerateState(args)
-            made = await generate(args, sample, state.sampling_params)
-            return made, [state.tokenizer.decode(body["input_ids"]) for body in engine.bodies]
-
-    yield run
-    await stop_agent_server()
-    await close_session()
-
-
 @installed
-async def test_the_package_runs_the_episode_and_scores_it(play: Any) -> None:
-    sample, asked = await play(LETTERS, ["bx"], number=1)
+async def test_the_package_runs_the_episode_and_scores_it(play_program: Any) -> None:
+    sample, asked = await play_program(LETTERS, ["bx"], number=1)
     assert sample.reward == pytest.approx(0.5 + 0.5), "the weighted sum of both rewards"
     assert sample.status is Sample.Status.COMPLETED and sample.response == "bx<|end|>"
     assert asked == ["<|system|> Be brief.<|end|>\n<|user|> Write b.<|end|>\n<|assistant|> "]
-    assert (await play(LETTERS, ["no letter"], number=1))[0].reward == 0.0
+    assert (await play_program(LETTERS, ["no letter"], number=1))[0].reward == 0.0
 
 
 @installed
-async def test_a_reward_function_that_fails_leaves_the_sample_out(play: Any) -> None:
-    sample, _ = await play(f"{LETTERS}?fails=true", ["a"])
+async def test_a_reward_function_that_fails_leaves_the_sample_out(play_program: Any) -> None:
+    sample, _ = await play_program(f"{LETTERS}?fails=true", ["a"])
     assert sample.reward is None and sample.remove_sample and sample.status is Sample.Status.FAILED
     assert "no score today" in sample.metadata["reward_failure"]
 
@@ -77,12 +50,12 @@ async def test_a_reward_function_that_fails_leaves_the_sample_out(play: Any) -> 
 @installed
 @pytest.mark.real
 async def test_the_model_calls_the_tools_of_a_task(
-    play: Any, monkeypatch: pytest.MonkeyPatch
+    play_program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # of the server
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
     call = '<tool_call>{"name": "letter_at", "arguments": {"place": %s}}</tool_call>'
-    sample, asked = await play(
+    sample, asked = await play_program(
         f"{LETTERS}?task=%7Blooks_up%3A%20true%7D", [call % 0, call % '"x"', "a"]
     )
     assert sample.reward == pytest.approx(1.0 + 0.5) and sample.metadata["session"]["turns"] == 3
@@ -123,7 +96,7 @@ def test_the_flag_selects_the_endpoint_and_the_program(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     args = arguments(tmp_path, environment=LETTERS)
     assert args.custom_generate_function_path == "slime.plugins.agents.rollout.generate"
-    assert args.agent_function_path == "slime.plugins.agents.environments.verifiers.run"
+    assert args.agent_function_path == "slime.plugins.agents.environments.played.run"
     assert args.data_source_path == "slime.plugins.agents.environments.source.EnvironmentSource"
 
 
