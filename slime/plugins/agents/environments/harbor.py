@@ -129,7 +129,8 @@ class Harbor(Played):
             # What is there when the time is over is judged, as Harbor does.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(task.agent_seconds):
-                    await converse(program, self.task(number).prompt, [BASH], call)
+                    first = opening(self._system, task.instruction)
+                    await converse(program, first, [BASH], call)
             return await judge(box, task)
         finally:
             # The episode has ended, and its reward does not depend on this.
@@ -184,11 +185,12 @@ def read_rewards(files: Mapping[str, bytes | None]) -> Reward:
         if text is None:
             return None
         value = float(text)
-    several = value if isinstance(value, dict) else {"reward": value}
-    for name, one in several.items():
+    rewards: dict[str, float] = {}
+    for name, one in (value if isinstance(value, dict) else {"reward": value}).items():
         if not isinstance(one, int | float) or not math.isfinite(one):
             raise ValueError(f"the reward {name} is {one!r}: it must be a finite number")
-    return dict(several) if len(several) != 1 else float(next(iter(several.values())))
+        rewards[name] = one
+    return dict(rewards) if len(rewards) != 1 else float(*rewards.values())
 
 
 def _shown(ran: Ran, seconds: float) -> str:

@@ -159,11 +159,12 @@ def _read(path: Path, own: bool) -> HarborTask:
     _refuse(path, config)
     settings = config.get("environment", {})
     dockerfile = path / "environment" / "Dockerfile"
-    workdir, copies, variables = WORKDIR, [(".", ".")], {}
+    # Without a Dockerfile, the files are in the working directory.
+    workdir = WORKDIR
+    copies = [(".", ".")] if (path / "environment").is_dir() else []
+    variables: dict[str, str] = {}
     if dockerfile.is_file():
         workdir, copies, variables = _dockerfile(dockerfile)
-    elif not (path / "environment").is_dir():
-        copies = []
     workdir = settings.get("workdir") or workdir
     placed = tuple((source, join(workdir, target)) for source, target in copies)
     written = (_folder_of(path / "environment", source, target) for source, target in placed)

@@ -74,11 +74,10 @@ async def test_calls_go_to_the_server_which_scores_the_whole_response(
 
 async def test_a_model_cannot_call_other_paths_of_the_server(play_program: Any, data: Path) -> None:
     async with gym_server("calls") as (url, sent):
-        says = [call(name, {}) for name in ("verify", "../verify", "http://x/", "")]
-        bad = '<tool_call>{"name": "add", "arguments": "no JSON"}</tool_call>'
-        sample, asked = await play_program(f"nemo_gym:{url}?data={data}", [*says, bad, "3"])
+        says = [call(name, {}) for name in ("verify", "../verify", "http://x/")]
+        sample, asked = await play_program(f"nemo_gym:{url}?data={data}", [*says, "3"])
         assert sample.reward == 1.0
-        assert "there is no tool verify" in asked[1] and "error" in asked[-1]
+        assert "there is no tool verify" in asked[1] and "no tool http" in asked[-1]
         assert [path for path, _, _ in sent if path != "add"] == ["seed_session", "verify"]
 
 
