@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from slime.plugins.agents.program import Task as Program
 
 _CHECK_SECONDS = 60.0
+_QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # its client fetches a price list otherwise
 _ENGINES = {"docker": ["docker", "info"], "podman": ["podman", "info"]}
 """How a container engine on this machine says that it runs."""
 
@@ -81,10 +82,9 @@ class Package(Played):
             command = [
                 self._program, "trial", "start", "--path", str(self._tasks[number].path),
                 "--trials-dir", folder, "--trial-name", "trial", *self._options,
-                "--base-url", program.openai_base_url, "--api-key-name", "OPENAI_API_KEY",
-                "--api-format", "openai_chat_completions",
             ]  # fmt: skip
-            output = await _run(command, {**program.environment()})
+            # Its agents read OPENAI_BASE_URL and OPENAI_API_KEY.
+            output = await _run(command, program.environment())
             result = Path(folder) / "trial" / "result.json"
             if not result.is_file():
                 raise RuntimeError(f"harbor wrote no result: {output[-2000:]}")
@@ -110,7 +110,7 @@ async def _run(command: Sequence[str], variables: dict[str, str]) -> str:
     """Run a command to its end; return what it said. It is ended if this coroutine is cancelled."""
     process = await asyncio.create_subprocess_exec(
         *command,
-        env={**reduced_environment(os.environ, ()), **variables},
+        env={**reduced_environment(os.environ, ()), **_QUIET, **variables},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
