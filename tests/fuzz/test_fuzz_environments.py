@@ -41,6 +41,8 @@ NAMES = (
     "reasoning_gym",
     "openenv",
     "verifiers",
+    "harbor",
+    "nemo_gym",
     "own.py",
     "nothing",
 )

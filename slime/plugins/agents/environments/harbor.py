@@ -130,7 +130,8 @@ class Harbor(Played):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(task.agent_seconds):
                     first = opening(self._system, task.instruction)
-                    await converse(program, first, [BASH], call)
+                    url, key, model = program.openai_base_url, program.api_key, program.model
+                    await converse(url, key, model, first, [BASH], call)
             return await judge(box, task)
         finally:
             # The episode has ended, and its reward does not depend on this.

@@ -62,17 +62,19 @@ async def ask(
         RuntimeError: The endpoint refused it for another reason.
     """
     async with http.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as response:
-        answer: dict[str, Any] = await response.json()
         if response.status == 200:
+            answer: dict[str, Any] = await response.json()
             return answer
-        error = answer.get("error") or {}
-        if error.get("code") in _FULL:
+        refusal = await response.text()
+        if any(code in refusal for code in _FULL):
             return None
-        raise RuntimeError(f"the endpoint answered {response.status}: {error.get('message')}")
+        raise RuntimeError(f"the endpoint answered {response.status}: {refusal[:1000]}")
 
 
 async def converse(
-    program: Program,
+    base_url: str,
+    key: str,
+    model: str,
     messages: Sequence[Message],
     tools: Sequence[dict[str, JsonValue]],
     call: Callable[[str, str], Awaitable[str]],
@@ -80,17 +82,18 @@ async def converse(
     """Let the model call tools until it answers without a call, or has no room left.
 
     Args:
+        base_url, key, model: Of an endpoint with ``/chat/completions``.
         tools: Their schemas.
         call: Called with the name of a tool and its arguments as the model wrote them; returns what
             the model sees.
     """
     said: list[Any] = list(messages)
-    url = f"{program.openai_base_url}/chat/completions"
+    some = {"tools": list(tools)} if tools else {}
     # The session's own deadline is the one that counts.
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()) as http:
         while True:
-            body = {"model": program.model, "messages": said, "tools": list(tools)}
-            answer = await ask(http, url, program.api_key, body)
+            body = {"model": model, "messages": said, **some}
+            answer = await ask(http, f"{base_url}/chat/completions", key, body)
             if answer is None:
                 return
             message = answer["choices"][0]["message"]

@@ -22,7 +22,7 @@ from slime.plugins.agents.environments.base import (
     Task,
     missing_package,
 )
-from slime.plugins.agents.environments.played import Played
+from slime.plugins.agents.environments.played import Played, converse
 from slime.types import JsonValue
 
 if TYPE_CHECKING:
@@ -145,9 +145,7 @@ def _messages(system: str | None, prompt: Any) -> list[Message]:
 @functools.cache
 def _harness_class() -> Any:
     """The harness, as a subclass of the package's, which is imported only here."""
-    from openai import APIStatusError, AsyncOpenAI
     from verifiers.v1.harness import Harness
-    from verifiers.v1.harnesses.utils.compaction import is_context_overflow
     from verifiers.v1.runtimes import ProgramResult
 
     class Conversation(Harness[Any]):
@@ -160,35 +158,12 @@ def _harness_class() -> Any:
 
         async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):  # type: ignore[no-untyped-def]
             system, prompt = self.resolve_prompt(data)
-            messages: list[Any] = list(_messages(system, prompt))
-            # The tool servers of the task and the client of the model live as long as the
-            # conversation.
+            messages = _messages(system, prompt)
+            # The tool servers of the task live as long as the conversation.
             stack = AsyncExitStack()
             try:
                 tools, call = await _tools(stack, mcp_urls, self.config.tool_timeout)
-                client = await stack.enter_async_context(
-                    AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)
-                )
-                # One turn of the model after another, until one calls no tool.
-                while True:
-                    more: dict[str, Any] = {"tools": tools} if tools else {}
-                    answer = await client.chat.completions.create(
-                        model=ctx.model, messages=messages, **more
-                    )
-                    message = answer.choices[0].message
-                    messages.append(message.model_dump(exclude_none=True))
-                    if not message.tool_calls:
-                        break
-                    for one in message.tool_calls:
-                        content = await call(one.function.name, one.function.arguments)
-                        messages.append(
-                            {"role": "tool", "tool_call_id": one.id, "content": content}
-                        )
-            # A full context ends the conversation as the model left it; other errors fail the
-            # rollout.
-            except APIStatusError as error:
-                if not is_context_overflow(error):
-                    raise
+                await converse(endpoint, secret, ctx.model, messages, tools, call)
             finally:
                 # The conversation is complete, however a tool server ends.
                 with contextlib.suppress(Exception):

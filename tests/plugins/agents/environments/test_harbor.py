@@ -11,12 +11,8 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.plugins.agents.box import LIMITS, BoxProblem, LocalBox
-from slime.plugins.agents.environments.base import (
-    EnvironmentProblem,
-    environment,
-    task_sample,
-)
-from slime.plugins.agents.environments.harbor import LOGS, TESTS, judge, read_rewards
+from slime.plugins.agents.environments.base import EnvironmentProblem, environment
+from slime.plugins.agents.environments.harbor import LOGS, TESTS, Harbor, judge, read_rewards
 from slime.plugins.agents.environments.harbor_tasks import HarborTask, read_tasks
 from slime.plugins.agents.sandbox import SandboxUnavailable
 
@@ -48,12 +44,13 @@ def bash(command: str) -> str:
     return f"<tool_call>{json.dumps(call)}</tool_call>"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def sandbox() -> None:
-    try:
-        LocalBox(LIMITS, ["/app"])
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
+@pytest.fixture(autouse=True)
+def sandbox(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("real"):
+        try:
+            LocalBox(LIMITS, ["/app"])
+        except SandboxUnavailable as error:
+            pytest.skip(str(error))
 
 
 # --- what is read -------------------------------------------------------------------------------
@@ -82,8 +79,7 @@ def test_a_task_is_read_with_its_files_and_limits(tmp_path: Path) -> None:
     assert (limits.memory_bytes, limits.disk_bytes, limits.seconds) == (512 << 20, 1 << 30, 5)
     assert second.tests()["/tests/test.sh"] == TEST.encode()
     assert [task.name for task in read_tasks(str(tmp_path), 1)] == ["a"]
-    prompt = task_sample(f"harbor:{tmp_path}?system=Be%20brief.", 0).prompt
-    assert prompt == [
+    assert Harbor([first], "local", 60, "Be brief.").task(0).prompt == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Write done into answer.txt."},
     ]

@@ -35,7 +35,7 @@ LETTERS = "verifiers:letters_taskset"
 async def test_the_package_runs_the_episode_and_scores_it(play_program: Any) -> None:
     sample, asked = await play_program(LETTERS, ["bx"], number=1)
     assert sample.reward == pytest.approx(0.5 + 0.5), "the weighted sum of both rewards"
-    assert sample.status is Sample.Status.COMPLETED and sample.response == "bx<|end|>"
+    assert sample.status is Sample.Status.COMPLETED and sample.response == "bx"
     assert asked == ["<|system|> Be brief.<|end|>\n<|user|> Write b.<|end|>\n<|assistant|> "]
     assert (await play_program(LETTERS, ["no letter"], number=1))[0].reward == 0.0
 
@@ -64,6 +64,18 @@ async def test_the_model_calls_the_tools_of_a_task(
         asked[1].endswith("<|tool|> a<|end|>\n[letter_at ]<|assistant|> ")
         and "<|tool|> error:" in asked[2]
     )
+
+
+@installed
+@pytest.mark.real
+async def test_a_full_context_ends_the_conversation_as_it_is(
+    play_program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    call = '<tool_call>{"name": "letter_at", "arguments": {"place": 0}}</tool_call>'
+    spec = f"{LETTERS}?task=%7Blooks_up%3A%20true%7D"
+    sample, _ = await play_program(spec, [f"a{call}"], max_turns=1)
+    assert sample.reward == pytest.approx(1.0 + 0.5) and sample.status is Sample.Status.TRUNCATED
 
 
 @installed
