@@ -17,12 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from slime.config.hooks import load_function
 from slime.plugins.agents.sandbox import Limits, Result, Sandbox, installed_packages
 
-Status = Literal["ok", "error", "timeout", "output", "killed"]
 LIMITS = Limits(
     seconds=60.0,
     memory_bytes=2 << 30,
@@ -176,19 +175,11 @@ class LocalBox(Box):
         # The command killed what watches over it, or its files do not fit: they are as before.
         if result.status != "ok":
             return Ran(result)
-        return self._read(json.loads(line), files, result.seconds)
-
-    def _read(self, told: dict[str, object], files: bytes, seconds: float) -> Ran:
         self._files = files
-        got = cast(dict[str, str | None], told["files"])
+        told = json.loads(line)
+        got: dict[str, str | None] = told.pop("files")
         return Ran(
-            Result(
-                cast(Status, told["status"]),
-                str(told["stdout"]),
-                str(told["stderr"]),
-                seconds,
-                cast(int, told["exit_code"]),
-            ),
+            Result(seconds=result.seconds, **told),
             {path: None if text is None else base64.b64decode(text) for path, text in got.items()},
         )
 

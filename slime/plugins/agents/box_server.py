@@ -19,7 +19,7 @@ import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -58,7 +58,7 @@ class BoxServer:
     def __init__(self, key: str, most: int = 64, largest: Limits = LIMITS) -> None:
         self._key = key
         self._most = most
-        self._largest = largest
+        self._largest = replace(largest, seconds=_MOST_SECONDS)
         self._boxes: dict[str, _Lent] = {}
         self.app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guarded])
         self.app.router.add_post("/boxes", self.create)
@@ -87,14 +87,13 @@ class BoxServer:
                 del self._boxes[name]
         if len(self._boxes) >= self._most:
             return _refusal(429, f"all {self._most} boxes are lent")
-        asked = {one.name: body["limits"].get(one.name) for one in fields(Limits)}
-        most = {**asdict(self._largest), "seconds": _MOST_SECONDS}
-        least = {
-            name: min(type(most[name])(value), most[name])
-            for name, value in asked.items()
-            if value is not None
-        }
-        limits = Limits(**{**asdict(self._largest), **least})
+        asked = body["limits"]
+        limits = Limits(
+            **{
+                name: min(type(most)(asked.get(name, most)), most)
+                for name, most in asdict(self._largest).items()
+            }
+        )
         paths = [[_absolute(path) for path in body[name]] for name in ("folders", "scratch")]
         name = uuid.uuid4().hex
         self._boxes[name] = _Lent(open_box("local", limits, *paths))
@@ -190,11 +189,11 @@ class HttpBox(Box):
                 aiohttp.ClientSession(timeout=timeout, headers=key) as http,
                 http.request(method, f"{self._url}{path}", json=body) as response,
             ):
-                data = await response.content.read(BODY_BYTES + 1)
-                while len(data) <= BODY_BYTES and (more := await response.content.read(1 << 20)):
-                    data += more
-                if len(data) > BODY_BYTES:
-                    raise BoxProblem(f"{self._url}{path}: the answer is too large")
+                data = b""
+                async for part in response.content.iter_any():
+                    data += part
+                    if len(data) > BODY_BYTES:
+                        raise BoxProblem(f"{self._url}{path}: the answer is too large")
                 answer: dict[str, Any] = json.loads(data)
                 if response.status != 200:
                     raise BoxProblem(f"{self._url}{path}: {response.status}: {answer['error']}")
