@@ -42,7 +42,7 @@ TOKENS = {
     "rollout": 31_331,
     "utils": 924,
     "weights": 19_023,
-    "plugins/agents": 50_613,
+    "plugins/agents": 50_611,
     "plugins/compat": 10_371,
     "plugins/delta": 6_732,
     "plugins/distillation": 4_330,

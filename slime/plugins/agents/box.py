@@ -3,7 +3,7 @@ this machine and for those of others.
 
 :class:`LocalBox` is the namespace sandbox (:mod:`slime.plugins.agents.sandbox`), and
 :class:`slime.plugins.agents.box_server.HttpBox` the same on another machine. A provider of sandboxes
-is one more class, named as ``file.py:Class``, which derives from :class:`Box`.
+is one more class that derives from :class:`Box`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
 
-from slime.config.hooks import load_function
 from slime.plugins.agents.sandbox import Limits, Result, Sandbox, installed_packages
 
 LIMITS = Limits(
@@ -95,28 +93,6 @@ class Box(ABC):
     async def close(self) -> None:
         """Give the box back. It is called once, also after an error."""
         return None
-
-
-def open_box(
-    where: str, limits: Limits, folders: Sequence[str], scratch: Sequence[str] = ()
-) -> Box:
-    """Create a box; see :class:`Box` for the arguments.
-
-    Args:
-        where: ``local``, the URL of a :mod:`slime.plugins.agents.box_server`, or a class
-            ``file.py:Class``.
-
-    Raises:
-        SandboxUnavailable: This machine cannot isolate processes.
-        HookError: There is no such class.
-    """
-    if where == "local":
-        return LocalBox(limits, folders, scratch)
-    if where.startswith(("http://", "https://")):
-        from slime.plugins.agents.box_server import HttpBox
-
-        return HttpBox(where, limits, folders, scratch)
-    return cast(Box, load_function(where)(limits, folders, scratch))
 
 
 @functools.lru_cache

@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from slime.plugins.agents.box import LIMITS, Box, BoxProblem, Ran, open_box
+from slime.plugins.agents.box import LIMITS, Box, BoxProblem, LocalBox, Ran
 from slime.plugins.agents.sandbox import Limits, Result, SandboxUnavailable
 
 KEY = "SLIME_SANDBOX_KEY"
@@ -96,7 +96,7 @@ class BoxServer:
         )
         paths = [[_absolute(path) for path in body[name]] for name in ("folders", "scratch")]
         name = uuid.uuid4().hex
-        self._boxes[name] = _Lent(open_box("local", limits, *paths))
+        self._boxes[name] = _Lent(LocalBox(limits, *paths))
         return web.json_response({"id": name})
 
     async def run(self, request: web.Request) -> web.Response:

@@ -16,8 +16,9 @@ import pytest_asyncio
 from aiohttp import web
 
 from slime.plugins.agents import box_server
-from slime.plugins.agents.box import LIMITS, Box, BoxProblem, LocalBox, open_box
+from slime.plugins.agents.box import LIMITS, Box, BoxProblem, LocalBox
 from slime.plugins.agents.box_server import KEY, BoxServer, HttpBox
+from slime.plugins.agents.environments.harbor import open_box
 from slime.plugins.agents.sandbox import SandboxUnavailable
 
 pytestmark = [pytest.mark.real]

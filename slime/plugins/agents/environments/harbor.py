@@ -14,14 +14,16 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from slime.plugins.agents.box import LIMITS, Box, BoxProblem, Ran, open_box
+from slime.config.hooks import load_function
+from slime.plugins.agents.box import LIMITS, Box, BoxProblem, LocalBox, Ran
+from slime.plugins.agents.box_server import HttpBox
 from slime.plugins.agents.environments.base import EnvironmentProblem, Task, opening
 from slime.plugins.agents.environments.harbor_tasks import HarborTask, read_tasks
 from slime.plugins.agents.environments.played import Played, converse
-from slime.plugins.agents.sandbox import SandboxUnavailable
+from slime.plugins.agents.sandbox import Limits, SandboxUnavailable
 from slime.types import JsonValue
 
 if TYPE_CHECKING:
@@ -137,6 +139,27 @@ class Harbor(Played):
             # The episode has ended, and its reward does not depend on this.
             with contextlib.suppress(Exception):
                 await box.close()
+
+
+def open_box(
+    where: str, limits: Limits, folders: Sequence[str], scratch: Sequence[str] = ()
+) -> Box:
+    """Create a box; see :class:`Box` for the arguments.
+
+    Args:
+        where: ``local``, the URL of a :mod:`slime.plugins.agents.box_server`, or a class
+            ``file.py:Class``.
+
+    Raises:
+        SandboxUnavailable: This machine cannot isolate processes.
+        HookError: There is no such class.
+    """
+    if where == "local":
+        return LocalBox(limits, folders, scratch)
+    if where.startswith(("http://", "https://")):
+        return HttpBox(where, limits, folders, scratch)
+    made: Box = load_function(where)(limits, folders, scratch)
+    return made
 
 
 async def judge(box: Box, task: HarborTask) -> Reward:
