@@ -154,6 +154,7 @@ def environment(hosts: Hosts) -> dict[str, str]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_open_telemetry": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # what else runs on this machine is not the subject
         "http_proxy": proxy,
         "HTTP_PROXY": proxy,
         "no_proxy": "localhost,127.0.0.1," + ",".join(hosts.addresses),
