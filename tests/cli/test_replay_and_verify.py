@@ -13,6 +13,7 @@ import pytest
 from slime.cli.main import main
 from slime.config.args import Args
 from slime.plugins.tools.commands import replay as replay_command
+from slime.plugins.tools.commands import verify as verify_command
 from slime.plugins.tools.replay import recorded, step
 from slime.plugins.tools.replay.step import Wanted
 from slime.plugins.tools.verify import run as verify_run
@@ -28,7 +29,7 @@ def asked_of_verify(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, 
         asked.append((target, as_json))
         return 0
 
-    monkeypatch.setattr(replay_command, "verify_model", verify_model)
+    monkeypatch.setattr(verify_command, "verify_model", verify_model)
     assert main(["verify", "models/mine", *words]) == 0
     return asked[0]
 
@@ -82,7 +83,7 @@ def test_json_of_an_infinite_difference(
     result = Verified(SmallModel(Path("small"), 2, "2 layers"), 1, checks)
     monkeypatch.setattr(verify_run, "verify", lambda target: result)
     target: Any = None
-    assert replay_command.verify_model(target, as_json=True) == 1
+    assert verify_command.verify_model(target, as_json=True) == 1
     printed = capsys.readouterr().out
     facts = json.loads(printed, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert [check["largest"] for check in facts["checks"]] == [None, 0.5]

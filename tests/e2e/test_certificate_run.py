@@ -26,6 +26,7 @@ def test_steps_are_computed_again_and_a_tampered_row_is_found(runner, flags) -> 
     code, said = verify()
     assert code == 0 and "certificate: holds; its last hash is" in said, said
     assert "step 0: equal, bit for bit" in said and "step 2: equal, bit for bit" in said, said
+    assert "package" not in said, said
     metrics = Path(ran.folder) / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     next(row for row in rows if row.get("rollout/step") == 0)["train/loss"] = 0.25

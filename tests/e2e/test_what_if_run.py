@@ -11,7 +11,10 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_one_changed_thing_is_compared_with_the_step_as_it_was(runner, flags) -> None:
-    ran = runner.inline(*flags, "--num-rollout", 1, "--dump-details", "details")
+    tested = ("--eval-prompt-data", "own", flags[flags.index("--prompt-data") + 1])
+    ran = runner.inline(
+        *flags, "--num-rollout", 1, "--dump-details", "details", *tested, "--eval-interval", 1
+    )
     assert ran.code == 0, ran.output
 
     def of_run(*words: object) -> dict:
@@ -33,6 +36,11 @@ def test_one_changed_thing_is_compared_with_the_step_as_it_was(runner, flags) ->
         gradient = what_if(*words)["gradient of optimizer step 0"]
         assert 0 < gradient["relative"] < 2, (words, gradient)
         assert gradient["cosine"] < 1 - 1e-6, (words, gradient)
+
+    # The weights after the step as it was have the score that the run had.
+    rows = of_run("--without-sample", 1, "--evaluate", "--run-its-code")["metrics"]
+    before, after = next(row[1:] for row in rows if row[0] == "eval/own")
+    assert before == ran.metrics("eval/step")[-1]["eval/own"] and after != before
 
     # The influences add up to the gradient, which a sample left out of it misses.
     ranked = of_run("--rank-samples")["samples"]

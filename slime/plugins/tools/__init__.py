@@ -16,7 +16,7 @@ _COMMANDS = {
     "ledger": "reports:add_ledger",
     "replay": "replay:add_replay",
     "what-if": "replay:add_what_if",
-    "verify": "replay:add_verify",
+    "verify": "verify:add_verify",
     "plan": "plan:add_plan",
     "check-algo": "check_algo:add_check_algo",
 }

@@ -47,7 +47,7 @@ def links(run: RunDir, packages: Mapping[str, str] | None = None) -> Iterator[Li
         ReplayError, MetricsError: A file is not readable.
     """
     attempts = attempts_of(run.path)
-    versions = packages or {one.name.lower(): one.version for one in distributions()}
+    versions = packages or version_of_all()
     data = _paths(attempts[0].settings.get("prompt_data"), attempts[0].settled.working_directory)
     yield {
         "settings": _digest(run.attempts.read_bytes()),
@@ -96,6 +96,7 @@ def verify_run(
         raise ReplayError(str(error)) from error
     yield f"certificate: {'DIFFERS' if found else 'holds'}; its last hash is {last}", not found
     yield from ((f"    {problem}", False) for problem in found)
+    yield from ((f"    {change}", True) for change in other_versions(RunDir(folder)))
     for step in steps:
         try:
             run = read_run(folder, step, (), run_its_code)
@@ -106,6 +107,24 @@ def verify_run(
         how = "bit for bit" if result.tolerance == 0 else f"within {result.tolerance:g}"
         said = f"equal, {how}" if result.equal else f"DIFFERS, first in {result.first}"
         yield f"step {step}: {said}", result.equal
+
+
+def other_versions(run: RunDir) -> Iterator[str]:
+    """Yield the packages of the certificate of which another version is installed now, or none.
+
+    They make no certificate wrong, but may be why a step that is computed again differs.
+    """
+    first = parse_line((run.path / FILE).read_bytes().splitlines()[0])
+    packages = first.get("packages")
+    now = version_of_all()
+    for name, version in packages.items() if isinstance(packages, dict) else ():
+        if now.get(name) != version:
+            yield f"package {name}: {version} in the run, {now.get(name, 'not installed')} now"
+
+
+def version_of_all() -> dict[str, str]:
+    """Return the version of each installed package by its name in lower case."""
+    return {one.name.lower(): one.version for one in distributions()}
 
 
 def _paths(named: object, directory: str) -> Sequence[Path]:

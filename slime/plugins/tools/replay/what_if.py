@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime.data.sample import Sample
 from slime.plugins.tools.replay.capture import AFTER, BEFORE, Influence
+from slime.plugins.tools.replay.evaluate import evaluated
 from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError
 from slime.plugins.tools.replay.step import Replayed, Wanted, replay_step
 
@@ -79,7 +80,7 @@ class WhatIf:
 
     Attributes:
         plain: The step as it was, computed again.
-        metrics: ``(name, before, after)``.
+        metrics: ``(name, before, after)``, with those of an evaluation if one was wanted.
         tensors: The gradient of each optimizer step, its layers, and the change of the weights.
     """
 
@@ -88,23 +89,31 @@ class WhatIf:
     tensors: tuple[Difference, ...]
 
 
-def what_if(run: RecordedRun, changed: RecordedRun, wanted: Wanted) -> WhatIf:
+def what_if(
+    run: RecordedRun, changed: RecordedRun, wanted: Wanted, evaluates: bool = False
+) -> WhatIf:
     """Compute a step as it was, and with other settings or samples.
 
     Args:
         changed: The run with the settings of the second step.
         wanted: The step; its ``change`` is for the second one.
+        evaluates: Whether the run's evaluation sets are scored with the weights after either step.
 
     Raises:
-        ReplayError, RankError: As for :func:`.step.replay_step`.
+        ReplayError, RankError: As for :func:`.step.replay_step` and :func:`.evaluate.evaluated`.
     """
     with tempfile.TemporaryDirectory(prefix="slime-what-if-") as name:
         folders = Path(name) / "plain", Path(name) / "changed"
         plain = replay_step(run, replace(wanted, change=None, tensors=folders[0]))
         other = replay_step(changed, replace(wanted, tensors=folders[1]))
         tensors = tuple(compare_folders(*folders))
-    before, after = plain.values, other.values
-    names = [name for name in METRICS if name in before and name in after]
+        before, after = dict(plain.values), dict(other.values)
+        names = [name for name in METRICS if name in before and name in after]
+        if evaluates:
+            scores = [evaluated(run, wanted.step, folder / AFTER) for folder in folders]
+            names += sorted(scores[0])
+            before |= scores[0]
+            after |= scores[1]
     return WhatIf(plain, tuple((name, before[name], after[name]) for name in names), tensors)
 
 
@@ -155,7 +164,7 @@ class Ranked:
     samples: tuple[Influence, ...]
 
 
-def ranked(run: RecordedRun, _changed: RecordedRun, wanted: Wanted) -> Ranked:
+def ranked(run: RecordedRun, wanted: Wanted) -> Ranked:
     """Order the samples of a step by their influence on the update.
 
     Raises:

@@ -11,7 +11,7 @@ import pytest
 from slime.cli.main import main
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import Settled
-from slime.plugins.tools.replay.certificate import certify, problems
+from slime.plugins.tools.replay.certificate import certify, other_versions, problems
 from slime.plugins.tools.replay.recorded import ReplayError
 
 
@@ -116,3 +116,13 @@ def test_a_run_without_a_certificate_is_told(
         problems(RunDir(tmp_path))
     assert main(["verify", str(tmp_path), "--steps", "1,2"]) == 1
     assert "--certificate" in capsys.readouterr().err
+
+
+def test_packages_of_other_versions_are_named(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not list(other_versions(run))
+    monkeypatch.setattr(
+        "slime.plugins.tools.replay.certificate.version_of_all", lambda: {"torch": "0.1"}
+    )
+    found = list(other_versions(run))
+    assert any("torch" in line and "0.1" in line for line in found)
+    assert any("numpy" in line and "not installed" in line for line in found)

@@ -1,0 +1,91 @@
+"""The evaluation sets of a recorded run with other weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from slime.config.settings import HIDDEN
+from slime.observability.metrics import read_metrics
+from slime.observability.run_dir import RunDir
+from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError, attempt_of, attempts_of
+
+# What only a run that trains, saves or shares its folders with the recorded one has.
+_NOT_OF_AN_EVALUATION = (
+    "config", "load", "ckpt_step", "finetune", "ref_load", "save", "save_interval", "save_hf", "save_keep_last",
+    "dump_details", "save_debug_rollout_data", "save_debug_train_data", "tracker", "certificate", "num_epoch",
+    "replay_schedule", "critic_load", "critic_save", "output_dir", "run_name",
+)  # fmt: skip
+
+
+def evaluated(run: RecordedRun, step: int, weights: Path) -> Mapping[str, float]:
+    """Evaluate weights with the evaluation sets, the functions and the seed of a run.
+
+    The evaluation is that of ``slime train --inline --num-rollout 0`` with the settings that were
+    given to the run, in a process of its own, so the same weights have the same scores.
+
+    Args:
+        weights: A file of safetensors with all weights, under the names of the checkpoint.
+
+    Returns:
+        The metrics ``eval/…``, without lengths and times.
+
+    Raises:
+        ReplayError: The run has no evaluation sets, trains adapters, or the evaluation failed.
+    """
+    attempt = attempt_of(attempts_of(run.folder), step)
+    recorded = attempt.settings
+    if not (recorded.get("eval_prompt_data") or recorded.get("eval_config")):
+        raise ReplayError("--evaluate needs a run with --eval-prompt-data or --eval-config")
+    if run.args.lora_rank:
+        raise ReplayError("--evaluate needs whole weights; this run trained adapters")
+    given = {
+        name: value
+        for name in recorded["explicit"]
+        if (value := recorded.get(name)) not in (None, HIDDEN) and name not in _NOT_OF_AN_EVALUATION
+    }
+    with tempfile.TemporaryDirectory(prefix="slime-evaluate-") as name:
+        model, settings, outputs = (Path(name) / part for part in ("model", "flags.yaml", "out"))
+        _model_folder(Path(str(run.args.hf_checkpoint)), weights, model)
+        given |= {"hf_checkpoint": str(model), "num_rollout": 0, "eval_interval": 1}
+        given |= {"rollout_backend": "embedded", "skip_eval_before_train": False}
+        settings.write_text(yaml.safe_dump(given), encoding="utf-8")
+        command = [sys.executable, "-m", "slime.cli.main", "train", "--inline"]
+        command += ["--custom-config-path", str(settings)]
+        command += ["--output-dir", str(outputs), "--run-name", "evaluation"]
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), *run.modules)))
+        finished = subprocess.run(
+            command,
+            cwd=attempt.settled.working_directory,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if finished.returncode:
+            last = "\n".join((finished.stdout + finished.stderr).splitlines()[-20:])
+            raise ReplayError(f"the evaluation failed:\n{last}")
+        rows = read_metrics(RunDir(outputs / "evaluation").metrics)
+    scores = next(row for row in rows if row.get("eval/step") is not None)
+    return {
+        name: float(value)
+        for name, value in scores.items()
+        if name.startswith("eval/")
+        and "/" not in name[5:]
+        and name != "eval/step"
+        and value is not None
+    }
+
+
+def _model_folder(checkpoint: Path, weights: Path, target: Path) -> None:
+    """Make a checkpoint of other weights: everything of ``checkpoint`` that is no weights."""
+    left_out = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt")
+    shutil.copytree(checkpoint, target, ignore=left_out)
+    (target / "model.safetensors").symlink_to(weights)
