@@ -46,10 +46,13 @@ def evaluated(run: RecordedRun, step: int, weights: Path) -> Mapping[str, float]
         raise ReplayError("--evaluate needs a run with --eval-prompt-data or --eval-config")
     if run.args.lora_rank:
         raise ReplayError("--evaluate needs whole weights; this run trained adapters")
+    # A flag that was not given has its default again.
+    explicit = recorded.get("explicit")
+    names = {str(name) for name in explicit} if isinstance(explicit, list) else set[str]()
     given = {
         name: value
-        for name in recorded["explicit"]
-        if (value := recorded.get(name)) not in (None, HIDDEN) and name not in _NOT_OF_AN_EVALUATION
+        for name, value in recorded.items()
+        if name in names.difference(_NOT_OF_AN_EVALUATION) and value not in (None, HIDDEN)
     }
     with tempfile.TemporaryDirectory(prefix="slime-evaluate-") as name:
         model, settings, outputs = (Path(name) / part for part in ("model", "flags.yaml", "out"))
