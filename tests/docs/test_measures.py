@@ -56,7 +56,7 @@ TOKENS = {
     "plugins/rewards": 20_829,
     "plugins/serve": 17_097,
     "plugins/sglang": 4_220,
-    "plugins/tools": 104_665,
+    "plugins/tools": 104_697,
     "plugins/trackers": 2_193,
     "plugins/vllm": 7_026,
     "plugins/workers": 2_889,
