@@ -26,7 +26,7 @@ NOT_TRAINING = {
     "--step", "--sample", "--tensors", "--through", "--tolerance", "--backend", "--engine", "--cover",
     "--kind", "--mean-prompt", "--mean-response", "--sigma", "--median-response", "--lengths-from", "--outside",
     "--layouts", "--async", "--json", "--layers", "--dp", "--tp", "--pp", "--cp", "--ep", "--etp", "--vpp", "--sp",
-    "--tuned", "--affected", "--only", "--picture", "--without-sample", "--flip-reward", "--rank-samples", "--steps",
+    "--tuned", "--affected", "--only", "--picture", "--without-sample", "--flip-reward", "--rank-samples", "--steps", "--evaluate",
     "--submit", "--yes", "--requeue",
 }  # fmt: skip
 NOT_BY_HAND = {"reference", "benchmarks", "tests"}
