@@ -26,8 +26,8 @@ NOT_TRAINING = {
     "--step", "--sample", "--tensors", "--through", "--tolerance", "--backend", "--engine", "--cover",
     "--kind", "--mean-prompt", "--mean-response", "--sigma", "--median-response", "--lengths-from", "--outside",
     "--layouts", "--async", "--json", "--layers", "--dp", "--tp", "--pp", "--cp", "--ep", "--etp", "--vpp", "--sp",
-    "--tuned", "--affected", "--only", "--picture", "--without-sample", "--flip-reward", "--rank-samples", "--steps", "--evaluate",
-    "--submit", "--yes", "--requeue",
+    "--tuned", "--affected", "--only", "--picture", "--without-sample", "--flip-reward", "--rank-samples", "--steps",
+    "--submit", "--yes", "--requeue", "--evaluate",
 }  # fmt: skip
 NOT_BY_HAND = {"reference", "benchmarks", "tests"}
 HAND_WRITTEN = [page for page in PAGES if not NOT_BY_HAND & set(page.relative_to(CHECKOUT).parts)]
