@@ -15,6 +15,8 @@ import slime.plugins.serve.trainer as trainer_module
 from slime.api.session import Session
 from slime.cluster import actors
 from slime.data.datum import Datum
+from slime.plugins.serve.log import read
+from slime.plugins.serve.replay import replay
 from slime.types import AdamSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -96,6 +98,9 @@ async def test_a_killed_server_does_again_what_came_after_the_last_state(
             assert await client.result({"request_id": f"{model}:{2 * steps + 1}"}) == expected
             after = await client.train(model, 2 * steps + 2)
             assert log_probs_of(after) == log_probs_of(expected)
+    session.load_state(Path(session.args.output_dir) / "start")
+    again = await asyncio.to_thread(replay, session, read(tmp_path / "3" / "log.jsonl"))
+    assert again.equal == 9 and not again.differing and not again.unanswered
 
 
 async def test_samples_have_the_weights_of_their_checkpoint(
