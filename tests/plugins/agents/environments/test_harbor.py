@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from slime.data.sample import Sample
 from slime.plugins.agents.box import LIMITS, BoxProblem, LocalBox
+from slime.plugins.agents.box_server import KEY, BoxServer
 from slime.plugins.agents.environments.base import EnvironmentProblem, environment
 from slime.plugins.agents.environments.harbor import LOGS, TESTS, Harbor, judge, read_rewards
 from slime.plugins.agents.environments.harbor_tasks import HarborTask, read_tasks
@@ -160,6 +162,24 @@ async def test_the_model_works_in_the_shell_and_the_tests_judge(
     assert sample.metadata["task"] == "task"
     sample, _ = await play_program(spec, ["It is done."])
     assert sample.reward == 0.0, "each episode has files of its own"
+
+
+@pytest.mark.real
+async def test_commands_run_in_the_box_of_a_server(
+    play_program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    runner = web.AppRunner(BoxServer("secret", most=1).app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    spec = f"harbor:{write_task(tmp_path / 'task')}?sandbox={url}"
+    says = [bash("echo done > answer.txt"), "I wrote it."]
+    for _ in range(2):  # the only box of the server was given back
+        assert (await play_program(spec, says))[0].reward == 1.0
+    await runner.cleanup()
+    sample, _ = await play_program(spec, says)
+    assert sample.reward is None and url in sample.metadata["reward_failure"]
 
 
 @pytest.mark.real
