@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.cluster.checks import parse_and_check
-from slime.cluster.recovery import run_loop
+from slime.cluster.run import run_loop
 from slime.config.args import Args
 
 if TYPE_CHECKING:

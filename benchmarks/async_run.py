@@ -152,7 +152,7 @@ def main() -> int:
 
 def count_the_gpu_twice() -> None:
     """Start the cluster that the runs connect to; it ends with this process."""
-    from slime.cluster.session import QUIET_ENVIRONMENT
+    from slime.plugins.actors.ray_cluster import QUIET_ENVIRONMENT
 
     os.environ.update(QUIET_ENVIRONMENT, CUDA_VISIBLE_DEVICES="0,0")
     import ray

@@ -193,7 +193,7 @@ def rollout_workers(args: Any, count: int, folder: Path) -> Iterator[list[psutil
     if not count:
         yield []
         return
-    from slime.cluster.session import connect, disconnect
+    from slime.plugins.actors.ray_cluster import connect, disconnect
     from slime.plugins.workers.workers import start
     from slime.rollout.state import GenerateState
 

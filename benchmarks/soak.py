@@ -81,7 +81,7 @@ ROLES = (  # the first that is found in the command line of a process
     (r"monitor\.py", "ray monitor"),
     (r"torch_shm_manager", "torch shm manager"),
     (r"resource_tracker", "resource tracker"),
-    (r"cluster/supervisor\.py", "supervisor"),
+    (r"restarts/supervisor\.py", "supervisor"),
     (r"train(_async)?\.py", "driver"),
 )
 HOOKS = '''

@@ -45,6 +45,9 @@ KINDS = {
     "or need each other",
     "layout": "a function layout(args) that returns the slime.config.layout.ParallelLayout of the ranks of "
     "the training backend of this name",
+    "actors": "a class that derives from slime.cluster.actors.Actors: `ray`, and `inline` for --inline",
+    "recovery": "a class of (parts), the slime.cluster.run.Recovery of a run, with a function supervise() that "
+    "makes this process the supervisor of its driver; its name is `restarts`",
     "generator": "a function start(args, fleet) that returns the slime.cluster.engine_calls.Workers of "
     "--rollout-workers",
     "transport": "a slime.weights.transports.base.TransportKind, for --update-weight-transport",

@@ -82,8 +82,7 @@ class Trainer:
         **flags: Any,
     ) -> None:
         global current
-        from slime.cluster.recovery import load_loop
-        from slime.cluster.run import open_run
+        from slime.cluster.run import load_loop, open_run
 
         listeners = [as_callback(one) for one in callbacks]
         self._inputs = InputFolder()

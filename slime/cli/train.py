@@ -21,7 +21,7 @@ def run_loop(command: str, flags: Sequence[str]) -> int:
         SystemExit: The flags are wrong (2), or the run was stopped (130, 143).
     """
     from slime.cluster.checks import parse_and_check
-    from slime.cluster.recovery import load_loop
+    from slime.cluster.run import load_loop
 
     try:
         loop = load_loop(LOOPS[command])

@@ -1,17 +1,16 @@
 """The one door to actors: how an actor is made, called, waited for and ended.
 
 An actor is an object that other parts of the run call without waiting; a call returns a reference
-to its result. There are two implementations. With Ray (:mod:`slime.cluster.ray_actors`), each actor
-is a process, on any node of a cluster. Inline (:mod:`slime.cluster.inline_actors`), actors are
-objects and threads of this process. Nothing else in slime may tell them apart: all other files use
-:func:`door`.
+to its result. There are two implementations. With Ray (:mod:`slime.plugins.actors.ray_actors`), each actor
+is a process, on any node of a cluster. Inline (:mod:`slime.plugins.actors.inline_actors`), actors
+are objects and threads of this process. Nothing else in slime may tell them apart: all other files
+use :func:`door`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,10 +22,6 @@ from slime import registry
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-RAY = "slime.cluster.ray_actors:RayActors"
-"""The place of the default implementation, which derives from the interface below and so cannot be
-imported here.
-"""
 OWN_THREADS = ("status", "try_folder")
 """Methods that answer while a step runs or a model is loaded, each on a thread of its own. They do
 not share a thread:
@@ -124,37 +119,30 @@ class Bundles(Protocol):
         """Give the resources back."""
 
 
-class Actors(ABC):
+class Actors(Protocol):
     """Makes actors, and waits for their results."""
 
     # --- the cluster ---------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def connected(self) -> bool:
         """Whether actors can be made."""
 
-    @abstractmethod
     def connect(self) -> None:
         """Join a cluster, or start a private one."""
 
-    @abstractmethod
     def disconnect(self) -> None:
         """End what :meth:`connect` has started, with all actors."""
 
-    @abstractmethod
     def resources(self) -> Mapping[str, float]:
         """The numbers of ``CPU`` and ``GPU`` of all nodes."""
 
-    @abstractmethod
     def report(self) -> str:
         """One line for error messages: nodes, and free and total resources."""
 
-    @abstractmethod
     def nodes(self) -> int:
         """The number of nodes that are alive."""
 
-    @abstractmethod
     def node(self) -> str:
         """The identity of the node of this process."""
 
@@ -164,21 +152,17 @@ class Actors(ABC):
 
         return ActorProcess(self.node(), os.getpid(), psutil.Process().create_time())
 
-    @abstractmethod
     def address(self) -> str:
         """The address by which processes on other nodes reach this one; loopback in a private
         cluster.
         """
 
-    @abstractmethod
     def log_to(self, folder: Path, name: str) -> None:
         """Send the output of the actor that calls this to a file of ``folder``."""
 
-    @abstractmethod
     def own_gpus(self) -> Sequence[int]:
         """The GPUs of the actor that calls this."""
 
-    @abstractmethod
     def reserve(self, bundle: Mapping[str, float], count: int, spread: bool) -> Bundles:
         """Reserve ``count`` equal bundles, on as few nodes as possible or, with ``spread``, on as
         many.
@@ -186,7 +170,6 @@ class Actors(ABC):
 
     # --- actors and their results --------------------------------------------------------------
 
-    @abstractmethod
     def create(
         self,
         cls: type,
@@ -210,11 +193,9 @@ class Actors(ABC):
             spread: Whether actors of this kind should be on different nodes.
         """
 
-    @abstractmethod
     def kill(self, actor: ActorHandle) -> None:
         """End an actor at once."""
 
-    @abstractmethod
     def end_processes(self, processes: Sequence[ActorProcess], seconds: float) -> None:
         """Kill processes of actors on any node with SIGKILL, and wait until they have ended.
 
@@ -226,11 +207,9 @@ class Actors(ABC):
             ActorError: A node does not answer.
         """
 
-    @abstractmethod
     def put(self, value: T) -> Ref[T]:
         """Store an object, so that other actors can take it without a detour through the caller."""
 
-    @abstractmethod
     def get(self, refs: Sequence[Ref[T]], timeout: float | None = None) -> list[T]:
         """Wait for results, and return them in order.
 
@@ -239,13 +218,11 @@ class Actors(ABC):
             Exception: What a method has raised.
         """
 
-    @abstractmethod
     def wait(self, refs: Sequence[Ref[T]], timeout: float) -> tuple[list[Ref[T]], list[Ref[T]]]:
         """Wait until all results are there, but at most ``timeout`` seconds; returns those that are
         and are not.
         """
 
-    @abstractmethod
     async def result(self, ref: Ref[T]) -> T:
         """Wait for one result on an event loop; raises what :meth:`get` does."""
 
@@ -293,7 +270,7 @@ def door() -> Actors:
     """The implementation that this process uses: Ray's, unless :func:`use` has chosen another."""
     global _current
     if _current is None:
-        _current = registry.load(RAY)()
+        _current = registry.find("actors", "ray")()
     return _current
 
 

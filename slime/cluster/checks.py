@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING
 
 from slime import registry
 from slime.config.args import FLAGS, Args
-from slime.config.hf_config import is_hf_folder, looks_like_hub_id, megatron_folder, read_config
+from slime.config.hf_config import (
+    is_hf_folder,
+    looks_like_hub_id,
+    megatron_folder,
+    model_config,
+    read_config,
+)
 from slime.config.run import megatron_lm_folder
-from slime.models.shards import ModelError
+from slime.models.shards import ModelError, quantization_of, require_hub
 
 if TYPE_CHECKING:
     from slime.config.parser import ExtraCheck
@@ -27,7 +33,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     process becomes the supervisor of the run. Then the call returns in the supervisor's child,
     which does not repeat the checks.
     """
-    from slime.cluster.supervisor import REPORTS, supervise
+    from slime.cluster.stop_signals import REPORTS
     from slime.config.parser import ConfigError, load_args, parse_args
 
     words = list(argv) if argv is not None else None
@@ -48,7 +54,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
         raise SystemExit(0)
     print_warnings(args, asynchronous)
     if words is None and args.max_restarts and not REPORTS.attached:
-        supervise()
+        registry.find("recovery", "restarts").supervise()
     return args
 
 
@@ -109,8 +115,6 @@ def _check_all(args: Args, asynchronous: bool) -> list[str]:
 
 def _check_hub(named: dict[str, str]) -> list[str]:
     """Check that the hub gives each model that is not on this machine."""
-    from slime.models.shards import require_hub
-
     problems = []
     for option, path in named.items():
         if looks_like_hub_id(path) and not Path(path).expanduser().exists():
@@ -190,10 +194,7 @@ def _here(named: dict[str, str]) -> dict[str, str]:
 
 def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> list[str]:
     """Refuse a quantized checkpoint whose weights would have to be updated in SGLang."""
-    from slime.models.shards import quantization_of
-
-    config = read_config(checkpoint) if checkpoint else None
-    quantization = quantization_of(config) if config else None
+    quantization = quantization_of(model_config(checkpoint))
     if quantization is None or not updates_sglang:
         return []
     return [
@@ -243,7 +244,8 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
             elif (
                 args.load != args.save
                 and kind(folder) == "empty"
-                and not _has_megatron(args.load, args.ckpt_step)
+                and not megatron_folder(args.load)
+                and not megatron_lm_folder(args.load, args.ckpt_step)
             ):
                 problems += _nothing_to_load(args.load, folder)
         if args.use_critic and args.critic_load:
@@ -259,7 +261,7 @@ def _check_critic(load: str, checkpoint: str | None) -> list[str]:
     from slime.cluster.folders import snapshot_of
 
     if is_hf_folder(load):
-        sizes = [(read_config(name) or {}).get("vocab_size") for name in (load, checkpoint or "")]
+        sizes = [model_config(name).get("vocab_size") for name in (load, checkpoint)]
         return [] if sizes[0] == sizes[1] else [
             f"--critic-load {load} has {sizes[0]} tokens, but --hf-checkpoint {sizes[1]}: the critic "
             "reads what the actor writes, so both need the same tokenizer"
@@ -273,10 +275,6 @@ def _check_critic(load: str, checkpoint: str | None) -> list[str]:
         ]
     hostile = hostile_file(snapshot.path, False)
     return [f"--critic-load {load}: {hostile}"] if hostile else []
-
-
-def _has_megatron(load: str, step: int | None) -> bool:
-    return bool(megatron_folder(load) or megatron_lm_folder(load, step))
 
 
 def _nothing_to_load(named: str, folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
 
 from slime.cluster.actors import ActorError, ActorHandle, NoAnswer, Supervised, door
-from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
+from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings, start_engine
 from slime.engines.router import Worker
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class ServerFacts(TypedDict):
     ``ServerProcess``.
     """
 
-    url: str
     pid: int
     alive: bool
     fate: str
@@ -60,11 +59,9 @@ class EngineActor:
         start_seconds: float,
         spec: EngineSpec,
         log_dir: str,
-        gpu_ids: Sequence[int] | None = None,
-        node: tuple[int, int, str | None] = (0, 1, None),
+        gpu_ids: Sequence[int] | None,
+        node: tuple[int, int, str | None],
     ) -> None:
-        from slime.engines.launch import start_engine
-
         self.start_seconds = start_seconds
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
         door().log_to(Path(log_dir), f"engine-actor-{name}")
@@ -82,14 +79,11 @@ class EngineActor:
 
     def describe(self) -> ServerFacts:
         process = self.process
-        port = process.bootstrap_port
-        state = process.alive(), process.fate
         return {
-            "url": process.url,
             "pid": process.pid,
-            "alive": state[0],
-            "fate": state[1],
-            "bootstrap_port": port,
+            "alive": process.alive(),
+            "fate": process.fate,
+            "bootstrap_port": process.bootstrap_port,
         }
 
     def ask(self, method: str) -> Any:
@@ -144,7 +138,7 @@ class Engine(Supervised):
             self.bootstrap_port = self.describe()["bootstrap_port"]
 
     def describe(self) -> ServerFacts:
-        """Address and state of the server; alive means alive on all nodes. Raises if a node does
+        """State of the server; alive means alive on all nodes. Raises if a node does
         not answer.
         """
         of_nodes: list[ServerFacts] = self._get("describe")
@@ -245,6 +239,11 @@ class EngineStatus:
     slots: dict[str, range] = field(default_factory=dict)
     fatal: str | None = None
 
+    @property
+    def alive(self) -> list[str]:
+        """URLs of all these engines."""
+        return [*self.serving, *self.unsynced]
+
 
 @dataclass(frozen=True)
 class FleetSettings:
@@ -253,7 +252,8 @@ class FleetSettings:
     Attributes:
         tolerant: Whether lost engines and routers are started again (``--use-fault-tolerance``), or
             end the run.
-        always_routed: Whether a single engine gets a router as well (``--use-router``).
+        always_routed: Whether a single engine gets a router as well (``--use-router``, or a run that
+            goes on without lost engines).
         updated: Whether the run has a trainer that sends weights.
         start_seconds: How long a server may take to start.
         workers: Number of rollout workers, among which the engines are divided.

@@ -26,7 +26,7 @@ from slime.data.tokenizers import preload_tokenizer
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle, on_each
 from slime.engines.http import init_http_client, watch_faults
-from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings, plan_engines
+from slime.engines.launch import EngineSettings, RouterSettings, plan_engines
 from slime.engines.sglang_api import EngineError, MemoryTag
 from slime.observability import progress
 from slime.observability.run_dir import RunDir
@@ -154,14 +154,13 @@ async def flush_when_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_
 def fleet_of(args: Args, placement: Placement, log_dir: Path, keys: RunKeys) -> EngineFleet:
     """The engines that the flags ask for, before their start; a run that only trains has none."""
     specs = [] if args.debug_train_only else plan_engines(args)
-    external = args.rollout_external_engine_addrs or []
     uses_workers = args.rollout_workers > 1 and may_use_workers(
         args.rollout_function_path, args.eval_function_path
     )
     settings = FleetSettings(
         router=RouterSettings.from_args(args, keys),
-        tolerant=bool(args.use_fault_tolerance),
-        always_routed=bool(args.use_router),
+        tolerant=args.use_fault_tolerance,
+        always_routed=args.use_router or args.use_fault_tolerance,
         updated=not args.debug_rollout_only,
         start_seconds=args.start_timeout,
         workers=args.rollout_workers if uses_workers else 0,
@@ -171,9 +170,32 @@ def fleet_of(args: Args, placement: Placement, log_dir: Path, keys: RunKeys) -> 
     )
     environment = thread_environment(args.threads_per_process)
     engine = EngineSettings.from_args(args, keys.engine)
-    launch = launcher(engine, args.start_timeout, specs, placement, log_dir, environment)
-    urls = [url if "://" in url else f"http://{url}" for url in external]
-    return EngineFleet(settings, log_dir, launch, specs, urls, keys)
+
+    def launch(index: int) -> list[ActorHandle]:
+        """Start an engine, in one actor per node that it spans."""
+        spec = specs[index]
+        nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
+        # The port may be in use on that node. Then this start fails with SGLang's error, and a
+        # restart picks another.
+        rendezvous = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
+        # With several threads, an actor can report on its server, or kill it, while wait_ready()
+        # blocks.
+        return [
+            door().create(
+                EngineActor,
+                *(engine, args.start_timeout, spec, str(log_dir)),
+                *(gpus, (rank, len(nodes), rendezvous)),
+                options=placement.engine_options(slot),
+                environment=environment,
+                threads=3,
+            )
+            for rank, (slot, _, gpus) in enumerate(nodes)
+        ]
+
+    external = [
+        url if "://" in url else f"http://{url}" for url in args.rollout_external_engine_addrs or ()
+    ]
+    return EngineFleet(settings, log_dir, launch, specs, external, keys)
 
 
 class Workers(GroupGenerator, Protocol):
@@ -212,38 +234,3 @@ def start_engines(fleet: EngineFleet, args: Args) -> tuple[Args, Workers | None]
     if fleet.settings.workers:
         workers = find("generator", "workers")(args, fleet)
     return args, workers
-
-
-def launcher(
-    settings: EngineSettings,
-    start_seconds: float,
-    specs: Sequence[EngineSpec],
-    placement: Placement,
-    log_dir: Path,
-    environment: dict[str, str],
-) -> Callable[[int], list[ActorHandle]]:
-    """Return a function that starts the engine with a given index, in one actor per node that it
-    spans.
-    """
-
-    def launch(index: int) -> list[ActorHandle]:
-        spec = specs[index]
-        nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
-        common = settings, start_seconds, spec, str(log_dir)
-        # The port may be in use on that node. Then this start fails with SGLang's error, and a
-        # restart picks another.
-        rendezvous = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
-        # With several threads, an actor can report on its server, or kill it, while wait_ready()
-        # blocks.
-        return [
-            door().create(
-                EngineActor,
-                *(*common, gpus, (rank, len(nodes), rendezvous)),
-                options=placement.engine_options(slot),
-                environment=environment,
-                threads=3,
-            )
-            for rank, (slot, _, gpus) in enumerate(nodes)
-        ]
-
-    return launch

@@ -143,9 +143,9 @@ class EngineFleet:
 
     def start(
         self, progress: Callable[[int, int], None], meanwhile: Callable[[], None] = lambda: None
-    ) -> list[str]:
-        """Start all engines at the same time, then the router; returns the URLs. The first failure
-        propagates. ``progress`` gets the number of engines that have started and that of all."""
+    ) -> None:
+        """Start all engines at the same time, then the router. The first failure propagates.
+        ``progress`` gets the number of engines that have started and that of all."""
         progress(0, self.count)
         self.begin()
         meanwhile()
@@ -155,7 +155,6 @@ class EngineFleet:
             engine.state = "serving"
             progress(done, self.count)
         self.start_routers()
-        return self.status().serving
 
     def wait_ready(self, engine: Engine) -> None:
         engine.wait_ready(self.settings.start_seconds)
@@ -171,10 +170,9 @@ class EngineFleet:
             return
         url = workers[0].url
         models: object = {}
-        settings = self.settings
-        always = settings.always_routed or settings.tolerant or settings.router.address is not None
-        if len(workers) > 1 or always:
-            self.router = Routers(settings.router, self.log_dir, self.shares)
+        settings = self.settings.router
+        if len(workers) > 1 or self.settings.always_routed or settings.address is not None:
+            self.router = Routers(settings, self.log_dir, self.shares)
             self.router.start(workers)
             url = self.router.url
             models = self.router.addresses
@@ -332,14 +330,14 @@ class EngineFleet:
         if not (self.settings.updated and engine.spec.updates):
             self.synced([engine.url])
 
-    def readmit(self, url: str) -> None:
-        """Take back an external engine that answers again: it gets the current weights, then
+    def readmit(self, urls: Sequence[str]) -> None:
+        """Take back external engines that answer again: they get the current weights, then
         requests.
         """
         with self.lock:
             for engine in self.engines:
-                if engine.url == url and engine.external and engine.state == "lost":
-                    logger.warning("external engine %s is back and waits for weights", url)
+                if engine.url in urls and engine.state == "lost":
+                    logger.warning("external engine %s is back and waits for weights", engine.url)
                     engine.state = "unsynced"
 
     def synced(self, urls: Sequence[str]) -> None:

@@ -77,7 +77,7 @@ class WeightClock:
     def is_checked(self, interval: int) -> bool:
         """Whether this update is one that ``--check-weight-update-equal`` checks: the first, and
         then every ``interval`` updates (0: no other)."""
-        return self.updates <= 1 or (interval > 0 and (self.updates - 1) % interval == 0)
+        return (self.updates - 1) % interval == 0 if interval else self.updates <= 1
 
 
 @dataclass
@@ -114,56 +114,56 @@ class EnginePool:
         """Send the actor's weights to every engine, as in the diagram above; engines that are lost
         are left out.
         """
-        actor = self.trainer.actor
-        if actor is None or not self.urls:
-            return
-        # The last engine may be lost after it got its weights. Then the update is repeated with its
-        # replacements; in a colocated run, these must first release the memory that the trainer
-        # needs.
-        while not self._update_once(actor):
-            self.offload()
-
-    def _update_once(self, actor: TrainGroup) -> bool:
-        """Returns whether an engine holds the weights at the end."""
         trainer = self.trainer
         log = self.log
-        with log.phase("update_weights"):
-            urls = self._begin_update()
-            # Colocated: the engines take memory for the weights only, because the trainer still
-            # holds its copy. The KV cache comes back below, after the trainer has gone to sleep.
-            trainer.make_room_for_weights()
-            self._onload("weights")
-            sending = self._next_weights()
-            report, urls = self._call_with_failover(
-                partial(self._send, actor, sending), urls, replace_all=True
-            )
-            assert report is not None
-            self.clock = sending
-            trainer.old_actor.updated(actor, sending.version)
-        trainer.log_memory("update_weights")
-        if self.cluster.offload_train:
-            with log.timed("sleep"):
-                trainer.sleep()
-            trainer.log_memory("sleep")
-        if self.cluster.offload_rollout:
-            with log.timed("onload"):
-                self._onload("kv_cache", "cuda_graph")
-            trainer.log_memory("onload")
-        # After the KV cache is back, since an engine needs it to score the probe. Before
-        # end_update, so that a new engine answers no request before its weights were audited.
-        if self.sync.audit_weights:
-            with log.phase("audit_weights"):
-                worst, urls = self._call_with_failover(actor.check_probe, urls)
-                log.pending["perf/audit_logprob_diff"] = worst if worst is not None else math.nan
-        if not urls:
-            return False
+        actor = trainer.actor
+        if actor is None or not self.urls:
+            return
+        while True:
+            with log.phase("update_weights"):
+                urls = self._pause_checks().alive or self._replace()
+                # Colocated: the engines take memory for the weights only, because the trainer still
+                # holds its copy. The KV cache comes back below, after the trainer has gone to
+                # sleep.
+                trainer.make_room_for_weights()
+                self._onload("weights")
+                sending = self._next_weights()
+                send = partial(self._send, actor, sending)
+                report, urls = self._call_with_failover(send, urls, replace_all=True)
+                assert report is not None
+                self.clock = sending
+                trainer.old_actor.updated(actor, sending.version)
+            trainer.log_memory("update_weights")
+            if self.cluster.offload_train:
+                with log.display.timers("sleep"):
+                    trainer.sleep()
+                trainer.log_memory("sleep")
+            if self.cluster.offload_rollout:
+                with log.display.timers("onload"):
+                    self._onload("kv_cache", "cuda_graph")
+                trainer.log_memory("onload")
+            # After the KV cache is back, since an engine needs it to score the probe. Before
+            # end_update, so that a new engine answers no request before its weights were audited.
+            if self.sync.audit_weights:
+                with log.phase("audit_weights"):
+                    worst, urls = self._call_with_failover(actor.check_probe, urls)
+                    log.pending["perf/audit_logprob_diff"] = (
+                        worst if worst is not None else math.nan
+                    )
+            if urls:
+                break
+            # The last engine was lost after it got its weights: the update is repeated with its
+            # replacements. In a colocated run, these must first release the memory that the trainer
+            # needs.
+            self.offload()
         self.end_update(urls)
-        log.pending["perf/update_weights_pause_time"] = report.pause_seconds
-        log.pending["perf/update_weights_wire_bytes"] = float(report.nbytes)
-        log.pending["perf/update_weights_density"] = report.density
-        log.pending["perf/update_weights_audit_time"] = report.audit_seconds
+        log.pending |= {
+            "perf/update_weights_pause_time": report.pause_seconds,
+            "perf/update_weights_wire_bytes": float(report.nbytes),
+            "perf/update_weights_density": report.density,
+            "perf/update_weights_audit_time": report.audit_seconds,
+        }
         log.record_weights(report)
-        return True
 
     def _next_weights(self) -> WeightClock:
         """Which weights the update sends that begins now."""
@@ -199,18 +199,16 @@ class EnginePool:
         if self.cluster.offload_rollout and self.urls:
             self.trainer.log_memory("rollout")
             with self.log.phase("offload"):
-                self._release()
+                self._move_memory("to release memory", engine_calls.offload)
             self.trainer.log_memory("offload")
         self.trainer.wake()
 
-    def _release(self) -> None:
-        what = "the engines to release memory"
-        self.manager.call(what, RolloutManager.on_engines, engine_calls.offload)
-
     def _onload(self, *tags: MemoryTag) -> None:
+        self._move_memory(f"to get {', '.join(tags)} back", engine_calls.onload, tags)
+
+    def _move_memory(self, what: str, call: Callable[..., None], *arguments: object) -> None:
         if self.cluster.offload_rollout:
-            what = f"the engines to get {', '.join(tags)} back"
-            self.manager.call(what, RolloutManager.on_engines, engine_calls.onload, tags)
+            self.manager.call(f"the engines {what}", RolloutManager.on_engines, call, *arguments)
 
     def end_for_save(self) -> None:
         """Before the last snapshot of a run that is being stopped, end the engines if the trainer
@@ -224,16 +222,8 @@ class EnginePool:
 
     # --- engines that are lost ---------------------------------------------------------------
 
-    def _begin_update(self) -> list[str]:
-        """Return the URLs to which an update goes, and pause the health checks until
-        :meth:`end_update`.
-
-        Raises:
-            EnginesLost: The run cannot continue.
-        """
-        return self._alive(self._pause_checks()) or self._replace()
-
     def _pause_checks(self) -> EngineStatus:
+        """Pause the health checks until :meth:`end_update`."""
         return self._status("the engines before an update", engine_calls.begin_update)
 
     def end_update(self, urls: Sequence[str]) -> None:
@@ -241,8 +231,7 @@ class EnginePool:
         audit.
         """
         what = "the engines after an update"
-        status = self._status(what, engine_calls.end_update, list(urls))
-        self.urls = self._alive(status) or self.urls
+        self.urls = self._status(what, engine_calls.end_update, list(urls)).alive or self.urls
 
     def _call_with_failover(
         self, call: Callable[[list[str]], T], urls: list[str], replace_all: bool = False
@@ -271,7 +260,7 @@ class EnginePool:
                 tolerant = self.cluster.use_fault_tolerance
                 blamed = {url: str(reason) for url, reason in failed.items()} if tolerant else None
                 what = "the engines that failed"
-                alive = self._alive(self._status(what, engine_calls.lose_engines, blamed))
+                alive = self._status(what, engine_calls.lose_engines, blamed).alive
                 left = [url for url in urls if url in alive]
                 if len(left) == len(urls):  # No engine is to blame: the same call would fail again.
                     raise
@@ -282,7 +271,7 @@ class EnginePool:
                 urls = left
                 if replace_all and not left:
                     urls = self._replace()
-                    self._onload("weights")  # as _update_once did for the engines that were lost
+                    self._onload("weights")  # as update_weights did for the engines that were lost
         return None, []
 
     def _replace(self) -> list[str]:
@@ -298,11 +287,10 @@ class EnginePool:
         self.trainer.sleep()
         what = "engines that are started again"
         start = engine_calls.start_lost_engines
-        urls = self._alive(self._status(what, start, deadline=RESTART_SECONDS))
+        urls = self._status(what, start, deadline=RESTART_SECONDS).alive
         if not urls:
             raise EnginesLost("no engine could be started again; see the logs")
-        if self.cluster.offload_rollout:
-            self._release()
+        self._move_memory("to release memory", engine_calls.offload)
         self.trainer.make_room_for_weights()
         return urls
 
@@ -327,7 +315,6 @@ class EnginePool:
         self.syncing = True
         try:
             status = self._status("the engines", EngineFleet.status)
-            self._alive(status)
             if status.unsynced and self.trainer.actor is not None:
                 self._sync_recovered(self.trainer.actor, status, keep_version)
         finally:
@@ -372,13 +359,16 @@ class EnginePool:
         *arguments: object,
         deadline: float = ANSWER_SECONDS,
     ) -> EngineStatus:
+        """Call a function with the fleet that returns the state of its engines.
+
+        Raises:
+            EnginesLost: The run cannot continue.
+        """
         asked = self.manager.start(RolloutManager.on_engines, call, *arguments)
         # The manager may have to wait for a running check.
         check_under_way = 4 * self.cluster.rollout_health_check_timeout
-        return self.manager.wait(asked, what, deadline + check_under_way)
-
-    def _alive(self, status: EngineStatus) -> list[str]:
+        status = self.manager.wait(asked, what, deadline + check_under_way)
         if status.fatal:
             raise EnginesLost(status.fatal)
         self.slots = status.slots
-        return [*status.serving, *status.unsynced]
+        return status

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from slime.cluster.engine import at_once
+from slime.cluster.engine import ServerFacts, at_once
 from slime.engines.http import request_blocking
 
 if TYPE_CHECKING:
-    from slime.cluster.engine import ServerFacts
     from slime.cluster.engine_fleet import EngineFleet
 
 logger = logging.getLogger(__name__)
@@ -116,12 +115,8 @@ class HealthMonitor:
         while not self._ended.is_set():
             self._poll_now.wait(POLL_SECONDS)
             self._poll_now.clear()
-            try:
-                if not self._reasons and not self._ended.is_set():
-                    self.poll()
-            # The monitor must survive a failed check, or no further loss would be noticed.
-            except Exception:
-                logger.exception("the health monitor failed")
+            if not self._reasons and not self._ended.is_set():
+                _survived(self.poll)
 
     def poll(self) -> None:
         """Check the processes, then (if it is time) whether engines generate tokens, then restart
@@ -131,7 +126,7 @@ class HealthMonitor:
         # first, because no router starts with a dead worker
         self._lose(self.processes.ended(POLL_SECONDS), pauses)
         if self._routing is None or self._routing.done():
-            self._routing = self._checker.submit(self._check_router)
+            self._routing = self._checker.submit(_survived, self.fleet.check_router)
         # Under the lock, so that no pause can begin between this test and the start of a check or
         # an engine.
         with self._lock:
@@ -142,30 +137,19 @@ class HealthMonitor:
             ):
                 self._check_began = time.monotonic()
                 self.next_check = self._check_began + self.settings.check_interval
-                self.checking = self._checker.submit(self._check_all, pauses)
+                self.checking = self._checker.submit(_survived, self._check_all, pauses)
             self.fleet.restart_lost()
 
-    def _check_router(self) -> None:
-        try:
-            self.fleet.check_router()
-        except Exception:
-            logger.exception("the check of the router failed")
-
     def _check_all(self, pauses: int) -> None:
-        try:
-            self.check(self.fleet.urls(), pauses)
-            # This run cannot restart external engines, but somebody else may have done so.
-            away = [
-                engine.url
-                for engine in self.fleet.engines
-                if engine.external and engine.state == "lost"
-            ]
-            silent = unhealthy(away, self.settings.check_timeout)
-            for url in away:
-                if url not in silent:
-                    self.fleet.readmit(url)
-        except Exception:
-            logger.exception("a health check failed")
+        self.check(self.fleet.urls(), pauses)
+        # This run cannot restart external engines, but somebody else may have done so.
+        away = [
+            engine.url
+            for engine in self.fleet.engines
+            if engine.external and engine.state == "lost"
+        ]
+        silent = unhealthy(away, self.settings.check_timeout)
+        self.fleet.readmit([url for url in away if url not in silent])
 
     def check(self, urls: Sequence[str], pauses: int | None = None) -> None:
         """Ask these engines for a token; one that generates none :data:`MAX_MISSED` times in a row
@@ -228,6 +212,16 @@ class HealthMonitor:
         # Outside the lock and without waiting: a node that does not answer must not delay pause()
         # or other checks.
         self.fleet.end(lost, wait=False)
+
+
+def _survived(check: Callable[..., None], *arguments: object) -> None:
+    """Call a part of the health checks, which go on whatever it raises: otherwise no further loss
+    would be noticed.
+    """
+    try:
+        check(*arguments)
+    except Exception:
+        logger.exception("a health check failed")
 
 
 class ProcessWatch:

@@ -17,8 +17,6 @@ from slime.observability.run_state import SentWeights, append_weights, digest_of
 from slime.weights.audit import gap_alarm
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from slime.cluster.actors import Ref
     from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.snapshots import Snapshots
@@ -93,24 +91,19 @@ class Run:
         """Train critic and actor on a rollout; does nothing with ``--debug-rollout-only``."""
         if self.trainer.actor is None:
             return
-        with self.log.phase("train"):
+        log = self.log
+        args = self.args
+        with log.phase("train"):
             self.trainer.train(rollout_id, batch.refs, batch.critic_refs)
-            dtypes = (
-                self.args.train_dtype,
-                self.args.rollout_quantization or self.args.rollout_dtype,
-            )
-            if (
-                alarm := gap_alarm(self.log.pending, self.args.logprob_gap_threshold, dtypes)
-            ) is not None:
-                self.log.note(alarm)
-            args = self.args
-            warms_up = bool(
-                args.lr_warmup_iters or args.lr_warmup_fraction or args.critic_lr_warmup_iters
-            )
-            warning = zero_lr_warning(self.log.pending, rollout_id, warms_up)
+            dtypes = args.train_dtype, args.rollout_quantization or args.rollout_dtype
+            alarm = gap_alarm(log.pending, args.logprob_gap_threshold, dtypes)
+            if alarm is not None:
+                log.note(alarm)
+            warm_ups = args.lr_warmup_iters, args.lr_warmup_fraction, args.critic_lr_warmup_iters
+            warning = zero_lr_warning(log.pending, rollout_id, any(warm_ups))
             if warning is not None and not self._warned_of_zero_lr:
                 self._warned_of_zero_lr = True
-                self.log.note(warning)
+                log.note(warning)
         # The manager keeps the state of each rollout until it is trained, for snapshots; now it can
         # drop this one.
         self.manager.call(
@@ -235,10 +228,6 @@ class StepLog:
                 yield
             finally:
                 self._phase = outer
-
-    def timed(self, name: str) -> AbstractContextManager[None]:
-        """Time a part of a phase without showing it."""
-        return self.display.timers(name)
 
     def show_status(self, status: Progress) -> None:
         """Show the status of a process that the driver waits for, beside the open phase."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.cluster.actors import ClusterError, door
+from slime.cluster.ray_wait import wait_for
+from slime.config.cluster import too_many_gpus
+from slime.config.engine import engines_beside_trainer
 from slime.models.cpu_memory import COMPUTE_VARIABLES
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class Slots:
 
     @property
     def critic_offset(self) -> int:
-        return max(self.train, self.rollout_offset + self.rollout) if self.critic else 0
+        return self.total - self.critic if self.critic else 0
 
     @property
     def total(self) -> int:
@@ -51,8 +53,8 @@ def plan_slots(args: Args) -> Slots:
     the trainer's. A critic with GPUs of its own comes last.
     """
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    external = bool(args.rollout_external_engine_addrs)
-    rollout = 0 if args.debug_train_only or external else int(args.rollout_num_gpus or 0)
+    has_none = args.debug_train_only or args.rollout_external_engine_addrs
+    rollout = 0 if has_none else args.rollout_num_gpus or 0
     return Slots(train, rollout, 0 if args.colocate else train, args.critic_gpus)
 
 
@@ -71,10 +73,16 @@ class Placement:
         # A bundle without a GPU takes almost no resources, so without it all bundles would go to a
         # single node.
         self.group = door().reserve(bundle, max(self.slots.total, 1), spread=not self.on_gpu)
+
+        def room() -> bool:
+            check()
+            return self.group.wait(WAIT_SECONDS)
+
+        what = f"room for {self.slots.total} bundles of {bundle}"
         try:
-            self._wait_for_room(bundle, check)
+            wait_for(what, room, PLACEMENT_DEADLINE_SECONDS, poll=0.0, report=door().report)
         except BaseException:
-            self.remove()
+            self.group.remove()
             raise
         several = self.on_gpu and self.slots.total > 1
         # Sorted by node address and GPU, so that neighboring ranks share a node.
@@ -83,16 +91,6 @@ class Placement:
             if several
             else None
         )
-
-    def _wait_for_room(self, bundle: Mapping[str, float], check: Callable[[], None]) -> None:
-        until = time.monotonic() + PLACEMENT_DEADLINE_SECONDS
-        while not self.group.wait(WAIT_SECONDS):
-            check()
-            if time.monotonic() > until:
-                raise ClusterError(
-                    f"no room for {self.slots.total} bundles of {bundle} within "
-                    f"{PLACEMENT_DEADLINE_SECONDS:.0f} s; {door().report()}"
-                )
 
     def threads_per_process(self) -> int:
         """CPU threads of each process: in a synchronous run, trainer and engines take turns, so
@@ -142,9 +140,6 @@ class Placement:
             (slot + own[0], places[own[0]].address, [places[i].gpu for i in own]) for own in mine
         ]
 
-    def remove(self) -> None:
-        self.group.remove()
-
 
 def thread_environment(threads: int | None) -> dict[str, str]:
     """Environment variables for a process that shares the CPU cores with other processes."""
@@ -171,16 +166,8 @@ def pinning_environment(own: Mapping[str, str]) -> dict[str, str]:
     )
 
 
-def check_resources(args: Args, gpus_needed: int) -> None:
+def check_resources(args: Args) -> None:
     """Raise :class:`ClusterError` if the cluster has GPUs, but can never hold the run."""
-    from slime.config.engine import asked_gpus, engines_beside_trainer
-
     have = int(door().resources().get("GPU", 0))
-    if have > 0 and (problems := engines_beside_trainer(args)):
+    if have and (problems := [*engines_beside_trainer(args), *too_many_gpus(args, have)]):
         raise ClusterError(problems[0])
-    if gpus_needed > have > 0:
-        raise ClusterError(
-            f"the run needs {gpus_needed} GPUs ({asked_gpus(args)}, "
-            f"{'colocated' if args.colocate else 'not colocated'}) and "
-            f"the cluster has {have}: lower them, add nodes or pass --colocate"
-        )

@@ -92,11 +92,13 @@ class Prefetcher:
             f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that "
             "sampled them"
         )
-        first = self.rollouts.start
-        last = self.rollouts.stop
-        step = self.run.pool.clock.step
-        what = "the rollout manager to open a pool"
-        self.in_flight = self.run.manager.call(what, RolloutManager.open_pool, first, last, step)
+        self.in_flight = self.run.manager.call(
+            "the rollout manager to open a pool",
+            RolloutManager.open_pool,
+            self.rollouts.start,
+            self.rollouts.stop,
+            self.run.pool.clock.step,
+        )
         self.thread.start()
         return self
 
@@ -142,9 +144,9 @@ class Prefetcher:
                 try:
                     batch = door().get([asked], timeout=limit)[0]
                 except NoAnswer:
-                    what = f"rollout {rollout_id} to be generated"
                     raise WaitExpired(
-                        f"waited {limit:.0f} s (deadline {limit:.0f} s, --phase-timeout) for {what}"
+                        f"waited {limit:.0f} s (deadline {limit:.0f} s, --phase-timeout) for rollout "
+                        f"{rollout_id} to be generated"
                     ) from None
                 with self.changed:
                     self.generating = False
@@ -201,7 +203,8 @@ class Prefetcher:
         self.run.log.pending["perf/staleness_wait_time"] = (
             time.monotonic() - started if bounded else 0.0
         )
-        self._tell_pool(taken=True)
+        if self.in_flight:
+            self._tell_manager(taken=True)
         return batch
 
     def _step_is_over(self) -> None:
@@ -212,7 +215,8 @@ class Prefetcher:
         with self.changed:
             self.admission.trained()
             self.changed.notify_all()
-        self._tell_pool(trained=True)
+        if self.in_flight:
+            self._tell_manager(trained=True)
 
     # --- weights and evaluation --------------------------------------------------------------
 
@@ -297,13 +301,9 @@ class Prefetcher:
             with self.changed:
                 self.admission.version_changed(step)
                 self.changed.notify_all()
-            self.run.manager.call(
-                "the rollout manager to note the weights", RolloutManager.weights_are_of, step
-            )
-            self._tell_pool()
+            self._tell_manager()
 
-    def _tell_pool(self, taken: bool = False, trained: bool = False) -> None:
-        if self.in_flight:
-            what = "the rollout manager to start more groups"
-            step = self.run.pool.clock.step
-            self.run.manager.call(what, RolloutManager.advance_pool, step, taken, trained)
+    def _tell_manager(self, taken: bool = False, trained: bool = False) -> None:
+        what = "the rollout manager to note how far training is"
+        step = self.run.pool.clock.step
+        self.run.manager.call(what, RolloutManager.advance, step, taken, trained)

@@ -40,8 +40,6 @@ def wait_for(
     *,
     poll: float = 0.1,
     report: Callable[[], str] | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> T:
     """Call ``done`` until it returns a true value, and return that value.
 
@@ -55,18 +53,16 @@ def wait_for(
     Raises:
         WaitExpired: ``done`` returned no true value within ``deadline`` seconds.
     """
-    start = clock()
-    while True:
-        result = done()
-        if result:
-            return result
-        waited = clock() - start
+    start = time.monotonic()
+    while not (result := done()):
+        waited = time.monotonic() - start
         if waited >= deadline:
             detail = f"\n{report()}" if report else ""
             raise WaitExpired(
                 f"waited {waited:.0f} s (deadline {deadline:.0f} s) for {what}{detail}"
             )
-        sleep(min(poll, max(deadline - waited, 0.0)))
+        time.sleep(min(poll, max(deadline - waited, 0.0)))
+    return result
 
 
 class NoStatus(WaitExpired):
@@ -135,21 +131,22 @@ class Waiter:
             # ends the wait.
             if ready:
                 actors_door.get(ready)
-            if pending and status.poll() and self.on_status:
-                self.on_status(next(iter(status.latest.values())))
-            if pending and self.state is not None:
-                self.state.wait(what, began, deadline, status.latest)
             self.stop.check()
-            if pending and meanwhile is not None:
+            if not pending:
+                break
+            if status.poll() and self.on_status:
+                self.on_status(next(iter(status.latest.values())))
+            if self.state is not None:
+                self.state.wait(what, began, deadline, status.latest)
+            if meanwhile is not None:
                 meanwhile()
             waited = DEBUGGER.clock() - start
-            if pending and waited > deadline:
+            if waited > deadline:
                 raise WaitExpired(
                     f"waited {waited:.0f} s (deadline {deadline:.0f} s, {flag}) for {what}\n"
                     f"{status.report()}"
                 )
-            silent = status.silent(self.silence) if pending and self.silence is not None else []
-            if silent:
+            if self.silence is not None and (silent := status.silent(self.silence)):
                 raise NoStatus(
                     f"{', '.join(silent)} did not answer for {self.silence:.0f} s "
                     f"(--status-timeout); waited for {what}\n"
@@ -192,7 +189,7 @@ class _StatusPoll:
     def poll(self) -> bool:
         """Collect answers, and ask those actors again; returns whether an answer came."""
         names = self._turn[:POLLED_ACTORS]
-        self._turn = self._turn[POLLED_ACTORS:] + self._turn[:POLLED_ACTORS]
+        self._turn = [*self._turn[POLLED_ACTORS:], *names]
         asked = {poll.asked: name for name in names if (poll := self.polls[name]).asked is not None}
         done = door().wait(list(asked), 0)[0] if asked else []
         for ref in done:

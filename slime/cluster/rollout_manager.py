@@ -177,28 +177,26 @@ class RolloutManager:
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Generate one rollout, or take it from the snapshot from which the run resumed."""
         with self.generation.call():
-            return self._generate(rollout_id)
-
-    def _generate(self, rollout_id: int) -> RolloutBatch:
-        rollout = self.state.restored.pop(rollout_id, None) or self._new_rollout(rollout_id)
-        groups = rollout.groups
-        metrics = rollout.metrics
-        texts = self._log(rollout_id, groups, metrics, rollout.seconds)
-        if self.args.debug_rollout_only:
-            return RolloutBatch([], metrics, texts, take_warnings())
-        stored: list[Ref[Wire]] = []
-        used: set[int] = set()
-        numbered = True
-        for part in parts_of_ranks(self.args, groups, rollout_id, *self.layouts):
-            stored.append(door().put(part))
-            used.update(map(int, part.get("group_indices", ())))
-            numbered = numbered and "group_indices" in part
-        # Only groups that fill whole steps are in the parts. The ledger must not count the others
-        # as trained.
-        if numbered:
-            self.state.ledger.left_out(rollout_id, used)
-        of_actor = self.layouts[0].dp
-        return RolloutBatch(stored[:of_actor], metrics, texts, take_warnings(), stored[of_actor:])
+            rollout = self.state.restored.pop(rollout_id, None) or self._new_rollout(rollout_id)
+            metrics = rollout.metrics
+            texts = self._log(rollout_id, rollout.groups, metrics, rollout.seconds)
+            if self.args.debug_rollout_only:
+                return RolloutBatch([], metrics, texts, take_warnings())
+            stored: list[Ref[Wire]] = []
+            used: set[int] = set()
+            numbered = True
+            for part in parts_of_ranks(self.args, rollout.groups, rollout_id, *self.layouts):
+                stored.append(door().put(part))
+                used.update(map(int, part.get("group_indices", ())))
+                numbered = numbered and "group_indices" in part
+            # Only groups that fill whole steps are in the parts. The ledger must not count the others
+            # as trained.
+            if numbered:
+                self.state.ledger.left_out(rollout_id, used)
+            of_actor = self.layouts[0].dp
+            return RolloutBatch(
+                stored[:of_actor], metrics, texts, take_warnings(), stored[of_actor:]
+            )
 
     def _new_rollout(self, rollout_id: int) -> Rollout:
         """Call the rollout function, and record in ledger and state that this rollout is
@@ -210,9 +208,8 @@ class RolloutManager:
         self._generate_state().observer = self.state.observe
         if args.load_debug_rollout_data:
             subsample = args.load_debug_rollout_data_subsample
-            output = RolloutFnTrainOutput(
-                load_rollout(args.load_debug_rollout_data, rollout_id, subsample)
-            )
+            groups = load_rollout(args.load_debug_rollout_data, rollout_id, subsample)
+            output = RolloutFnTrainOutput(groups)
         else:
             returned = call_rollout_fn(
                 self.rollout_function, args, rollout_id, self.data_source, evaluation=False
@@ -255,14 +252,14 @@ class RolloutManager:
         Returns:
             Whether there is a standing pool, whose groups continue through weight updates.
         """
-        schedule = self.state.open_schedule(
+        shared = self._generate_state()
+        shared.schedule = self.state.open_schedule(
             self.run_dir / "schedule.jsonl", held_step, first_step, last_step
         )
-        GenerateState(self.args).schedule = schedule
         opener = getattr(self.rollout_function, "open_pool", None)
         if opener is None or self.args.load_debug_rollout_data:
             return False
-        self._generate_state().observer = self.state.observe
+        shared.observer = self.state.observe
         ahead = len(self.state.restored)  # the number of rollouts that need not be generated
         self.pool = opener(self.args, self.data_source, first_step, last_step, ahead, held_step)
         return True
@@ -271,12 +268,6 @@ class RolloutManager:
     def schedule(self) -> WeightTimeline:
         assert self.state.schedule is not None, "open_pool comes first"
         return self.state.schedule
-
-    def weights_are_of(self, step: int) -> None:
-        """Note that the engines of an asynchronous run now hold the weights that ``step`` steps
-        have trained.
-        """
-        run(self.schedule.reached(step))
 
     def await_recorded(self, rollout_id: int) -> None:
         """In a replay, wait until the engines hold the weights with which this rollout began in the
@@ -303,17 +294,22 @@ class RolloutManager:
                 for rank in answer["loads"]
             )
 
-        urls = self.fleet.urls()
-        schedule = self.schedule
-        what = "the recorded tokens before a weight update (--replay-schedule)"
-        done = lambda: schedule.missing(run(held_requests())) is None  # noqa: E731
-        report = lambda: str(schedule.missing(run(held_requests())))  # noqa: E731
-        wait_for(what, done, self.args.phase_timeout, poll=0.02, report=report)
+        def missing() -> str | None:
+            return self.schedule.missing(run(held_requests()))
 
-    def advance_pool(self, version: int, taken: bool, trained: bool) -> None:
-        """Tell the pool how far training is; see :meth:`StandingPool.advance`."""
-        assert self.pool is not None, "open_pool comes first"
-        run(self.pool.advance(version, taken, trained))
+        urls = self.fleet.urls()
+        what = "the recorded tokens before a weight update (--replay-schedule)"
+        limit = self.args.phase_timeout
+        wait_for(what, lambda: not missing(), limit, poll=0.02, report=lambda: str(missing()))
+
+    def advance(self, step: int, taken: bool, trained: bool) -> None:
+        """Note that the engines of an asynchronous run hold the weights that ``step`` steps have
+        trained, and tell the pool, if there is one, how far training is; see
+        :meth:`StandingPool.advance`.
+        """
+        run(self.schedule.reached(step))
+        if self.pool is not None:
+            run(self.pool.advance(step, taken, trained))
 
     def drain_pool(self) -> None:
         """Wait until the pool's groups have finished, before an update; see
@@ -336,8 +332,8 @@ class RolloutManager:
         hook = self.args.custom_rollout_log_function_path
         with logged_into(metrics):
             handled = hook and load_function(hook)(rollout_id, self.args, samples, metrics, seconds)
+        args = self.args
         if not handled:
-            args = self.args
             metrics.update(rollout_metrics(args, args, samples, seconds, args.rollout_num_gpus))
         metrics.update(staleness_metrics(samples, rollout_id))
         if samples:
@@ -356,39 +352,40 @@ class RolloutManager:
     def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate all data sets with the weights that the engines hold now."""
         with self.generation.call():
-            return self._evaluate(rollout_id)
-
-    def _evaluate(self, rollout_id: int) -> dict[str, float]:
-        start = time.perf_counter()
-        self._generate_state()
-        # The responses of each evaluation set, and what is kept of them.
-        output = call_rollout_fn(
-            self.eval_function, self.args, rollout_id, self.data_source, evaluation=True
-        )
-        assert isinstance(output, RolloutFnEvalOutput)
-        metrics = dict(output.metrics or {})
-        for name, data in output.data.items():
-            samples = data.get("samples") or []
-            write_samples(
-                self.run_dir, rollout_id, samples, f"eval-{name}", KeptTexts.from_args(self.args)
+            start = time.perf_counter()
+            self._generate_state()
+            # The responses of each evaluation set, and what is kept of them.
+            output = call_rollout_fn(
+                self.eval_function, self.args, rollout_id, self.data_source, evaluation=True
             )
-        if self.args.save_debug_rollout_data:
-            save_rollout(
-                self.args,
-                f"eval_{rollout_id}",
-                [data.get("samples") or [] for data in output.data.values()],
-            )
-        # The metrics: the user's function may log its own in place of the built-in ones.
-        hook = self.args.custom_eval_rollout_log_function_path
-        with logged_into(metrics):
-            handled = hook and load_function(hook)(rollout_id, self.args, output.data, metrics)
-        if not handled:
-            metrics.update(
-                eval_metrics(output.data, self.args.log_reward_category, self.args.log_passrate)
-            )
-        write_evaluation(self.run_dir, rollout_id, output.data, metrics)
-        metrics["perf/eval_time"] = time.perf_counter() - start
-        return metrics
+            assert isinstance(output, RolloutFnEvalOutput)
+            metrics = dict(output.metrics or {})
+            for name, data in output.data.items():
+                samples = data.get("samples") or []
+                write_samples(
+                    self.run_dir,
+                    rollout_id,
+                    samples,
+                    f"eval-{name}",
+                    KeptTexts.from_args(self.args),
+                )
+            if self.args.save_debug_rollout_data:
+                save_rollout(
+                    self.args,
+                    f"eval_{rollout_id}",
+                    [data.get("samples") or [] for data in output.data.values()],
+                )
+            # The metrics: the user's function may log its own in place of the built-in ones.
+            hook = self.args.custom_eval_rollout_log_function_path
+            with logged_into(metrics):
+                handled = hook and load_function(hook)(rollout_id, self.args, output.data, metrics)
+            if not handled:
+                metrics.update(
+                    eval_metrics(output.data, self.args.log_reward_category, self.args.log_passrate)
+                )
+            write_evaluation(self.run_dir, rollout_id, output.data, metrics)
+            metrics["perf/eval_time"] = time.perf_counter() - start
+            return metrics
 
     def complete(
         self,

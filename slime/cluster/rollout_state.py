@@ -65,8 +65,9 @@ class RolloutState:
                 f"a resumed run will begin with its first prompts again: the data source {name} "
                 f"has {methods}"
             )
-        # by rollout: the state of the data source after it, until it is trained
-        self.sources: dict[int, object] = {}
+        # by rollout: the state of the data source and the length of the schedule's file after it,
+        # until it is trained
+        self.after: dict[int, tuple[object, int | None]] = {}
         self.ahead: dict[int, Rollout] = {}  # complete rollouts that are not trained yet
         self.newest = -1  # the newest complete rollout
         self.begun = -1  # the newest rollout for which the data source was asked
@@ -74,8 +75,6 @@ class RolloutState:
         self.restored: dict[int, Rollout] = {}
         self.schedule: WeightTimeline | None = None  # of an asynchronous run
         self.attempt = 0
-        # by rollout: the length of the schedule's file after it
-        self._positions: dict[int, int | None] = {}
         self._position: int | None = None  # the committed length of that file, in a resumed run
         # the newest rollout for which ``save`` of the user's data source was called
         self.own_saved = -1
@@ -126,12 +125,11 @@ class RolloutState:
         # No step ends that would remove the state of older rollouts.
         if self.args.debug_rollout_only:
             self.ledger.cuts = {rollout_id: self.ledger.cuts[rollout_id]}
-            self.sources.clear()
+            self.after.clear()
         if not self.saves:
             return
-        if self.schedule is not None:
-            self._positions[rollout_id] = self.schedule.file.position()
-        self.sources[rollout_id] = self._source_state()
+        position = self.schedule.file.position() if self.schedule is not None else None
+        self.after[rollout_id] = self._source_state(), position
         if not self.args.debug_rollout_only:
             self.ahead[rollout_id] = _copied(rollout)
         if self.args.save_interval and (rollout_id + 1) % self.args.save_interval == 0:
@@ -160,10 +158,7 @@ class RolloutState:
         self.ahead = {r: rollout for r, rollout in self.ahead.items() if r > rollout_id}
         # ``>=``: the next snapshot may be one after this very step, with no rollout complete after
         # it.
-        self.sources = {r: state for r, state in self.sources.items() if r >= rollout_id}
-        self._positions = {
-            r: position for r, position in self._positions.items() if r >= rollout_id
-        }
+        self.after = {r: kept for r, kept in self.after.items() if r >= rollout_id}
 
     def close_account(self, trained: int) -> Line:
         """Check the ledger after step ``trained`` and write its closing line; see
@@ -183,15 +178,16 @@ class RolloutState:
         if self.schedule is not None:
             self.schedule.file.sync()
         base = self._base(rollout_id)
+        source, position = self.after.get(base, (None, None))
         kept = {r: rollout for r, rollout in self.ahead.items() if rollout_id < r <= base}
         state = {
             "rollout_id": rollout_id,
-            "data_source": self.sources.get(base),
+            "data_source": source,
             "ahead": {
                 r: {**vars(one), "groups": groups_to_dicts(one.groups)} for r, one in kept.items()
             },
             "ledger": self.close_account(rollout_id),
-            "schedule": self._positions.get(base),
+            "schedule": position,
         }
         write_state(_file(directory, rollout_id), state)
         if (
@@ -236,9 +232,7 @@ class RolloutState:
         # The restored data source is in the state after the newest of these rollouts, not after
         # ``rollout_id``.
         self.newest = max(self.ahead, default=rollout_id)
-        self.sources = {self.newest: state["data_source"]}
-        if self._position is not None:
-            self._positions[self.newest] = self._position
+        self.after = {self.newest: (state["data_source"], self._position)}
 
     def _save_own(self, rollout_id: int) -> None:
         """Call ``save`` of the user's data source, once for each rollout after which a snapshot is

@@ -4,29 +4,26 @@ from a snapshot.
 with open_run(args) as run:
     ...
 
-A restart replaces a lost rollout manager or Ray cluster, and a lost training rank where
-:mod:`slime.cluster.recovery` cannot. Their state is in the last snapshot, and a resume is exact.
-The driver ends the remaining processes and asks its supervisor (:mod:`slime.cluster.supervisor`) to
-execute the command line again, at most ``--max-restarts`` times.
+What follows a loss is decided by the plug-in :mod:`slime.plugins.restarts`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
-from slime.cluster.actors import ActorError, ActorHandle, ActorLost, Ref, door
-from slime.cluster.ray_wait import NoStatus, WaitExpired
-from slime.cluster.stop_signals import StopRequested
-from slime.cluster.supervisor import LOST_CODE, REPORTS, Settings
+from slime.cluster.actors import ActorError, ActorHandle, door
+from slime.cluster.stop_signals import REPORTS, StopRequested
+from slime.config.hooks import module_of_file
 from slime.config.settings import redacted_text
 from slime.observability.run_state import message_lines
+from slime.registry import find
 
 if TYPE_CHECKING:
     from slime.cluster.phases import Run
@@ -62,8 +59,75 @@ def open_run(args: Args, asynchronous: bool = False, in_program: bool = False) -
         yield start(parts)
 
 
+def run_loop(args: Args, loop: Callable[[Args, Run], None], asynchronous: bool = False) -> None:
+    """Open a run, call ``loop(args, run)``, and shut the run down at the end.
+
+    If training ranks are lost, they are replaced if possible, and the loop is called again with a
+    run that begins after the last snapshot. Every other error ends the run as
+    :class:`RunEnd` describes.
+
+    Args:
+        asynchronous: Whether rollouts are generated while an earlier one trains
+            (``train_async.py``).
+
+    Raises:
+        SystemExit: 130 or 143 after Ctrl-C or SIGTERM.
+    """
+    from slime.cluster.start import prepare, start
+
+    parts = prepare(args, asynchronous)
+    with RunEnd(parts) as end:
+        run = start(parts)
+        while True:
+            try:
+                loop(args, run)
+                return
+            except Exception as error:
+                following = end.recovery.replace(error)
+                if following is None:
+                    raise
+            run = following
+
+
+def load_loop(name: str) -> ModuleType:
+    """Import ``train.py`` or ``train_async.py``, which a wheel has in ``slime/cli/loops``, and a
+    checkout at its top.
+
+    Raises:
+        FileNotFoundError: It is in neither place.
+    """
+    package = Path(__file__).resolve().parents[1]
+    places = package / "cli" / "loops" / name, package.parent / name
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise FileNotFoundError(
+            f"{name} is missing, neither {places[0]} nor {places[1]} exists: install slime again"
+        )
+    return module_of_file(f"slime_loop_{file.stem}", file)
+
+
 class NothingTrained(RuntimeError):
     """The run is complete, but every sample of every rollout failed."""
+
+
+class Recovery(Protocol):
+    """What follows a loss; see :mod:`slime.plugins.restarts`."""
+
+    def begin(self) -> None:
+        """Note that the run begins: from now on, an end of this process without a report is a
+        loss.
+        """
+
+    def replace(self, error: Exception) -> Run | None:
+        """Replace lost training ranks while the engines stay; return the run that goes on, or None
+        if it cannot.
+        """
+
+    def restarts(self, error: Exception) -> bool:
+        """Return whether the driver is started again from the last snapshot, and print why."""
+
+    def leave(self) -> NoReturn:
+        """End this process, so that the next driver starts."""
 
 
 Outcome = Literal["completed", "stopped", "restarting", "failed"]
@@ -83,21 +147,12 @@ class RunEnd:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.max_restarts = parts.args.max_restarts or 0
+        self.recovery: Recovery = find("recovery", "restarts")(parts)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> RunEnd:
         self.parts.stop.__enter__()
-        args = self.parts.args
-        began = Settings(
-            max_restarts=self.max_restarts,
-            status_timeout=args.status_timeout,
-            save=args.save,
-            run_name=args.run_name,
-            output_dir=args.output_dir,
-        )
-        # From now on, the supervisor treats an end of this process without a report as a loss (kill
-        # -9, say).
-        REPORTS.tell(began=began)
+        self.recovery.begin()
+        return self
 
     def __exit__(
         self,
@@ -119,7 +174,7 @@ class RunEnd:
         # The ways out. Python raises the error of the block again by itself, but not one that arose
         # in this method.
         if outcome == "restarting":
-            exit_for_restart()
+            self.recovery.leave()
         if outcome == "stopped" and self.parts.stop.in_program:
             raise KeyboardInterrupt from None
         if outcome == "stopped":
@@ -150,7 +205,7 @@ class RunEnd:
             except Exception as failure:  # The step is lost, which is not a stop in order.
                 return "failed", failure
             return "stopped", error
-        restarts = isinstance(error, Exception) and self._restarts_after(error)
+        restarts = isinstance(error, Exception) and self.recovery.restarts(error)
         return ("restarting" if restarts else "failed"), error
 
     def _end_processes(self, outcome: Outcome) -> None:
@@ -197,20 +252,6 @@ class RunEnd:
                 sys.__excepthook__(kind, raised, trace)
 
         sys.excepthook = tell
-
-    def _restarts_after(self, error: Exception) -> bool:
-        """Whether the run can continue from its last snapshot; if so, print the error and what was
-        lost.
-        """
-        if not self.max_restarts or not REPORTS.attached:
-            return False
-        # After a failed attempt to replace ranks, the new ones may answer.
-        lost = self.parts.lost or lost_parts(self.parts.actors(), error)
-        if not lost:
-            return False
-        saved = self.parts.run.snapshots.saved if self.parts.run is not None else None
-        report_loss(lost, error, saved, self.max_restarts - 1, self.parts.log.note)
-        return True
 
 
 def complete(run: Run) -> None:
@@ -309,70 +350,11 @@ def shut_down(parts: Parts, failed: bool) -> None:
         # After a failure, the cluster itself may be gone; its error must not hide the one that
         # ended the run.
         with contextlib.suppress(*((RuntimeError, OSError) if failed else ())):
-            parts.placement.remove()
+            parts.placement.group.remove()
     door().disconnect()
     # Last, since files of living processes are kept. Ray kills its workers before torch's own
     # cleanup has run in them.
     sweep_shared_memory()
-
-
-# --- what was lost -------------------------------------------------------------------------------
-
-
-def lost_parts(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]:
-    """Names of the parts of a failed run that died or do not answer.
-
-    The list is empty if the code itself failed: the same error would come again after a restart.
-
-    Args:
-        actors: The actors that hold the run's state, by the name that a message uses for them.
-    """
-    try:
-        return _lost_actors(actors, error) if door().connected else []
-    except (RuntimeError, OSError):  # The cluster itself does not answer.
-        from_cluster = isinstance(error, ActorError | WaitExpired | OSError)
-        return [f"the Ray cluster ({type(error).__name__})"] if from_cluster else []
-
-
-def report_loss(
-    lost: Sequence[str], error: Exception, saved: int | None, left: int, note: Callable[[str], None]
-) -> None:
-    """Print the error, what was lost, where the run continues, and how many restarts are left after
-    this one.
-    """
-    where = "from where it began" if saved is None else f"from the snapshot of rollout {saved}"
-    note("".join(traceback.format_exception(error)).rstrip())
-    note(f"lost {', '.join(lost)}: going on {where} ({left} more restarts, --max-restarts)")
-
-
-def _lost_actors(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]:
-    # All actors are asked at the same time, so the question takes ASK_SECONDS even if many of them
-    # are silent.
-    asked = {actor.status.remote(): name for name, actor in actors.items()}
-    if not asked:
-        return []
-    answered, silent = door().wait(list(asked), ASK_SECONDS)
-    lost = [asked[answer] for answer in answered if _has_died(answer)]
-    # A silent actor counts only if a wait expired. If every actor answers, an expired wait is not a
-    # loss: the same work would not be faster after a restart.
-    if isinstance(error, WaitExpired):
-        lost += [f"{asked[ref]} (which does not answer)" for ref in silent]
-    # An actor was lost, even if every actor answers by now: it may have been unreachable only for a
-    # while.
-    failed_to_start = isinstance(error, ActorLost) and error.at_creation
-    if not lost and isinstance(error, ActorLost | NoStatus) and not failed_to_start:
-        return [f"an answer ({type(error).__name__})"]
-    return lost
-
-
-def _has_died(answer: Ref[object]) -> bool:
-    try:
-        door().get([answer])
-    except ActorLost as error:
-        return not error.at_creation
-    except Exception:  # The call failed for another reason, so the actor is alive.
-        return False
-    return False
 
 
 def answers(actor: ActorHandle) -> bool:
@@ -382,12 +364,3 @@ def answers(actor: ActorHandle) -> bool:
     except Exception:
         return False
     return True
-
-
-def exit_for_restart() -> NoReturn:
-    """End this driver after its shutdown, with the exit code that stands for a lost run."""
-    # os._exit flushes nothing and runs no exit handlers.
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
-            stream.flush()
-    os._exit(LOST_CODE)

@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, TypeVar
 from slime.backends.lr_schedule import LrSchedule, planned_steps
 from slime.checkpoint import snapshot
 from slime.checkpoint.files import FileEntry, FolderTrial, is_full, wait_for_room
-from slime.checkpoint.manifest import Facts, Manifest, RunFacts, changes, check_same_prompts
+from slime.checkpoint.manifest import (
+    Facts,
+    Manifest,
+    RunFacts,
+    changes,
+    check_same_prompts,
+    settings,
+)
 from slime.cluster.folders import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager
-from slime.cluster.stop_signals import StopRequested, StopSignals
-from slime.cluster.supervisor import REPORTS
+from slime.cluster.stop_signals import REPORTS, StopRequested, StopSignals
+from slime.config.args import FLAGS, Args
+from slime.config.settings import to_dict
 
 if TYPE_CHECKING:
     from slime.checkpoint.snapshot import Snapshot
@@ -24,7 +32,6 @@ if TYPE_CHECKING:
     from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.train_group import TrainGroup
     from slime.cluster.trainer import Trainer
-    from slime.config.args import Args
     from slime.config.run import CheckpointConfig
     from slime.types import JsonObject
 
@@ -66,16 +73,6 @@ class StartingPoint:
             first = args.start_rollout_id
         return cls(snapshot, resumes, trained, first, attempt)
 
-    def again(self, snapshot: Snapshot) -> StartingPoint:
-        """Where this process goes on after it has lost training ranks.
-
-        The attempt is a new one also if the snapshot is the same as the last time: the engines have
-        the weights of the attempt that is undone, and may not take others for them.
-        """
-        trained = snapshot.iteration
-        attempt = max(self.attempt, int(snapshot.manifest["attempt"])) + 1
-        return StartingPoint(snapshot, True, trained, trained + 1, attempt)
-
     @property
     def manifest(self) -> Manifest | None:
         """The manifest of the snapshot that the run continues; None in a new run."""
@@ -86,10 +83,6 @@ def settings_of(args: Args) -> JsonObject:
     """The settings that determine the result of a run, without those that control logging and
     debugging.
     """
-    from slime.checkpoint.manifest import settings
-    from slime.config.args import FLAGS
-    from slime.config.settings import to_dict
-
     shown = {
         name
         for name, flag in FLAGS.items()
@@ -218,10 +211,11 @@ class Snapshots:
                 )
                 # A copy of the metrics: with --async-save the step's end clears them before the
                 # commit.
-                version = self.pool.clock.version
-                metrics = {**self.log.pending}
                 step = Facts(
-                    rollout_id=rollout_id, ahead=ahead, weight_version=version, metrics=metrics
+                    rollout_id=rollout_id,
+                    ahead=ahead,
+                    weight_version=self.pool.clock.version,
+                    metrics={**self.log.pending},
                 )
                 if (old_actor := self.trainer.old_actor.facts(ahead)) is not None:
                     step["old_actor"] = old_actor
@@ -260,7 +254,7 @@ class Snapshots:
                 written += self._with_room(rollout_id, group.finish_save, repeat=repeat)
         self._with_room(rollout_id, lambda: snapshot.commit(temp, facts, written))
         self._open = None
-        self.saved = facts["rollout_id"]
+        self.saved = rollout_id
         if self.settings.critic_save and self.trainer.critic is not None:
             source = self.folder_of(rollout_id)
             target = Path(self.settings.critic_save)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.checkpoint.manifest import RunFacts
-from slime.cluster.actors import ActorHandle, Ref, door, use
+from slime.cluster.actors import Ref, door, use
 from slime.cluster.checks import check_schedules
 from slime.cluster.engine_calls import offload
 from slime.cluster.engine_pool import EnginePool, WeightClock
 from slime.cluster.folders import FolderLock, lock_run, lock_save, snapshot_of
 from slime.cluster.phases import Run, StepLog
+from slime.cluster.placement import Placement, check_resources, plan_slots
 from slime.cluster.ray_wait import ManagerClient, Waiter
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.snapshots import (
@@ -25,31 +26,31 @@ from slime.cluster.snapshots import (
     restore_rollouts,
     settings_of,
 )
-from slime.cluster.stop_signals import StopSignals
-from slime.cluster.supervisor import REPORTS
+from slime.cluster.stop_signals import REPORTS, StopSignals
+from slime.cluster.train_group import TrainGroup
 from slime.cluster.trainer import OldActor, Trainer, settle_token_budget
 from slime.config.algorithm import KlConfig
 from slime.config.cluster import ClusterConfig
+from slime.config.layout import ParallelLayout
 from slime.config.parser import ConfigError
 from slime.config.run import CheckpointConfig
 from slime.config.settings import role_args
 from slime.config.weight_sync import WeightSyncConfig
 from slime.engines.keys import RunKeys
+from slime.observability.display import Display
+from slime.observability.metrics import MetricsLogger, read_metrics
+from slime.observability.run_dir import RunDir
+from slime.observability.run_state import Settled, append_attempt
+from slime.registry import find
 
 if TYPE_CHECKING:
-    from slime.cluster.placement import Placement
     from slime.cluster.train_actor import Role
-    from slime.cluster.train_group import TrainGroup
     from slime.config.args import Args
-    from slime.observability.metrics import MetricsLogger
-    from slime.observability.run_dir import RunDir
     from slime.types import JsonObject
 
 START_MARGIN_SECONDS = 180.0
 """Added to ``--start-timeout`` in the driver. The engine itself waits that long and reports a
 failure with the engine's log; the driver must not give up before that report arrives."""
-END_SECONDS = 180.0
-"""For the generation in progress to end, when the run goes back to a snapshot."""
 
 
 @dataclass
@@ -68,9 +69,9 @@ class Parts:
         starting: The engines that are being started: a reference to their URLs.
         urls: The URLs of the engines once all of them have answered.
         run: None until the start is complete, and while training ranks are replaced.
+        unattended: Whether nobody asked for this part of the run, which a loss has caused.
         settings: What manifests say of the arguments, see :func:`settings_of`; empty until the
             start is complete.
-        lost: Names of lost parts that could not be replaced, so that the run must be restarted.
     """
 
     args: Args
@@ -88,8 +89,8 @@ class Parts:
     urls: list[str] = field(default_factory=list)
     groups: list[TrainGroup] = field(default_factory=list)
     run: Run | None = None
+    unattended: bool = field(default_factory=lambda: bool(REPORTS.settings))
     settings: JsonObject = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         silence = self.args.status_timeout or None
@@ -108,15 +109,6 @@ class Parts:
         if release and self.urls:
             manager.call("the engines to release memory", RolloutManager.on_engines, offload)
 
-    def actors(self) -> dict[str, ActorHandle]:
-        """The actors that hold the run's state, by the name that a message uses for them."""
-        named = {"the rollout manager": self.manager.handle} if self.manager is not None else {}
-        for group in self.groups:
-            named |= {
-                f"the {group.role}'s rank {number}": rank for number, rank in enumerate(group.ranks)
-            }
-        return named
-
 
 def prepare(args: Args, asynchronous: bool = False, in_program: bool = False) -> Parts:
     """Set up what needs no other process: the snapshot to resume from, the run's folder, and the
@@ -130,9 +122,6 @@ def prepare(args: Args, asynchronous: bool = False, in_program: bool = False) ->
     Raises:
         FolderInUse: Another run writes to the folder of this one, or to ``--save``.
     """
-    from slime.observability.display import Display
-    from slime.observability.run_dir import RunDir
-
     begin = StartingPoint.from_args(args)
     locks = [lock_run(RunDir.parent_of_runs(args.output_dir), args.run_name)]
     try:
@@ -155,19 +144,16 @@ def start(parts: Parts) -> Run:
     only import their libraries, and load their models when the engines have started and released
     their memory again.
     """
-    from slime.cluster.inline_actors import InlineActors
-    from slime.cluster.placement import Placement, check_resources, plan_slots
-
     args = parts.args
     begin = parts.begin
     log = parts.log
     with log.phase("start"):
         # The cluster, and where in it each process of the run has its place.
-        use(InlineActors() if args.inline else None)
+        use(find("actors", "inline")() if args.inline else None)
         door().connect()
         parts.stop.install()  # again: Ray's C++ code has installed handlers of its own
         slots = plan_slots(args)
-        check_resources(args, slots.total)
+        check_resources(args)
         placement = parts.placement = Placement(slots, parts.stop.check)
         threads = args.threads_per_process or placement.threads_per_process()
         parts.args = args = args.with_values(threads_per_process=threads)
@@ -185,7 +171,7 @@ def start(parts: Parts) -> Run:
 
         # The training ranks. Where they share GPUs with the engines, these come first.
         if slots.train:
-            _start_training(parts, placement)
+            start_training(parts, placement)
         release = bool(args.offload_rollout and slots.train)
         if args.offload_rollout and placement.on_gpu:
             parts.await_engines(manager, release)
@@ -196,76 +182,20 @@ def start(parts: Parts) -> Run:
         parts.await_engines(manager, release)
         for group in parts.groups:
             group.wait_started()
-        trainer = _trainer(parts)
+        trainer = trainer_of(parts)
 
         # After the models are loaded, since it measures memory; before the settings of the
         # snapshots are taken from ``args``, since a resumed run keeps the budget of its snapshot.
         parts.args = args = settle_token_budget(
-            args, trainer, manager, placement.on_gpu, begin.manifest, log.note
+            args, trainer, manager, placement.on_gpu, begin.manifest
         )
         parts.settings = settings_of(args)
         restore_rollouts(begin, parts.settings, manager, log, args)
-        metrics = _open_records(parts, placement)
-    return _begin_run(parts, manager, trainer, parts.urls, metrics)
+        metrics = open_records(parts, placement)
+    return begin_run(parts, manager, trainer, parts.urls, metrics)
 
 
-def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
-    """Replace all training ranks of a started run, and let it go on from a snapshot; engines and
-    manager stay.
-
-    Ranks that are alive are replaced as well: their weights are newer than the snapshot, and their
-    process groups include the lost ones.
-
-    Raises:
-        NotEnded: A rank cannot be ended, so it may hold the accelerator of its successor.
-        ActorError: The rollout manager could not go back to the snapshot, or a new rank did not
-            start.
-        WaitExpired: One of them did not do so in time.
-    """
-    from slime.weights.transports.shared_memory import sweep_shared_memory
-
-    run = parts.run
-    manager = parts.manager
-    placement = parts.placement
-    log = parts.log
-    assert run and manager and placement, "the start is complete"
-    # Without it, a stop request does not save: the snapshot is the newest state that there is.
-    parts.run = None
-    with log.phase("replace_ranks"):
-        # What is left of the ranks and of the rollouts that are undone.
-        for group in parts.groups:
-            group.end()
-        manager.wait(
-            manager.start(RolloutManager.rewind), "the generation in progress to end", END_SECONDS
-        )
-        sweep_shared_memory()
-
-        # New ranks. The first arguments chose where the run began; as for restarts, that is the
-        # snapshot now.
-        if begin.snapshot is not parts.begin.snapshot:
-            first = {
-                "load": parts.args.save,
-                "ckpt_step": None,
-                "start_rollout_id": None,
-                "finetune": False,
-            }
-            parts.args = parts.args.with_values(**first)
-        parts.begin = begin
-        parts.groups = []
-        _start_training(parts, placement)
-        for group in parts.groups:
-            group.load()
-        # while the ranks load the snapshot
-        restore_rollouts(begin, parts.settings, manager, log, parts.args)
-        for group in parts.groups:
-            group.wait_started()
-        trainer = _trainer(parts)
-        log.close_metrics()
-        metrics = _open_records(parts, placement, unattended=True)
-    return _begin_run(parts, manager, trainer, run.pool.urls, metrics)
-
-
-def _trainer(parts: Parts) -> Trainer:
+def trainer_of(parts: Parts) -> Trainer:
     args = parts.args
     groups = {group.role: group for group in parts.groups}
     return Trainer(
@@ -281,16 +211,15 @@ def _trainer(parts: Parts) -> Trainer:
     )
 
 
-def _begin_run(
+def begin_run(
     parts: Parts, manager: ManagerClient, trainer: Trainer, urls: list[str], metrics: MetricsLogger
 ) -> Run:
     args = parts.args
     begin = parts.begin
     log = parts.log
-    cluster = args.section(ClusterConfig)
-    sync = args.section(WeightSyncConfig)
     clock = WeightClock(begin.attempt, begin.first_rollout)
-    pool = EnginePool(cluster, sync, manager, trainer, log, urls, clock)
+    sync = args.section(WeightSyncConfig)
+    pool = EnginePool(trainer.cluster, sync, manager, trainer, log, urls, clock)
     facts = RunFacts(
         attempt=begin.attempt,
         world_size=len(trainer.actor.ranks) if trainer.actor is not None else 0,
@@ -307,8 +236,6 @@ def _begin_run(
 
 
 def _start_manager(parts: Parts, placement: Placement) -> ManagerClient:
-    from slime.config.layout import ParallelLayout
-
     args = parts.args
     layouts = [ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()]
     if placement.slots.critic:
@@ -321,10 +248,8 @@ def _start_manager(parts: Parts, placement: Placement) -> ManagerClient:
     )
 
 
-def _start_training(parts: Parts, placement: Placement) -> None:
+def start_training(parts: Parts, placement: Placement) -> None:
     """Start the ranks of actor and critic, which import their libraries in the background."""
-    from slime.cluster.train_group import TrainGroup
-
     # checked again: the length of the run may have been unknown until now
     if problems := check_schedules(parts.args):
         raise ConfigError(problems)
@@ -347,12 +272,10 @@ def _start_training(parts: Parts, placement: Placement) -> None:
         )
 
 
-def _open_records(parts: Parts, placement: Placement, unattended: bool = False) -> MetricsLogger:
+def open_records(parts: Parts, placement: Placement) -> MetricsLogger:
     """Write the values that the start has settled to the folder of the run, and open the metrics
     log.
     """
-    from slime.observability.run_state import Settled, append_attempt
-
     args = parts.args
     settled = Settled(
         asynchronous=parts.asynchronous,
@@ -368,23 +291,18 @@ def _open_records(parts: Parts, placement: Placement, unattended: bool = False) 
         working_directory=str(Path.cwd()),
     )
     append_attempt(parts.dir, settled)
-    return open_metrics(parts, unattended or bool(REPORTS.settings))
+    return open_metrics(parts)
 
 
-def open_metrics(parts: Parts, unattended: bool = False) -> MetricsLogger:
+def open_metrics(parts: Parts) -> MetricsLogger:
     """Open the metrics log; a resumed run drops the rows of the steps that it trains again.
 
     If the previous process was killed after it wrote the snapshot but before it logged that step,
     the step's row is missing. It is added from the metrics in the snapshot's manifest.
-
-    Args:
-        unattended: As for :class:`~slime.observability.metrics.MetricsLogger`.
     """
-    from slime.observability.metrics import MetricsLogger, read_metrics
-
     begin = parts.begin
     logger = MetricsLogger(
-        parts.args, parts.dir, begin.first_rollout if begin.resumes else None, unattended
+        parts.args, parts.dir, begin.first_rollout if begin.resumes else None, parts.unattended
     )
     if begin.manifest is not None and begin.trained is not None and parts.dir.metrics.exists():
         logged = [

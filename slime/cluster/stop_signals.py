@@ -2,11 +2,17 @@
 once.
 
 In a program of the user's, only Ctrl-C is taken, and only during a phase: it ends the phase, and
-the second one interrupts the program."""
+the second one interrupts the program.
+
+A driver with ``--max-restarts`` has a supervisor as its parent process
+(:mod:`slime.plugins.restarts.supervisor`), which forwards the signals that it receives, and to which
+the driver reports over a pipe how far it is.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -15,10 +21,64 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from slime.cluster.supervisor import FORWARDED, REPORTS
-
 if TYPE_CHECKING:
     from signal import _HANDLER as Handler
+
+PIPE_VARIABLE = "SLIME_SUPERVISOR_PIPE"
+SETTINGS_VARIABLE = "SLIME_SUPERVISOR_SETTINGS"
+FORWARDED = {signal.SIGINT: signal.SIGRTMIN + 1, signal.SIGTERM: signal.SIGRTMIN + 2}
+"""Signals by which the supervisor forwards those that it receives. They differ from the originals
+because Ctrl-C reaches the whole process group, and therefore the driver directly as well: the
+driver must be able to tell a second Ctrl-C from the forwarded copy of the first."""
+
+
+class Reports:
+    """The driver's end of the pipe. Every method is a no-op in a process without a supervisor."""
+
+    def __init__(self) -> None:
+        self._pipe: int | None = None
+        self.settings: dict[str, object] = {}
+        """Arguments of a restarted driver, which replace its own; empty in the first
+        driver.
+        """
+
+    def attach(self) -> bool:
+        """Take over the pipe that the environment names; returns whether there is one.
+
+        The variables are removed and the pipe is closed in child processes, so that none of them
+        takes itself for the driver.
+        """
+        pipe = os.environ.pop(PIPE_VARIABLE, None)
+        self.settings |= json.loads(os.environ.pop(SETTINGS_VARIABLE, "{}"))
+        if pipe is not None:
+            self._pipe = int(pipe)
+            os.set_inheritable(self._pipe, False)
+        return self._pipe is not None
+
+    @property
+    def attached(self) -> bool:
+        return self._pipe is not None
+
+    def tell(self, **facts: object) -> None:
+        """Report facts:
+
+        - ``began``: the run has begun, with the arguments that decide how it
+          is restarted; from now on, an end without
+          ``over`` is a loss.
+        - ``saved``: a snapshot of this run was committed.
+        - ``lost``: a part of the run was lost; the driver must be run again, however this process
+          ends.
+        - ``over``: the run ends, successfully or not, and must not be run again.
+        - ``in_shutdown``: whether the processes of the run are being ended; ``complete``: whether
+          all of its work is done.
+        """
+        if self._pipe is not None:
+            # The supervisor was killed; this process is killed with its parent.
+            with contextlib.suppress(OSError):
+                os.write(self._pipe, json.dumps(facts).encode() + b"\n")
+
+
+REPORTS = Reports()
 
 _MEANT = {number: int(meant) for meant, number in FORWARDED.items()}
 

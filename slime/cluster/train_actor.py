@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeAlias, Ty
 
 from slime.backends.create import backend_class, create_backend
 from slime.backends.token_budget import CudaMeter, Measurement, measure
-from slime.checkpoint.files import Answer, answer
+from slime.checkpoint.files import Answer, FileEntry, answer
 from slime.cluster.actors import ActorProcess, Ref, door
 from slime.config.process import ONE_AT_A_TIME
 from slime.data.schedule import PackingSettings
@@ -21,7 +21,7 @@ from slime.engines.process import free_port
 from slime.models.cpu_memory import large_imports
 from slime.observability import progress
 from slime.observability.profiler import Profiler, memory_in_use
-from slime.observability.progress import Span, Timers
+from slime.observability.progress import Progress, Span, Timers
 from slime.weights.audit import Calibration, Probe, probe_engines, probe_tokens
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports import Transport, create_transport, ranks_of_engines, transport_kind
@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 
     from slime.backends.base import ModelTag, TrainBackend
     from slime.backends.fsdp.backend import FsdpBackend
-    from slime.checkpoint.files import FileEntry
     from slime.config.args import Args
     from slime.data.fields import RankBatch, TrainData, Wire
     from slime.engines.keys import ServerKeys
-    from slime.observability.progress import Progress
     from slime.types import AdamSettings
     from slime.weights.update import UpdateReport
 
@@ -58,23 +56,6 @@ class TrainResult(TypedDict):
     metrics: dict[str, float]
     timings: dict[str, float]
     entries: Entries
-
-
-def refresh_old_actor(backend: TrainBackend, behind: bool) -> None:
-    """Update the copy ``old_actor`` after the engines have got the actor's weights
-    (``--keep-old-actor``).
-
-    Args:
-        behind: Make the copy equal to the weights that the engines held before, if there are any,
-            instead of the new ones. The copy ``rollout_actor``, which exists from the first call
-            on, keeps what the engines hold.
-    """
-    before: ModelTag = (
-        "rollout_actor" if behind and "rollout_actor" in backend.moving_copies else "actor"
-    )
-    backend.copy_weights(before, "old_actor")
-    if behind:
-        backend.copy_weights("actor", "rollout_actor")
 
 
 class TrainActor:
@@ -261,8 +242,8 @@ class TrainActor:
         same_host: bool,
         slots: Mapping[str, range],
         token: str,
-        model: ModelTag = "actor",
-        check_equal: bool = False,
+        model: ModelTag,
+        check_equal: bool,
     ) -> UpdateReport | None:
         """Send this group's weights to the engines; ranks that send to engines return a report.
 
@@ -365,9 +346,6 @@ class TrainActor:
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         self.backend.copy_weights(source, target)
-
-    def refresh_old_actor(self, behind: bool) -> None:
-        refresh_old_actor(self.backend, behind)
 
     def pop_spans(self) -> list[Span]:
         """What this rank has done since the last call."""

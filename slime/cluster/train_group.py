@@ -54,15 +54,17 @@ class TrainGroup:
         world_size = self.layout.world_size
         # A collective that times out leaves a record of each rank's last operations, which slime
         # doctor compares.
-        recorder = {
-            "TORCH_FR_DUMP_TEMP_FILE": str(log_dir / f"flight_recorder_{role}_rank_"),
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        }
+        recorder = str(log_dir / f"flight_recorder_{role}_rank_")
         own = {
             **thread_environment(args.threads_per_process),
             **environment_texts(args.train_env_vars),
         }
-        environment = {**recorder, **own, **pinning_environment(own)}
+        environment = {
+            "TORCH_FR_DUMP_TEMP_FILE": recorder,
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            **own,
+            **pinning_environment(own),
+        }
         self.ranks = [
             door().create(
                 TrainActor,
@@ -79,9 +81,7 @@ class TrainGroup:
         """
         self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(self.ranks)}
         # Rank 0 chooses a free port on its own node, before any rank joins the process group there.
-        self.host, port = self._call(
-            [self.ranks[0].address.remote()], "to start", self.args.start_timeout, "--start-timeout"
-        )[0]
+        self.host, port = self._call([self.ranks[0].address.remote()], "to start", starting=True)[0]
         self._processes: list[ActorProcess] = []
         self._asked = [rank.process.remote() for rank in self.ranks]
         self.starting = [rank.import_backend.remote() for rank in self.ranks]
@@ -94,27 +94,23 @@ class TrainGroup:
         self.starting += [rank.init.remote(*self._init) for rank in self.ranks]
 
     def wait_started(self) -> None:
-        self._processes = self._call(
-            self._asked, "to start", self.args.start_timeout, "--start-timeout"
-        )
-        self._call(self.starting, "to load the model", self.args.start_timeout, "--start-timeout")
+        self._processes = self._call(self._asked, "to start", starting=True)
+        self._call(self.starting, "to load the model", starting=True)
 
     def try_folder(self, folder: str, token: str) -> dict[str, Answer]:
         """What each rank finds in a folder to which all of them must write, by name of the rank."""
         refs = [rank.try_folder.remote(folder, token, who) for who, rank in self._named.items()]
-        answers = self._call(
-            refs, "to look into --save", self.args.start_timeout, "--start-timeout"
-        )
+        answers = self._call(refs, "to look into --save", starting=True)
         return dict(zip(self._named, answers, strict=True))
 
-    def score(self, rollout_id: int, batch_refs: Batches) -> tuple[TrainResult, list[Entries]]:
-        """Let every rank run its forward passes on its part of a rollout; as :meth:`train`."""
-        return self.finish(self.begin("score", rollout_id, batch_refs), rollout_id)
-
-    def train(
-        self, rollout_id: int, batch_refs: Batches, entries: Sequence[Entries] | None = None
+    def run(
+        self,
+        method: Literal["score", "train"],
+        rollout_id: int,
+        batch_refs: Batches,
+        entries: Sequence[Entries] | None = None,
     ) -> tuple[TrainResult, list[Entries]]:
-        """Train every rank on its part of a rollout.
+        """Let every rank train on its part of a rollout, or run its forward passes.
 
         Args:
             entries: For each rank, what other passes have computed for its part.
@@ -123,7 +119,7 @@ class TrainGroup:
             The result of rank 0, and for each rank what it has computed for others (the values of a
             critic).
         """
-        return self.finish(self.begin("train", rollout_id, batch_refs, entries), rollout_id)
+        return self.finish(self.begin(method, rollout_id, batch_refs, entries), rollout_id)
 
     def begin(
         self,
@@ -132,7 +128,7 @@ class TrainGroup:
         batch_refs: Batches,
         entries: Sequence[Entries] | None = None,
     ) -> list[Ref[TrainResult]]:
-        """Start :meth:`score` or :meth:`train`; :meth:`finish` waits for it."""
+        """Start what :meth:`run` does; :meth:`finish` waits for it."""
         return [
             getattr(rank, method).remote(rollout_id, part, entries[i] if entries else ())
             for i, (rank, part) in enumerate(self._parts(batch_refs))
@@ -141,7 +137,7 @@ class TrainGroup:
     def finish(
         self, refs: Sequence[Ref[TrainResult]], rollout_id: int
     ) -> tuple[TrainResult, list[Entries]]:
-        results = self._call(refs, f"to train on rollout {rollout_id}", self.args.phase_timeout)
+        results = self._call(refs, f"to train on rollout {rollout_id}")
         return results[0], [result["entries"] for result in results]
 
     def entries_from(self, other: TrainGroup, entries: list[Entries]) -> list[Entries]:
@@ -173,11 +169,9 @@ class TrainGroup:
         # A repeated update has the same version. The random part keeps it from reading store keys
         # of the first attempt.
         token = f"weights-{version}-{secrets.token_hex(8)}"
-        update = TrainActor.update_weights
-        what = f"to send weights {version}"
         sent = self.ask_all(
-            what,
-            update,
+            f"to send weights {version}",
+            TrainActor.update_weights,
             list(engine_urls),
             version,
             same_host,
@@ -199,9 +193,7 @@ class TrainGroup:
         the engines.
         """
         ref = self.ranks[0].check_probe.remote(list(engine_urls))
-        return float(
-            self._call([ref], "to compare log-probs with the engines", self.args.phase_timeout)[0]
-        )
+        return float(self._call([ref], "to compare log-probs with the engines")[0])
 
     def save(self, directory: Path) -> None:
         self.ask_all("to save", TrainActor.save, str(directory / self.role))
@@ -212,9 +204,7 @@ class TrainGroup:
 
     def is_saving(self) -> bool:
         """Whether a rank is still writing what :meth:`save` began (``--async-save``)."""
-        return any(
-            self._call(self.start(TrainActor.is_saving), "to report whether it is saving", 60.0)
-        )
+        return any(self.ask_all("to report whether it is saving", TrainActor.is_saving))
 
     def finish_save(self) -> list[FileEntry]:
         """The files of all ranks, with paths relative to the snapshot, for its manifest."""
@@ -230,9 +220,6 @@ class TrainGroup:
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         self.ask_all("to copy weights", TrainActor.copy_weights, source, target)
-
-    def refresh_old_actor(self, behind: bool) -> None:
-        self.ask_all("to refresh old_actor", TrainActor.refresh_old_actor, behind)
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Release accelerator memory, with ``keep_weights`` all but the weights. Does nothing if
@@ -266,7 +253,7 @@ class TrainGroup:
     def measure_memory(self, share: float) -> list[Measurement]:
         """The measurement of each rank that has a GPU."""
         measuring = self.start(TrainActor.measure_memory, share)
-        measurements = self._call(measuring, "to measure its memory", self.args.start_timeout)
+        measurements = self._call(measuring, "to measure its memory", starting=True)
         return [one for one in measurements if one is not None]
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
@@ -324,11 +311,12 @@ class TrainGroup:
         **keywords: P.kwargs,
     ) -> list[T]:
         """Call all ranks and wait for their results."""
-        return self._call(self.start(method, *arguments, **keywords), what, self.args.phase_timeout)
+        return self._call(self.start(method, *arguments, **keywords), what)
 
-    def _call(
-        self, refs: Sequence[Ref[T]], what: str, deadline: float, flag: str = "--phase-timeout"
-    ) -> list[T]:
+    def _call(self, refs: Sequence[Ref[T]], what: str, starting: bool = False) -> list[T]:
+        args = self.args
+        limits = args.phase_timeout, "--phase-timeout"
+        deadline, flag = (args.start_timeout, "--start-timeout") if starting else limits
         return self.waiter.get(
             refs, f"the {self.role} {what}", deadline, actors=self._named, flag=flag
         )

@@ -3,13 +3,12 @@ and which weights the copy ``old_actor`` holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from slime.backends.token_budget import Measurement, budget, explanation
 from slime.cluster.rollout_manager import RolloutManager
-from slime.config.hf_config import read_config
+from slime.config.hf_config import lookup_dimension, model_config
 from slime.config.rollout import (
     is_fully_async,
     longest_sample,
@@ -35,8 +34,6 @@ class HoldsCopies(Protocol):
     """The training ranks of an actor, as :class:`OldActor` sees them."""
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None: ...
-
-    def refresh_old_actor(self, behind: bool) -> None: ...
 
 
 @dataclass
@@ -88,7 +85,7 @@ class OldActor:
     def from_args(
         cls, args: Args, asynchronous: bool, snapshot: Manifest | None = None
     ) -> OldActor:
-        is_kept = bool(args.keep_old_actor)
+        is_kept = args.keep_old_actor
         interval = args.update_weights_interval if asynchronous else 1
         lag = old_actor_lag(args, interval, is_fully_async(args)) if asynchronous else 0
         of_snapshot = (
@@ -129,6 +126,8 @@ class OldActor:
         if not self.is_kept or version == self.version:
             return
         before = self.before
+        # What the engines held until now is in the copy ``rollout_actor``, but at the first update.
+        newest_held: ModelTag = "rollout_actor" if self.version or before is not None else "actor"
         self.before = None
         self.version = version
         self.held = parse_version(version).step
@@ -139,7 +138,9 @@ class OldActor:
         self.steps_behind = None if self.lag == 0 else 1 if none_behind else 0
         # With the same weights as in the snapshot, its copies are the right ones.
         if before is None or before["held"] != self.held:
-            actor.refresh_old_actor(behind=self.lag == 1)
+            actor.copy_weights(newest_held if self.lag == 1 else "actor", "old_actor")
+            if self.lag == 1:
+                actor.copy_weights("actor", "rollout_actor")
 
     def before_step(self, actor: HoldsCopies) -> None:
         """Prepare the copy for the rollout that is about to be trained."""
@@ -178,8 +179,8 @@ class Trainer:
     trained: int | None = None
 
     def __post_init__(self) -> None:
-        self.offloads = bool(self.cluster.offload_train)
-        self.colocated = bool(self.offloads or self.cluster.offload_rollout)
+        self.offloads = self.cluster.offload_train
+        self.colocated = self.offloads or self.cluster.offload_rollout
         self.groups = [group for group in (self.actor, self.critic) if group is not None]
         self.side_by_side = self.critic is not None and bool(self.cluster.critic_num_nodes)
         # Those that share accelerators with others.
@@ -221,21 +222,17 @@ class Trainer:
                 self.take_turn(self.actor)
                 if trains_actor:
                     self.old_actor.before_step(self.actor)
-                result, scores = self.actor.score(rollout_id, refs)
+                result, scores = self.actor.run("score", rollout_id, refs)
                 self._log_result(result)
             self.take_turn(self.critic)
-            result, values = self.critic.train(rollout_id, refs, scores)
+            result, values = self.critic.run("train", rollout_id, refs, scores)
             self.log.pending.update(result["metrics"])
         if trains_actor:
             self.take_turn(self.actor)
             if scores is None:
                 self.old_actor.before_step(self.actor)
-            known = (
-                [[*a, *b] for a, b in zip(scores, values, strict=True)]
-                if scores and values
-                else values
-            )
-            result, _ = self.actor.train(rollout_id, refs, known)
+            known = _joined(scores, values) if scores and values else values
+            result, _ = self.actor.run("train", rollout_id, refs, known)
             self._log_result(result)
 
     def _train_side_by_side(self, rollout_id: int, refs: Batches, critic_refs: Batches) -> None:
@@ -250,23 +247,21 @@ class Trainer:
         scoring = critic.begin("score", rollout_id, critic_refs)
         log_probs: list[Entries] = []
         if trains_actor or self.kl.kl_coef:
-            result, log_probs = actor.score(rollout_id, refs)
+            result, log_probs = actor.run("score", rollout_id, refs)
             self._log_result(result)
         _, values = critic.finish(scoring, rollout_id)
         of_actor = critic.entries_from(actor, log_probs) or [[] for _ in values]
-        known = [[*a, *b] for a, b in zip(values, of_actor, strict=True)]
+        known = _joined(values, of_actor)
         training = critic.begin("train", rollout_id, critic_refs, known)
         if trains_actor:
             of_critic = actor.entries_from(critic, values)
-            known = [[*a, *b] for a, b in zip(log_probs, of_critic, strict=True)]
-            self._log_result(actor.train(rollout_id, refs, known)[0])
+            known = _joined(log_probs, of_critic)
+            self._log_result(actor.run("train", rollout_id, refs, known)[0])
         self.log.pending.update(critic.finish(training, rollout_id)[0]["metrics"])
 
     def _log_result(self, result: TrainResult) -> None:
-        self.log.pending.update(result["metrics"])
-        self.log.pending.update(
-            {f"perf/{name}_time": seconds for name, seconds in result["timings"].items()}
-        )
+        timings = {f"perf/{name}_time": seconds for name, seconds in result["timings"].items()}
+        self.log.pending |= result["metrics"] | timings
 
     # --- colocated: which group is on the accelerator ----------------------------------------
 
@@ -285,7 +280,7 @@ class Trainer:
         """With ``--offload-train``, wake the group that works first: the critic if there is one
         that does not wait for the actor's log-probs."""
         if self.offloads and self.groups:
-            with self.log.timed("wake_up"):
+            with self.log.display.timers("wake_up"):
                 self.take_turn(self.taking_turns[0 if self.kl.kl_coef else -1])
             self.log_memory("wake_up")
 
@@ -317,6 +312,11 @@ class Trainer:
                 self.log.pending.update(used)
 
 
+def _joined(entries: list[Entries], more: list[Entries]) -> list[Entries]:
+    """For each rank, the entries of both."""
+    return [[*a, *b] for a, b in zip(entries, more, strict=True)]
+
+
 SHARE = 0.85
 """Fraction of the trainer's available memory that the largest micro-batch may fill; the rest is for
 fragmentation.
@@ -333,7 +333,6 @@ def settle_token_budget(
     manager: ManagerClient,
     on_gpu: bool,
     manifest: Manifest | None,
-    note: Callable[[str], None],
 ) -> Args:
     """Find the token budget and pass it to all processes that pack samples into micro-batches.
 
@@ -342,28 +341,22 @@ def settle_token_budget(
     Args:
         manifest: The manifest of the snapshot from which the run resumes. With the same number of
             GPUs, the run packs as it did before.
-        note: Called with one line that explains the result.
 
     Returns:
         ``args`` with the budget.
     """
-    if not args.use_dynamic_batch_size or "max_tokens_per_gpu" in args.explicit:
+    # Two deterministic runs must pack alike, even if one finds less free memory. In float32 there is
+    # no varlen kernel on GPUs, so memory grows with the square of a sample's length, which the
+    # measurement does not cover.
+    unmeasured = args.deterministic or args.train_dtype == "float32"
+    given = not args.use_dynamic_batch_size or "max_tokens_per_gpu" in args.explicit
+    if given or unmeasured or trainer.actor is None or not on_gpu:
         return args
-    if trainer.actor is None or not on_gpu:
-        return args
-    if args.deterministic or args.train_dtype == "float32":
-        # Two deterministic runs must pack alike, even if one finds less free memory. In float32
-        # there is no varlen kernel on GPUs, so memory grows with the square of a sample's length,
-        # which the measurement does not cover.
-        return args
-    same_ranks = manifest is not None and manifest.get("world_size") == len(trainer.actor.ranks)
-    tokens = (
-        manifest.get("settings", {}).get("max_tokens_per_gpu")
-        if manifest is not None and same_ranks
-        else None
-    )
+    tokens = None
+    if manifest is not None and manifest.get("world_size") == len(trainer.actor.ranks):
+        tokens = manifest.get("settings", {}).get("max_tokens_per_gpu")
     if isinstance(tokens, int) and tokens:
-        note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
+        trainer.log.note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
     else:
         share = memory_share(str(args.hf_checkpoint))
         ranks = int(args.megatron.get("context_parallel_size") or 1)
@@ -373,7 +366,7 @@ def settle_token_budget(
             trainer.take_turn(group)
             measurements += group.measure_memory(share)
         tokens = budget(measurements, longest)
-        note(explanation(tokens, longest, measurements))
+        trainer.log.note(explanation(tokens, longest, measurements))
     own_budget = (
         args.log_probs_max_tokens_per_gpu
         if "log_probs_max_tokens_per_gpu" in args.explicit
@@ -388,7 +381,5 @@ def settle_token_budget(
 
 
 def memory_share(checkpoint: str) -> float:
-    config = read_config(checkpoint) or {}
-    text = config.get("text_config") or config
-    experts = any(text.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+    _, experts = lookup_dimension(model_config(checkpoint), "num_experts")
     return SHARE_WITH_EXPERTS if experts else SHARE

@@ -168,22 +168,23 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
     if machine.cuda:
         problems += engines_beside_trainer(args)
     return problems + (
-        _too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine)
+        too_many_gpus(args, machine.gpus) if machine.cuda else _too_many_slots(args, machine)
     )
 
 
-def _too_many_gpus(args: Args, machine: Machine) -> list[str]:
+def too_many_gpus(args: Args, there: int) -> list[str]:
+    """Check that the run needs no more GPUs than this machine, or its cluster, has."""
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     external = bool(args.rollout_external_engine_addrs)
     rollout = 0 if args.debug_train_only or external else args.rollout_num_gpus
     needed = (max(train, rollout) if args.colocate else train + rollout) + args.critic_gpus
-    if needed <= machine.gpus:
+    if needed <= there:
         return []
     share = "" if args.colocate else "--colocate to share GPUs, "
     return [
         f"the run needs {needed} GPUs ({asked_gpus(args)}, "
-        f"{'shared' if args.colocate else 'not shared'}), but this machine has {machine.gpus}: "
-        f"use {share}smaller numbers, or a Ray cluster (ray start, then ray job submit or "
+        f"{'shared' if args.colocate else 'not shared'}), but there are {there}: "
+        f"use {share}smaller numbers, or a larger Ray cluster (ray start, then ray job submit or "
         "RAY_ADDRESS)"
     ]
 

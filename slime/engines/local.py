@@ -1,6 +1,6 @@
 """Servers in this process: clients reach them through a pair of sockets instead of a port.
 
-An inline run (:mod:`slime.cluster.inline_actors`) has its engine in the process of its clients. The
+An inline run has its engine in the process of its clients. The
 engine speaks HTTP as everywhere else, so that nothing else differs, but it listens nowhere. Tensors
 are handed over as they are.
 """

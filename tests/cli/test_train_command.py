@@ -12,7 +12,7 @@ import pytest
 from slime.cli import train
 from slime.cli.errors import CommandError
 from slime.cli.main import main
-from slime.cluster import recovery
+from slime.cluster import run
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_the_loop_gets_the_flags_as_they_are_typed(
         "slime.cluster.checks.parse_and_check", lambda asynchronous: (asynchronous, sys.argv)
     )
     monkeypatch.setattr(
-        recovery,
+        run,
         "load_loop",
         lambda name: type(
             "Loop", (), {"train": staticmethod(lambda args: got.append((name, args)))}
@@ -65,12 +65,12 @@ def test_the_first_line_of_a_refusal_names_the_command(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("name", train.LOOPS.values())
 def test_a_checkout_has_the_loops(name: str) -> None:
-    assert callable(recovery.load_loop(name).train)
+    assert callable(run.load_loop(name).train)
 
 
 def test_a_package_without_its_loops_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(recovery, "__file__", str(tmp_path / "slime" / "cluster" / "recovery.py"))
+    monkeypatch.setattr(run, "__file__", str(tmp_path / "slime" / "cluster" / "run.py"))
     with pytest.raises(CommandError, match=r"train\.py"):
         train.run_loop("train", [])

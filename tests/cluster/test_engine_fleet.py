@@ -117,7 +117,7 @@ class FakeRouter:
 
 def fleet_settings(tolerant: bool = True, **router: Any) -> FleetSettings:
     return FleetSettings(
-        RouterSettings(**router), tolerant, always_routed=False, updated=True, start_seconds=60.0
+        RouterSettings(**router), tolerant, always_routed=tolerant, updated=True, start_seconds=60.0
     )
 
 
@@ -259,7 +259,7 @@ def test_external_engines_are_watched_but_not_started(tmp_path: Path) -> None:
     fleet.restart_lost()
     assert len(started.hosts) == 1 and fleet.fatal is None
     assert "by hand" in fleet.report()
-    fleet.readmit(url)
+    fleet.readmit([url])
     assert fleet.urls("unsynced") == [url] and url not in fleet.router.known
     fleet.synced([url])
     assert url in fleet.router.known

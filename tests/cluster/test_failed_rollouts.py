@@ -22,7 +22,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager would redirect the output of its process, and set its environment and garbage
     collection.
     """
-    monkeypatch.setattr("slime.cluster.ray_actors.redirect_output", lambda *_: None)
+    monkeypatch.setattr("slime.plugins.actors.ray_actors.redirect_output", lambda *_: None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr("slime.cluster.rollout_manager.exempt_from_proxy", lambda _: {})
     monkeypatch.setattr("slime.cluster.rollout_manager.GarbageCollection", Collection)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from make_args import make_args, rule_problems
 from needs import of_all
 
-from slime.cluster.train_actor import TrainActor
 from slime.cluster.trainer import OldActor
 from slime.config.args import Args
 from slime.config.rollout import FULLY_ASYNC_FUNCTION, is_fully_async, old_actor_lag
@@ -26,16 +25,9 @@ class Copies:
 
     def __init__(self) -> None:
         self.weights = {"actor": 0, "old_actor": 0}
-        self.moving_copies = {"old_actor"}
-        self.rank: Any = TrainActor.__new__(TrainActor)
-        self.rank.backend = self
 
     def copy_weights(self, source: str, target: str) -> None:
         self.weights[target] = self.weights[source]
-        self.moving_copies.add(target)
-
-    def refresh_old_actor(self, behind: bool) -> None:
-        self.rank.refresh_old_actor(behind)
 
 
 @dataclass
@@ -60,7 +52,6 @@ class Loop:
         self.restored: list[int] = []
         if snapshot is not None:
             self.actor.weights, self.restored = dict(snapshot.weights), list(snapshot.ahead)
-            self.actor.moving_copies |= snapshot.weights.keys() - {"actor"}
         self.now, self.busy_until, self.holding = 0.0, None, False
         self.made_with: list[int] = []  # of the rollouts from ``first`` on
         self.finished = 0

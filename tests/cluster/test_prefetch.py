@@ -42,11 +42,8 @@ class Manager:
     def _open_pool(self, first: int, last: int, held: int) -> bool:
         return self.in_flight
 
-    def _advance_pool(self, version: int, taken: bool, trained: bool) -> None:
-        self.told.append((version, taken, trained))
-
-    def _weights_are_of(self, step: int) -> None:
-        pass
+    def _advance(self, step: int, taken: bool, trained: bool) -> None:
+        self.told.append((step, taken, trained))
 
     def _drain_pool(self) -> None:
         self.drained()
@@ -141,7 +138,8 @@ def test_one_step_off_policy_generates_the_next_rollout_while_one_trains() -> No
             assert rollouts.next().metrics["id"] == step
             assert settled(lambda: manager.asked == list(range(step + 2))), manager.asked  # noqa: B023
             rollouts.update_weights()
-    assert run.events.count("update") == 4 and not manager.told
+    assert run.events.count("update") == 4
+    assert manager.told == [(step, False, False) for step in (1, 2, 3, 4)], "the weights' versions"
 
 
 def test_an_update_waits_for_the_rollout_under_way_and_none_starts_meanwhile() -> None:

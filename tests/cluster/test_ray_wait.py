@@ -42,7 +42,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def worker_class() -> Iterator:
-    from slime.cluster.session import connect
+    from slime.plugins.actors.ray_cluster import connect
 
     connect()
     import ray
@@ -164,27 +164,29 @@ def test_a_frozen_actor_does_not_answer(worker_class, monkeypatch: pytest.Monkey
 
 
 class Clock:
+    """The time of :func:`wait_for`."""
+
     def __init__(self) -> None:
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
 
-def test_returns_the_first_true_result() -> None:
+def test_returns_the_first_true_result(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    answer = wait_for(
-        "x", lambda: clock.now >= 1 and "ready", 5, poll=0.4, clock=clock, sleep=clock.sleep
-    )
+    monkeypatch.setattr("slime.cluster.ray_wait.time", clock)
+    answer = wait_for("x", lambda: clock.now >= 1 and "ready", 5, poll=0.4)
     assert answer == "ready"
     assert clock.now == pytest.approx(1.2)
 
 
-def test_expiry_names_the_wait_and_adds_the_report() -> None:
+def test_expiry_names_the_wait_and_adds_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
+    monkeypatch.setattr("slime.cluster.ray_wait.time", clock)
     with pytest.raises(
         WaitExpired, match=r"waited 3 s \(deadline 3 s\) for engine 7\npid 12 alive"
     ):
@@ -193,8 +195,6 @@ def test_expiry_names_the_wait_and_adds_the_report() -> None:
             lambda: False,
             3,
             report=lambda: "pid 12 alive",
-            clock=clock,
-            sleep=clock.sleep,
         )
     assert clock.now == pytest.approx(3)
 

@@ -18,6 +18,7 @@ from slime.cluster.snapshots import StartingPoint
 from slime.cluster.start import Parts
 from slime.cluster.stop_signals import StopRequested
 from slime.observability.run_dir import RunDir
+from slime.plugins.restarts import recovery
 
 
 class Ended(BaseException):
@@ -57,11 +58,11 @@ class Ending:
             lambda _: self.did.append("snapshot before the stop"),
         )
         patch.setattr(
-            end_module,
+            recovery,
             "lost_parts",
             lambda actors, error: self.lost if error is self.failure else [],
         )
-        patch.setattr(end_module, "exit_for_restart", leave)
+        patch.setattr(self.end.recovery, "leave", leave)
         patch.setattr(type(end_module.REPORTS), "attached", True)
 
 

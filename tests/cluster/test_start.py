@@ -85,7 +85,7 @@ def test_the_number_of_rollouts_is_given_or_follows_from_the_data(
     expected: int,
 ) -> None:
     """Users' functions read it as ``args.num_rollout``; the driver's args are left as they are."""
-    monkeypatch.setattr("slime.cluster.ray_actors.redirect_output", lambda *_: None)
+    monkeypatch.setattr("slime.plugins.actors.ray_actors.redirect_output", lambda *_: None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     # it goes into the environment
     monkeypatch.setattr("slime.cluster.rollout_manager.exempt_from_proxy", lambda _: {})
@@ -122,7 +122,7 @@ def test_engines_start_before_the_data_is_read_and_end_if_that_fails(
             raise OSError("no such file")
 
     room = "slime.cluster.rollout_manager"
-    monkeypatch.setattr("slime.cluster.ray_actors.redirect_output", lambda *_: None)
+    monkeypatch.setattr("slime.plugins.actors.ray_actors.redirect_output", lambda *_: None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(f"{room}.exempt_from_proxy", lambda _: {})
     monkeypatch.setattr(f"{room}.GarbageCollection", lambda: None)

@@ -7,8 +7,7 @@ import signal
 
 import pytest
 
-from slime.cluster.stop_signals import StopRequested, StopSignals
-from slime.cluster.supervisor import FORWARDED, REPORTS
+from slime.cluster.stop_signals import FORWARDED, REPORTS, StopRequested, StopSignals
 
 
 def test_a_stop_that_waits_for_a_step_says_so_at_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     actor.train(0, [{}])
     assert len(cleared) == after_training
     actor.updated_engines = set()
-    actor.update_weights([], "0.0", True, {}, "token")
+    actor.update_weights([], "0.0", True, {}, "token", "actor", False)
     assert len(cleared) == after_training + after_an_update
 
 
@@ -112,8 +112,8 @@ def test_a_rank_that_has_no_engines_any_more_leaves_its_group(
         named_weights=lambda: iter(()), adapter_source=lambda: factors, using=contextlib.nullcontext
     )
     slots = {"http://127.0.0.1:1": range(0, 1), "http://127.0.0.1:2": range(1, 2)}
-    actor.update_weights(list(slots), "0.0", False, slots, "token")
+    actor.update_weights(list(slots), "0.0", False, slots, "token", "actor", False)
     transport = actor.transport
     assert sent == [True] and not transport.closed
-    actor.update_weights(["http://127.0.0.1:1"], "0.1", False, slots, "token")
+    actor.update_weights(["http://127.0.0.1:1"], "0.1", False, slots, "token", "actor", False)
     assert sent == [True, False] and transport.closed

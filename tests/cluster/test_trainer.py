@@ -86,10 +86,10 @@ def test_the_actor_gets_the_critics_values_and_both_their_metrics_are_logged() -
     assert driver.critic is not None
     driver.critic.metrics, driver.actor.metrics = {"train/value_loss": 1.0}, {"train/loss": 2.0}
     given: list[Any] = []
-    train = driver.actor.train
-    driver.actor.train = lambda *arguments: given.append(arguments) or train(*arguments)  # type: ignore
+    train = driver.actor.run
+    driver.actor.run = lambda *arguments: given.append(arguments) or train(*arguments)  # type: ignore
     driver.trainer.train(3, ["ref"])  # type: ignore[list-item]
-    assert given == [(3, ["ref"], [["critic's values"]])]
+    assert given == [("train", 3, ["ref"], [["critic's values"]])]
     assert driver.log.pending == {"train/value_loss": 1.0, "train/loss": 2.0, "perf/step_time": 0.5}
 
 
@@ -97,13 +97,13 @@ def test_with_a_kl_penalty_the_critic_gets_the_actors_log_probs_and_the_actor_bo
     driver = Driver(critic=True, kl_coef=0.1)
     given: dict[str, Any] = {}
     for group in driver.trainer.groups:
-        train = group.train
-        group.train = lambda *arguments, group=group, train=train: (  # type: ignore[method-assign]
-            given.update({group.role: arguments}) or train(*arguments)
+        run = group.run
+        group.run = lambda *arguments, group=group, run=run: (  # type: ignore[method-assign]
+            given.update({group.role: arguments}) or run(*arguments)
         )
     driver.trainer.train(3, ["ref"])  # type: ignore[list-item]
-    assert given["critic"] == (3, ["ref"], [["log-probs"]])
-    assert given["actor"] == (3, ["ref"], [["log-probs", "critic's values"]])
+    assert given["critic"] == ("train", 3, ["ref"], [["log-probs"]])
+    assert given["actor"] == ("train", 3, ["ref"], [["log-probs", "critic's values"]])
     assert driver.log.pending["perf/log_probs_time"] == 0.25
 
 
@@ -128,7 +128,7 @@ def test_a_stop_signal_waits_until_the_rollout_is_trained(flags: dict[str, Any])
     would repeat it.
     """
     driver = Driver(**flags)
-    train, copy = driver.trainer.groups[-1].train, driver.actor.copy_weights
+    train, copy = driver.trainer.groups[-1].run, driver.actor.copy_weights
     wake = driver.actor.wake
 
     def struck(*arguments: Any) -> Any:
@@ -139,7 +139,7 @@ def test_a_stop_signal_waits_until_the_rollout_is_trained(flags: dict[str, Any])
         # as every wait of a real group
         return lambda *arguments: (driver.stop.check(), call(*arguments))[1]
 
-    driver.trainer.groups[-1].train = struck  # type: ignore[method-assign]
+    driver.trainer.groups[-1].run = struck  # type: ignore[method-assign]
     driver.actor.copy_weights, driver.actor.wake = waiting(copy), waiting(wake)  # type: ignore[method-assign]
     driver.trainer.train(0, [])
     assert driver.trainer.trained == 0 and driver.said[-1] in (
@@ -214,12 +214,15 @@ class Settled:
         self.told: list[tuple[int, int]] = []
         self.turns: list[str] = []
         trainer: Any = SimpleNamespace(
-            actor=groups[0], groups=groups, take_turn=lambda group: self.turns.append(group.role)
+            actor=groups[0],
+            groups=groups,
+            take_turn=lambda group: self.turns.append(group.role),
+            log=SimpleNamespace(note=self.notes.append),
         )
         manager: Any = SimpleNamespace(
             call=lambda what, method, *budgets: self.told.append(budgets)
         )
-        self.args = settle_token_budget(args, trainer, manager, on_gpu, manifest, self.notes.append)
+        self.args = settle_token_budget(args, trainer, manager, on_gpu, manifest)
 
 
 def test_everyone_packs_by_what_the_tightest_rank_has_room_for() -> None:

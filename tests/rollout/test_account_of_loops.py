@@ -128,7 +128,7 @@ async def test_every_group_is_used_once_over_kills_and_resumes(
     )
     open_now = {row["group"] for row in report.cut["open"]}
     assert open_now == {
-        group_number(group) for group in attempt.state.sources[attempt.state.newest]["buffer"]
+        group_number(group) for group in attempt.state.after[attempt.state.newest][0]["buffer"]
     }
 
 

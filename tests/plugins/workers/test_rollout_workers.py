@@ -86,7 +86,7 @@ async def endless(args, sample, sampling_params):
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    from slime.cluster.session import connect, disconnect
+    from slime.plugins.actors.ray_cluster import connect, disconnect
 
     connect()
     yield

@@ -14,13 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from slime.backends.base import ModelTag, TrainBackend
+from slime.backends.base import TrainBackend
 from slime.backends.create import create_backend
 from slime.backends.shared import SharedBackend
 from slime.backends.train_loop import score_rollout, train_on_rollout
 from slime.checkpoint.manifest import Manifest
 from slime.checkpoint.snapshot import MANIFEST
-from slime.cluster.train_actor import Role, refresh_old_actor
+from slime.cluster.train_actor import Role
 from slime.cluster.trainer import OldActor
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
@@ -105,19 +105,6 @@ def entries_file(folder: Path, role: str, rollout_id: int, rank: int) -> Path:
     return folder / f"{role}_entries_{rollout_id}_{rank}.pkl"
 
 
-class _Copies:
-    """The copies of the actor's weights on this rank, for :class:`OldActor`."""
-
-    def __init__(self, backend: TrainBackend) -> None:
-        self.backend = backend
-
-    def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
-        self.backend.copy_weights(source, target)
-
-    def refresh_old_actor(self, behind: bool) -> None:
-        refresh_old_actor(self.backend, behind)
-
-
 def replay_role(place: Place, job: RoleJob) -> RoleResult:
     """Train one role on the rollouts of the job. All ranks of the role call this together."""
     args = role_args(job.args, job.role)
@@ -126,13 +113,12 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
     )
     if job.load is not None:
         backend.load(job.load / job.role)
-    copies = _Copies(backend)
     old = OldActor.from_args(args, job.asynchronous, _manifest(job))
     result = RoleResult()
     data_rank = ParallelLayout.from_args(args).data_rank(place.rank)
     # The copies of the weights are those of the run only if they are refreshed in the same order.
     if job.role == "actor":
-        old.updated(copies, str(Version(0, old.to_send(job.rollouts[0])[1])))
+        old.updated(backend, str(Version(0, old.to_send(job.rollouts[0])[1])))
     # Steps on the way are trained as usual, and the last one is watched.
     for rollout_id in job.rollouts:
         batch = read_batch(job, place, rollout_id, data_rank)
@@ -141,7 +127,7 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
             job.role == "actor" and args.use_critic and rollout_id < args.num_critic_only_steps
         )
         if job.role == "actor" and not skipped:
-            old.before_step(copies)
+            old.before_step(backend)
         if replayed and job.scores_only:
             _write_entries(job, place, rollout_id, score_rollout(backend, batch)[0])
             break
@@ -158,7 +144,7 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
             backend.copy_weights("actor", "ref")
         if not job.asynchronous or (rollout_id + 1) % args.update_weights_interval == 0:
-            old.updated(copies, str(Version(0, rollout_id + 1)))
+            old.updated(backend, str(Version(0, rollout_id + 1)))
     return result
 
 

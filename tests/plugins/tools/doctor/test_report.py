@@ -440,7 +440,8 @@ def test_what_the_processes_said_when_a_wait_expired_is_evidence() -> None:
 def test_compiled_code_of_a_library_is_not_the_users_function() -> None:
     """The traceback of a run with at most 40 open files, in which Ray's server died at once."""
     error = (
-        'Traceback (most recent call last):\n  File "/opt/slime/slime/cluster/session.py", line 65, in connect\n'
+        "Traceback (most recent call last):\n"
+        '  File "/opt/slime/slime/plugins/actors/ray_cluster.py", line 65, in connect\n'
         '    ray.init(\n  File "/opt/lib/python3.11/site-packages/ray/_private/node.py", line 1407, in start_head\n'
         '  File "python/ray/_raylet.pyx", line 428, in ray._raylet.wait_for_persisted_port\n'
         "RuntimeError: Timed out waiting for file /tmp/ray/session_1/gcs_server_port_1ae9b354192b4ba6c017cb33ab1e2368"
@@ -451,7 +452,7 @@ def test_compiled_code_of_a_library_is_not_the_users_function() -> None:
         "\n"
         "The above exception was the direct cause of the following exception:\n"
         "\n"
-        "slime.cluster.session.ClusterError: Ray did not start: "
+        "slime.cluster.actors.ClusterError: Ray did not start: "
         "/tmp/ray/session_1/logs/gcs_server.out: Unhandled exception: system_error. what(): "
         "signal_set_service pipe: Too many open files [system:24]"
     )
@@ -461,7 +462,7 @@ def test_compiled_code_of_a_library_is_not_the_users_function() -> None:
 
 
 CREATION = """Traceback (most recent call last):
-  File "/site-packages/slime/cluster/ray_actors.py", line 41, in get
+  File "/site-packages/slime/plugins/actors/ray_actors.py", line 41, in get
     raise ActorLost(str(error)) from error
 slime.cluster.actors.ActorLost: The actor died because of an error raised in its creation task, ray::T.__init__()
   File "/site-packages/slime/cluster/train_actor.py", line 7, in __init__

@@ -12,9 +12,10 @@ import psutil
 import pytest
 import ray
 
-from slime.cluster import session
-from slime.cluster.session import ClusterError, connect, disconnect, object_store_bytes
-from slime.cluster.worker_start import command
+from slime.cluster.actors import ClusterError
+from slime.plugins.actors import ray_cluster
+from slime.plugins.actors.ray_cluster import connect, disconnect, object_store_bytes
+from slime.plugins.actors.worker_start import command
 
 GIB = 2**30
 
@@ -42,7 +43,7 @@ def test_a_connection_of_the_programs_own_is_used_and_left_open(
         raise AssertionError("the program's own connection")
 
     # whatever other tests in this process have left
-    monkeypatch.setattr(session, "connected", False)
+    monkeypatch.setattr(ray_cluster, "connected", False)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "init", refused)
     monkeypatch.setattr(ray, "shutdown", refused)
@@ -61,7 +62,7 @@ def test_why_ray_did_not_start_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path
     def init(**_: object) -> None:
         raise RuntimeError(waited)
 
-    monkeypatch.setattr(session, "connected", False)
+    monkeypatch.setattr(ray_cluster, "connected", False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -96,7 +97,7 @@ def test_a_cluster_that_starts_too_slowly_is_started_again(
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"})
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(session, "connected", False)
+    monkeypatch.setattr(ray_cluster, "connected", False)
     try:
         if starts:
             connect()
@@ -120,7 +121,7 @@ def test_other_errors_of_ray_are_raised_at_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"})
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(session, "connected", False)
+    monkeypatch.setattr(ray_cluster, "connected", False)
     with pytest.raises(RuntimeError, match="no port"):
         connect()
     assert asked == [1]

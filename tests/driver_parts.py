@@ -130,14 +130,12 @@ class FakeGroup:
         self.probed.append(list(urls))
         return 0.25
 
-    def score(self, rollout_id: int, refs: Any) -> tuple[dict[str, Any], list[list[str]]]:
-        self.say("scores")
-        return {"metrics": {}, "timings": {"log_probs": 0.25}}, [["log-probs"]]
-
-    def train(
-        self, rollout_id: int, refs: Any, entries: Any = None
+    def run(
+        self, method: str, rollout_id: int, refs: Any, entries: Any = None
     ) -> tuple[dict[str, Any], list[list[str]]]:
-        self.say("trains")
+        self.say(f"{method}s")
+        if method == "score":
+            return {"metrics": {}, "timings": {"log_probs": 0.25}}, [["log-probs"]]
         return {"metrics": self.metrics, "timings": {"step": 0.5}}, [[f"{self.role}'s values"]]
 
     def begin(self, method: str, rollout_id: int, refs: Any, entries: Any = None) -> list[Any]:
@@ -176,9 +174,6 @@ class FakeGroup:
 
     def copy_weights(self, source: str, target: str) -> None:
         self.say(f"copies {source} to {target}")
-
-    def refresh_old_actor(self, behind: bool) -> None:
-        self.say("refreshes its old actor")
 
     def memory(self) -> dict[str, float]:
         return {"gib": 1.0}

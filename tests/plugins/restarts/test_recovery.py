@@ -13,12 +13,18 @@ from driver_parts import Driver
 from make_args import make_args
 
 from slime.checkpoint.snapshot import Snapshot
-from slime.cluster import recovery
-from slime.cluster.recovery import MOST_WITHOUT_PROGRESS, TrainingRanks, obstacle, recover
 from slime.cluster.snapshots import StartingPoint
 from slime.cluster.start import Parts
 from slime.cluster.stop_signals import StopRequested
 from slime.observability.run_dir import RunDir
+from slime.plugins.restarts import recovery
+from slime.plugins.restarts.recovery import (
+    MOST_WITHOUT_PROGRESS,
+    Restarts,
+    TrainingRanks,
+    again,
+    obstacle,
+)
 
 RANKS = ["the actor's rank 1", "the critic's rank 0 (which does not answer)"]
 SNAPSHOT = Snapshot(Path("iter_0000003"), {"rollout_id": 3, "attempt": 0})  # type: ignore[typeddict-item]
@@ -69,10 +75,10 @@ def test_a_snapshot_in_between_is_progress() -> None:
 
 def test_each_return_to_a_snapshot_is_a_new_attempt() -> None:
     """The engines still hold weights of the previous one, with the same numbers of steps."""
-    first = StartingPoint().again(SNAPSHOT)
-    again = first.again(SNAPSHOT)
+    first = again(StartingPoint(), SNAPSHOT)
+    second = again(first, SNAPSHOT)
     assert (first.trained, first.first_rollout, first.attempt, first.resumes) == (3, 4, 1, True)
-    assert (again.first_rollout, again.attempt) == (4, 2)
+    assert (second.first_rollout, second.attempt) == (4, 2)
 
 
 class Recovering:
@@ -81,7 +87,7 @@ class Recovering:
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.driver, self.ranks, self.started = Driver(trained=3), TrainingRanks(), 0
+        self.driver, self.started = Driver(trained=3), 0
         begin = StartingPoint(SNAPSHOT, True, 3, 4, 1)
         given = {
             "manager": self.driver.manager,
@@ -91,11 +97,12 @@ class Recovering:
         self.parts = Parts(
             self.driver.args, RunDir(folder), begin, self.driver.log, self.driver.stop, **given
         )
+        self.restarts = Restarts(self.parts)
         self.lost, self.answers, self.failure = RANKS, True, list[Exception]()
         patch.setattr(recovery, "lost_parts", lambda actors, error: list(self.lost))
         patch.setattr(recovery, "answers", lambda actor: self.answers)
         patch.setattr(type(recovery.REPORTS), "attached", True)
-        patch.setattr("slime.cluster.start.start_ranks_again", self._start)
+        patch.setattr(recovery, "start_ranks_again", self._start)
 
     def _start(self, parts: Parts, begin: StartingPoint) -> Any:
         self.started += 1
@@ -109,7 +116,7 @@ class Recovering:
         return parts.run
 
     def recover(self, error: Exception | None = None) -> Any:
-        return recover(self.parts, error or RuntimeError("connection closed by peer"), self.ranks)
+        return self.restarts.replace(error or RuntimeError("connection closed by peer"))
 
     @property
     def printed(self) -> str:
@@ -123,7 +130,7 @@ def recovering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recovering:
 
 def test_the_run_goes_on_and_counts_it(recovering: Recovering) -> None:
     assert recovering.recover() is recovering.parts.run is not None
-    assert recovering.parts.begin.attempt == 2 and recovering.parts.lost == []
+    assert recovering.parts.begin.attempt == 2 and recovering.restarts.lost == []
     assert recovering.driver.log.pending["perf/trainer_restart_count"] == 1
     assert "rollout 3" in recovering.printed
 
@@ -131,7 +138,7 @@ def test_the_run_goes_on_and_counts_it(recovering: Recovering) -> None:
 def test_without_progress_it_ends_in_a_restart(recovering: Recovering) -> None:
     assert all(recovering.recover() for _ in range(MOST_WITHOUT_PROGRESS))
     assert recovering.recover() is None
-    assert recovering.started == MOST_WITHOUT_PROGRESS and recovering.parts.lost == RANKS
+    assert recovering.started == MOST_WITHOUT_PROGRESS and recovering.restarts.lost == RANKS
     assert "3 times" in recovering.printed
 
 
@@ -149,7 +156,7 @@ def test_what_fails_is_restarted_as_a_whole(recovering: Recovering, case: str) -
         else "ValueError: no memory"
     )
     assert f"the engines cannot stay while training ranks are replaced: {why}" in recovering.printed
-    assert recovering.parts.lost == RANKS and recovering.parts.run is recovering.driver.run
+    assert recovering.restarts.lost == RANKS and recovering.parts.run is recovering.driver.run
 
 
 @pytest.mark.parametrize("case", ["code failed", "stopped", "no supervisor"])
@@ -161,7 +168,7 @@ def test_what_is_no_loss_is_left_alone(
     if case == "no supervisor":
         monkeypatch.setattr(type(recovery.REPORTS), "attached", False)
     assert recovering.recover(StopRequested("SIGINT") if case == "stopped" else None) is None
-    assert recovering.started == 0 and recovering.printed == "" and recovering.parts.lost == []
+    assert recovering.started == 0 and recovering.printed == "" and recovering.restarts.lost == []
 
 
 def test_a_stop_while_ranks_are_replaced_saves_nothing(recovering: Recovering) -> None:

@@ -4,13 +4,13 @@ if it is lost.
 A run with ``--max-restarts`` has this small process as the parent of its driver. A fault that ends
 a run may end the driver as well: Ray's C++ code exits the process when the head of the cluster is
 gone, and the kernel may kill it. So the driver only reports over a pipe how far it is
-(:class:`Reports`), and the decision to restart is made here. All processes of the run on this
+(:class:`slime.cluster.stop_signals.Reports`), and the decision to restart is made here. All
+processes of the run on this
 machine are descendants of this process, even if their parents died, and all of them are ended
 before the next driver starts.
 
 This process lives as long as the run, and must not be affected by what happens in it. It imports
-only the standard library, psutil, :mod:`slime.config.process` and, to clean up at the end, one more
-module.
+only the standard library, psutil, two small modules and, to clean up at the end, one more.
 """
 
 from __future__ import annotations
@@ -28,21 +28,15 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from slime.cluster.stop_signals import FORWARDED, PIPE_VARIABLE, SETTINGS_VARIABLE
 from slime.config.process import adopt_orphans, kill_with_parent
 
 if TYPE_CHECKING:
     import psutil
 
-PIPE_VARIABLE = "SLIME_SUPERVISOR_PIPE"
-SETTINGS_VARIABLE = "SLIME_SUPERVISOR_SETTINGS"
-LOST_CODE = 75  # EX_TEMPFAIL: the exit code of a driver that asks to be run again
 LEFT_SECONDS = 2.0  # for the remaining processes of a driver to end by themselves
 # for them to end after SIGKILL; a process blocked in the kernel may never end
 KILLED_SECONDS = 30.0
-FORWARDED = {signal.SIGINT: signal.SIGRTMIN + 1, signal.SIGTERM: signal.SIGRTMIN + 2}
-"""Signals by which this process forwards those that it receives. They differ from the originals
-because Ctrl-C reaches the whole process group, and therefore the driver directly as well: the
-driver must be able to tell a second Ctrl-C from the forwarded copy of the first."""
 OF_RAY = ("raylet", "gcs_server", "ray::")
 """Beginnings of the names of a private cluster's processes. Ray itself waits for a frozen one
 without an end, and the driver waits for an actor that freezes before its first answer until
@@ -64,54 +58,6 @@ class Settings(TypedDict):
     save: str | None
     run_name: str | None
     output_dir: str | None
-
-
-class Reports:
-    """The driver's end of the pipe. Every method is a no-op in a process without a supervisor."""
-
-    def __init__(self) -> None:
-        self._pipe: int | None = None
-        self.settings: dict[str, object] = {}
-        """Arguments of a restarted driver, see :func:`restart_settings`; empty in the first
-        driver.
-        """
-
-    def attach(self) -> bool:
-        """Take over the pipe that the environment names; returns whether there is one.
-
-        The variables are removed and the pipe is closed in child processes, so that none of them
-        takes itself for the driver.
-        """
-        pipe = os.environ.pop(PIPE_VARIABLE, None)
-        self.settings |= json.loads(os.environ.pop(SETTINGS_VARIABLE, "{}"))
-        if pipe is not None:
-            self._pipe = int(pipe)
-            os.set_inheritable(self._pipe, False)
-        return self._pipe is not None
-
-    @property
-    def attached(self) -> bool:
-        return self._pipe is not None
-
-    def tell(self, **facts: object) -> None:
-        """Report facts:
-
-        - ``began``: the run has begun, with these :class:`Settings`; from now on, an end without
-          ``over`` is a loss.
-        - ``saved``: a snapshot of this run was committed.
-        - ``lost``: a part of the run was lost; the driver must be run again, however this process
-          ends.
-        - ``over``: the run ends, successfully or not, and must not be run again.
-        - ``in_shutdown``: whether the processes of the run are being ended; ``complete``: whether
-          all of its work is done.
-        """
-        if self._pipe is not None:
-            # The supervisor was killed; this process is killed with its parent.
-            with contextlib.suppress(OSError):
-                os.write(self._pipe, json.dumps(facts).encode() + b"\n")
-
-
-REPORTS = Reports()
 
 
 def supervise() -> None:

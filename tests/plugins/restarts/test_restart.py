@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from slime.cluster.ray_wait import NoStatus, WaitExpired
-from slime.cluster.run import lost_parts
-from slime.cluster.start import Parts
-from slime.cluster.supervisor import restart_settings
 from slime.config.parser import read_settings
+from slime.plugins.restarts.recovery import actors_of, lost_parts
+from slime.plugins.restarts.supervisor import restart_settings
 
 VALUES = {
     "max_restarts": 3,
@@ -90,7 +89,7 @@ def lost(patch: pytest.MonkeyPatch, error: Exception, manager: str, *ranks: str)
         manager=SimpleNamespace(handle=Status(manager)),
         groups=[SimpleNamespace(role="actor", ranks=[Status(rank) for rank in ranks])],
     )
-    return lost_parts(Parts.actors(parts), error)
+    return lost_parts(actors_of(parts), error)
 
 
 def test_what_died_or_fell_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def connect() -> None:
 
     if ray.is_initialized():
         return
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     other = Path("slime").absolute()
     if (other / "__init__.py").is_file() and not other.samefile(package):
         # Ray puts the working directory first, before anything that could be set here.
@@ -158,7 +158,7 @@ def _few_processes() -> Iterator[None]:
     The monitor adds nodes, the log monitor sends lines of workers to the driver, and the API server
     serves the dashboard; ``ray.init`` waits for its start even without one. All three together take
     three seconds of a core. The agent of the node cannot be left out, but needs no HTTP server.
-    Workers are started by :mod:`slime.cluster.worker_start`. ``ray.init`` has settings for none of
+    Workers are started by :mod:`slime.plugins.actors.worker_start`. ``ray.init`` has settings for none of
     these, so with a release of Ray that was not tried, all of them start.
     """
     if not importlib.import_module("ray").__version__.startswith(_TRIED):

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 DRIVER = """
 import os
 from slime.cluster.actors import door
-from slime.cluster.session import connect, disconnect
+from slime.plugins.actors.ray_cluster import connect, disconnect
 
 connect()
 import ray

@@ -9,7 +9,7 @@ from pathlib import Path
 PRINTS = """
 import ctypes, logging, os, resource, signal, sys
 from pathlib import Path
-from slime.cluster.ray_actors import redirect_output
+from slime.plugins.actors.ray_actors import redirect_output
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 redirect_output(Path(sys.argv[1]), "actor")

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.cluster import supervisor
+from slime.plugins.restarts import supervisor
 
 pytestmark = pytest.mark.real
 
@@ -24,7 +24,8 @@ DRIVER = """
 import json, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 
-from slime.cluster.supervisor import LOST_CODE, PIPE_VARIABLE, REPORTS, SETTINGS_VARIABLE
+from slime.cluster.stop_signals import PIPE_VARIABLE, REPORTS, SETTINGS_VARIABLE
+from slime.plugins.restarts.recovery import LOST_CODE
 from slime.cluster.stop_signals import StopRequested, StopSignals
 
 how, here = sys.argv[1], Path(__file__).parent
@@ -101,7 +102,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             str(tmp_path / "driver.py"),
             how,
         ]
-        root = str(Path(supervisor.__file__).resolve().parents[2])
+        root = str(Path(supervisor.__file__).resolve().parents[3])
         started.append(
             subprocess.Popen(
                 [*command, str(restarts)],
@@ -261,7 +262,7 @@ def test_a_signal_between_two_drivers_ends_the_run(start: Callable, tmp_path: Pa
     script = tmp_path / "between.py"
     script.write_text(
         "import os, signal, sys\n"
-        "from slime.cluster import supervisor\n"
+        "from slime.plugins.restarts import supervisor\n"
         "make = supervisor.Driver\n"
         "def struck(child, pipe):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -63,12 +63,12 @@ class RayActors(Actors):
         return bool(ray.is_initialized())
 
     def connect(self) -> None:
-        from slime.cluster.session import connect
+        from slime.plugins.actors.ray_cluster import connect
 
         connect()
 
     def disconnect(self) -> None:
-        from slime.cluster.session import disconnect
+        from slime.plugins.actors.ray_cluster import disconnect
 
         disconnect()
 
@@ -105,8 +105,6 @@ class RayActors(Actors):
         return str(ray.util.get_node_ip_address())
 
     def log_to(self, folder: Path, name: str) -> None:
-        from slime.cluster.ray_actors import redirect_output
-
         redirect_output(folder, name)
 
     def own_gpus(self) -> Sequence[int]:
