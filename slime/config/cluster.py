@@ -183,7 +183,7 @@ def too_many_gpus(args: Args, there: int) -> list[str]:
     share = "" if args.colocate else "--colocate to share GPUs, "
     return [
         f"the run needs {needed} GPUs ({asked_gpus(args)}, "
-        f"{'shared' if args.colocate else 'not shared'}), but there are {there}: "
+        f"{'shared' if args.colocate else 'not shared'}), but this machine (or cluster) has {there}: "
         f"use {share}smaller numbers, or a larger Ray cluster (ray start, then ray job submit or "
         "RAY_ADDRESS)"
     ]
