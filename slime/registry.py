@@ -43,6 +43,8 @@ KINDS = {
     "such as the server of an engine",
     "rules": "a slime.config.rules.RuleSet, or a table of rows (package:rules.json): which flags exclude "
     "or need each other",
+    "groups": "a function read(file, hf_checkpoint, num_gpus_per_engine) that returns the "
+    "slime.config.engine.ServedModel of --sglang-config",
     "layout": "a function layout(args) that returns the slime.config.layout.ParallelLayout of the ranks of "
     "the training backend of this name",
     "actors": "a class that derives from slime.cluster.actors.Actors: `ray`, and `inline` for --inline",
@@ -59,6 +61,8 @@ KINDS = {
     "slime.models.quantized.Weight of each name, for a quant_method of config.json",
     "checkpoint": "a function open(path, hf_checkpoint, model_name, trust_remote_code) that returns the "
     "NamedWeights of another program's folder",
+    "checkpoint folder": "a function find(path, step) that returns the folder of such a checkpoint in the "
+    "one that a flag names, or None",
     "command": "a function add(commands) that adds a subcommand of slime to argparse's subparsers",
     "other flags": "a function find() that returns a function add(parser), which adds the flags of another "
     "program and returns a problem or None; None if the program is not there",

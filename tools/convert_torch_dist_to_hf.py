@@ -39,13 +39,13 @@ def _find(options: argparse.Namespace) -> Found:
     Raises:
         FileNotFoundError, ValueError: There are none, or they cannot be converted.
     """
-    from slime.config.run import megatron_lm_folder
+    from slime.config.run import other_folder
     from slime.plugins.megatron import torch_dist
     from slime.plugins.megatron.maps.family import family_of, get_family, text_config
     from slime.plugins.megatron.megatron_lm import MegatronLmWeights
     from slime.weights.hf_folder import HfFolder, resolve_folder
 
-    if foreign := megatron_lm_folder(options.input_dir):
+    if foreign := other_folder(options.input_dir):
         if options.origin_hf_dir is None:
             raise ValueError(
                 f"--origin-hf-dir is missing: {foreign} was written by Megatron-LM and does not "

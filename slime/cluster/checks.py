@@ -18,7 +18,7 @@ from slime.config.hf_config import (
     model_config,
     read_config,
 )
-from slime.config.run import megatron_lm_folder
+from slime.config.run import other_folder
 from slime.models.shards import ModelError, quantization_of, require_hub
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
                 args.load != args.save
                 and kind(folder) == "empty"
                 and not megatron_folder(args.load)
-                and not megatron_lm_folder(args.load, args.ckpt_step)
+                and not other_folder(args.load, args.ckpt_step)
             ):
                 problems += _nothing_to_load(args.load, folder)
         if args.use_critic and args.critic_load:

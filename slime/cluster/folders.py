@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 from slime.checkpoint.snapshot import Snapshot, latest, snapshots
-from slime.config.run import megatron_lm_folder
+from slime.config.run import other_folder
 
 RUN_LOCKS = ".locks"
 """The folder in ``--output-dir`` with the lock of each run; not in the run's folder, which a later
@@ -119,7 +119,7 @@ def snapshot_of(load: str | None, step: int | None = None, digests: bool = True)
     Raises:
         SnapshotError: As :func:`slime.checkpoint.snapshot.latest`.
     """
-    if load is None or megatron_lm_folder(load, step):
+    if load is None or other_folder(load, step):
         return None
     return latest(Path(load).expanduser(), step, digests)
 

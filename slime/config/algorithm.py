@@ -22,7 +22,6 @@ from slime.config.flag import (
     path_flag,
 )
 from slime.config.hooks import HookError, load_function
-from slime.config.rollout import staleness_bound, trains_late
 from slime.registry import find, parts
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class AlgorithmConfig(Section):
     """Do not compute advantages and returns, as for SFT or a custom loss"""
     eps_clip: float = flag(0.2, low=0)
     """Lower clip range (epsilon) of the importance ratio in the policy loss"""
-    eps_clip_high: float = flag(DERIVED, low=0)
+    eps_clip_high: float = flag(DERIVED, low=0, same_as="eps_clip")
     """Upper clip range (epsilon) of the importance ratio. Default: --eps-clip"""
     eps_clip_c: float | None = flag(None, above=1)
     """Constant of dual-clip PPO for tokens with negative advantage. Default: no dual clip"""
@@ -98,7 +97,7 @@ class AlgorithmConfig(Section):
 
 
 def derive_algorithm(args: Args) -> None:
-    args.fill(eps_clip_high=args.eps_clip)
+    args.fill(kl_loss_type="k1" if args.kl_coef != 0 else "low_var_kl")
     # The standard deviation of one reward is 0.
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
@@ -313,39 +312,3 @@ class DistillationConfig(Section):
         reason="name the folder of that iteration with --opd-teacher-load",
     )
     """Iteration of the teacher's checkpoint"""
-
-
-def derive_corrections(args: Args, asynchronous: bool) -> None:
-    args.fill(kl_loss_type="k1" if args.kl_coef != 0 else "low_var_kl")
-    if args.use_rollout_routing_replay:
-        args.use_routing_replay = True
-    if args.use_tis is None:
-        _correct_by_default(args, asynchronous)
-
-
-def _correct_by_default(args: Args, asynchronous: bool) -> None:
-    """Turn on TIS if samples come from quantized weights, or can be older than the weights that
-    they train, unless the user chose another way."""
-    # Each of these is a decision of the user about samples of older weights.
-    rejects = vars(args).get("use_rs")  # of --custom-config-path: samples are left out instead
-    chosen = args.use_rollout_logprobs or args.get_mismatch_metrics or rejects
-    bound = staleness_bound(
-        args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness
-    )
-    why = ""
-    # The first reason that applies is told; one notice is enough.
-    if args.rollout_quantization:
-        quantization = f"--rollout-quantization {args.rollout_quantization}"
-        why = f"the engines generate with weights that {quantization} has rounded"
-    elif asynchronous and bound > 0:
-        why = f"tokens can be {bound} step(s) older than the weights that they train"
-    # which excludes such tokens
-    elif trains_late(args, args.rollout_batch_size) and not args.mask_offpolicy_in_partial_rollout:
-        why = (
-            "with --over-sampling-batch-size or --partial-rollout, groups that a rollout does "
-            "not need train in a later one, so their tokens are older than the weights that they "
-            "train"
-        )
-    args.use_tis = bool(why) and args.loss_type == "policy_loss" and not chosen
-    if args.use_tis:
-        args.notices.append(f"--use-tis is on: {why} (off: --no-use-tis)")

@@ -20,10 +20,9 @@ from slime.config.cluster import ClusterConfig
 from slime.config.data import DataConfig, EvalConfig, RewardConfig
 from slime.config.engine import EngineConfig
 from slime.config.flag import Flag, S, defaults_of, did_you_mean, flags_of, section
-from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
-from slime.config.observability import DebugConfig, MegatronExtrasConfig, ObservabilityConfig
+from slime.config.observability import DebugConfig, ObservabilityConfig
 from slime.config.passthrough import by_name, option_value, options, prefix_of, programs
 from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
@@ -97,7 +96,6 @@ def _is_asked_with_default() -> bool:
 
 @dataclass(init=False)
 class Args(
-    MegatronExtrasConfig,
     DebugConfig,
     ObservabilityConfig,
     DistillationConfig,
@@ -153,7 +151,7 @@ class Args(
 
     def __init__(self, **values: Any) -> None:
         """Set the defaults of all flags, also of registered parts, and then ``values``."""
-        for part in (Args, *all_sections()):
+        for part in (Args, *sections()):
             self.__dict__.update(defaults_of(part))
         for family in programs():
             self.__dict__.setdefault(family, {})
@@ -218,24 +216,19 @@ class Args(
         return other
 
 
-def all_sections() -> tuple[type, ...]:
-    """The dataclasses of flags besides those that Args is composed of."""
-    return (UnsupportedConfig, *sections())
-
-
 class _Flags(Mapping[str, Flag]):
     """The flags of slime, followed by those of registered parts, which are read when a flag is
     first looked up.
     """
 
     def __getitem__(self, name: str) -> Flag:
-        return _flags_with(all_sections())[name]
+        return _flags_with(sections())[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_flags_with(all_sections()))
+        return iter(_flags_with(sections()))
 
     def __len__(self) -> int:
-        return len(_flags_with(all_sections()))
+        return len(_flags_with(sections()))
 
 
 @functools.cache
@@ -274,7 +267,7 @@ def spellings() -> dict[str, Spelling]:
     """Return all flags by attribute, and by option without the leading dashes and with ``_`` for
     ``-``.
     """
-    return _spellings_with(all_sections())
+    return _spellings_with(sections())
 
 
 @functools.cache
@@ -289,8 +282,9 @@ def _spellings_with(parts: tuple[type, ...]) -> dict[str, Spelling]:
             prefix_of(family) + name: Spelling(entry.flag, family, True) for name, entry in named
         }
     for flag in FLAGS.values():
-        if flag.is_bool:
-            found.setdefault(f"no_{underscored(flag.option)}", Spelling(flag, None, False))
+        off = f"no_{underscored(flag.option)}"
+        if flag.kind == "toggle" or (flag.is_bool and off not in found):
+            found[off] = Spelling(flag, None, False)
         found[underscored(flag.option)] = Spelling(flag, None, flag.kind != "negative")
         found[flag.name] = Spelling(flag, None, True)
     return found

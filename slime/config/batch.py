@@ -43,7 +43,7 @@ class BatchConfig(Section):
     """Maximum tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU,
     with --deterministic or in float32, the longest prompt and response that the flags allow, but at
     least 4096"""
-    log_probs_max_tokens_per_gpu: int | None = flag(None, low=1)
+    log_probs_max_tokens_per_gpu: int | None = flag(None, low=1, same_as="max_tokens_per_gpu")
     """Maximum tokens of a micro-batch in passes without a backward pass (log-probs, entropy,
     values); 2 to 4 times --max-tokens-per-gpu usually fits. Default: the micro-batches of
     training"""
@@ -112,7 +112,6 @@ def _size_micro_batches(
     batch.fill(balance_data=batch.use_dynamic_batch_size or batch.balance_by_flops)
     if batch.use_dynamic_batch_size:
         batch.fill(max_tokens_per_gpu=max(MIN_TOKEN_BUDGET, longest))
-    batch.fill(log_probs_max_tokens_per_gpu=batch.max_tokens_per_gpu)
 
 
 def check_split(args: Args) -> list[str]:

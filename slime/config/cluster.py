@@ -13,15 +13,12 @@ from slime.config.engine import (
     MOST,
     ServerGroupError,
     asked_gpus,
-    check_colocated_pipelines,
-    check_server_groups,
     engines_beside_trainer,
     served_models,
     total_gpus,
 )
 from slime.config.flag import DERIVED, Section, flag
 from slime.config.machine import Machine, connection_limit
-from slime.config.weight_sync import checks_first_update
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -87,16 +84,15 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     if args.rollout_num_gpus is None and args.sglang_config:
         with contextlib.suppress(ServerGroupError, OSError):  # check_server_groups reports it later
             args.rollout_num_gpus = total_gpus(served_models(args))
-    # Only where trainer and engines take turns on a GPU, each has to make room for the other.
-    shared = args.colocate and not args.debug_rollout_only
     args.fill(
         max_restarts=3 if args.use_fault_tolerance else 0,
         rollout_num_gpus=args.world_size if args.colocate else args.rollout_num_gpus_per_engine,
-        check_weight_update_equal=checks_first_update(args),
-        offload_train=shared or args.offload,
-        offload_rollout=shared or args.offload,
     )
-    if args.use_critic and shared and not (args.offload_train or args.critic_gpus):
+
+
+def derive_critic(args: Args) -> None:
+    """Let the actor and a critic on its GPUs make room for each other."""
+    if args.use_critic and args.colocate and not (args.offload_train or args.critic_gpus):
         args.notices.append(
             "--no-offload-train has no effect: actor and critic take turns on the engines' GPUs"
         )
@@ -134,11 +130,6 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
             "(--actor-num-gpus-per-node, --rollout-num-gpus)"
         )
     args.actor_num_gpus_per_node = gpus
-
-
-def check_placement(args: Args) -> list[str]:
-    """Check the rules that do not depend on the machine."""
-    return [*check_server_groups(args), *check_colocated_pipelines(args)]
 
 
 def environment_texts(variables: Mapping[str, object]) -> dict[str, str]:

@@ -122,7 +122,13 @@ def derive_data(args: Args) -> None:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
     if not args.debug_train_only:
         args.notices += context_notice(args, served_context(args))
-    args.fill(over_sampling_batch_size=args.rollout_batch_size)
+    # The fully asynchronous function generates without end, so it cannot evaluate.
+    if is_fully_async(args):
+        args.fill(eval_function_path=DEFAULT_ROLLOUT_FUNCTION)
+    # The limit of training prompts is derived from the context of training, which does not apply
+    # to evaluations.
+    if args.eval_max_context_len is not None and "rollout_max_prompt_len" not in args.explicit:
+        args.fill(eval_max_prompt_len=args.eval_max_context_len - 1)
     derive_reward(args, row)
 
 
@@ -138,31 +144,31 @@ class EvalConfig(Section):
     """
     eval_config: str | None = path_flag()
     """YAML file of evaluation data sets with their own settings"""
-    eval_function_path: str = flag(DERIVED, kind="hook")
+    eval_function_path: str = flag(DERIVED, kind="hook", same_as="rollout_function_path")
     """Function that runs an evaluation. Default: --rollout-function-path, if it can evaluate"""
     skip_eval_before_train: bool = False
     """Skip the evaluation before the first optimizer step"""
-    eval_input_key: str = flag(DERIVED)
+    eval_input_key: str = flag(DERIVED, same_as="input_key")
     """Column of the prompt in evaluation data. Default: --input-key"""
-    eval_label_key: str | None = None
+    eval_label_key: str | None = flag(None, same_as="label_key")
     """Column of the label in evaluation data. Default: --label-key"""
-    eval_tool_key: str = flag(DERIVED)
+    eval_tool_key: str = flag(DERIVED, same_as="tool_key")
     """Column of the tool schemas in evaluation data. Default: --tool-key"""
     n_samples_per_eval_prompt: int = flag(1, low=1)
     """Number of samples per evaluation prompt"""
-    eval_temperature: float = flag(DERIVED, low=0)
+    eval_temperature: float = flag(DERIVED, low=0, same_as="rollout_temperature")
     """Sampling temperature of evaluations; 0 is greedy. Default: --rollout-temperature"""
-    eval_top_p: float = flag(DERIVED, above=0, high=1)
+    eval_top_p: float = flag(DERIVED, above=0, high=1, same_as="rollout_top_p")
     """Nucleus sampling threshold (top-p) of evaluations. Default: --rollout-top-p"""
-    eval_top_k: int = flag(DERIVED, low=1, off=-1)
+    eval_top_k: int = flag(DERIVED, low=1, off=-1, same_as="rollout_top_k")
     """Top-k of evaluations; -1 disables it. Default: --rollout-top-k"""
-    eval_max_response_len: int = flag(DERIVED, low=1)
+    eval_max_response_len: int = flag(DERIVED, low=1, same_as="rollout_max_response_len")
     """Maximum tokens of a response in evaluations. Default: --rollout-max-response-len"""
-    eval_max_prompt_len: int | None = flag(None, low=1)
+    eval_max_prompt_len: int | None = flag(None, low=1, same_as="rollout_max_prompt_len")
     """Maximum tokens of a prompt in evaluations. Default: --rollout-max-prompt-len"""
     eval_min_new_tokens: int | None = flag(None, low=0)
     """Minimum number of tokens of a response in evaluations. Default: no minimum"""
-    eval_max_context_len: int | None = flag(None, low=2)
+    eval_max_context_len: int | None = flag(None, low=2, same_as="rollout_max_context_len")
     """Maximum number of tokens of prompt and response together in evaluations. Default:
     --rollout-max-context-len
     """
@@ -186,26 +192,7 @@ def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def derive_evaluation(args: Args) -> None:
-    # The fully asynchronous function generates without end, so it cannot evaluate.
-    if args.eval_function_path is None and is_fully_async(args):
-        args.eval_function_path = DEFAULT_ROLLOUT_FUNCTION
-    # The limit of training prompts is derived from the context of training, which does not apply
-    # here.
-    if args.eval_max_context_len is not None and "rollout_max_prompt_len" not in args.explicit:
-        args.eval_max_prompt_len = args.eval_max_prompt_len or args.eval_max_context_len - 1
-    # What is not set for evaluations is as in training.
-    for name in ("input_key", "label_key", "tool_key", "reward_key"):
-        args.fill(**{f"eval_{name}": getattr(args, name)})
-    sampling = (
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_response_len",
-        "max_prompt_len",
-        "max_context_len",
-    )
-    for name in ("function_path", *sampling):
-        args.fill(**{f"eval_{name}": getattr(args, f"rollout_{name}")})
+    """Leave out evaluations without data."""
     # it may need no data
     own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)
     # A run of hours must not end at its first evaluation, so an evaluation without data is only
@@ -244,7 +231,7 @@ class RewardConfig(Section):
     """Pass all samples of a group to the reward function at once instead of one by one"""
     reward_key: str | None = None
     """Key of the training reward if rewards are dicts"""
-    eval_reward_key: str | None = None
+    eval_reward_key: str | None = flag(None, same_as="reward_key")
     """Key of the evaluation reward if rewards are dicts (--reward-key)"""
     reward_weights: dict[str, float] | None = None
     """JSON object of the weights of several rewards, such as {"correct": 1, "format": 0.2}; others
@@ -256,13 +243,6 @@ class RewardConfig(Section):
     """Function that turns raw rewards into the rewards to train on. Default: the baseline of
     --advantage-estimator
     """
-    code_timeout: float = flag(10.0, above=0)
-    """Processor time in seconds of a program in one test (--rm-type code); a slower one is wrong"""
-    code_memory_mb: int = flag(1024, low=64)
-    """Address space in MiB of a program (--rm-type code); one that needs more is wrong"""
-    code_isolation: str = flag("full", choices=("full", "process"))
-    """Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker,
-    see slime/plugins/agents/sandbox.py"""
     reward_timeout: float = flag(30.0, above=0)
     """Deadline in seconds for scoring one sample; a later sample is left out"""
     verifier_env: list[str] | None = flag(None, kind="list")

@@ -333,6 +333,9 @@ def convert(flag: Flag, value: object) -> Any:
         if flag.kind_of_part is not None:
             items = [word for item in items for word in str(item).split(",") if word]
         return [_convert_one(flag, item) for item in items]
+    if isinstance(value, list):
+        words = " ".join(map(str, value)) or "none"
+        raise ValueError(f"it takes {'no' if flag.is_bool else 'one'} value, but has {words}")
     return _convert_one(flag, value)
 
 

@@ -2,37 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
-from slime.config.files import TABLES, read_json
-from slime.config.flag import Flag, Section, flag, shown
+from slime.config.flag import Flag, shown
 from slime.registry import find, parts
-
-_TYPES: dict[str, Any] = {"list of int": list[int], "list of str": list[str]}
-_TYPES |= {kind.__name__: kind for kind in (int, float, str, bool)}
-
-
-def _unsupported() -> type:
-    """Make the flags of the original interface that slime refuses or ignores. They remain
-    attributes of Args.
-    """
-    table: dict[str, dict[str, Any]] = read_json(TABLES / "unsupported.json")
-    fields = [
-        (
-            name,
-            _TYPES[entry["type"]],
-            flag(**{key: value for key, value in entry.items() if key != "type"}),
-        )
-        for name, entry in table.items()
-    ]
-    return dataclasses.make_dataclass(
-        "UnsupportedConfig", fields, bases=(Section,), namespace={"_title": "not supported"}
-    )
-
-
-UnsupportedConfig = _unsupported()
 
 
 def check_states(

@@ -1,4 +1,4 @@
-"""Flags of metrics, debug data, profiling, and hooks of the Megatron backend."""
+"""Flags of metrics, debug data, and profiling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.files import rollout_template
-from slime.config.flag import Section, flag, hook_flag, path_flag
+from slime.config.flag import Section, flag, path_flag
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
 
 if TYPE_CHECKING:
@@ -108,20 +108,6 @@ class DebugConfig(Section):
     )
     """Parts of the trainer that --use-pytorch-profiler records: everything, the optimizer steps
     (train_actor), or the log-prob passes"""
-
-
-@dataclass
-class MegatronExtrasConfig(Section):
-    _title = "hooks of the Megatron backend"
-
-    custom_megatron_init_path: str | None = hook_flag()
-    """Function fn(args) that is called after Megatron has created its process groups"""
-    custom_megatron_before_log_prob_hook_path: str | None = hook_flag()
-    """Function fn(args, model, prefix) that is called before log-probs are computed with Megatron;
-    the prefix is "", "ref_" or "teacher_" for the actor, the reference and the teacher"""
-    custom_megatron_before_train_step_hook_path: str | None = hook_flag()
-    """Function fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) that is called
-    before each optimizer step of Megatron"""
 
 
 def derive_debug_modes(args: Args) -> None:

@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict, Unpack
 
 from slime import registry
 from slime.config import passthrough
-from slime.config.args import FLAGS, Args, Spelling
-from slime.config.flag import Flag, Kind, did_you_mean
+from slime.config.args import FLAGS, Args, spellings, underscored
+from slime.config.flag import Flag, did_you_mean
 from slime.config.flag_support import (
     check_states,
     no_effect_notice,
@@ -52,7 +51,8 @@ class ConfigError(ValueError):
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 ExtraCheck = Callable[[Args], list[str]]
 
-_PASS = "pass:"
+_TYPED = "typed options"
+"""The attribute of argparse's result with the options of slime and their words."""
 _EPILOG = """\
 Flags of SGLang have the prefix --sglang- (--sglang-mem-fraction-static 0.7), flags of its router --router-.
 Flags of Megatron have no prefix (--tensor-model-parallel-size 2). docs/en/reference/flags.md describes all flags,
@@ -90,10 +90,25 @@ class _Help(argparse.HelpFormatter):
             return super()._format_action(action)
         return f"  {self._format_action_invocation(action):<44}  {self._expand_help(action)}\n"
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if action.dest not in FLAGS:
+            return super()._format_action_invocation(action)
+        flag = FLAGS[action.dest]
+        return ", ".join(action.option_strings) + ("" if flag.is_bool else f" {metavar(flag)}")
+
     def _expand_help(self, action: argparse.Action) -> str:
         return (
             help_text(FLAGS[action.dest]) if action.dest in FLAGS else super()._expand_help(action)
         )
+
+
+class _Note(argparse.Action):
+    """Notes an option with its words. What they mean is read afterwards, as values of files are."""
+
+    def __call__(
+        self, _: object, namespace: object, words: object, option: str | None = None
+    ) -> None:
+        getattr(namespace, _TYPED).append((option, words))
 
 
 @functools.cache
@@ -128,48 +143,18 @@ def build_parser(
         for title in dict.fromkeys(flag.group for flag in FLAGS.values())
     }
     for flag in FLAGS.values():
-        _add_own(groups[flag.group], flag)
-    for option, entry in passthrough.options().items():
+        options = [flag.option, *[f"--no-{flag.option[2:]}"] * (flag.kind == "toggle")]
+        shown = argparse.SUPPRESS if flag.status == "refused" else "shown by _Help"
+        _add(groups[flag.group], options, flag.name, shown)
+    for option in passthrough.options():
         if option not in parser._option_string_actions:
-            _add_pass(parser, option, entry)
+            _add(parser, [option], option, argparse.SUPPRESS)
     return parser
 
 
-_ARGPARSE: dict[Kind, dict[str, Any]] = {
-    "switch": {"action": "store_const", "const": True},
-    "negative": {"action": "store_const", "const": False},
-    "toggle": {"action": argparse.BooleanOptionalAction},
-    "list": {"nargs": "+"},
-    "pairs": {"nargs": "+", "action": "append"},
-    "repeat": {"action": "append"},
-}
-"""What argparse needs to know about each kind of flag."""
-
-
-def _add_own(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    shown = argparse.SUPPRESS if flag.status == "refused" else "shown by _Help"
-    properties = {
-        "dest": flag.name,
-        "default": argparse.SUPPRESS,
-        "help": shown,
-        **_ARGPARSE.get(flag.kind, {}),
-    }
-    if not flag.is_bool:
-        properties["metavar"] = metavar(flag)
-    group.add_argument(flag.option, **properties)
-
-
-def _add_pass(parser: argparse.ArgumentParser, option: str, entry: passthrough.PassOption) -> None:
-    properties = {
-        **_ARGPARSE.get(entry.flag.kind, {}),
-        "default": argparse.SUPPRESS,
-        "help": argparse.SUPPRESS,
-    }
-    if entry.sets is not None:
-        properties |= {"action": "store_const", "const": entry.sets}
-    elif entry.flag.kind == "list":
-        properties["nargs"] = "*"
-    parser.add_argument(option, dest=f"{_PASS}{entry.family}:{entry.flag.name}", **properties)
+def _add(parser: argparse._ActionsContainer, options: Sequence[str], dest: str, shown: str) -> None:
+    default = argparse.SUPPRESS
+    parser.add_argument(*options, dest=dest, action=_Note, nargs="*", default=default, help=shown)
 
 
 def help_text(flag: Flag) -> str:
@@ -225,75 +210,59 @@ def read_command_line(
         problems = [*_unknown(parser, rest), *filter(None, wrong)]
         words = {word.partition("=")[0] for word in argv}
         theirs = sorted(words & (set(parser._option_string_actions) - known))
-    problems = misused + problems
     args = Args()
     if theirs:
         args.notices.append(
             f"{', '.join(theirs)}: flags of Megatron-LM that slime ignores; your functions may "
             "use them"
         )
-    # argparse only splits the words. Types, ranges and choices are checked as for values of files.
-    stored = (_store(args, dest, value) for dest, value in vars(namespace).items())
-    return args, problems + [problem for problem in stored if problem]
+    values = vars(namespace)
+    typed = values.pop(_TYPED)
+    # The user's own arguments are stored as argparse returned them.
+    for name, value in values.items():
+        setattr(args, name, value)
+    return args, misused + problems + _store(args, typed)
 
 
 def _parse(
     parser: FlagParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return the values, the words that are left, and the problems with the number of words after a
-    flag.
-
-    argparse stops at its first error. The flag that it names is left out then, and the other words
-    are parsed again:
-    without their values, flags that were given would be reported as missing."""
-    words = list(argv)
-    problems: list[str] = []
-    while True:
-        try:
-            return *parser.parse_known_args(words), problems
-        except _Misuse as error:
-            problems.append(
-                str(error).replace("ignored explicit argument", "it takes no value, but has")
-            )
-            named = re.match(r"argument (\S+):", str(error))
-            fewer = _without(words, named[1].split("/") if named else [])
-            if len(fewer) == len(words):
-                return (
-                    argparse.Namespace(),
-                    [word for word in words if word.startswith("--")],
-                    problems,
-                )
-            words = fewer
-
-
-def _without(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the words without these options and the values after them."""
-    kept = []
-    inside = False
-    for word in words:
-        if word.startswith("--"):
-            inside = word.partition("=")[0] in options
-        if not inside:
-            kept.append(word)
-    return kept
-
-
-def _store(args: Args, dest: str, value: object) -> str | None:
-    """Convert one value and store it in ``args``. The user's own arguments are stored as argparse
-    returned them.
+    """Return the values, the words that are left, and what is wrong with an argument of the
+    user's.
     """
-    if dest in FLAGS:
-        known = Spelling(FLAGS[dest], None, sets=True)
-        if known.flag.kind == "pairs" and isinstance(value, list):
-            value = list(itertools.chain.from_iterable(value))
-    elif dest.startswith(_PASS):
-        family, name = dest.removeprefix(_PASS).split(":")
-        entry = passthrough.by_name(family)[name]
-        known = Spelling(entry.flag, entry.family, sets=True)
-    else:
-        setattr(args, dest, value)
-        return None
-    return store(args, known.flag.option, known, value)
+    namespace = argparse.Namespace(**{_TYPED: []})
+    try:
+        return *parser.parse_known_args(argv, namespace), []
+    except _Misuse as error:
+        # Without their values, flags that were given would be reported as missing.
+        namespace = argparse.Namespace(**{_TYPED: []})
+        _own_parser(parser.prog).parse_known_args(argv, namespace)
+        return namespace, [], [str(error)]
+
+
+def _store(args: Args, typed: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """Convert and store the words of each option, and return the problems."""
+    words_of: dict[str, list[str]] = {}
+    for option, words in typed:
+        # Of an option that is typed twice, the last words count, unless it can be repeated.
+        before = words_of.pop(option, [])
+        repeats = spellings()[underscored(option)].flag.kind in ("pairs", "repeat")
+        words_of[option] = [*before, *words] if repeats else words
+    problems = []
+    for option, words in words_of.items():
+        known = spellings()[underscored(option)]
+        flag = known.flag
+        value: object = words
+        if flag.is_bool and not words:
+            value = True
+        elif len(words) == 1 and not flag.is_bool and not flag.takes_list:
+            value = words[0]
+        # An option of another program may be an empty list.
+        if not words and flag.takes_list and known.family is None:
+            problems.append(f"{option}: it takes at least one value, but has none")
+        elif problem := store(args, flag.option, known, value):
+            problems.append(problem)
+    return problems
 
 
 def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str]) -> list[str]:
@@ -316,13 +285,18 @@ def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str]) -> list[str]:
     return problems
 
 
+class Sources(TypedDict, total=False):
+    """What :func:`check_args` takes besides the command line."""
+
+    asynchronous: bool
+    extra_checks: Sequence[ExtraCheck]
+    settings: Mapping[str, object] | None
+
+
 def parse_args(
     argv: Sequence[str] | None = None,
     add_custom_arguments: AddArguments | None = None,
-    *,
-    asynchronous: bool = False,
-    extra_checks: Sequence[ExtraCheck] = (),
-    settings: Mapping[str, object] | None = None,
+    **sources: Unpack[Sources],
 ) -> Args:
     """Parse, resolve and check the command line of train.py and train_async.py.
 
@@ -341,13 +315,7 @@ def parse_args(
             ``--help``.
     """
     prog = os.path.basename(sys.argv[0]) or "slime"
-    args, problems = check_args(
-        argv,
-        add_custom_arguments,
-        asynchronous=asynchronous,
-        extra_checks=extra_checks,
-        settings=settings,
-    )
+    args, problems = check_args(argv, add_custom_arguments, **sources)
     if problems:
         title = "1 problem with the arguments\n" if len(problems) == 1 else ""
         print(f"{prog}: {title}{ConfigError(problems)}", file=sys.stderr)
@@ -357,14 +325,9 @@ def parse_args(
     return args
 
 
-def load_args(
-    argv: Sequence[str] | None = None,
-    *,
-    asynchronous: bool = False,
-    settings: Mapping[str, object] | None = None,
-) -> Args:
+def load_args(argv: Sequence[str] | None = None, **sources: Unpack[Sources]) -> Args:
     """Do the same as :func:`parse_args`, but raise :class:`ConfigError` and print nothing."""
-    args, problems = check_args(argv, asynchronous=asynchronous, settings=settings)
+    args, problems = check_args(argv, **sources)
     if problems:
         raise ConfigError(problems)
     return args

@@ -7,7 +7,8 @@ return a list of problems, each with what to change, and all problems are report
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from slime.config import (
     algorithm,
@@ -29,7 +30,7 @@ from slime.config.args import FLAGS, Args
 from slime.config.flag import out_of_range
 from slime.config.layout import ParallelLayout
 from slime.config.machine import Machine, installed, this_machine
-from slime.config.rules import Run, check_rules
+from slime.config.rules import Run, check_rules, set_defaults
 from slime.registry import find, parts
 
 
@@ -63,8 +64,13 @@ def resolve_defaults(
     # The estimator decides on a critic, and the placement has to know whether there is one.
     problems += batch.derive_batch(args)
     algorithm.derive_algorithm(args)
-    algorithm.derive_corrections(args, asynchronous)
     cluster.derive_resources(args, machine, asynchronous)
+    # Then what follows from a single flag, or from conditions that are rows.
+    for name, flag in FLAGS.items():
+        if flag.same_as:
+            args.fill(**{name: getattr(args, flag.same_as)})
+    set_defaults(Run(args, asynchronous, machine))
+    cluster.derive_critic(args)
     data.derive_evaluation(args)
     # The folders come last: their names contain the model and the estimator.
     start.derive_checkpoints(args)
@@ -72,7 +78,7 @@ def resolve_defaults(
     return problems
 
 
-def check_ranges(args: Args) -> list[str]:
+def check_ranges(values: Mapping[str, Any]) -> list[str]:
     """Check the ranges of derived values. Values of the command line and of files are checked when
     they are read.
     """
@@ -80,20 +86,20 @@ def check_ranges(args: Args) -> list[str]:
         f"{flag.option} {value}: {problem}"
         for name, flag in FLAGS.items()
         if flag.status != "refused"
-        for value in [getattr(args, name)]
+        for value in [values[name]]
         if (problem := out_of_range(flag, value))
     ]
 
 
-def missing_packages(args: Args) -> list[str]:
+def missing_packages(values: Mapping[str, Any]) -> list[str]:
     """Report parts that flags name and whose package is not installed on this machine."""
     problems = []
     for name, flag in FLAGS.items():
         kind = flag.kind_of_part
         # External engines do not need their package here.
-        if kind is None or (kind == "engine" and args.rollout_external_engine_addrs):
+        if kind is None or (kind == "engine" and values["rollout_external_engine_addrs"]):
             continue
-        value = getattr(args, name)
+        value = values[name]
         for one in value if isinstance(value, list) else [value]:
             part = parts(kind).get(one)
             if part and part.package and not installed(part.package[0]):
@@ -119,9 +125,8 @@ def _checks(run: Run) -> Iterator[list[str]]:
     # What a rollout generates.
     if trains and args.loss_type != "sft_loss":
         yield rollout.check_rotary(args, rollout.served_context(args), checkpoint)
-    yield check_ranges(args)
-    yield missing_packages(args)
-    yield engine.check_outer_caches(args)
+    yield check_ranges(vars(args))
+    yield missing_packages(vars(args))
     yield data.check_reward(args)
     # What is trained, and how it is divided over ranks.
     yield batch.check_split(args)
@@ -132,10 +137,8 @@ def _checks(run: Run) -> Iterator[list[str]]:
     if args.train_backend not in parts("layout"):
         yield layout.check_shard_size(args.fsdp_shard_size, args.world_size)
     yield lora.check_lora(args)
-    if args.rollout_quantization and args.rollout_backend == "sglang":
-        yield trainer.check_quantized_model(args.rollout_quantization, checkpoint)
     # The processes and what is passed on to them.
-    yield cluster.check_placement(args)
+    yield engine.check_server_groups(args)
     problems, notices = passthrough.check(vars(args), args.rollout_backend)
     args.notices += notices
     yield problems

@@ -64,7 +64,7 @@ class RolloutConfig(Section):
     """Strings that end a response"""
     rollout_stop_token_ids: list[int] | None = flag(None, low=0)
     """Token ids that end a response besides the model's own"""
-    over_sampling_batch_size: int = flag(DERIVED, low=1)
+    over_sampling_batch_size: int = flag(DERIVED, low=1, same_as="rollout_batch_size")
     """Prompts that a rollout takes at a time. Default: --rollout-batch-size"""
     dynamic_sampling_filter_path: str | None = hook_flag()
     """Function that keeps or drops a finished group, as in DAPO's dynamic sampling. Default: all

@@ -30,6 +30,7 @@ from slime.config.rollout import (
     is_fully_async,
     may_use_workers,
     old_actor_lag,
+    staleness_bound,
     trains_late,
 )
 from slime.config.settings import redacted
@@ -63,6 +64,7 @@ class Rule(NamedTuple):
             the built-in estimators of which this attribute of their class is true, ``{not
             needs_critic}`` for the others.
         instead: What to do; by default to leave one of the flags out.
+        sets: The switch that is on by default if the rule is broken, which ``because`` tells.
         typed: Whether only values of ``when`` and ``excludes`` count that the user has set, not
             derived ones.
     """
@@ -73,6 +75,7 @@ class Rule(NamedTuple):
     excludes: str = ""
     needs: str = ""
     unless: str = ""
+    sets: str = ""
     typed: bool = False
 
     def broken(self, run: Run) -> list[tuple[list[str], list[str]]]:
@@ -198,6 +201,7 @@ class AllRules(NamedTuple):
     refused: list[Rule]
     notices: list[Rule]  # what is told and not refused
     idle: list[Rule]  # what has no effect
+    defaults: list[Rule]  # which switches are on, unless the user chose otherwise
     facts: dict[str, Callable[[Run], object]]
     checks: list[Callable[[Run], list[str]]]
 
@@ -206,11 +210,12 @@ class AllRules(NamedTuple):
 def all_rules() -> AllRules:
     """Return all rules, which are read once."""
     core = RuleSet(TABLES / "rules.json", FACTS)
-    found = AllRules([], [], [], {}, [])
+    found = AllRules([], [], [], [], {}, [])
     for one in (core, *map(_set_of, parts("rules").values())):
         topics = one.rows()
         found.notices.extend(topics.pop("notices", []))
         found.idle.extend(topics.pop("idle", []))
+        found.defaults.extend(topics.pop("defaults", []))
         found.refused.extend(rule for rules in topics.values() for rule in rules)
         found.facts.update(one.facts)
         found.checks.extend(one.checks)
@@ -221,6 +226,21 @@ def _set_of(part: Part) -> RuleSet:
     """Return the rules of a plug-in, which may register nothing but ``package:table.json``."""
     found: Path | RuleSet = load(part.target)
     return RuleSet(found) if isinstance(found, Path) else found
+
+
+def set_defaults(run: Run) -> None:
+    """Turn on the switches that follow from other flags, and tell why if there is a reason to."""
+    args = run.args
+    for rule in all_rules().defaults:
+        name = look_up(rule.sets, args)[1].flag.name
+        is_open = name not in args.explicit and not vars(args)[name]
+        if is_open and rule.broken(run):
+            setattr(args, name, True)
+            if rule.because:
+                args.notices.append(
+                    f"{rule.sets} is on: {rule.because} (off: --no-{rule.sets[2:]})"
+                )
+        args.fill(**{name: False})
 
 
 def check_rules(run: Run) -> list[str]:
@@ -287,14 +307,6 @@ def _evaluates(run: Run) -> object:
     return own or args.eval_prompt_data or args.eval_config
 
 
-def _serves_on_cpu(run: Run) -> bool:
-    args = run.args
-    has_gpu = args.sglang.get("device") != "cpu" and (run.machine.cuda or run.machine.in_cluster)
-    return (
-        args.rollout_backend == "sglang" and not args.rollout_external_engine_addrs and not has_gpu
-    )
-
-
 FACTS: dict[str, Callable[[Run], object]] = {
     "train_async.py": lambda run: run.asynchronous,
     "the fully asynchronous rollout": lambda run: is_fully_async(run.args),
@@ -310,6 +322,12 @@ FACTS: dict[str, Callable[[Run], object]] = {
     "weights older than --max-weight-staleness": lambda run: (
         run.args.max_weight_staleness is not None
         and run.args.max_weight_staleness < run.args.update_weights_interval - 1
+    ),
+    "tokens of older weights": lambda run: staleness_bound(
+        run.args.async_buffer_size, run.args.update_weights_interval, run.args.max_weight_staleness
+    ),
+    "a model of which some tensors are not sent": lambda run: (
+        {"vision_config", "audio_config", "quantization_config"} & run.config.keys()
     ),
     "evaluation data": _evaluates,
     "use_rs of --custom-config-path": lambda run: vars(run.args).get("use_rs"),
@@ -328,14 +346,10 @@ FACTS: dict[str, Callable[[Run], object]] = {
     "several training ranks": lambda run: run.ranks > 1,
     "several replicas": lambda run: run.args.fsdp_shard_size not in (None, run.ranks),
     "packs of a multiple of 16 tokens": lambda run: run.args.data_pad_size_multiplier % 16 == 0,
-    "keys that differ": lambda run: (
-        run.args.sglang.get("api_key") != run.args.router.get("api_key")
-    ),
     "the package torchao": lambda run: installed("torchao"),
     "the package wandb": lambda run: installed("wandb"),
     "a GPU": lambda run: run.machine.cuda or run.machine.in_cluster,
     "a GPU of this machine": lambda run: run.machine.cuda,
-    "SGLang on a CPU": _serves_on_cpu,
     "a snapshot in --load": lambda run: run.args.load and not is_hf_folder(run.args.load),
     "a model with routed experts": lambda run: has_experts(run.config),
     "a model with latent attention": lambda run: run.config.get("kv_lora_rank"),

@@ -16,6 +16,7 @@ from slime.config.files import export_template
 from slime.config.flag import DERIVED, Section, flag, path_flag
 from slime.config.hf_config import looks_like_hub_id, megatron_folder
 from slime.config.machine import Machine, installed
+from slime.registry import find, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -134,7 +135,7 @@ class CheckpointConfig(Section):
     critic_save: str | None = path_flag()
     """Folder that keeps the critic of each snapshot, for --critic-load of other runs; on the disk
     of --save, a link to the same files"""
-    ref_load: str = flag(DERIVED, kind="path")
+    ref_load: str = flag(DERIVED, kind="path", same_as="hf_checkpoint")
     """Reference model for the KL divergence. Default: --hf-checkpoint"""
     ref_ckpt_step: int | None = flag(None, low=0)
     """Iteration to read from --ref-load, a folder of Megatron-LM. Default: that of its tracker
@@ -162,8 +163,6 @@ class CheckpointConfig(Section):
 
 
 def derive_checkpoints(checkpoints: CheckpointConfig) -> None:
-    if checkpoints.finetune:
-        checkpoints.no_load_optim = checkpoints.no_load_rng = True
     if checkpoints.save_retain_interval and checkpoints.save_keep_last is None:
         checkpoints.save_keep_last = 1
 
@@ -180,71 +179,25 @@ def check_folders(saved: CheckpointConfig) -> list[str]:
     ]
 
 
-# Which checkpoint a run starts from, and how it is found in a folder that Megatron-LM wrote with
-# --ckpt-format torch_dist. Such a folder has a tracker file and a folder per iteration:
-#
-#     X/latest_checkpointed_iteration.txt      "100", or "release" for converted weights
-#     X/iter_0000100/.metadata, *.distcp, common.pt, metadata.json
-#     X/release/...
-#
-# The part of the kind "checkpoint" reads its weights.
-
-
-TRACKER = "latest_checkpointed_iteration.txt"
-_OF_SLIME = ("manifest.json", "trainer.json", "actor")
-
-
-def megatron_lm_folder(path: str | None, step: int | None = None) -> Path | None:
-    """Return the folder of a checkpoint of Megatron-LM whose weights can be read; None if there is
-    none.
+def other_folder(path: str | None, step: int | None = None) -> Path | None:
+    """Return the folder of a checkpoint that another program wrote and whose weights can be read;
+    None if there is none.
 
     Args:
-        path: The folder with the tracker file, or the folder of one iteration (``.metadata`` and
-            ``*.distcp``).
-        step: The iteration to select. Default: that of the tracker file, or the newest one if there
-            is no such file.
+        path: The folder that a flag names.
+        step: The iteration to select. Default: the newest one.
     """
-    folder = Path(path).expanduser() if path is not None else None
-    if folder is None or not folder.is_dir() or (folder / "config.json").is_file():
-        return None
-    if _is_readable(folder):
-        return folder
-    return next((chosen for chosen in _candidates(folder, step) if _is_readable(chosen)), None)
-
-
-def is_foreign_megatron(folder: Path) -> bool:
-    """Whether Megatron-LM wrote a folder, in any of its formats: a tracker file, or tensors of
-    ``torch_dist``.
-    """
-    return (folder / TRACKER).is_file() or any(
-        next(place.glob("*.distcp"), None) is not None
-        for place in (folder, *folder.glob("iter_*"), folder / "release")
-    )
+    readers = () if path is None else parts("checkpoint folder")
+    found = (find("checkpoint folder", name)(path, step) for name in readers)
+    return next((folder for folder in found if folder is not None), None)
 
 
 def weights_path(path: str | None, step: int | None = None) -> str | None:
-    """Return the folder of an iteration (:func:`megatron_lm_folder`), or ``path`` if it is
+    """Return the folder of an iteration (:func:`other_folder`), or ``path`` if it is
     something else.
     """
-    found = megatron_lm_folder(path, step)
+    found = other_folder(path, step)
     return path if found is None else str(found)
-
-
-def _candidates(folder: Path, step: int | None) -> list[Path]:
-    if step is not None:
-        return [folder / f"iter_{step:07d}"]
-    tracker = folder / TRACKER
-    named = tracker.read_text(errors="replace").strip() if tracker.is_file() else None
-    if named is None:
-        return [*sorted(folder.glob("iter_*"), reverse=True), folder / "release"]
-    return [folder / (f"iter_{int(named):07d}" if named.isdecimal() else "release")]
-
-
-def _is_readable(folder: Path) -> bool:
-    """Whether a folder has an index and tensors of ``torch_dist``, and slime did not write it."""
-    if any((folder / name).exists() for name in _OF_SLIME) or not (folder / ".metadata").is_file():
-        return False
-    return next(folder.glob("*.distcp"), None) is not None
 
 
 @dataclass(frozen=True)
@@ -285,12 +238,11 @@ class InitialWeights:
         # FSDP cannot read the tensors of the Megatron backend.
         names = ("config.json", "trainer.json") if megatron else ("config.json",)
         if self.load and (
-            megatron_lm_folder(self.load)
-            or any((Path(self.load) / name).is_file() for name in names)
+            other_folder(self.load) or any((Path(self.load) / name).is_file() for name in names)
         ):
             return self.load
         if self.ref_load and (
-            megatron_lm_folder(self.ref_load) or (megatron and megatron_folder(self.ref_load))
+            other_folder(self.ref_load) or (megatron and megatron_folder(self.ref_load))
         ):
             return self.ref_load
         return self.hf_checkpoint

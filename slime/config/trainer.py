@@ -13,10 +13,9 @@ from slime.config.hf_config import (
     looks_like_hub_id,
     media_token_ids,
     megatron_folder,
-    model_config,
 )
 from slime.config.machine import Machine, installed
-from slime.config.run import is_foreign_megatron, megatron_lm_folder
+from slime.config.run import other_folder
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -98,21 +97,12 @@ def derive_model(args: Args, machine: Machine) -> None:
     )
     asked = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     args.fill(
-        ref_load=args.hf_checkpoint,
         deterministic=args.deterministic_mode or (on_cpu and not args.partial_rollout),
         train_dtype=asked or ("bfloat16" if machine.cuda else "float32"),
         # torchao's tensors are not compiled.
         compile_layers=machine.cuda and installed("triton") and args.lora_base_quantization is None,
         lr_warmup_fraction=args.warmup_ratio,
-        critic_lr=args.lr,
     )
-    # Engines that compute in another type than the trainer would add to the mismatch of log-probs.
-    args.fill(rollout_dtype=args.train_dtype)
-    recomputes = args.megatron.get("recompute_activations") or args.megatron.get(
-        "recompute_granularity"
-    )
-    if recomputes or args.offload_activations:
-        args.gradient_checkpointing = True
     if not args.lr_warmup_fraction:  # which is that of both roles
         args.fill(critic_lr_warmup_iters=args.lr_warmup_iters)
 
@@ -130,14 +120,12 @@ def _hf_problem(option: str, name: str) -> list[str]:
     folder = Path(name).expanduser()
     if is_hf_folder(name) or (not folder.exists() and looks_like_hub_id(name)):
         return []
-    if folder.is_dir() and is_foreign_megatron(folder):
-        return [
-            f"{option} {name}: a checkpoint of Megatron-LM without a readable iteration: slime "
-            "reads those of --ckpt-format torch_dist (.metadata and *.distcp); pass the Hugging "
-            "Face folder of the model"
-        ]
     if folder.is_dir():
-        return [f"{option} {name}: the folder has no config.json; pass a Hugging Face folder"]
+        return [
+            f"{option} {name}: the folder has no config.json; pass a Hugging Face folder (of "
+            "checkpoints of Megatron-LM, slime reads those of --ckpt-format torch_dist: .metadata "
+            "and *.distcp)"
+        ]
     return [
         f"{option} {name}: no such folder, and the name does not have the form of a hub id "
         "(owner/model)"
@@ -148,7 +136,7 @@ def check_reference(args: Args) -> list[str]:
     """Check ``--ref-load``. If nothing is trained with the reference model, a folder that cannot be
     read is replaced by ``--hf-checkpoint``, of which a folder ``X_torch_dist`` is usually the
     conversion."""
-    if megatron_lm_folder(args.ref_load, args.ref_ckpt_step):
+    if other_folder(args.ref_load, args.ref_ckpt_step):
         return []
     if args.ref_ckpt_step is not None:
         return [
@@ -178,11 +166,7 @@ def check_reference(args: Args) -> list[str]:
 
 
 def check_teacher(teacher: str | None, backend: str) -> list[str]:
-    if (
-        not teacher
-        or megatron_lm_folder(teacher)
-        or (backend == "megatron" and megatron_folder(teacher))
-    ):
+    if not teacher or other_folder(teacher) or (backend == "megatron" and megatron_folder(teacher)):
         return []
     return _hf_problem("--opd-teacher-load", teacher)
 
@@ -242,7 +226,7 @@ class OptimizerConfig(Section):
     """Adam's epsilon, which is added to the denominator"""
     clip_grad: float = flag(1.0, low=0)
     """Maximum norm of the gradient; 0 disables clipping"""
-    critic_lr: float = flag(DERIVED, low=0)
+    critic_lr: float = flag(DERIVED, low=0, same_as="lr")
     """Peak learning rate of the critic. Default: --lr"""
     critic_lr_warmup_iters: int = flag(DERIVED, low=0)
     """Optimizer steps of the critic's warm-up. Default: --lr-warmup-iters, or the same fraction"""
@@ -250,16 +234,6 @@ class OptimizerConfig(Section):
     """Reset Adam's moments at the start of each rollout's steps"""
     use_stateless_adam: bool = False
     """Use Adam without moments: each step is nearly the learning rate times the gradient's sign"""
-
-
-SGLANG_FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures of which SGLang quantizes exactly the projections that slime sends as 8-bit
-floats.
-"""
-_NO_SCALES = ("LlamaForCausalLM", "MistralForCausalLM")
-"""Architectures of which SGLang (0.5.15 and 0.5.23) loads no scales of blocks: it renames them to
-those of tensors, and ignores names that it does not know. The scales would keep the values of
-uninitialized memory."""
 
 
 @dataclass
@@ -272,22 +246,6 @@ class RolloutPrecisionConfig(Section):
     rollout_quantization_scale: str = flag("block", choices=("block", "channel", "tensor"))
     """What shares a scale with --rollout-quantization fp8: blocks of 128 x 128 weights, the weights
     of an output channel, or the whole tensor. SGLang can update only block"""
-
-
-def check_quantized_model(quantization: str, checkpoint: str | None) -> list[str]:
-    """Refuse models of which SGLang would not quantize the same layers as slime."""
-    architectures = set(model_config(checkpoint).get("architectures") or ())
-    option = f"--rollout-quantization {quantization}"
-    other = "use the embedded engine"
-    if lost := ", ".join(sorted(architectures & set(_NO_SCALES))):
-        return [f"{option}: SGLang does not load the scales of blocks of {lost}; {other}"]
-    if unknown := ", ".join(sorted(architectures - set(SGLANG_FAMILIES))):
-        known = ", ".join(SGLANG_FAMILIES)
-        return [
-            f"{option}: slime does not know which layers of {unknown} SGLang quantizes, but of "
-            f"{known}; {other}"
-        ]
-    return []
 
 
 @dataclass

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
-from slime.config.hf_config import model_config
 from slime.registry import Part, parts
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    pass
 
 
 @dataclass
@@ -87,26 +86,3 @@ def transport_part(sync: WeightSyncConfig) -> Part:
     """
     modes = parts("weight mode")
     return modes.get(sync.update_weight_mode) or parts("transport")[sync.update_weight_transport]
-
-
-def checks_first_update(args: Args) -> bool:
-    """Return the default of ``--check-weight-update-equal``.
-
-    The check sends all weights a second time, so it is off where that is expensive (through files).
-    It compares all tensors of an engine, so it is off where the trainer does not send some of them
-    (a draft model, a vision tower), or where the engine stores them quantized."""
-    if (
-        not args.audit_weights
-        or args.rollout_backend != "sglang"
-        or args.update_weight_transport != "nccl"
-    ):
-        return False
-    if (
-        args.rollout_external_engine_addrs
-        or args.sglang.get("quantization")
-        or args.rollout_quantization
-    ):
-        return False
-    config = model_config(args.hf_checkpoint)
-    other = any(key in config for key in ("vision_config", "audio_config", "quantization_config"))
-    return not other and not args.sglang.get("speculative_algorithm")

@@ -157,7 +157,7 @@ def test_deep_json_and_other_odd_values(workplace) -> None:
     one_problem(workplace, ["--multimodal-keys", '{"image": {"a": 1}}'], "'image' needs a text")
     one_problem(workplace, ["--rollout-num-gpus", "9" * 20], "--rollout-num-gpus")
     file = workplace.write("x.yaml", "sglang_attention_backend: {a: 1}\nload: [1]\nrm_type: {}\n")
-    for part in ("sglang_attention_backend", "load: needs a text", "rm_type: needs a text"):
+    for part in ("sglang_attention_backend", "load: it takes one value", "rm_type: needs a text"):
         one_problem(workplace, ["--override", file], part)
 
 

@@ -289,7 +289,7 @@ def test_no_flag_that_exists_looks_like_another_frameworks() -> None:
 
 def test_no_abbreviations_and_no_stray_words() -> None:
     assert "mean --num-rollout?" in "".join(read_command_line(["--num-roll", "3"])[1])
-    assert "'true'" in "".join(read_command_line(["--colocate", "true"])[1])
+    assert "has true" in "".join(read_command_line(["--colocate", "true"])[1])
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_no_abbreviations_and_no_stray_words() -> None:
         ("--advantage-estimator grp", "--advantage-estimator: 'grp' is not one of grpo, "),
         ("--train-env-vars {a:1}", "--train-env-vars: '{a:1}' is not JSON"),
         ("--train-env-vars [1]", "--train-env-vars: needs a JSON object"),
-        ("--lr", "argument --lr: expected one argument"),
+        ("--lr", "--lr: it takes one value, but has none"),
     ],
 )
 def test_bad_values_name_the_flag(line: str, problem: str) -> None:
@@ -312,16 +312,22 @@ def test_bad_values_name_the_flag(line: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--lr", ["argument --lr: expected one argument"]),
-        ("--colocate=true", ["argument --colocate: it takes no value, but has 'true'"]),
-        ("--lr --num-roll 3", ["argument --lr: expected one argument", "--num-roll: no such flag"]),
+        ("--lr", ["--lr: it takes one value, but has none"]),
+        ("--colocate=true", ["--colocate: it takes no value, but has true"]),
+        (
+            "--lr --num-roll 3",
+            ["--num-roll: no such flag", "--lr: it takes one value, but has none"],
+        ),
         (
             "--lr --eps-clip",
-            ["argument --lr: expected one argument", "argument --eps-clip: expected one argument"],
+            [
+                "--lr: it takes one value, but has none",
+                "--eps-clip: it takes one value, but has none",
+            ],
         ),
         (
             "--use-tensorboard=1 --lr fast",
-            ["argument --use-tensorboard/--no-use-tensorboard: it", "--lr: 'fast'"],
+            ["--use-tensorboard: it", "--lr: 'fast'"],
         ),
     ],
 )

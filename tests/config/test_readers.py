@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.args import FLAGS, Args, all_sections
+from slime.config.args import FLAGS, Args
 from slime.config.flag import Flag
 from slime.config.hf_config import SHAPE
+from slime.config.rules import all_rules
+from slime.registry import sections
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FOR_USERS = ("eval_max_context_len",)  # no room reads them: they are for the user's functions
@@ -123,7 +125,7 @@ def sections_of(tree: ast.AST) -> frozenset[str]:
     CheckpointConfig``), fields that are sections, and what a section is stored in (``self.settings =
     section(...)``).
     """
-    bases = {base.__name__ for base in (*Args.__mro__, *all_sections())}
+    bases = {base.__name__ for base in (*Args.__mro__, *sections())}
     stored = {
         target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
         for node in ast.walk(tree)
@@ -148,12 +150,13 @@ def sections_of(tree: ast.AST) -> frozenset[str]:
 
 
 def test_every_flag_that_works_is_read_somewhere() -> None:
-    unread = [
+    unread = {
         flag.option
         for flag in FLAGS.values()
         if flag.status == "works" and not readers(flag) and flag.name not in FOR_USERS
-    ]
-    assert unread == []
+    }
+    by_rows = " ".join(rule.when for rule in all_rules().defaults)
+    assert unread <= set(by_rows.split())
 
 
 @pytest.mark.parametrize(

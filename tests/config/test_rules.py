@@ -9,7 +9,7 @@ from make_args import CPU_MACHINE, make_args
 
 from slime.config.args import Args
 from slime.config.machine import Machine
-from slime.config.rules import Rule, Run, all_rules, holding, look_up
+from slime.config.rules import Rule, Run, all_rules, holding, look_up, set_defaults
 
 FACTS = all_rules().facts
 IDLE = all_rules().idle
@@ -171,3 +171,22 @@ def test_facts(fact: str, yes: dict[str, Any], no: dict[str, Any]) -> None:
     for flags, holds in ((yes, True), (no, False)):
         run = Run(make_args(**flags), False, flags.get("machine", CPU_MACHINE))
         assert bool(FACTS[fact](run)) is holds
+
+
+@pytest.mark.parametrize("rule", all_rules().defaults, ids=str)
+def test_a_switch_follows_from_its_row(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(monkeypatch)
+    name = look_up(rule.sets, setup.args)[1].flag.name
+    for holds in (False, True):
+        for part in parts(rule.when, rule.unless):
+            setup.put(part, False)
+        for part in parts(rule.when.split(" or ")[0]):
+            setup.put(part, holds)
+        setup.args.explicit -= {name}
+        setattr(setup.args, name, None)
+        set_defaults(setup.run)
+        assert getattr(setup.args, name) is holds
+    setup.args.explicit |= {name}
+    setattr(setup.args, name, False)
+    set_defaults(setup.run)
+    assert getattr(setup.args, name) is False, "the user has chosen"

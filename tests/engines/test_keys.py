@@ -14,7 +14,6 @@ import pytest
 from engine_parts import engine_settings
 from make_args import make_args, rule_problems
 
-from slime.config.passthrough import check
 from slime.engines import keys as module
 from slime.engines.handle import EngineHandle
 from slime.engines.http import HttpError, get, post, request_blocking
@@ -31,6 +30,7 @@ from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings, sta
 from slime.engines.process import EngineProcess
 from slime.engines.router import RouterProcess, start_router
 from slime.plugins.embedded import app, routes_generate, routes_openai, routes_weights
+from slime.plugins.sglang.options import check_keys
 from slime.utils.async_utils import run
 
 ROUTES = [
@@ -209,7 +209,7 @@ def test_servers_that_cannot_have_a_key_are_started_without_and_told() -> None:
     from slime.plugins.sglang.launch import takes_keys
 
     args = make_args(sglang={"tokenizer_worker_num": 2}, rollout_backend="sglang")
-    assert not check(args) and "--sglang-tokenizer-worker-num" in " ".join(args.notices)
+    assert not check_keys(args) and "--sglang-tokenizer-worker-num" in " ".join(args.notices)
     settings = EngineSettings.from_args(args, ServerKeys("k"))
     assert not takes_keys(settings, EngineSpec(0, "m"))
     assert takes_keys(EngineSettings("m"), EngineSpec(0, "m"))

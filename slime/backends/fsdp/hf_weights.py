@@ -24,7 +24,7 @@ from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.fsdp.lora import AdapterMerge
 from slime.backends.fsdp.low_precision import rounded_weights
 from slime.config.args import Args
-from slime.config.run import InitialWeights, megatron_lm_folder
+from slime.config.run import InitialWeights, other_folder
 from slime.models.loading import ModelError, is_multimodal, load_hf_config, load_hf_model
 from slime.models.lora import lora_layers
 from slime.models.packed_attention import NAME as PACKED
@@ -108,7 +108,7 @@ def load_full_model(
         ModelError: The checkpoint does not fit the model.
     """
     weights = None
-    if megatron_lm_folder(path):
+    if other_folder(path):
         if not empty:
             weights = find("checkpoint", "megatron_lm")(
                 path, how.hf_checkpoint, how.model_name, how.trust

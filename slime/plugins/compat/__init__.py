@@ -10,7 +10,12 @@ from slime.registry import register
 def parts() -> None:
     """Register the subcommand, and what older releases had."""
     register("command", "translate", "slime.plugins.compat:add_translate")
-    register("missing flag", "older", "slime.plugins.compat.older:why_missing")
+    register(
+        "missing flag",
+        "older",
+        "slime.plugins.compat.older:why_missing",
+        flags="slime.plugins.compat.config:UnsupportedConfig",
+    )
     register("client", "keys", "slime.plugins.compat.clients:send_keys_too")
     register("check", "older releases", "slime.plugins.compat.older:tell")
 

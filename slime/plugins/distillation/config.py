@@ -124,53 +124,13 @@ def resolve(args: Args) -> list[str]:
 
 
 def check(args: Args) -> list[str]:
-    """Return what does not fit distillation."""
+    """Return what does not fit distillation, and is no row of ``rules.json``."""
     if args.loss_type != "distill":
         return []
-    name = "--loss-type distill"
-    problems = []
-    if args.train_backend != "fsdp":
-        problems.append(f"{name} needs --train-backend fsdp")
-    if int(args.megatron.get("context_parallel_size") or 1) > 1:
-        problems.append(f"{name} and --context-parallel-size exclude each other")
-    if args.compute_advantages_and_returns:
-        problems.append(
-            f"{name} and --compute-advantages-and-returns exclude each other: the loss has no "
-            "advantages"
-        )
-    if args.use_opd or args.kl_loss_coef or args.kl_coef or args.entropy_coef:
-        problems.append(
-            f"{name} has no further terms: leave out --use-opd, --kl-loss-coef, --kl-coef, "
-            "--entropy-coef"
-        )
-    return problems + _context_problems(args) + _teacher_problems(args)
-
-
-def _context_problems(args: Args) -> list[str]:
-    problems = []
-    own = args.distill_teacher is None
-    if own and args.distill_context is None:
-        problems.append(
-            "--loss-type distill needs --distill-teacher, or --distill-context: without either, the "
-            "model would learn from itself what it does already"
-        )
-    if args.distill_ema is not None and (not own or args.lora_rank):
-        problems.append(
-            "--distill-ema is for the model itself as the teacher: leave out --distill-teacher and "
-            "--lora-rank"
-        )
-    if args.distill_context is not None:
-        if args.apply_chat_template:
-            problems.append(
-                "--distill-context and --apply-chat-template exclude each other: the text is put "
-                "into messages, which are rendered without the flag, too"
-            )
-        missing = [word for word in ("{prompt}", "{context}") if word not in args.distill_template]
-        if missing:
-            problems.append(f"--distill-template lacks {' and '.join(missing)}")
-        if args.distill_context == SUCCESS and args.n_samples_per_prompt < 2:
-            problems.append("--distill-context success needs --n-samples-per-prompt above 1")
-    return problems
+    missing = [word for word in ("{prompt}", "{context}") if word not in args.distill_template]
+    if args.distill_context is not None and missing:
+        return [f"--distill-template lacks {' and '.join(missing)}"]
+    return _teacher_problems(args)
 
 
 def _teacher_problems(args: Args) -> list[str]:

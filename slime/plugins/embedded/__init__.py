@@ -11,5 +11,6 @@ from slime.registry import register
 
 
 def parts() -> None:
-    """Register the engine."""
-    register("engine", "embedded", "slime.plugins.embedded.launch:start")
+    """Register the engine with its flags."""
+    here = "slime.plugins.embedded"
+    register("engine", "embedded", f"{here}.launch:start", flags=f"{here}.config:EmbeddedFlags")

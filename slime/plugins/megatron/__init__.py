@@ -18,13 +18,15 @@ def parts() -> None:
     needs = ("megatron.core", "slime-rl[megatron]")
     register("backend", "megatron", f"{here}.start:MegatronBackend", package=needs)
     register("layout", "megatron", f"{here}.layout:layout_of")
-    register("options", "megatron", f"{here}.options:OPTIONS")
+    flags = f"{here}.options:MegatronHooks"
+    register("options", "megatron", f"{here}.options:OPTIONS", flags=flags)
     register("rules", "megatron", f"{here}.rules:RULES")
     register("resolver", "megatron", f"{here}.flags:resolve")
     register("check", "megatron", f"{here}.flags:check_family")
     # Megatron-LM: its checkpoints, which FSDP reads too, and the flags of its checkout
     named = ("load", "ref_load", "opd_teacher_load")
     register("check", "megatron_lm", f"{here}.flags:check_megatron_lm", when=named)
+    register("checkpoint folder", "megatron_lm", f"{here}.folders:folder_of")
     register("checkpoint", "megatron_lm", f"{here}.megatron_lm:open_megatron_lm")
     register("other flags", "megatron_lm", f"{here}.megatron_lm_flags:find")
     for module, families in _FAMILIES.items():

@@ -15,7 +15,7 @@ from slime.config.flag_support import no_effect_notice
 from slime.config.hf_config import SHAPE, model_config, read_config
 from slime.config.layout import ParallelLayout
 from slime.config.passthrough import by_name
-from slime.config.run import megatron_lm_folder
+from slime.config.run import other_folder
 from slime.plugins.megatron.layout import chunk_problems
 from slime.plugins.megatron.options import OPTIONS
 from slime.plugins.megatron.shape import drop_other_model, shape_problems
@@ -172,7 +172,7 @@ def check_megatron_lm(args: Args) -> list[str]:
     folders = {
         option: str(folder)
         for option, (path, step) in named.items()
-        if (folder := megatron_lm_folder(path, step))
+        if (folder := other_folder(path, step))
     }
     if not folders or args.debug_rollout_only:
         return []

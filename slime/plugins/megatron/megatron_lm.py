@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slime.backends.tensor_index import require_tensors
-from slime.config.run import megatron_lm_folder
+from slime.config.run import other_folder
 from slime.models.shards import ModelError, local_folder, read_headers, shorten
 from slime.models.stored import NamedWeights, StoredWeights
 from slime.plugins.megatron.maps.family import (
@@ -89,7 +89,7 @@ class MegatronLmWeights(NamedWeights):
 
         Args:
             folder: A folder with ``.metadata`` and ``*.distcp``
-                (:func:`slime.config.run.megatron_lm_folder`).
+                (:func:`slime.config.run.other_folder`).
             family: The weight map of the model.
             settings: The shape of the model; ``vocab_size`` is the number of rows of the embeddings
                 without padding.
@@ -341,7 +341,7 @@ def open_megatron_lm(
         ModelError: Tensors are missing or do not fit the shape, or there is no weight map for this
             family of models.
     """
-    folder = megatron_lm_folder(path)
+    folder = other_folder(path)
     assert folder is not None, "the caller has found it"
     config = text_config(hf_checkpoint, trust_remote_code)
     try:
@@ -358,7 +358,7 @@ def read_megatron_lm(folder: Path, family: Family, config: HfConfig) -> Megatron
     """Return the weights in a folder of Megatron-LM under their Hugging Face names.
 
     Args:
-        folder: As :func:`slime.config.run.megatron_lm_folder` finds it.
+        folder: As :func:`slime.config.run.other_folder` finds it.
         config: The content of the model's config.json.
     """
     return MegatronLmWeights(folder, family, family.settings_of(config))

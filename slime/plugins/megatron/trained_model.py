@@ -15,7 +15,7 @@ from slime.backends.trainable import lora_settings, select_trainable
 from slime.config.args import Args
 from slime.config.hf_config import megatron_folder
 from slime.config.layout import ParallelLayout
-from slime.config.run import InitialWeights, megatron_lm_folder
+from slime.config.run import InitialWeights, other_folder
 from slime.config.seeds import derive_seed
 from slime.models.loading import check_checkpoint
 from slime.plugins.megatron import rank_files, rotary
@@ -151,7 +151,7 @@ class TrainedModel:
         parameters.
         """
         folder = megatron_folder(path)
-        if foreign := megatron_lm_folder(path):
+        if foreign := other_folder(path):
             self.weights.load(read_megatron_lm(foreign, self.family, self.hf_config.to_dict()))
         elif folder is None:
             if self.rank == 0:  # the driver could check the folder only if it had the files

@@ -10,5 +10,6 @@ def parts() -> None:
     losses = {"dpo": "losses:Dpo", "kto": "kto:Kto", "reward_model": "losses:BradleyTerry"}
     for name, loss in losses.items():
         register("loss", name, f"{here}.{loss}", flags=flags)
+    register("rules", "preference", "slime.plugins.preference:rules.json")
     register("resolver", "preference", f"{here}.config:resolve")
     register("check", "preference", f"{here}.config:check")

@@ -59,52 +59,16 @@ def resolve(args: Args) -> list[str]:
 
 
 def check(args: Args) -> list[str]:
-    """Return what does not fit a loss on preferences."""
-    if args.loss_type not in LOSSES:
-        return []
-    name = f"--loss-type {args.loss_type}"
-    problems = []
-    if args.train_backend != "fsdp":
-        problems.append(f"{name} needs --train-backend fsdp")
-    if int(args.megatron.get("context_parallel_size") or 1) > 1:
-        problems.append(f"{name} and --context-parallel-size exclude each other")
-    if args.calculate_per_token_loss:
-        problems.append(
-            f"{name} and --calculate-per-token-loss exclude each other: the loss is one of whole "
-            "responses"
-        )
-    problems += _advantage_problems(args, name)
-    if args.n_samples_per_prompt != 1:
-        problems.append(f"{name}: a pair is one sample, so --n-samples-per-prompt must be 1")
-    if args.label_key is None:
-        problems.append(f"{name} needs a --label-key, in whose place pairs are kept")
-    if args.loss_type == "reward_model":
-        if not args.debug_train_only:
-            problems.append(f"{name} needs --debug-train-only: engines cannot generate with it")
-        if args.lora_rank:
-            problems.append(f"{name} and --lora-rank exclude each other: an adapter has no score")
-    if args.kl_loss_coef or args.kl_coef or args.entropy_coef:
-        problems.append(
-            f"{name} has no further terms: leave out --kl-loss-coef, --kl-coef, --entropy-coef"
-        )
-    return problems
-
-
-def _advantage_problems(args: Args, name: str) -> list[str]:
-    """Return what does not fit the place of advantages, in which KTO keeps its reference point."""
-    if args.loss_type != "kto":
-        return (
-            [
-                f"{name} and --compute-advantages-and-returns exclude each other: the loss has no advantages"
-            ]
-            if args.compute_advantages_and_returns
-            else []
-        )
+    """Return what does not fit a loss on preferences, and is no row of ``rules.json``."""
+    if args.loss_type in LOSSES and args.label_key is None:
+        return [f"--loss-type {args.loss_type} needs a --label-key, in whose place pairs are kept"]
     own = args.custom_advantage_function_path == REFERENCE_POINT
-    if own and args.compute_advantages_and_returns and not args.normalize_advantages:
+    if args.loss_type != "kto" or (
+        own and args.compute_advantages_and_returns and not args.normalize_advantages
+    ):
         return []
     return [
-        f"{name} keeps its reference point where others have advantages: leave out "
+        "--loss-type kto keeps its reference point where others have advantages: leave out "
         "--custom-advantage-function-path, --disable-compute-advantages-and-returns and "
         "--normalize-advantages"
     ]

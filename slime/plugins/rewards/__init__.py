@@ -14,10 +14,10 @@ def parts() -> None:
     register("reward", "last_number", "slime.plugins.rewards.simple:LAST_NUMBER")
     register("reward", "random", "slime.plugins.rewards.simple:RANDOM")
     register("reward", "ifbench", "slime.plugins.rewards.ifbench:IFBENCH")
-    register("reward", "code", "slime.plugins.rewards.code:CODE")
     register("reward", "gpqa", "slime.plugins.rewards.gpqa:GPQA")
     register("reward", "remote_rm", "slime.plugins.rewards.remote_rm:REMOTE_RM")
     register("reward", "model", "slime.plugins.rewards.classifier:MODEL")
     register("reward", "rubric", "slime.plugins.rewards.rubric:RUBRIC")
     config = "slime.plugins.rewards.config"
+    register("reward", "code", "slime.plugins.rewards.code:CODE", flags=f"{config}:CodeFlags")
     register("resolver", "rubric", f"{config}:resolve", flags=f"{config}:RubricFlags")

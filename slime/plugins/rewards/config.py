@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.files import read_named_rows
-from slime.config.flag import path_flag
+from slime.config.flag import flag, path_flag
 from slime.registry import parts
 
 if TYPE_CHECKING:
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
 
 PASS = 0.5
 """A required item whose reward is below this makes the whole reward 0."""
+
+
+@dataclass
+class CodeFlags:
+    _title = "code"
+
+    code_timeout: float = flag(10.0, above=0)
+    """Processor time in seconds of a program in one test (--rm-type code); a slower one is wrong"""
+    code_memory_mb: int = flag(1024, low=64)
+    """Address space in MiB of a program (--rm-type code); one that needs more is wrong"""
+    code_isolation: str = flag("full", choices=("full", "process"))
+    """Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker,
+    see slime/plugins/agents/sandbox.py"""
 
 
 @dataclass

@@ -18,5 +18,7 @@ def parts() -> None:
     )
     register("options", "sglang", "slime.plugins.sglang.options:SGLANG")
     register("options", "router", "slime.plugins.sglang.options:ROUTER")
+    register("groups", "sglang", "slime.plugins.sglang.groups:read_server_groups")
+    register("rules", "sglang", "slime.plugins.sglang.rules:RULES")
     register("resolver", "keys of servers", "slime.plugins.sglang.options:check_keys")
     register("check", "options of servers", "slime.plugins.sglang.check:check_server_options")

@@ -27,7 +27,7 @@ from slime.plugins.distillation.context import (
     no_reward,
 )
 from slime.rollout.state import GenerateState
-from tests.make_args import make_args
+from tests.make_args import make_args, rule_problems
 from tests.rollout.rollout_parts import make_tokenizer
 
 
@@ -58,7 +58,7 @@ def test_what_it_sets(model: Path) -> None:
         ({}, "without either"),
         ({"distill_context": "label", "apply_chat_template": True}, "apply-chat-template"),
         ({"distill_context": "label", "distill_template": "{prompt}"}, "lacks {context}"),
-        ({"distill_context": "success", "n_samples_per_prompt": 1}, "above 1"),
+        ({"distill_context": "success", "n_samples_per_prompt": 1}, "use 2 or more"),
         ({"distill_context": "label", "distill_ema": 0.9, "lora_rank": 4}, "--lora-rank"),
         ({"distill_context": "label", "train_backend": "megatron"}, "fsdp"),
         ({"distill_context": "label", "compute_advantages_and_returns": True}, "no advantages"),
@@ -68,8 +68,9 @@ def test_what_it_sets(model: Path) -> None:
     ],
 )
 def test_what_does_not_fit(model: Path, flags: dict[str, Any], words: str) -> None:
-    problems = check(run_args(model).with_values(**flags))
-    assert len(problems) == 1 and words in problems[0]
+    args = run_args(model).with_values(**flags)
+    told = [*check(args), *rule_problems(args)]
+    assert len([line for line in told if words in line]) == 1, told
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from slime.backends.tensor_index import UnsafeMetadataError
-from slime.config.run import is_foreign_megatron, megatron_lm_folder, weights_path
+from slime.config.run import other_folder, weights_path
 from slime.models.shards import ModelError
 from slime.plugins.megatron.megatron_lm import (
     MegatronLmWeights,
@@ -160,19 +160,19 @@ def test_an_index_that_could_execute_code_is_not_loaded(tmp_path: Path) -> None:
 def test_the_tracker_file_or_the_step_selects_the_iteration(tmp_path: Path) -> None:
     tensors = {"decoder.final_layernorm.weight": torch.ones(3)}
     folder = write(write(tmp_path / "theirs", tensors, 20), tensors, 100)
-    assert megatron_lm_folder(str(folder)) == folder / "iter_0000100"
-    assert megatron_lm_folder(str(folder), 20) == folder / "iter_0000020"
-    assert megatron_lm_folder(str(folder), 30) is None and is_foreign_megatron(folder)
-    assert megatron_lm_folder(str(folder / "iter_0000020")) == folder / "iter_0000020"
+    assert other_folder(str(folder)) == folder / "iter_0000100"
+    assert other_folder(str(folder), 20) == folder / "iter_0000020"
+    assert other_folder(str(folder), 30) is None
+    assert other_folder(str(folder / "iter_0000020")) == folder / "iter_0000020"
     (folder / TRACKER).unlink()
-    assert megatron_lm_folder(str(folder)) == folder / "iter_0000100"
+    assert other_folder(str(folder)) == folder / "iter_0000100"
     write(folder, tensors, None)
     assert (
         weights_path(str(folder)) == str(folder / "release")
         and weights_path("elsewhere") == "elsewhere"
     )
     (folder / "release" / "manifest.json").write_text("{}")  # slime's own snapshot
-    assert megatron_lm_folder(str(folder)) is None and megatron_lm_folder(None) is None
+    assert other_folder(str(folder)) is None and other_folder(None) is None
 
 
 def convert(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:

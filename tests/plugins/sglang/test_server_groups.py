@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from make_args import make_args, rule_problems
 
-from slime.config.cluster import check_machine, check_placement
-from slime.config.engine import ServerGroupError, read_server_groups
+from slime.config.cluster import check_machine
+from slime.config.engine import ServerGroupError, check_server_groups
 from slime.config.machine import Machine
 from slime.config.rules import Run, idle_flags
 from slime.engines.launch import engine_count, plan_engines
+from slime.plugins.sglang.groups import read_server_groups
 from slime.rollout.state import concurrency
 
 TWO_MODELS = """
@@ -54,7 +55,7 @@ def test_servers_of_two_models_with_a_hole_between_them(tmp_path: Path) -> None:
     assert [s.model_path for s in specs] == ["/models/actor"] * 3 + ["/models/judge"]
     assert [s.options for s in specs] == [{}, *[{"mem_fraction_static": 0.8}] * 2, {}]
     assert concurrency(args, engine_count(args)) == 2 * 512  # what decodes for the trained model
-    assert check_placement(args) == []
+    assert [*check_server_groups(args), *rule_problems(args)] == []
 
 
 def test_one_model_without_a_file() -> None:
@@ -137,7 +138,7 @@ def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
     given = {"hf_checkpoint": "m", "rollout_backend": "sglang", "sglang_config": file}
 
     def problems(**more: object) -> str:
-        return "\n".join(check_placement(make_args(**{**given, **more})))
+        return "\n".join(check_server_groups(make_args(**{**given, **more})))
 
     assert problems() == ""
     assert "2 GPUs, but --rollout-num-gpus is 4" in problems(rollout_num_gpus=4)
@@ -169,7 +170,7 @@ def colocated(
         "rollout_num_gpus": rollout, "rollout_num_gpus_per_engine": 2,
     }  # fmt: skip
     args = make_args(**{**given, **more})
-    problems = [*check_placement(args), *check_machine(args, machine)]
+    problems = [*rule_problems(args, machine=machine), *check_machine(args, machine)]
     return [problem for problem in problems if problem.startswith("--colocate with")]
 
 

@@ -1,0 +1,25 @@
+"""The flags of the embedded engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.config.flag import DERIVED, Section, flag
+
+
+def torch_device(text: str) -> None:
+    """Check the name of a device; raises a ValueError for one of another kind."""
+    if text.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"{text} must be cpu or cuda")
+
+
+@dataclass
+class EmbeddedFlags(Section):
+    _title = "embedded engine"
+
+    embedded_max_running_requests: int = flag(64, low=1)
+    """Maximum number of requests that the embedded engine decodes at once"""
+    embedded_max_total_tokens: int | None = flag(None, low=1)
+    """Tokens in the embedded engine's KV cache. Default: chosen by available memory"""
+    embedded_device: str = flag(DERIVED, valid=torch_device)
+    """Device of the embedded engine, cpu or cuda. Default: cuda if available"""
