@@ -20,12 +20,13 @@ from pathlib import Path
 import orjson
 import xxhash
 
+from slime.data.rewards import PARTS_KEY
 from slime.data.staleness import step_of
 from slime.observability.regular import parse_json, regular, shallow
 from slime.observability.samples import COMPRESSED, last_user_text, sample_files, unpacked
 from slime.types import JsonObject, JsonValue
 
-SCHEMA = 2
+SCHEMA = 3
 """Part of the name of the index, so that an index of another release is not read."""
 
 _NAME = re.compile(r"(?P<kind>.+)_(?P<step>[0-9]{1,15})")
@@ -35,7 +36,7 @@ create table if not exists files (kind text, step integer, mtime integer, size i
     primary key (kind, step)) without rowid;
 create table if not exists samples (kind text, step integer, position integer, group_index integer,
     sample_index integer, reward real, reward_text text, length integer, status text, staleness integer,
-    version text, prompt text, offset integer, size integer, primary key (kind, step, position)) without rowid;
+    version text, source text, parts text, prompt text, offset integer, size integer, primary key (kind, step, position)) without rowid;
 create index if not exists of_prompt on samples (prompt, kind, step);
 create table if not exists prompts (key text primary key, head text, label text) without rowid;
 """
@@ -197,7 +198,7 @@ class SampleIndex:
         # A file is replaced as a whole, so that its old rows go first.
         with self._lock, self.connection as connection:
             connection.execute("delete from samples where kind = ? and step = ?", (kind, step))
-            marks = ", ".join("?" * 14)
+            marks = ", ".join("?" * 16)
             connection.executemany(f"insert into samples values ({marks})", rows)
             connection.executemany(
                 "insert or ignore into prompts values (?, ?, ?)", prompts.values()
@@ -305,7 +306,7 @@ def _text(value: JsonValue) -> str:
 
 
 def _numbers(record: JsonObject, step: int, reward_key: object) -> tuple[object, ...]:
-    """Return the columns ``group_index`` to ``version`` of a sample."""
+    """Return the columns ``group_index`` to ``parts`` of a sample."""
     # The age of the oldest token, in steps.
     versions = _versions(record)
     made = [number for version in versions if (number := step_of(version)) is not None]
@@ -320,6 +321,23 @@ def _numbers(record: JsonObject, step: int, reward_key: object) -> tuple[object,
         _text(status) if isinstance(status, str) else None,
         step - min(made) if made else None,
         " ".join(versions)[:_HEAD],
+        *_labels(record.get("metadata")),
+    )
+
+
+def _labels(metadata: JsonValue) -> tuple[str | None, str | None]:
+    """Return the data set of a sample, and its several rewards as JSON; None where it has none."""
+    if not isinstance(metadata, dict):
+        return None, None
+    source, parts = metadata.get("source_name"), metadata.get(PARTS_KEY)
+    numbers = {
+        name: number
+        for name, value in (parts.items() if isinstance(parts, dict) else ())
+        if (number := reward_number(value)) is not None
+    }
+    return (
+        None if source is None else _text(source)[:_HEAD],
+        json.dumps(numbers) if numbers else None,
     )
 
 

@@ -4,6 +4,7 @@ file.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -30,7 +31,7 @@ SHOWN_SETTINGS = (
 View = dict[str, object]
 _SAMPLE = (
     "position, group_index, sample_index, reward, reward_text, length, status, staleness, "
-    "version, prompt"
+    "version, source, parts, prompt"
 )
 
 
@@ -212,6 +213,15 @@ def _mean(rows: Iterable[Row], name: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
+def _mean_parts(rows: Iterable[Row]) -> dict[str, float]:
+    """Return the mean of each of several rewards over the samples that have it, by name."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in json.loads(str(row["parts"] or "{}")).items():
+            values.setdefault(name, []).append(value)
+    return {name: statistics.fmean(found) for name, found in sorted(values.items())}
+
+
 def _group(run: Run, key: object, rows: list[Row], prompts: Mapping[object, Row]) -> View:
     """A group of prompts: statistics, what the ledger says of it, and its samples."""
     rewards = [float(row["reward"]) for row in rows if row["reward"] is not None]
@@ -225,6 +235,8 @@ def _group(run: Run, key: object, rows: list[Row], prompts: Mapping[object, Row]
         **_texts(prompts.get(prompt)),
         "n": len(rows) or entry.get("samples", 0),
         "reward": _mean(rows, "reward"),
+        "source": rows[0]["source"] if rows else None,
+        "rewards": _mean_parts(rows),
         "reward_std": statistics.pstdev(rewards) if rewards else None,
         "length": _mean(rows, "length"),
         "longest": max(lengths, default=None),

@@ -354,3 +354,21 @@ def test_a_run_of_one_step_has_taken_the_time_of_this_step(folder: Path) -> None
     runs.refresh()
     tiny = runs.get("tiny")
     assert tiny is not None and tiny.series.last_time - tiny.series.first_time == 12.5
+
+
+def test_a_group_has_its_data_set_and_each_of_several_rewards(runs: Runs, folder: Path) -> None:
+    path = folder / "samples" / "rollout_000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    group = rows[0]["group_index"]
+    members = [row for row in rows if row["group_index"] == group]
+    for i, row in enumerate(members):
+        parts = {"right": float(i == 0), **({"short": 0.5} if i < 2 else {}), "odd": "no number"}
+        row["metadata"] = {"source_name": "gsm8k", "reward_parts": parts}
+    with replacing(path) as temporary:
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs.refresh()
+    groups = {one["group"]: one for one in ask(runs, "step", 1)["groups"]}
+    assert groups[group]["source"] == "gsm8k"
+    assert groups[group]["rewards"] == {"right": 1 / len(members), "short": 0.5}
+    others = [one for key, one in groups.items() if key != group]
+    assert all(one["source"] is None and one["rewards"] == {} for one in others)

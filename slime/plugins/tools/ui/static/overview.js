@@ -16,7 +16,8 @@ export async function show(place, run) {
   const findings = card("slime doctor", h("p", { class: "muted" }, "looking…"));
   get("run", run.key, "doctor").then(doctor, (error) => [notice(error.message)]).then((parts) => replace(findings, h("h2", {}, "slime doctor"), parts));
   const evaluated = values.names.filter((name) => /^eval\/[^/@]+$/.test(name) && !/-(truncated_ratio|reward_missing_count)$/.test(name));
-  const names = [...evaluated.slice(0, 2), ...FIRST].filter((name) => values.names.includes(name));
+  const several = values.names.filter((name) => /^rollout\/(reward\/[^/]+|source\/.+\/raw_reward)$/.test(name));
+  const names = [...evaluated.slice(0, 2), ...FIRST, ...several.slice(0, 12)].filter((name) => values.names.includes(name));
   place.append(
     h("div", { class: "columns" }, status(values), findings),
     values.served.length ? served(values.served) : "",

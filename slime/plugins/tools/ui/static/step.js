@@ -54,12 +54,15 @@ function groups(run, values) {
   const low = Math.min(...rewards), high = Math.max(...rewards);
   const states = [...new Set(all.map((group) => group.state).filter(Boolean))];
   const statuses = [...new Set(all.flatMap((group) => Object.keys(group.statuses)))];
+  const rewardNames = [...new Set(all.flatMap((group) => Object.keys(group.rewards)))].sort();
   const holder = h("div", {});
   const columns = [
     { name: "group", value: (g) => g.group },
+    ...(all.some((group) => group.source) ? [{ name: "data set", left: true, value: (g) => g.source }] : []),
     { name: "prompt", left: true, value: (g) => g.head, show: (g) => g.prompt ? h("a", { href: link("prompt", run.key, g.prompt), class: "cut" }, g.head || "(empty)") : h("span", { class: "muted" }, g.state === "trained" ? "texts not recorded" : "texts of untrained groups are not kept") },
     { name: "samples", left: true, value: (g) => g.n, show: (g) => chips(run, values.step, g, low, high) },
     { name: "reward", value: (g) => g.reward },
+    ...rewardNames.map((name) => ({ name, value: (g) => g.rewards[name], title: "one of several rewards" })),
     { name: "± std", value: (g) => g.reward_std },
     { name: "length", value: (g) => g.length, show: (g) => number(g.length, 1) },
     { name: "longest", value: (g) => g.longest },
@@ -87,7 +90,7 @@ function groups(run, values) {
 
 function matches(group) {
   const text = filter.text.toLowerCase();
-  return (!text || `${group.head} ${group.label} ${group.reason ?? ""} ${group.group}`.toLowerCase().includes(text))
+  return (!text || `${group.head} ${group.label} ${group.source ?? ""} ${group.reason ?? ""} ${group.group}`.toLowerCase().includes(text))
     && (!filter.state || group.state === filter.state)
     && (!filter.status || filter.status in group.statuses)
     && (filter.low === "" || (group.reward !== null && group.reward >= +filter.low))
