@@ -59,6 +59,10 @@ ESTIMATORS: dict[str, str] = {
     "gdpo": "--advantage-estimator gdpo",
     "gmpo": "--advantage-estimator gmpo",
     "clip_cov": "--advantage-estimator clip_cov",
+    "by_source": "--advantage-estimator by_source",
+    "kl_cov": "--advantage-estimator kl_cov",
+    "otb": "--advantage-estimator otb",
+    "rae": "--advantage-estimator rae",
     "vaco": "--advantage-estimator vaco --use-rollout-logprobs",
 }
 """What each needs beside the flags of all."""

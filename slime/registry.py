@@ -71,6 +71,8 @@ KINDS = {
     "None",
     "resolver": "a function resolve(args) that fills in defaults before the data are read, and returns "
     "problems",
+    "group listener": "a function listen(args, source, event, group), called with each event of a group "
+    "(slime.rollout.state.Observer); what it changes in the metadata of the data source is in the snapshot",
     "check": "a function check(args) that returns problems, one line each, before a run starts",
     "warning": "a function warn(args, asynchronous) that returns lines, which are printed after the "
     "name at the start",
@@ -98,7 +100,8 @@ class Part:
             None for none.
         package: The module that the part needs, which may be missing, and what ``pip install`` gets
             it.
-        when: For a check: it is called only if one of these arguments is set; always without any.
+        when: For a check or a group listener: it is called only if one of these arguments is set, or
+            has the value after ``=``; always without any.
     """
 
     kind: str
@@ -157,6 +160,17 @@ def find(kind: str, name: str) -> Any:
         failed = "".join(f"; {problem}" for problem in _failed)
         raise RegistryError(f"there is no {kind} {name!r}; known are {', '.join(known)}{failed}")
     return load(known[name].target)
+
+
+def called_for(kind: str, args: object) -> list[Any]:
+    """Import the parts of a kind whose :attr:`Part.when` holds, and return them."""
+
+    def holds(condition: str) -> bool:
+        name, _, value = condition.partition("=")
+        return bool(getattr(args, name)) if not value else getattr(args, name) == value
+
+    known = parts(kind).values()
+    return [load(part.target) for part in known if not part.when or any(map(holds, part.when))]
 
 
 @functools.cache

@@ -30,6 +30,7 @@ PLAIN_LISTS = (
     "positive",
     "negative",
     "groups",
+    "places",
     "parts",
 )
 MASKS = ("loss_masks", "mask", "loss_mask")
@@ -136,8 +137,10 @@ def check_estimator(case: dict[str, Any]) -> None:
         "loss_masks": masks,
         "response_lengths": lengths,
         "total_lengths": [n + 2 for n in lengths],
+        "group_indices": case["groups"],
+        "metadata": case.get("metadata"),
     }
-    for name in ("log_probs", "ref_log_probs", "teacher_log_probs", "values"):
+    for name in ("log_probs", "ref_log_probs", "teacher_log_probs", "values", "squared_probs"):
         if name in case:
             batch[{"log_probs": "old_log_probs", "values": "old_values"}.get(name, name)] = (
                 to_tensors(name, case[name])

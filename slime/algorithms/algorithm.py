@@ -78,6 +78,8 @@ class Scored(NamedTuple):
     reward: float
     parts: Mapping[str, float]
     """Several rewards by name, where the reward function returned a dict; else empty."""
+    metadata: Mapping[str, Any] = {}
+    """The metadata of its first sample."""
 
 
 class Algorithm(ABC):
@@ -99,6 +101,8 @@ class Algorithm(ABC):
     """Whether the trainer recomputes log π_old even if a rollout has a single optimizer step.
     Otherwise the current log-probs are used in that case, which gives the same gradient for a ratio
     per token and saves a forward pass."""
+    needs_squared_probs: ClassVar[bool] = False
+    """Whether the batch must have ``squared_probs``, which takes one more forward pass."""
     discounts: ClassVar[bool] = False
     """Whether :meth:`advantages` discounts later rewards by ``--gamma``."""
     uses_kl_in_reward: ClassVar[bool] = False
@@ -165,6 +169,16 @@ class Algorithm(ABC):
         ranks ``reduce.over_data`` has. Here they stay as they are.
         """
         return advantages
+
+    def of_samples(self, entries: Mapping[str, Sequence[Any]]) -> Algorithm:
+        """Return the estimator for the loss of one micro-batch, whose methods are :meth:`ppo_kl`,
+        :meth:`sequence_loss` and :meth:`pg_reducer`: itself, unless they read more of the samples
+        than their arguments.
+
+        Args:
+            entries: The entries of the batch for these samples, by their documented names.
+        """
+        return self
 
     def ppo_kl(
         self,

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.losses import compute_approx_kl, compute_sft_loss, compute_value_loss
 from slime.algorithms.off_policy import opsm_mask
 from slime.algorithms.sequences import (
@@ -158,7 +159,7 @@ def _mean(settings: LossSettings, tokens: TokenBatch, mask: Tensor) -> Reducer:
 def _policy_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     log_probs = _need(tokens.log_probs, "log_probs", "the policy loss")
     advantages = _need(tokens.advantages, "advantages", "the policy loss")
-    algorithm = settings.algorithm
+    algorithm = settings.algorithm.of_samples(tokens.sample_entries)
     lengths = tokens.response_lengths
     mean_for_metrics = _mean(settings, tokens, tokens.loss_mask)
 
@@ -198,7 +199,7 @@ def _policy_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
 
     # Mean, and the other terms of the sum.
     mean = _mean(settings, tokens, mask)
-    parts = {"pg_loss": Part(1.0, _pg_reducer(settings, tokens, mask, mean)(pg_loss))}
+    parts = {"pg_loss": Part(1.0, _pg_reducer(settings, algorithm, tokens, mask, mean)(pg_loss))}
     parts |= _entropy_part(settings, tokens, mean) | _kl_part(
         settings, tokens, log_probs, old, mean
     )
@@ -324,10 +325,14 @@ def _correct_off_policy(
 
 
 def _pg_reducer(
-    settings: LossSettings, tokens: TokenBatch, mask: Tensor, default: Reducer
+    settings: LossSettings,
+    algorithm: Algorithm,
+    tokens: TokenBatch,
+    mask: Tensor,
+    default: Reducer,
 ) -> Reducer:
     if settings.pg_reducer is None:
-        return settings.algorithm.pg_reducer(mask, default)
+        return algorithm.pg_reducer(mask, default)
     given = dict(
         total_lengths=tokens.total_lengths,
         response_lengths=tokens.response_lengths,

@@ -219,8 +219,8 @@ class TokenBatch:
     targets: Tensor | None = None
     """int64 ``[R]``: the response tokens; only together with ``logits``."""
     sample_entries: dict[str, Any] = field(default_factory=dict)
-    """The entries of the rank batch for these samples (lists of length n), for a custom loss and
-    with its names. Entries per response token are the part of this rank."""
+    """The entries of the rank batch for these samples (lists of length n), by their documented
+    names. Entries per response token are the part of this rank."""
 
     @classmethod
     def from_rank_batch(
@@ -276,9 +276,7 @@ class TokenBatch:
             logits=logits,
             targets=targets,
             mis_weight_mean=batch.get("mis_weight_mean"),
-            sample_entries=_sample_entries(batch, picked, response_index)
-            if logits is not None
-            else {},
+            sample_entries=_sample_entries(batch, picked, response_index),
             **{name: flat(name) for name in LOSS_FIELDS},
         )
 

@@ -40,7 +40,7 @@ class LossType(ABC):
     """
 
     needs_logits: ClassVar[bool] = False
-    """Whether it reads ``TokenBatch.logits`` and ``TokenBatch.sample_entries``."""
+    """Whether it reads ``TokenBatch.logits``."""
 
     def __init__(self, own: object) -> None:
         self.own = own

@@ -33,6 +33,8 @@ class TrainNeeds:
     """
     old_log_probs: bool
     """Whether the old log-probs are recomputed even if the rollout has a single optimizer step."""
+    squared_probs: bool
+    """Whether a pass at half the temperature computes Σπ² over the vocabulary."""
     trains: bool
     """Whether the loss uses old log-probs. Supervised fine-tuning does not."""
     engine_log_probs: bool
@@ -78,6 +80,7 @@ class TrainNeeds:
             or args.get_mismatch_metrics
             or bool(custom_setting(args, "tis_batch_normalize", False))
             or (args.use_routing_replay and not args.use_rollout_routing_replay),
+            squared_probs=policy and algorithm.needs_squared_probs,
             trains=args.loss_type != "sft_loss" and (policy or args.compute_advantages_and_returns),
             engine_log_probs=args.use_rollout_logprobs and not args.get_mismatch_metrics,
             rollout_entropy=args.use_rollout_entropy,
@@ -113,7 +116,9 @@ class TrainNeeds:
         of a rollout.
         """
         old = self.trains and not self.engine_log_probs and (self.old_log_probs or steps > 1)
-        return self.ref_log_probs + self.teacher_log_probs + (old or self.rollout_entropy)
+        squares = self.squared_probs * (1 + self.engine_log_probs)
+        others = self.ref_log_probs + self.teacher_log_probs + squares
+        return others + (old or self.rollout_entropy)
 
 
 def _is_linear(path: str | None) -> bool:

@@ -150,15 +150,22 @@ def score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
     if needs.teacher_log_probs and batch.get("teacher_log_probs") is None:
         with timer.phase("teacher_log_probs"):
             batch["teacher_log_probs"] = backend.log_probs(batch, "teacher")["log_probs"]
+    tag: ModelTag = "old_actor" if needs.old_actor else "actor"
     recompute = needs.recomputes_old_log_probs(batch) and batch.get("old_log_probs") is None
     if recompute or (needs.rollout_entropy and batch.get("entropy") is None):
         with timer.phase("log_probs"):
-            tag: ModelTag = "old_actor" if needs.old_actor else "actor"
             scores = backend.log_probs(batch, tag, with_entropy=needs.rollout_entropy)
             if "entropy" in scores:
                 batch["entropy"] = scores["entropy"]
             if recompute:
                 batch["old_log_probs"] = scores["log_probs"]
+    if needs.squared_probs and batch.get("squared_probs") is None:
+        with timer.phase("log_probs"):
+            # At half the temperature, a token of the logit z has log π' = 2z − log Σ exp(2z), and
+            # log Σπ² = log Σ exp(2z) − 2 log Σ exp(z).
+            sharp = backend.log_probs(batch, tag, temperature=needs.temperature / 2)["log_probs"]
+            old = batch.get("old_log_probs") or backend.log_probs(batch, tag)["log_probs"]
+            batch["squared_probs"] = [(2 * p - q).exp() for p, q in zip(old, sharp, strict=True)]
 
 
 def _mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:

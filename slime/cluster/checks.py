@@ -94,15 +94,10 @@ def _check_all(args: Args, asynchronous: bool) -> list[str]:
     from slime.rollout.rm_hub.dispatch import check_rewards
     from slime.rollout.rm_hub.reward import check_label
 
-    of_parts = [
-        part
-        for part in registry.parts("check").values()
-        if not part.when or any(getattr(args, name) for name in part.when)
-    ]
     checks = (
         lambda args: check_data(args, check_label),
         check_rewards,
-        *(registry.find("check", part.name) for part in of_parts),
+        *registry.called_for("check", args),
         check_schedules,
         check_checkpoints,
         partial(check_snapshots, asynchronous=asynchronous),

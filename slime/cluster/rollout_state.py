@@ -23,6 +23,7 @@ from slime.data.source import (
 from slime.data.value_files import read_state, write_state
 from slime.observability.best_effort import warn
 from slime.observability.run_dir import RunDir
+from slime.registry import called_for
 from slime.rollout.weight_timeline import Recording, WeightTimeline, settings_to_compare
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class RolloutState:
     ) -> None:
         self.args = args
         self.source = source
+        self.listeners = called_for("group listener", args)
         keeps = getattr(type(source), "add_samples", None) is not RolloutDataSource.add_samples
         self.ledger = Ledger(RunDir(run_dir).ledger, _is_strict(args, source), keeps)
         if isinstance(source, RolloutDataSourceWithBuffer):
@@ -105,6 +107,8 @@ class RolloutState:
     def observe(self, event: str, group: Group, facts: Mapping[str, object]) -> None:
         """Record an event of a group, which the rollout loops report."""
         self.ledger(event, group, facts)
+        for listen in self.listeners:
+            listen(self.args, self.source, event, group)
         if self.schedule is not None:
             self.schedule(event, group, facts)
 

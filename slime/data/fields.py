@@ -112,6 +112,8 @@ FIELDS: tuple[Field, ...] = (
     _scores("kl", "KL estimate against the reference model, 0 unless `--kl-coef` is given", wire=None, in_loss=False),
     _scores("entropy", "of the trainer's weights before the first step (`--use-rollout-entropy`)", wire=None,
             in_loss=False),
+    _scores("squared_probs", "Σπ² over the vocabulary before the first step, for estimators that need it", wire=None,
+            in_loss=False),
     _scores("opd_reverse_kl", "reverse KL against the teacher (on-policy distillation)", wire=None),
     Field("staleness", "response token", "steps since the weights that sampled the token; -1: unknown; absent: all 0",
           "int16", "float32", in_loss=True),

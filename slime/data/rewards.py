@@ -102,7 +102,12 @@ def post_process_rewards(
             groups.setdefault(group_keys[i], {}).setdefault(rollouts[i], []).append(i)
     units = [(key, members) for key, group in groups.items() for members in group.values()]
     scored = [
-        Scored(key, mean_reward([shaped[i] for i in members]), _mean_parts(samples, members))
+        Scored(
+            key,
+            mean_reward([shaped[i] for i in members]),
+            _mean_parts(samples, members),
+            samples[members[0]].metadata,
+        )
         for key, members in units
     ]
     joint = algorithm.batch_baseline(scored)

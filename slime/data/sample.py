@@ -102,6 +102,8 @@ class Sample:
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
+    # replace those of the run in its requests, without the seed
+    sampling_params: dict[str, Any] = field(default_factory=dict)
     custom_rm_path: str | None = None
     train_metadata: dict[str, Any] | None = None  # reaches the trainer as batch["metadata"]
     session_id: str | None = None

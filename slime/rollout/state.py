@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from slime.config.hf_config import media_token_ids, model_config
 from slime.config.lora import engine_adapter
@@ -75,7 +75,7 @@ class RequestSettings:
 def seeded(
     seed: int, params: SamplingParams, sample: Sample, position: int, purpose: str = "sampling"
 ) -> SamplingParams:
-    """Return a copy of ``params`` with the seed of this sample's next request.
+    """Return ``params`` with those of the sample itself, and the seed of its next request.
 
     The seed depends on the run seed, the purpose, the prompt, the position, and the number of
     earlier engine calls of the sample. It does not depend on time, on the engine, or on the order
@@ -87,11 +87,12 @@ def seeded(
         purpose: What the sample is for, such as ``sampling`` or an evaluation data set.
     """
     prompt = sample.group_index if sample.group_index is not None else sample.index
+    own = cast(SamplingParams, {**params, **sample.sampling_params})
     # the data source assigns no indices: without a seed is better than one seed for all prompts
     if prompt is None:
-        return {**params}
+        return own
     turn = len(sample.weight_versions)
-    return {**params, "sampling_seed": derive_seed(seed, purpose, prompt, position, turn)}
+    return {**own, "sampling_seed": derive_seed(seed, purpose, prompt, position, turn)}
 
 
 Observer = Callable[[str, Group, dict[str, Any]], None]

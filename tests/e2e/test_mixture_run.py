@@ -17,12 +17,13 @@ def test_a_mixture_resumes_exactly_and_has_a_curve_for_each_data_set(
     other.write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
     file = tmp_path / "mixture.yaml"
     file.write_text(
-        f"- {{name: plain, path: {prompts}, weight: 2}}\n- {{name: other, path: {other}}}\n"
+        f"- {{name: plain, path: {prompts}, weight: 2, pass_rate: [0, 0.9], estimator: kl_cov}}\n"
+        f"- {{name: other, path: {other}, sampling: {{max_new_tokens: 3}}, estimator: rloo}}\n"
     )
     common = list(flags)
     at = common.index("--prompt-data")
     common[at : at + 2] = ["--prompt-mixture", file]
-    common += ["--deterministic", "--num-rollout", 4]
+    common += ["--deterministic", "--log-samples", "all", "--num-rollout", 4]
     whole = runner.inline(*common, name="whole")
     assert whole.code == 0, whole.output
     first = runner.inline(
@@ -44,3 +45,9 @@ def test_a_mixture_resumes_exactly_and_has_a_curve_for_each_data_set(
         for name in ("plain", "other")
         for what in ("raw_reward", "share")
     }
+    lengths: dict[str, set[int]] = {"plain": set(), "other": set()}
+    for path in whole.folder.glob("samples/*.jsonl"):
+        for line in path.read_text().splitlines():
+            sample = json.loads(line)
+            lengths[sample["metadata"]["source_name"]].add(sample["response_length"])
+    assert max(lengths["other"]) == 3 < max(lengths["plain"])

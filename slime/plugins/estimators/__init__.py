@@ -19,4 +19,10 @@ def parts() -> None:
     register(
         "algorithm", "clip_cov", f"{here}.clip_cov:ClipCov", flags=f"{here}.clip_cov:ClipCovFlags"
     )
+    register("algorithm", "kl_cov", f"{here}.kl_cov:KlCov", flags=f"{here}.kl_cov:KlCovFlags")
+    register("algorithm", "otb", f"{here}.otb:Otb")
+    register("algorithm", "rae", f"{here}.rae:Rae", flags=f"{here}.rae:RaeFlags")
+    when = ("advantage_estimator=rae",)
+    register("group listener", "rae", f"{here}.rae:remember", when=when)
+    register("check", "rae", f"{here}.rae:check", when=when)
     register("algorithm", "vaco", f"{here}.vaco:Vaco", flags=f"{here}.vaco:VacoFlags")

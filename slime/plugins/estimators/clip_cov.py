@@ -16,7 +16,7 @@ from slime.algorithms.sequences import Reduce, flatten, keep_where
 from slime.config.flag import flag
 from slime.config.seeds import derive_seed
 
-from .shared import flags_or_defaults
+from .shared import flags_or_defaults, old_log_probs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +45,25 @@ def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor, totals: Ten
     return keep_where(mask, (log_probs - log_prob) * (advantages - advantage))
 
 
+def covariances_of_batch(
+    batch: Entries, advantages: Sequence[Tensor], reduce: Reduce
+) -> tuple[Tensor, Tensor, float]:
+    """Return which tokens are trained, bool ``[R]``, their :func:`covariances` with the means of
+    all ranks, ``[R]``, and the number of trained tokens of all ranks.
+
+    Raises:
+        ValueError: The batch has no old log-probs.
+    """
+    import torch
+
+    mask = flatten([torch.as_tensor(one) for one in batch["loss_masks"]])
+    log_probs, values = keep_where(mask, flatten(old_log_probs(batch))), flatten(advantages)
+    weight = mask.double()
+    sums = torch.stack([(log_probs * weight).sum(), (values * weight).sum(), weight.sum()])
+    totals = reduce.over_data(sums)
+    return mask.bool(), covariances(log_probs, values, mask, totals), float(totals[2])
+
+
 class ClipCov(Grpo):
     """GRPO, where some tokens with a high covariance have no advantage.
 
@@ -64,26 +83,15 @@ class ClipCov(Grpo):
     )
 
     def over_ranks(self, batch: Entries, advantages: list[Tensor], reduce: Reduce) -> list[Tensor]:
-        import torch
 
         own = flags_or_defaults(self.settings, ClipCovFlags)
-        scores: Sequence[Tensor] | None = batch.get("old_log_probs") or batch.get(
-            "rollout_log_probs"
-        )
-        if scores is None:
-            return advantages  # of a critic, which does not read them
-        mask = flatten([torch.as_tensor(one) for one in batch["loss_masks"]])
-        log_probs, values = keep_where(mask, flatten(scores)), flatten(advantages)
-        weight = mask.double()
-        sums = torch.stack([(log_probs * weight).sum(), (values * weight).sum(), weight.sum()])
-        totals = reduce.over_data(sums)
-        covariance = covariances(log_probs, values, mask, totals)
+        _, covariance, trained = covariances_of_batch(batch, advantages, reduce)
         within = (covariance > own.clip_cov_low) & (covariance < own.clip_cov_high)
         count = reduce.over_data(within.double().sum()).clamp(min=1)
-        share = float(own.clip_cov_share * totals[2] / count)
+        share = float(own.clip_cov_share * trained / count)
         lengths = [len(one) for one in advantages]
         out = within & (self._draws(batch, lengths) < share)
-        return list(values.masked_fill(out, 0.0).split(lengths))
+        return list(flatten(advantages).masked_fill(out, 0.0).split(lengths))
 
     def _draws(self, batch: Entries, lengths: Sequence[int]) -> Tensor:
         """Return a number from 0 to 1 for each token, which depends on its sample and place."""

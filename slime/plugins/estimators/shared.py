@@ -4,10 +4,10 @@ the advantage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from slime.algorithms.algorithm import EstimatorSettings
+from slime.algorithms.algorithm import Entries, EstimatorSettings
 from slime.algorithms.grpo import Grpo
 
 if TYPE_CHECKING:
@@ -29,6 +29,20 @@ def flags_or_defaults(settings: EstimatorSettings, kind: type[T]) -> T:
     which has none.
     """
     return settings.own if isinstance(settings.own, kind) else kind()
+
+
+def old_log_probs(batch: Entries) -> Sequence[Tensor]:
+    """Return log π_old of each sample before the first step: the trainer's, or the engine's with
+    ``--use-rollout-logprobs``.
+
+    Raises:
+        ValueError: The batch has neither.
+    """
+    for name in ("old_log_probs", "rollout_log_probs"):
+        found: Sequence[Tensor] | None = batch.get(name)
+        if found is not None:
+            return found
+    raise ValueError("the estimator needs old_log_probs or rollout_log_probs in the batch")
 
 
 def notice_of_unused_clip(name: str, settings: EstimatorSettings) -> list[str]:

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import logging
 from itertools import accumulate
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from slime.config.data import DEFAULT_DATA_SOURCE
 from slime.config.files import NamedDataError, data_name
 from slime.config.seeds import derive_seed
-from slime.data.sample import Sample
+from slime.data.rewards import PASS_ABOVE
+from slime.data.sample import Group, Sample, flatten
 from slime.data.source import (
+    DataSource,
     RolloutDataSource,
     RolloutDataSourceWithBuffer,
     SourceState,
@@ -20,6 +23,7 @@ from slime.data.source import (
 )
 from slime.data.validate import check_data
 from slime.plugins.mixture.config import MixedSet, read_mixture, weight_at
+from slime.plugins.mixture.curriculum import ROW, PassRates, row_of
 from slime.rollout.rm_hub.reward import check_label
 
 if TYPE_CHECKING:
@@ -60,11 +64,18 @@ def check(args: Args) -> list[str]:
     return problems
 
 
+def listen(args: Args, source: DataSource, event: str, group: Group) -> None:
+    """Tell the source which groups have rewards, also of those that a filter drops."""
+    if event in ("accepted", "filtered") and isinstance(source, MixtureSource):
+        source.judged(group)
+
+
 class MixtureSource(RolloutDataSourceWithBuffer):
     """Draws each prompt from one of the data sets of ``--prompt-mixture``.
 
-    Which one depends only on the seed and the number of the group, and each data set has epochs of
-    its own, so a resumed run continues exactly.
+    Which one depends only on the seed, the number of the group and, with ``after``, the pass rates
+    so far. Each data set has epochs of its own, and the rates are in the snapshot, so a resumed run
+    continues exactly.
     """
 
     def __init__(self, args: Args) -> None:
@@ -73,6 +84,8 @@ class MixtureSource(RolloutDataSourceWithBuffer):
         # The prompts are those of the children.
         super().__init__(args.with_values(rollout_global_dataset=False))
         self.args = args
+        self.rates = {one.name: PassRates() for one in self.mixed}
+        self.begun = {one.name for one in self.mixed if not one.after}
 
     def __len__(self) -> int:
         return sum(map(len, self.children))
@@ -80,13 +93,20 @@ class MixtureSource(RolloutDataSourceWithBuffer):
     def _next_prompt(self) -> Sample:
         # The schedule counts prompts, so it does not depend on how many groups a filter drops.
         rollout = self.sample_group_index / self.args.rollout_batch_size
-        ends = [*accumulate(weight_at(one.weight, rollout) for one in self.mixed)]
+        self.begun |= {one.name for one in self.mixed if self._may_begin(one)}
+        weights = [
+            weight_at(one.weight, rollout) if one.name in self.begun else 0.0 for one in self.mixed
+        ]
+        ends = [*accumulate(weights)]
         draw = derive_seed(self.args.rollout_seed, "mixture", self.sample_group_index)
         place = draw / 2**31 * ends[-1]
         number = next(i for i, end in enumerate(ends) if place < end or i == len(ends) - 1)
         mixed = self.mixed[number]
-        prompt = deep_copy(self.children[number]._next_prompt())
+        prompt = deep_copy(self._next_of(mixed, self.children[number]))
         prompt.metadata["source_name"] = mixed.name
+        prompt.sampling_params = {**(mixed.sampling or {})}
+        if mixed.pass_rate is not None:
+            prompt.metadata[ROW] = row_of(prompt)
         if mixed.rm_type is not None:
             prompt.metadata.setdefault("rm_type", mixed.rm_type)
             prompt.custom_rm_path = ""  # its type counts, also with --custom-rm-path
@@ -96,16 +116,52 @@ class MixtureSource(RolloutDataSourceWithBuffer):
             prompt.generate_function_path = mixed.generate_function_path
         return prompt
 
+    def _may_begin(self, mixed: MixedSet) -> bool:
+        wanted = (mixed.after or {}).items()
+        return all(self.rates[name].has_reached(rate) for name, rate in wanted)
+
+    def _next_of(self, mixed: MixedSet, child: RolloutDataSource) -> Sample:
+        """Return the next prompt of a data set whose pass rate is within its bounds; the next one at
+        all, if an epoch has none.
+        """
+        prompt = first = child._next_prompt()
+        if mixed.pass_rate is None:
+            return prompt
+        rates = self.rates[mixed.name]
+        for _ in range(len(child)):
+            if rates.allows(row_of(prompt), mixed.pass_rate):
+                return prompt
+            prompt = child._next_prompt()
+        return first
+
+    def judged(self, group: Group) -> None:
+        """Count the passes of a group that has rewards."""
+        samples = flatten(group)
+        rewards = [one.get_reward_value(self.args) for one in samples if not one.reward_timed_out]
+        passes = [float(reward) > PASS_ABOVE for reward in rewards if reward is not None]
+        known = self.rates.get(str(samples[0].metadata.get("source_name")))
+        if passes and known is not None and samples[0].group_index is not None:
+            known.add(samples[0].group_index, fmean(passes), samples[0].metadata.get(ROW))
+
     def state_dict(self) -> SourceState:
         children = {
             mixed.name: child.state_dict()
             for mixed, child in zip(self.mixed, self.children, strict=True)
         }
-        return {**super().state_dict(), "mixture": children}
+        rates = {name: one.state_dict() for name, one in self.rates.items()}
+        curriculum = {"rates": rates, "begun": sorted(self.begun)}
+        return {**super().state_dict(), "mixture": children, "curriculum": curriculum}
 
     def load_state_dict(self, state: SourceState) -> None:
         super().load_state_dict(state)
         saved = state.get("mixture") or {}
+        curriculum = state.get("curriculum") or {"rates": {}, "begun": []}
+        self.begun |= {*curriculum["begun"]}
+        self.rates |= {
+            name: PassRates.of_state(one)
+            for name, one in curriculum["rates"].items()
+            if name in self.rates
+        }
         for mixed, child in zip(self.mixed, self.children, strict=True):
             if mixed.name in saved:
                 child.load_state_dict(saved[mixed.name])

@@ -11,7 +11,10 @@ from slime.plugins.estimators import (
     gdpo,
     gmpo,
     k2_5,
+    kl_cov,
     maxrl,
+    otb,
+    rae,
     sapo,
     shared,
     vaco,
@@ -51,6 +54,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         gmpo.compute_gmpo_loss,
         vaco.vaco_keep,
         clip_cov.covariances,
+        kl_cov.kth_largest,
+        kl_cov.compute_kl_cov_loss,
+        otb.path_noise,
+        otb.token_baselines,
+        rae.moved,
     )
 }
 

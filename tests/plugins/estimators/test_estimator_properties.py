@@ -52,6 +52,7 @@ def loss_of_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Loss and clipfrac of responses of one token each."""
     ones = torch.ones_like(advantages)
+    algorithm = algorithm.of_samples({"returns": [ones]})
     return algorithm.sequence_loss(ppo_kl, log_probs, advantages, ones, [1] * len(ones), Identity())
 
 
@@ -204,7 +205,7 @@ def test_dppo_is_refused_without_the_log_probs_of_the_engine(name: str) -> None:
 
 def test_advantages_are_those_of_grpo_but_for_two() -> None:
     other = {name for name in HERE if ALGORITHMS[name].group_baseline is not Grpo.group_baseline}
-    assert other == {"maxrl", "k2_5"}
+    assert other == {"maxrl", "k2_5", "otb", "rae"}
 
 
 def test_clip_cov_leaves_out_its_share_whatever_the_ranks() -> None:

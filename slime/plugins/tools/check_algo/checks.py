@@ -156,7 +156,11 @@ class Checks:
                 lab.step(batch, one, rewards=lambda _, chosen: (0.0, 1.0)[chosen == good])
                 for one in (older, table)
             ]
-            late, fresh = (torch.cat([_weights(step)[i] for i in (0, 1)]) for step in steps)
+            # A sample without advantage may be skipped.
+            late, fresh = (
+                torch.cat([one for i, one in sorted(_weights(step).items()) if i < 2])
+                for step in steps
+            )
             trained = fresh.abs() > 1e-9
             return (late[trained] / fresh[trained]).abs().tolist()
 

@@ -19,6 +19,8 @@ _STD = (
 _SEQUENCE = "all tokens of a response share one ratio (Zheng et al. 2025, GSPO)"
 _WHITE = "advantages are whitened over the batch, so prompts share one scale (Hu et al. 2025)"
 _PRODUCT = "W is the ratio of the whole response (arXiv 2602.10693)"
+_NOISE = "a response is in its own baseline, with its noise as the weight (arXiv 2602.07078)"
+_PENALTY = "the tokens with the highest covariance have a penalty (arXiv 2505.22617)"
 
 DESIGN: Mapping[str, Mapping[str, str]] = {
     "grpo": {"direction": _STD},
@@ -50,6 +52,16 @@ DESIGN: Mapping[str, Mapping[str, str]] = {
     "gmpo": {"direction": _STD, "own ratio": "the geometric mean of a response (arXiv 2507.20673)"},
     "vaco": {"direction": _STD},
     "clip_cov": {"direction": _STD},
+    "by_source": {"direction": _STD},
+    "kl_cov": {"direction": _STD, "tokens": _PENALTY, "ratio": _PENALTY},
+    "otb": {
+        "tokens": "each token has a baseline of its own (arXiv 2602.07078)",
+        "own ratio": _NOISE,
+        "leaves": "each sample is one path of its group",
+        "ratio": _NOISE,
+        "direction": _NOISE,
+    },
+    "rae": {},
 }
 
 

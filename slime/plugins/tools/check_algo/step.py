@@ -94,6 +94,8 @@ class TableBackend(SharedBackend):
     ) -> dict[str, list[Tensor]]:
         """Score the response tokens of all samples; see :meth:`TrainBackend.log_probs`."""
         table = self.table.detach() if model == "actor" else self.tables[model]
+        if temperature is not None:
+            table = table * (self.needs.temperature / temperature)
         scores, _ = self._scores(batch, range(len(batch["tokens"])), table)
         lengths = [int(n) for n in batch["response_lengths"]]
         found = {"log_probs": scores.log_probs, "entropy": scores.entropy if with_entropy else None}
