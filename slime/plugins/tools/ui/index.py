@@ -36,7 +36,8 @@ create table if not exists files (kind text, step integer, mtime integer, size i
     primary key (kind, step)) without rowid;
 create table if not exists samples (kind text, step integer, position integer, group_index integer,
     sample_index integer, reward real, reward_text text, length integer, status text, staleness integer,
-    version text, source text, parts text, prompt text, offset integer, size integer, primary key (kind, step, position)) without rowid;
+    version text, source text, parts text, prompt text,
+    offset integer, size integer, primary key (kind, step, position)) without rowid;
 create index if not exists of_prompt on samples (prompt, kind, step);
 create table if not exists prompts (key text primary key, head text, label text) without rowid;
 """
