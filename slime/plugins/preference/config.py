@@ -37,6 +37,11 @@ class PreferenceFlags:
     """Column of the preferred response of a pair: a text, or messages"""
     rejected_column: str = "rejected"
     """Column of the other response of a pair"""
+    responses_column: str = "responses"
+    """Column of several responses of a row in place of a pair, of which the best and the worst are one"""
+    scores_column: str = "scores"
+    """Column of their scores: a number for each, or an object of numbers, one for each item of a rubric,
+    which --reward-weights weighs"""
 
 
 def resolve(args: Args) -> list[str]:

@@ -4,7 +4,7 @@ with one response that is desirable or not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @dataclass
 class PairMaker(PromptMaker):
     """Makes samples whose label is ``{"chosen": …, "rejected": …}``, texts or messages; with
-    ``completion``, of a row with this column ``{"chosen": …}`` or ``{"rejected": …}``.
+    ``completion``, of a row with this column ``{"chosen": …}`` or ``{"rejected": …}``. Of a row with
+    several ``responses``, the pair is the one with the highest score and the one with the lowest.
 
     A row without a prompt has messages in both columns that begin alike (the form of many public
     data sets); what they have in common is the prompt.
@@ -29,6 +30,9 @@ class PairMaker(PromptMaker):
     chosen: str = "chosen"
     rejected: str = "rejected"
     completion: str | None = None
+    responses: str = "responses"
+    scores: str = "scores"
+    weights: Mapping[str, float] | None = None
 
     def parse(self, raws: list[RawRow]) -> tuple[list[PromptRow], Report]:
         pairs = []
@@ -54,6 +58,8 @@ class PairMaker(PromptMaker):
                 )
             kind = "chosen" if good else "rejected"
             return {**row, self.keys.label: {kind: row[self.completion]}}
+        if row.get(self.responses):
+            row = {**row, **self._best_and_worst(row)}
         missing = [name for name in (self.chosen, self.rejected) if not row.get(name)]
         if missing:
             raise ValueError(
@@ -68,6 +74,27 @@ class PairMaker(PromptMaker):
             prompt, chosen, rejected = _common(chosen, rejected)
         label = {"chosen": chosen, "rejected": rejected}
         return {**row, self.keys.prompt: prompt, self.keys.label: label}
+
+    def _best_and_worst(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        responses, scores = row[self.responses], row.get(self.scores)
+        if not isinstance(scores, Sequence) or len(scores) != len(responses):
+            raise ValueError(f"its {self.scores} must be one for each of its {self.responses}")
+        totals = [self._total(score) for score in scores]
+        if min(totals) == max(totals):
+            raise ValueError(f"its {self.scores} are all {totals[0]:g}, so it has no pair")
+        best, worst = (responses[totals.index(end)] for end in (max(totals), min(totals)))
+        return {self.chosen: best, self.rejected: worst}
+
+    def _total(self, score: object) -> float:
+        items = score if isinstance(score, Mapping) else {"": score}
+        weights = self.weights if isinstance(score, Mapping) else None
+        try:
+            return sum(
+                float(value) * (1.0 if weights is None else weights.get(name, 0.0))
+                for name, value in items.items()
+            )
+        except (TypeError, ValueError):
+            raise ValueError(f"its {self.scores} have {score!r}, which is no number") from None
 
 
 def _common(chosen: object, rejected: object) -> tuple[list[Any], list[Any], list[Any]]:
@@ -92,7 +119,13 @@ class PreferenceSource(RolloutDataSource):
         given |= {"apply_chat_template": False, "max_length": None}
         single = args.completion_column if args.loss_type == "kto" else None
         maker = PairMaker(
-            **given, chosen=args.chosen_column, rejected=args.rejected_column, completion=single
+            **given,
+            chosen=args.chosen_column,
+            rejected=args.rejected_column,
+            completion=single,
+            responses=args.responses_column,
+            scores=args.scores_column,
+            weights=args.reward_weights,
         )
         assert args.prompt_data is not None, "the check of the arguments asks for it"
         dataset = Dataset(

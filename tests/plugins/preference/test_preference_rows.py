@@ -28,6 +28,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "messages": {"prompt": [ASK], "chosen": [says("4")], "rejected": [says("5!")]},
     "messages and texts": {"prompt": [ASK], "chosen": "4", "rejected": "5!"},
     "whole conversations": {"chosen": [ASK, says("4")], "rejected": [ASK, says("5!")]},
+    "scores": {"prompt": [ASK], "responses": ["3", "4", "5!"], "scores": [0.5, 2, -1]},
+    "a rubric": {
+        "prompt": [ASK],
+        "responses": ["5!", "3", "4"],
+        "scores": [{"right": 0, "kind": 1}, {"right": 0.5, "kind": 1}, {"right": 1, "kind": 1}],
+    },
 }
 
 
@@ -81,6 +87,17 @@ def test_other_columns_can_be_named(tmp_path: Path, tokenizer: Path) -> None:
     assert pair_of(args)[1].response == "5!</>"
 
 
+def test_the_items_of_a_rubric_have_weights_and_columns_names(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    row = {"prompt": [ASK], "texts": ["4", "5!"], "judged": [{"a": 0, "b": 3}, {"a": 1, "b": 0}]}
+    more: dict[str, Any] = {"responses_column": "texts", "scores_column": "judged"}
+    args = run_args(tmp_path, tokenizer, [row], reward_weights={"b": 1}, **more)
+    assert pair_of(args)[1].response == "5!</>"
+    args = run_args(tmp_path, tokenizer, [row], reward_weights={"a": 1, "b": 0.1}, **more)
+    assert pair_of(args)[1].response == "4</>"
+
+
 def test_a_reward_model_is_trained_after_the_last_token(tmp_path: Path, tokenizer: Path) -> None:
     plain, _ = pair_of(run_args(tmp_path, tokenizer, [FORMS["texts"]]))
     scored, _ = pair_of(run_args(tmp_path, tokenizer, [FORMS["texts"]], loss_type="reward_model"))
@@ -95,6 +112,9 @@ def test_a_reward_model_is_trained_after_the_last_token(tmp_path: Path, tokenize
         ({"prompt": "p", "chosen": "a"}, "no rejected"),
         ({"prompt": "p", "chosen": "a", "rejected": [says("b")]}, "both be texts"),
         ({"chosen": "a", "rejected": "b"}, "whole conversations"),
+        ({"prompt": "p", "responses": ["a", "b"], "scores": [1]}, "one for each"),
+        ({"prompt": "p", "responses": ["a", "b"], "scores": [1, 1]}, "has no pair"),
+        ({"prompt": "p", "responses": ["a", "b"], "scores": [1, "good"]}, "no number"),
         ({"chosen": [ASK, says("a")], "rejected": [says("b")]}, "begin alike"),
     ],
 )

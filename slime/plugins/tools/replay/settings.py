@@ -35,7 +35,8 @@ TEXTS = frozenset((
     "lora_exclude_modules", "input_key", "label_key", "metadata_key", "tool_key", "multimodal_keys",
     "apply_chat_template_kwargs", "rollout_stop", "rm_type", "rm_url", "rm_model_path", "reward_key", "load",
     "ref_load", "critic_load", "opd_teacher_load", "log_reward_category", "update_weight_disk_dir", "reward_weights",
-    "source_estimators", "chosen_column", "rejected_column", "completion_column", "distill_teacher",
+    "source_estimators", "chosen_column", "rejected_column", "completion_column", "responses_column",
+    "scores_column", "distill_teacher",
 ))  # fmt: skip
 """Texts that are names, patterns or data to read."""
 STOOD_FOR = frozenset(
