@@ -47,7 +47,7 @@ TOKENS = {
     "plugins/delta": 6_732,
     "plugins/distillation": 4_152,
     "plugins/embedded": 41_326,
-    "plugins/estimators": 6_199,
+    "plugins/estimators": 6_205,
     "plugins/launch": 2_073,
     "plugins/mixture": 4_759,
     "plugins/named_data": 1_431,

@@ -17,13 +17,12 @@ from slime.algorithms.algorithm import Entries, Row
 from slime.algorithms.grpo import Grpo, get_grpo_returns
 from slime.config.flag import flag
 from slime.config.rollout import OWN_FUNCTIONS
-from slime.data.sample import Group, flatten
-from slime.data.source import RolloutDataSource
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.config.args import Args
+    from slime.data.sample import Group
     from slime.data.source import DataSource
 
 BASELINES = "rae"
@@ -49,6 +48,9 @@ def remember(args: Args, source: DataSource, event: str, group: Group) -> None:
     """Move the baselines with the rewards of a group that will be trained, and note those of its
     samples. They are in the snapshot with the data source.
     """
+    from slime.data.sample import flatten
+    from slime.data.source import RolloutDataSource
+
     if event != "accepted":
         return
     if not isinstance(source, RolloutDataSource):
