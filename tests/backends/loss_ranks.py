@@ -137,6 +137,9 @@ def advantage_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
         "rewards": [1.0, -0.5, 0.25, 0.0, 2.0, -1.0],
         "response_lengths": LENGTHS,
         "total_lengths": [n + 2 for n in LENGTHS],
+        "squared_probs": list((2 * data["log_probs"]).exp().split(LENGTHS)),
+        "group_indices": [3, 3, 5, 5, 4, 4],
+        "partition": list(range(len(LENGTHS))),
     }
     mine = [i for i in range(len(LENGTHS)) if i % 2 == rank // 2]
     errors = {}

@@ -800,7 +800,7 @@ def test_from_rank_batch_picks_and_flattens_in_the_given_order() -> None:
     assert tokens.old_log_probs is not None and tokens.old_log_probs.tolist() == [2, 2, 0, 0, 0]
     assert tokens.old_values is not None and tokens.old_values.tolist() == [12, 12, 10, 10, 10]
     assert tokens.values is None and tokens.ref_log_probs is None and tokens.mis_weight_mean == 0.5
-    assert tokens.sample_entries == {}
+    assert tokens.sample_entries["response_lengths"] == [2, 3]
 
 
 @pytest.mark.parametrize(

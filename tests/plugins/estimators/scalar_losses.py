@@ -33,6 +33,11 @@ def vespo(a: Args, ppo_kl: Tensor, log_prob: Tensor, advantage: float) -> tuple[
     return -(w**k) * math.exp(decay * (1 - w)) * advantage * log_prob, 0.0
 
 
+def kl_cov(a: Args, ppo_kl: Tensor, log_prob: Tensor, advantage: float) -> tuple[Tensor, float]:
+    """Of a token that is not among the chosen ones."""
+    return -torch.exp(-ppo_kl) * advantage, 0.0
+
+
 def k2_5(a: Args, ppo_kl: Tensor, log_prob: Tensor, advantage: float) -> tuple[Tensor, float]:
     high = a.eps_clip if a.eps_clip_high is None else a.eps_clip_high
     ratio = torch.exp(-ppo_kl)
@@ -89,6 +94,7 @@ OF_SEQUENCES: dict[str, OfSequence] = {"gmpo": gmpo, "vaco": vaco}
 LOSSES: dict[str, OfToken] = {
     "sapo": sapo,
     "vespo": vespo,
+    "kl_cov": kl_cov,
     "k2_5": k2_5,
     "dppo": dppo,
     "dppo_k2_5": dppo_k2_5,
