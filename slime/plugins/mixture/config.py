@@ -45,6 +45,7 @@ class MixedSet:
 
     Attributes:
         path: As for ``--prompt-data``: a file, or a data set by name.
+        environment: As for ``--environment``, in place of a path.
         weight: Its share of the prompts is weight / sum of the weights. A mapping gives the weight
             at some rollouts; between them it changes linearly.
         rm_type, custom_rm_path: Its reward, if it is not that of the run.
@@ -60,7 +61,8 @@ class MixedSet:
     """
 
     name: str
-    path: str
+    path: str | None = None
+    environment: str | None = None
     weight: Weight = 1.0
     rm_type: str | None = None
     custom_rm_path: str | None = None
@@ -104,7 +106,9 @@ def read_mixture(path: str) -> tuple[MixedSet, ...]:
 
 
 def _problems(row: Mapping[str, Any]) -> list[str]:
-    problems = [] if isinstance(row.get("path"), str) else ["it needs a path"]
+    problems = (
+        [] if ("path" in row) != ("environment" in row) else ["it needs a path, or an environment"]
+    )
     weight = row.get("weight", 1.0)
     given = weight if isinstance(weight, Mapping) else {0: weight}
     if not given or any(type(key) is not int or key < 0 for key in given):

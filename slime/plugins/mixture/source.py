@@ -22,6 +22,8 @@ from slime.data.source import (
     deep_copy,
 )
 from slime.data.validate import check_data
+from slime.plugins.agents.config import ENVIRONMENT_GENERATE, PROGRAMS
+from slime.plugins.agents.environments.source import EnvironmentSource, check_environment
 from slime.plugins.mixture.config import MixedSet, read_mixture, weight_at
 from slime.plugins.mixture.curriculum import ROW, PassRates, row_of
 from slime.rollout.rm_hub.reward import check_label
@@ -38,7 +40,9 @@ def args_of(args: Args, mixed: MixedSet) -> Args:
     Raises:
         NamedDataError: The data set has a name, and cannot be loaded.
     """
-    named = data_name(mixed.path)
+    if mixed.environment is not None:
+        args = args.with_values(environment=mixed.environment)
+    named = None if mixed.path is None else data_name(mixed.path)
     return args.with_values(
         prompt_data=mixed.path if named is None else named.file(),
         data_source_path=DEFAULT_DATA_SOURCE,
@@ -57,7 +61,12 @@ def check(args: Args) -> list[str]:
     for mixed in read_mixture(args.prompt_mixture or ""):
         try:
             own = args_of(args, mixed).with_values(eval_prompt_data=None, eval_config=None)
-            found = check_data(own, check_label)
+            if mixed.environment is None:
+                found = check_data(own, check_label)
+            elif mixed.environment.partition(":")[0] in PROGRAMS:
+                found = [f"{mixed.environment} is a program of agents, which only a whole run has"]
+            else:
+                found = check_environment(own)
         except NamedDataError as error:
             found = [str(error)]
         problems += [f"data set {mixed.name}: {line}" for line in found]
@@ -80,7 +89,12 @@ class MixtureSource(RolloutDataSourceWithBuffer):
 
     def __init__(self, args: Args) -> None:
         self.mixed = read_mixture(args.prompt_mixture or "")
-        self.children = [RolloutDataSource(args_of(args, one)) for one in self.mixed]
+        self.children: list[RolloutDataSource] = [
+            RolloutDataSource(args_of(args, one))
+            if one.environment is None
+            else EnvironmentSource(args_of(args, one))
+            for one in self.mixed
+        ]
         # The prompts are those of the children.
         super().__init__(args.with_values(rollout_global_dataset=False))
         self.args = args
@@ -112,6 +126,10 @@ class MixtureSource(RolloutDataSourceWithBuffer):
             prompt.custom_rm_path = ""  # its type counts, also with --custom-rm-path
         if mixed.custom_rm_path is not None:
             prompt.custom_rm_path = mixed.custom_rm_path
+        if mixed.environment is not None:
+            prompt.generate_function_path = ENVIRONMENT_GENERATE
+            # The reward is the environment's, also if the run has a function for others.
+            prompt.custom_rm_path = ""
         if mixed.generate_function_path is not None:
             prompt.generate_function_path = mixed.generate_function_path
         return prompt

@@ -14,6 +14,7 @@ import pytest
 
 from slime.config.args import Args
 from slime.data.sample import Sample, flatten
+from slime.plugins.agents.config import ENVIRONMENT_GENERATE
 from slime.plugins.mixture.config import weight_at
 from slime.plugins.mixture.source import MixtureSource, check
 from slime.rollout.metrics import rollout_metrics
@@ -132,7 +133,8 @@ def test_one_curve_for_each_data_set() -> None:
     ("text", "problem"),
     [
         ("[]", "must be a list"),
-        ("- {name: a}", "a: it needs a path"),
+        ("- {name: a}", "a: it needs a path, or an environment"),
+        ("- {name: a, path: x, environment: y}", "a: it needs a path, or an environment"),
         ("- {name: a, path: x, wieght: 1}", "'wieght'"),
         ("- {name: a, path: x, weight: -1}", "not negative"),
         ("- {name: a, path: x, weight: {-1: 1}}", "number of a rollout"),
@@ -154,3 +156,26 @@ def test_the_rows_of_each_data_set_are_checked(tmp_path: Path) -> None:
     assert line.startswith("data set second:") and "not a number" in line
     (line,) = check(mixture(tmp_path, TWO.replace("b.jsonl", "c.jsonl")))
     assert line.startswith("data set second:") and "c.jsonl" in line
+
+
+def test_an_environment_is_one_of_the_data_sets(tmp_path: Path) -> None:
+    """Its tasks come in turn with rows of files, and it gives their rewards itself."""
+    pytest.importorskip("reasoning_gym")
+    text = "- {name: game, environment: 'reasoning_gym:leg_counting?size=5'}\n" + TWO.lstrip()
+    args = mixture(tmp_path, text, custom_rm_path="own.score")
+    source = MixtureSource(args)
+    samples = [flatten(group)[0] for group in source.get_samples(30)]
+    of_game = [one for one in samples if one.metadata["source_name"] == "game"]
+    assert 0 < len(of_game) < 30
+    assert {one.generate_function_path for one in of_game} == {ENVIRONMENT_GENERATE}
+    assert {one.custom_rm_path for one in of_game} == {""}
+    resumed = MixtureSource(args)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
+    assert [g[0].prompt for g in map(flatten, resumed.get_samples(9))] == [
+        g[0].prompt for g in map(flatten, source.get_samples(9))
+    ]
+    assert check(args.with_values(custom_rm_path=None)) == []
+    wrong = mixture(tmp_path, text.replace("leg_counting", "leg_countin"))
+    assert "data set game" in check(wrong)[0]
+    program = mixture(tmp_path, text.replace("reasoning_gym:leg_counting", "verifiers:x"))
+    assert "only a whole run" in check(program)[0]

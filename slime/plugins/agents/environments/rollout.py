@@ -66,7 +66,8 @@ async def generate(
         await _close(episode)
     if sample.status is not Sample.Status.ABORTED and not sample.reward_timed_out:
         sample.metadata["environment_return"] = total
-        sample.reward = None if args.custom_rm_path else total
+        own = sample.custom_rm_path  # "" for a data set that does without that of the run
+        sample.reward = None if (args.custom_rm_path if own is None else own) else total
     return sample
 
 
