@@ -59,7 +59,7 @@ def estimator_of(choice: EstimatorChoice, settings: EstimatorSettings) -> Algori
             raise ValueError(f"{flag} {value!r} is no {FLAGS[flag].value_type.__name__}") from None
         if problem := out_of_range(FLAGS[flag], given[flag]):
             raise ValueError(f"{flag} {value}: {problem}")
-    clips = {flag: value for flag, value in given.items() if flag in CLIPS}
+    clips: dict[str, Any] = {flag: value for flag, value in given.items() if flag in CLIPS}
     if "eps_clip" in clips:
         clips.setdefault("eps_clip_high", clips["eps_clip"])
     own = {flag: value for flag, value in given.items() if flag in own_names}
@@ -167,11 +167,11 @@ class BySource(Algorithm):
         lengths: Sequence[int],
         reduce: Reduce,
     ) -> Tensor:
-        (found,) = self._of_tokens(
-            lambda estimator, flat, own: (estimator.ppo_kl(*flat, own, reduce),),
-            (log_probs, old_log_probs, mask),
-        )
-        return found
+        def call(estimator: Algorithm, flat: list[Tensor], own: list[int]) -> tuple[Tensor]:
+            new, old, mask = flat
+            return (estimator.ppo_kl(new, old, mask, own, reduce),)
+
+        return self._of_tokens(call, (log_probs, old_log_probs, mask))[0]
 
     def sequence_loss(
         self,
@@ -182,10 +182,11 @@ class BySource(Algorithm):
         lengths: Sequence[int],
         reduce: Reduce,
     ) -> tuple[Tensor, Tensor]:
-        loss, clipfrac = self._of_tokens(
-            lambda estimator, flat, own: estimator.sequence_loss(*flat, own, reduce),
-            (ppo_kl, log_probs, advantages, mask),
-        )
+        def call(estimator: Algorithm, flat: list[Tensor], own: list[int]) -> Sequence[Tensor]:
+            kl, new, values, mask = flat
+            return estimator.sequence_loss(kl, new, values, mask, own, reduce)
+
+        loss, clipfrac = self._of_tokens(call, (ppo_kl, log_probs, advantages, mask))
         return loss, clipfrac
 
     def pg_reducer(self, mask: Tensor, default: Reducer) -> Reducer:

@@ -86,7 +86,7 @@ class PairMaker(PromptMaker):
         return {self.chosen: best, self.rejected: worst}
 
     def _total(self, score: object) -> float:
-        items = score if isinstance(score, Mapping) else {"": score}
+        items: Mapping[str, Any] = score if isinstance(score, Mapping) else {"": score}
         weights = self.weights if isinstance(score, Mapping) else None
         try:
             return sum(
