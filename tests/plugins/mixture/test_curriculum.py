@@ -16,7 +16,7 @@ LATER = """
 - {name: easy, path: FOLDER/a.jsonl}
 - {name: hard, path: FOLDER/b.jsonl, input_key: question, label_key: answer, after: {easy: 0.75}}
 """
-BOUNDS = "- {name: only, path: FOLDER/a.jsonl, pass_rate: [0.3, 0.8]}\n"
+BOUNDS = "- {name: only, path: FOLDER/a.jsonl, pass_rate: [0.5, 0.8]}\n"
 
 
 def judge(source: MixtureSource, group: Group, passes: int, event: str = "accepted") -> None:
