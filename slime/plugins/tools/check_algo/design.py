@@ -53,7 +53,7 @@ DESIGN: Mapping[str, Mapping[str, str]] = {
     "vaco": {"direction": _STD},
     "clip_cov": {"direction": _STD},
     "by_source": {"direction": _STD},
-    "kl_cov": {"direction": _STD, "tokens": _PENALTY, "ratio": _PENALTY},
+    "kl_cov": {"direction": _STD, "ratio": _PENALTY},
     "otb": {
         "tokens": "each token has a baseline of its own (arXiv 2602.07078)",
         "own ratio": _NOISE,
