@@ -57,7 +57,7 @@ DESIGN: Mapping[str, Mapping[str, str]] = {
     "otb": {
         "tokens": "each token has a baseline of its own (arXiv 2602.07078)",
         "own ratio": _NOISE,
-        "leaves": "each sample is one path of its group",
+        "leaves": "each sample is one path of its group (arXiv 2602.07078)",
         "ratio": _NOISE,
         "direction": _NOISE,
     },
