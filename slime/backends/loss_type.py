@@ -36,7 +36,7 @@ class LossType(ABC):
     scores_responses: ClassVar[bool] = False
     """Whether the run trains a model with a head of one score in place of the head of the language
     model. ``TokenBatch.values`` has the score that is read before each response token; there are no
-    log-probs. Only with FSDP.
+    log-probs.
     """
 
     needs_logits: ClassVar[bool] = False

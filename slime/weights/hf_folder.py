@@ -131,6 +131,33 @@ def zero_mtp_counts(config: Mapping[str, object]) -> tuple[dict[str, object], in
     return changes, count
 
 
+SCORE = "score.weight"
+"""The name of the head, ``[1, hidden]``, in the checkpoint of a model that scores texts."""
+
+
+def score_changes(model_type: str, dtype: torch.dtype) -> dict[str, object]:
+    """Return the changes of config.json with which ``AutoModelForSequenceClassification`` loads an
+    export that has :data:`SCORE`.
+
+    Raises:
+        ModelError: transformers has no such class for models of this type.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
+    )
+
+    if model_type not in CLASSES:
+        raise ModelError(f"transformers has no class for scores of models of type {model_type!r}")
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "architectures": [CLASSES[model_type]],
+        "id2label": {"0": "score"},
+        "label2id": {"score": 0},
+        # Often the end token, which transformers would then not read.
+        "pad_token_id": None,
+    }
+
+
 def write_side_files(
     source: Path | None,
     path: Path,

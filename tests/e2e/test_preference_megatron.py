@@ -1,10 +1,14 @@
-"""DPO and KTO with real megatron-core on the CPU, two ranks: the losses are those of FSDP."""
+"""Losses of judged responses with real megatron-core on the CPU, two ranks: they are those of FSDP,
+and so is the exported reward model.
+"""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from tests.e2e.test_train_megatron import on_cpu
 
@@ -15,6 +19,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.m
     ("loss", "layout"),
     [
         ("dpo", ["--tensor-model-parallel-size", 2]),
+        ("reward_model", ["--pipeline-model-parallel-size", 2]),
         pytest.param("kto", ["--pipeline-model-parallel-size", 2], marks=pytest.mark.long),
         pytest.param("kto", [], marks=pytest.mark.long),
     ],
@@ -26,18 +31,22 @@ def test_losses_are_those_of_fsdp(runner, tiny_model, tmp_path, loss, layout):
     common = [
         *("--loss-type", loss, "--hf-checkpoint", tiny_model, "--prompt-data", pairs),
         *("--debug-train-only", "--rollout-batch-size", 8, "--num-rollout", 3, "--lr", "1e-3"),
-        *(
-            "--train-dtype",
-            "float32",
-        ),
+        *("--train-dtype", "float32", "--save-interval", 3),
     ]
-    one = runner.inline(*common, "--train-backend", "fsdp", name="fsdp")
+    exports = tmp_path / "one", tmp_path / "two"
+    one = runner.inline(*common, "--train-backend", "fsdp", "--save-hf", exports[0], name="fsdp")
     assert one.code == 0, one.output
     two = runner.run(
-        *common, "--actor-num-gpus-per-node", 2, *layout, *on_cpu(), name="megatron", timeout=300
-    )
+        *common, "--actor-num-gpus-per-node", 2, *layout, *on_cpu(), "--save-hf", exports[1],
+        name="megatron", timeout=300,
+    )  # fmt: skip
     assert two.code == 0, two.output
     ours, theirs = ([row["train/loss"] for row in run.metrics("train/loss")] for run in (two, one))
     assert len(ours) == 3 and ours[-1] < ours[0]
     assert ours == pytest.approx(theirs, abs=2e-5)
+    if loss == "reward_model":
+        tokens = torch.tensor([[3, 5, 7, 11]])
+        models = [AutoModelForSequenceClassification.from_pretrained(path) for path in exports]
+        scores = [model(tokens).logits.item() for model in models]
+        assert scores[1] == pytest.approx(scores[0], abs=1e-3) and scores[0] != 0
     assert runner.wait_gone() == []

@@ -31,7 +31,13 @@ from slime.models.packed_attention import NAME as PACKED
 from slime.models.shards import cached_folder
 from slime.models.stored import write_tensors
 from slime.registry import find
-from slime.weights.hf_folder import ExportForm, MtpLayers, write_side_files
+from slime.weights.hf_folder import (
+    SCORE,
+    ExportForm,
+    MtpLayers,
+    score_changes,
+    write_side_files,
+)
 
 VARLEN = "varlen"
 
@@ -331,18 +337,10 @@ def save_scores_checkpoint(
         source: The folder or hub id of the original model, whose tokenizer is copied.
     """
     folder = cached_folder(source) if writer else None
-    scores = whole_tensors([("score.weight", head.to(dtype))])
+    scores = whole_tensors([(SCORE, head.to(dtype))])
     decoder = ((f"model.{name}", tensor) for name, tensor in iter_hf_weights(model, dtype))
     write_tensors(chain(decoder, scores), path, writer)
     if writer:
-        kind = type(model).__name__.removeprefix("FSDP").removesuffix("Model")
-        changes = {
-            "dtype": str(dtype).removeprefix("torch."),
-            "architectures": [f"{kind}ForSequenceClassification"],
-            "id2label": {"0": "score"},
-            "label2id": {"score": 0},
-            # Often the end token, which transformers would then not read.
-            "pad_token_id": None,
-        }
+        changes = score_changes(model.config.model_type, dtype)
         config = json.loads(model.config.to_json_string(use_diff=False)) if folder is None else None
         write_side_files(folder, path, None, changes, config)

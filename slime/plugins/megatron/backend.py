@@ -45,7 +45,14 @@ from slime.plugins.megatron.schedule import (
     without_a_trace,
 )
 from slime.plugins.megatron.trained_model import TrainedModel
-from slime.weights.hf_folder import ExportForm, HfFolder, MtpLayers, write_side_files
+from slime.weights.hf_folder import (
+    SCORE,
+    ExportForm,
+    HfFolder,
+    MtpLayers,
+    score_changes,
+    write_side_files,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +222,7 @@ class MegatronBackend(SharedBackend):
         return found
 
     def _scoring_of_training(self) -> Scoring:
-        if self.role != "actor":
+        if self.model.valued:
             return Scoring()
         return Scoring(
             temperature=self.needs.temperature,
@@ -308,6 +315,9 @@ class MegatronBackend(SharedBackend):
 
     def _export(self, path: Path, writer: bool) -> None:
         source = resolve_folder(self.args.hf_checkpoint) if writer else None
+        if self.model.valued:
+            self._export_scores(path, source, writer)
+            return
         mtp = MtpLayers(source)
         form = ExportForm(self.args.save_hf_dtype, source, writer)
         others = chain(self._vision_part(), mtp.tensors()) if writer else ()
@@ -316,6 +326,14 @@ class MegatronBackend(SharedBackend):
             write_side_files(source, path, mtp, form.config_changes())
             if mtp.notice:
                 logger.warning("%s: %s", path, mtp.notice)
+
+    def _export_scores(self, path: Path, source: Path | None, writer: bool) -> None:
+        some = next(iter(self.weights.local.values()))
+        head = self.weights.score_weight(some, self.model.hf_config.hidden_size)
+        write_tensors(chain(self.weights.gather(), [(SCORE, head)]), path, writer)
+        if source is not None:
+            changes = score_changes(self.model.hf_config.model_type, head.dtype)
+            write_side_files(source, path, None, changes)
 
     def finish_update(self) -> None:
         self.model.finish_gather()

@@ -192,7 +192,7 @@ class PolicyHead(DividedRows):
 
 
 class ValueHead(nn.Module):
-    """The value head of a critic, ``hidden -> 1``. Every tensor-parallel rank computes all of
+    """The head of a critic or a reward model, ``hidden -> 1``. Every tensor-parallel rank computes all of
     it.
     """
 
@@ -219,7 +219,7 @@ class ValueHead(nn.Module):
 def build_chunk(
     config: TransformerConfig,
     settings: Settings,
-    role: str,
+    valued: bool,
     vp_stage: int | None,
     seed: int,
     rotary: tuple[Tensor, float] | None = None,
@@ -228,9 +228,11 @@ def build_chunk(
 ) -> PolicyModel:
     """Build the part of the model on a pipeline rank, or one of its model chunks.
 
-    The weights are not initialized, except those of the value head of a critic.
+    The weights are not initialized, except those of a value head.
 
     Args:
+        valued: Whether the model has a value head, as that of a critic or a reward model, instead
+            of the output embedding.
         vp_stage: The number of the model chunk on this rank; None without interleaved pipelines.
         seed: The seed of the value head.
         rotary, window_rotary: The results of
@@ -254,7 +256,7 @@ def build_chunk(
         rotary_base=settings.get("rotary_base") or 10000,
         rope_scaling=bool(settings.get("use_rope_scaling")),
         rope_scaling_factor=settings.get("rope_scaling_factor") or 8.0,
-        share_embeddings_and_output_weights=role == "actor"
+        share_embeddings_and_output_weights=not valued
         and not settings["untie_embeddings_and_output_weights"],
         vp_stage=vp_stage,
     )
@@ -264,11 +266,10 @@ def build_chunk(
     if model.pre_process and settings.get("embedding_scale"):
         model.embedding.register_forward_hook(Scale(settings["embedding_scale"]))
     _adapt(model, config)
-    # The last stage scores response tokens, or values them for a critic, instead of returning all
-    # logits.
+    # The last stage scores or values response tokens, instead of returning all logits.
     if model.post_process:
         layer = model.output_layer
-        if role == "critic":
+        if valued:
             model.output_layer = ValueHead(config, seed, layer)
         else:
             scale = settings.get("logit_scale") or 1.0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slime.backends.tensor_shards import StoredTensors
 from slime.backends.trainable import lora_settings, select_trainable
+from slime.config.algorithm import registered_loss
 from slime.config.args import Args
 from slime.config.hf_config import megatron_folder
 from slime.config.layout import ParallelLayout
@@ -38,6 +39,7 @@ class TrainedModel:
 
     Attributes:
         chunks: One model chunk, or several with interleaved pipelines.
+        valued: Whether the model has a value head, as that of a critic or a reward model.
         adapters: The adapters (LoRA); None if the weights themselves are trained.
         has_state: Whether layers have a state, so that packs must list their sequences.
         routing: The routing replay; None without ``--use-routing-replay`` or without experts, and
@@ -69,12 +71,14 @@ class TrainedModel:
         frequencies = (
             (rotary.scaled_frequencies(of), rotary.window_frequencies(of)) if of else (None, None)
         )
+        loss = registered_loss(args)
+        self.valued = role == "critic" or (loss is not None and loss.scores_responses)
         # One model chunk, or several with interleaved pipelines. They have no values yet.
         models = [
-            build_chunk(self.config, self.settings, role, stage, seed, *frequencies, nets)
+            build_chunk(self.config, self.settings, self.valued, stage, seed, *frequencies, nets)
             for stage in stages
         ]
-        self.weights = ModelWeights(models, self.family, self.settings, role)
+        self.weights = ModelWeights(models, self.family, self.settings, self.valued)
         self.chunks = models
         # Weights are read and frozen before the gradient buffers are created, because these have
         # room only for parameters that are trained.
@@ -88,7 +92,7 @@ class TrainedModel:
             held,
             self.weights.all_hf_names(),
             *patterns,
-            "output_layer." if role == "critic" else None,
+            "output_layer." if self.valued else None,
         )
         # Adapters are added after the base is read, and freeze it.
         lora = lora_settings(args)

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from slime.backends.collectives import gather_objects
 from slime.models.shards import ModelError
 from slime.models.stored import NamedWeights
+from slime.plugins.megatron import groups
 from slime.plugins.megatron.core import MegatronError
 from slime.plugins.megatron.groups import Piece, batches, tensor_group, whole
 from slime.plugins.megatron.maps.family import Entry, Family, Settings
@@ -42,14 +43,14 @@ class ModelWeights:
     """All weights of the model chunks on this rank, by their names in the whole model."""
 
     def __init__(
-        self, chunks: Sequence[PolicyModel], family: Family, settings: Settings, role: str
+        self, chunks: Sequence[PolicyModel], family: Family, settings: Settings, valued: bool
     ) -> None:
-        self.tied = role == "actor" and not settings["untie_embeddings_and_output_weights"]
+        self.tied = not valued and not settings["untie_embeddings_and_output_weights"]
         self.entries: dict[str, Entry] = {
             entry.megatron: entry for entry in family.entries(settings)
         }
-        output = None if role == "actor" else self.entries.pop(OUTPUT, None)
-        self._others = [] if role == "actor" else [[name] for name in VALUE_HEAD]
+        output = self.entries.pop(OUTPUT, None) if valued else None
+        self._others = [[name] for name in VALUE_HEAD] if valued else []
         self._others += [] if output is None else [list(output.hf)]
         self.local: dict[str, Tensor] = {}
         self.duplicates: dict[str, Tensor] = {}
@@ -57,15 +58,15 @@ class ModelWeights:
         first.
         """
         self.own: dict[str, Tensor] = {}
-        """The value head of a critic, which Hugging Face checkpoints do not have."""
+        """The value head of a critic or a reward model, which no checkpoint that is read has."""
         for chunk in chunks:
-            self._add_chunk(chunk, role)
+            self._add_chunk(chunk, valued)
         # The optimizer, which is created later, reads these attributes when it computes the norm of
         # all gradients.
         self._mark_parallel()
         self.held = self._who_holds()
 
-    def _add_chunk(self, chunk: PolicyModel, role: str) -> None:
+    def _add_chunk(self, chunk: PolicyModel, valued: bool) -> None:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         buffers = [
             (name, x)
@@ -74,7 +75,7 @@ class ModelWeights:
         ]
         for name, tensor in [*chunk.named_parameters(), *buffers]:
             whole = global_name(name, numbers)
-            if role == "critic" and whole.startswith("output_layer."):
+            if valued and whole.startswith("output_layer."):
                 self.own[whole] = tensor
             elif self.tied and whole == OUTPUT:
                 self.duplicates[EMBEDDING] = tensor
@@ -119,8 +120,8 @@ class ModelWeights:
         ]
 
     def hf_names(self, name: str) -> list[str]:
-        """Return the Hugging Face names of the tensors in a parameter; for the head of a critic,
-        its own name.
+        """Return the Hugging Face names of the tensors in a parameter; for a value head, its own
+        name.
         """
         name = name.removeprefix("duplicate.")
         if name not in self.entries:
@@ -197,6 +198,15 @@ class ModelWeights:
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full Hugging Face tensors on every rank; see :func:`gather`."""
         return gather(self.entries, self.local, self.held)
+
+    def score_weight(self, like: Tensor, hidden_size: int) -> Tensor:
+        """Return the weight of the value head, ``[1, hidden]``, on every rank, in the dtype and on
+        the device of ``like``. This is a collective operation.
+        """
+        name = "output_layer.weight"
+        weight = self.own[name].detach() if name in self.own else like.new_empty(1, hidden_size)
+        groups.broadcast_from_last_stage([weight])
+        return weight
 
 
 def global_name(name: str, numbers: Sequence[int]) -> str:

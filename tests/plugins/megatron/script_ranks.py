@@ -167,10 +167,10 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
         nets = delta_nets(reduced, family, settings)
         config = transformer_config(args, settings, ParallelLayout(), torch.device("cpu"))
         weights = ModelWeights(
-            [build_chunk(config, settings, "actor", None, 0, None, None, nets)],
+            [build_chunk(config, settings, False, None, 0, None, None, nets)],
             family,
             settings,
-            "actor",
+            False,
         )
         return {name: tuple(tensor.shape) for name, tensor in weights.gather()}
 
