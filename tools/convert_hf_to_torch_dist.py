@@ -26,7 +26,7 @@ def main() -> None:
     from slime.config.parser import read_settings
     from slime.models.checked import require_tied
     from slime.models.loading import ModelError, check_checkpoint
-    from slime.plugins.megatron import torch_dist
+    from slime.plugins.megatron import flags, torch_dist
     from slime.plugins.megatron.config import merged_settings
     from slime.plugins.megatron.maps.family import family_of, text_config
     from slime.weights.hf_folder import HfFolder
@@ -42,6 +42,7 @@ def main() -> None:
     args, problems = read_settings([*rest, "--hf-checkpoint", options.hf_checkpoint])
     if problems:
         parser.error("; ".join(problems))
+    flags.resolve(args)
     checkpoint = str(args.hf_checkpoint)  # an --override may name another
     config = text_config(checkpoint, options.trust_remote_code)
     family = family_of(config, options.model_name)

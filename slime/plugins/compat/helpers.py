@@ -1,4 +1,7 @@
-"""Small functions of older releases that scripts and logging functions call."""
+"""Small functions of older releases that scripts and logging functions call.
+
+What takes long to import is imported in functions: clients of engines import this module, too.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Generic, SupportsFloat, TypeVar
 from slime.cli.train import LOOPS
 from slime.config.data import RewardConfig
 from slime.config.observability import ObservabilityConfig
-from slime.data.sample import Sample
-from slime.observability.logging_utils import log
-from slime.rollout.metrics import Metrics, rollout_metrics
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.data.sample import Sample
+    from slime.rollout.metrics import Metrics
 
 T = TypeVar("T")
 MODELS = Path(__file__).resolve().parents[3] / "scripts" / "models"
@@ -72,6 +74,8 @@ def compute_perf_metrics_from_samples(
     """Return the metrics ``perf/…`` of a rollout that took ``rollout_time`` seconds, without that
     prefix.
     """
+    from slime.rollout.metrics import rollout_metrics
+
     found = rollout_metrics(
         args.section(ObservabilityConfig),
         args.section(RewardConfig),
@@ -95,6 +99,8 @@ class TensorboardAdapter:
 
     def log(self, data: Mapping[str, SupportsFloat], step: int | None = None) -> None:
         """Add metrics. The run knows its step, so ``step`` is not read."""
+        from slime.observability.logging_utils import log
+
         log(self._args, data)
 
 

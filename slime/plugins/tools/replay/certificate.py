@@ -123,8 +123,14 @@ def other_versions(run: RunDir) -> Iterator[str]:
 
 
 def version_of_all() -> dict[str, str]:
-    """Return the version of each installed package by its name in lower case."""
-    return {one.name.lower(): one.version for one in distributions()}
+    """Return the version of each installed package by its name in lower case; not of those that
+    setuptools brings, because only some processes see them.
+    """
+    return {
+        one.name.lower(): one.version
+        for one in distributions()
+        if "_vendor" not in Path(str(one.locate_file(""))).parts
+    }
 
 
 def _paths(named: object, directory: str) -> Sequence[Path]:
