@@ -43,7 +43,7 @@ TOKENS = {
     "utils": 924,
     "weights": 19_117,
     "plugins/agents": 50_624,
-    "plugins/compat": 11_742,
+    "plugins/compat": 11_682,
     "plugins/delta": 6_732,
     "plugins/distillation": 4_152,
     "plugins/embedded": 41_326,

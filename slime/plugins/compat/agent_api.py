@@ -8,8 +8,6 @@ and have keywords.
 from __future__ import annotations
 
 import base64
-import json
-import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,15 +16,16 @@ from typing import Self
 from aiohttp import web
 
 from slime.engines.background import run
-from slime.plugins.agents.sandbox import Limits, Sandbox
+from slime.plugins.agents.box import LocalBox
+from slime.plugins.agents.sandbox import Limits
 
 HOME = "/sandbox"
 """The folder of a sandbox, whose files are kept."""
 LIMITS = Limits(
     memory_bytes=2 << 30, output_bytes=64 << 20, disk_bytes=256 << 20, open_files=256, tasks=64
 )
+_LONGEST = 86_400.0  # seconds; each command has a deadline of its own
 _MOST_BYTES = 90_000
-PACKING_SECONDS = 20.0  # for the files before and after a command
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,9 @@ class E2BSandbox:
     ) -> None:
         self.template = template
         self.timeout = timeout
-        self.limits = replace(limits, children=True)
+        self.limits = replace(limits, children=True, seconds=_LONGEST)
         self._envs = dict(envs or {})
-        self._files = ""  # an archive in base64
-        self._sandbox: Sandbox | None = None
+        self._box: LocalBox | None = None
 
     async def __aenter__(self) -> Self:
         """Open the sandbox.
@@ -73,12 +71,11 @@ class E2BSandbox:
         Raises:
             SandboxUnavailable: This machine cannot isolate processes.
         """
-        readable = filter(os.path.exists, ("/usr", "/etc/alternatives"))
-        self._sandbox = Sandbox(self.limits, workers=1, readable=[*readable])
+        self._box = LocalBox(self.limits, (HOME,))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._sandbox = None
+        self._box = None
 
     async def exec(
         self,
@@ -88,25 +85,20 @@ class E2BSandbox:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Executed:
-        """Run a command of the shell and wait for its end.
+        """Run a command of the shell and wait for its end. If its files do not fit, the command
+        fails and they are as before.
 
         Raises:
-            RuntimeError: The sandbox is not open, or its files do not fit.
+            RuntimeError: The sandbox is not open.
         """
-        if self._sandbox is None:
+        if self._box is None:
             raise RuntimeError("the sandbox is not open: use it in `async with`")
-        seconds = timeout or self.timeout
-        order = {
-            "command": command, "seconds": seconds, "cwd": cwd or HOME, "files": self._files,
-            "env": {**self._envs, **(env or {})},
-        }  # fmt: skip
-        code = f"ORDER = {json.dumps(order)!r}\n{_CHILD}"
-        result = await self._sandbox.run(code, seconds + PACKING_SECONDS)
-        if not result.ok:
-            raise RuntimeError(f"the sandbox ended with {result.status}: {result.stderr[-500:]}")
-        told = json.loads(result.stdout)
-        self._files = told["files"]
-        return Executed(told["exit_code"], told["stdout"], told["stderr"])
+        line = f"cd {shlex.quote(cwd or HOME)} || exit\n{command}"
+        variables = {"HOME": HOME, **self._envs, **(env or {})}
+        ran = await self._box.run(line, timeout or self.timeout, environment=variables)
+        result = ran.result
+        code = 124 if result.status == "timeout" else result.exit_code
+        return Executed(code, result.stdout, result.stderr)
 
     async def write_file(self, path: str, content: str | bytes) -> None:
         """Write a file, of which the folder is made."""
@@ -131,30 +123,6 @@ class E2BSandbox:
         if done.exit_code:
             raise FileNotFoundError(path)
         return done.stdout
-
-
-_CHILD = r"""
-import base64, io, json, os, subprocess, tarfile
-order = json.loads(ORDER)
-home = "/sandbox"
-if order["files"]:
-    data = io.BytesIO(base64.b64decode(order["files"]))
-    tarfile.open(fileobj=data).extractall(home, filter="tar")
-environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": home, "LANG": "C.UTF-8", **order["env"]}
-try:
-    done = subprocess.run(
-        ["/usr/bin/bash", "-c", order["command"]], cwd=order["cwd"], env=environment, text=True,
-        errors="replace", capture_output=True, stdin=subprocess.DEVNULL, timeout=order["seconds"],
-    )
-    told = {"exit_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
-except subprocess.TimeoutExpired:
-    told = {"exit_code": 124, "stdout": "", "stderr": "the command took too long"}
-files = io.BytesIO()
-with tarfile.open(fileobj=files, mode="w:gz") as archive:
-    archive.add(home, arcname=".")
-told["files"] = base64.b64encode(files.getvalue()).decode()
-print(json.dumps(told))
-"""
 
 
 async def exec_and_wait(

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from slime.config.settings import HIDDEN
+from slime.models.shards import copy_side_files
 from slime.observability.metrics import read_metrics
 from slime.observability.run_dir import RunDir
 from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError, attempt_of, attempts_of
@@ -88,7 +89,8 @@ def evaluated(run: RecordedRun, step: int, weights: Path) -> Mapping[str, float]
 
 
 def _model_folder(checkpoint: Path, weights: Path, target: Path) -> None:
-    """Make a checkpoint of other weights: everything of ``checkpoint`` that is no weights."""
-    left_out = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt")
-    shutil.copytree(checkpoint, target, ignore=left_out)
+    """Make a checkpoint of other weights."""
+    target.mkdir()
+    copy_side_files(checkpoint, target)
+    shutil.copy2(checkpoint / "config.json", target)
     (target / "model.safetensors").symlink_to(weights)

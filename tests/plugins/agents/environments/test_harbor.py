@@ -63,7 +63,7 @@ def test_a_task_is_read_with_its_files_and_limits(tmp_path: Path) -> None:
         tmp_path / "b",
         "[metadata]\nneeds_image = false\n[agent]\ntimeout_sec = 9\n[verifier]\ntimeout_sec = 8\n"
         "env = {A = '1'}\n[environment]\nmemory_mb = 512\nstorage_mb = 99999\n",
-        "FROM x\n# what follows\nWORKDIR /work\nENV B=2 C='3 4'\nCOPY answer.txt \\\n  sub/\n"
+        "FROM x\n# what follows\nWORKDIR /srv/app\nENV B=2 C='3 4'\nCOPY answer.txt \\\n  sub/\n"
         "COPY lib /data/lib\n",
         **{"environment/lib/x/y.py": "pass"},
     )
@@ -72,8 +72,8 @@ def test_a_task_is_read_with_its_files_and_limits(tmp_path: Path) -> None:
     assert first.name == "a" and first.folders == ("/app",)
     assert first.files() == {"/app/answer.txt": b"open\n"}
     assert first.agent_seconds is None and first.verifier_seconds == 600
-    assert second.folders == ("/work", "/work/sub", "/data/lib")
-    assert second.files() == {"/work/sub/answer.txt": b"open\n", "/data/lib/x/y.py": b"pass"}
+    assert second.folders == ("/srv/app", "/srv/app/sub", "/data/lib")
+    assert second.files() == {"/srv/app/sub/answer.txt": b"open\n", "/data/lib/x/y.py": b"pass"}
     assert second.environment == {"B": "2", "C": "3 4"}
     assert second.verifier_environment == {"A": "1"}
     assert (second.agent_seconds, second.verifier_seconds) == (9, 8)
