@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.data.source import DataSource
-from slime.plugins.compat.rollouts import GenerateState, abort
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.evaluate import eval_rollout
 from slime.rollout.generate import generate, get_model_url
@@ -18,6 +17,7 @@ from slime.rollout.loop import RolloutLoop
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.plugins.compat.rollouts import GenerateState, abort
 
 __all__ = [
     "GenerateState", "abort", "eval_rollout", "generate", "generate_and_rm", "generate_and_rm_group",
@@ -44,3 +44,12 @@ async def generate_rollout_async(
 ) -> RolloutFnTrainOutput:
     """Run one rollout, as :func:`generate_rollout`, on the event loop of the caller."""
     return await RolloutLoop(args, rollout_id, data_source).run()
+
+
+def __getattr__(name: str) -> object:
+    """Import what only rollout functions of older releases use when they ask for it."""
+    if name not in ("GenerateState", "abort"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from slime.plugins.compat import rollouts
+
+    return getattr(rollouts, name)
