@@ -437,12 +437,14 @@ class RolloutManager:
             self.pool = None
         # The engines may still work on requests whose senders have ended, and keep KV of weights
         # that are undone.
-        run(abort(self.args))
+        args = self.args
+        shared = GenerateState(args)
+        run(abort(shared))
         call_each(self.fleet, flush_when_idle)
         self.state.close()
-        self.data_source = load_function(self.args.data_source_path)(self.args)
-        self.state = RolloutState(self.args, self.run_dir, self.data_source, self.in_program)
-        GenerateState(self.args).begin_anew()
+        self.data_source = load_function(args.data_source_path)(args)
+        self.state = RolloutState(args, self.run_dir, self.data_source, self.in_program)
+        shared.begin_anew()
         self.generation.begin()
 
     def trained(self, rollout_id: int) -> None:

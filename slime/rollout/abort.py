@@ -6,15 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from slime.data.sample import Group
 from slime.engines.http import HttpError, request, retrying
 from slime.rollout.generate import get_model_url
 from slime.rollout.state import GenerateState
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 # the abort is repeated, because a multi-turn function may send another request after it
@@ -46,17 +42,13 @@ async def worker_urls(base: str) -> list[str]:
     return list(dict.fromkeys(map(engine_url, urls))) or [base]
 
 
-async def abort(args: Args) -> None:
+async def abort(state: GenerateState) -> None:
     """Set the abort flag and tell every engine to abort all requests; they reply with the tokens so
     far.
 
     An engine or router that cannot be reached is only logged, because its requests fail without an
     abort.
     """
-    await _abort(GenerateState(args))
-
-
-async def _abort(state: GenerateState) -> None:
     state.aborted = True  # first: tasks that continue after the abort must not send new requests
     if state.generator is not None:
         await state.generator.abort()
@@ -113,7 +105,7 @@ async def abort_and_drain(
             )
         try:
             async with asyncio.timeout(max(left, 1.0)):
-                await _abort(state)
+                await abort(state)
         except TimeoutError as error:
             raise TimeoutError(
                 "the engines did not accept the abort within the deadline (--phase-timeout)"

@@ -47,9 +47,7 @@ async def generate_rollout_async(
 
 
 def __getattr__(name: str) -> object:
-    """Import what only rollout functions of older releases use when they ask for it."""
-    if name not in ("GenerateState", "abort"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import ``GenerateState`` and ``abort`` for rollout functions of older releases only."""
     from slime.plugins.compat import rollouts
 
     return getattr(rollouts, name)

@@ -69,7 +69,7 @@ async def abort(args: Args, rollout_id: int | None = None) -> list[Group]:
     shared = GenerateState(args)
     tasks = shared.pendings
     shared.pendings = set()
-    await engines.abort(args)
+    await engines.abort(shared)
     await engines.abort_and_drain(shared, tasks, time.monotonic() + args.phase_timeout)
     groups = sorted((task.result() for task in tasks), key=index_of)
     if not args.partial_rollout:

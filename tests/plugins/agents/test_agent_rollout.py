@@ -216,7 +216,7 @@ async def test_when_the_rollout_is_over_programs_end_and_their_samples_begin_ane
     async with asyncio.timeout(30):
         while sum(session.counts["turns"] for session in endpoint.sessions.values()) < 4:
             await asyncio.sleep(0.05)
-        await abort(args)
+        await abort(GenerateState(args))
         samples = await task
     assert [sample.status for sample in samples] == [Sample.Status.ABORTED] * 2
     assert all(sample.response_length == 0 for sample in samples) and endpoint.sessions == {}

@@ -20,9 +20,9 @@ from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError, attemp
 
 # What only a run that trains, saves or shares its folders with the recorded one has.
 _NOT_OF_AN_EVALUATION = (
-    "config", "load", "ckpt_step", "finetune", "ref_load", "save", "save_interval", "save_hf", "save_keep_last",
+    "config", "load", "ckpt_step", "finetune", "ref_load", "save", "save_interval", "save_hf",
     "dump_details", "save_debug_rollout_data", "save_debug_train_data", "tracker", "certificate", "num_epoch",
-    "replay_schedule", "critic_load", "critic_save", "output_dir", "run_name",
+    "replay_schedule", "critic_save", "skip_eval_before_train", "output_dir", "run_name",
 )  # fmt: skip
 
 
@@ -56,27 +56,20 @@ def evaluated(run: RecordedRun, step: int, weights: Path) -> Mapping[str, float]
         if name in names.difference(_NOT_OF_AN_EVALUATION) and value not in (None, HIDDEN)
     }
     with tempfile.TemporaryDirectory(prefix="slime-evaluate-") as name:
-        model, settings, outputs = (Path(name) / part for part in ("model", "flags.yaml", "out"))
-        _model_folder(Path(str(run.args.hf_checkpoint)), weights, model)
-        given |= {"hf_checkpoint": str(model), "num_rollout": 0, "eval_interval": 1}
-        given |= {"rollout_backend": "embedded", "skip_eval_before_train": False}
-        settings.write_text(yaml.safe_dump(given), encoding="utf-8")
-        command = [sys.executable, "-m", "slime.cli.main", "train", "--inline"]
-        command += ["--custom-config-path", str(settings)]
-        command += ["--output-dir", str(outputs), "--run-name", "evaluation"]
+        folder = Path(name)
+        _model_folder(Path(str(run.args.hf_checkpoint)), weights, folder / "model")
+        given |= {
+            "hf_checkpoint": f"{name}/model",
+            "output_dir": name,
+            "run_name": "evaluation",
+            "inline": True,
+            "num_rollout": 0,
+            "eval_interval": 1,
+            "rollout_backend": "embedded",
+        }
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), *run.modules)))
-        finished = subprocess.run(
-            command,
-            cwd=attempt.settled.working_directory,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if finished.returncode:
-            last = "\n".join((finished.stdout + finished.stderr).splitlines()[-20:])
-            raise ReplayError(f"the evaluation failed:\n{last}")
-        rows = read_metrics(RunDir(outputs / "evaluation").metrics)
+        _train(given, folder / "flags.yaml", attempt.settled.working_directory, path)
+        rows = read_metrics(RunDir(folder / "evaluation").metrics)
     scores = next(row for row in rows if row.get("eval/step") is not None)
     return {
         name: float(value)
@@ -86,6 +79,22 @@ def evaluated(run: RecordedRun, step: int, weights: Path) -> Mapping[str, float]
         and name != "eval/step"
         and value is not None
     }
+
+
+def _train(flags: Mapping[str, object], file: Path, folder: str, path: str) -> None:
+    """Run ``slime train`` in ``folder`` with the flags, and with ``path`` for modules."""
+    file.write_text(yaml.safe_dump(flags), encoding="utf-8")
+    finished = subprocess.run(
+        [sys.executable, "-m", "slime.cli.main", "train", "--custom-config-path", str(file)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if finished.returncode:
+        said = finished.stdout + finished.stderr
+        raise ReplayError(f"the evaluation failed:\n{said[-2000:]}")
 
 
 def _model_folder(checkpoint: Path, weights: Path, target: Path) -> None:
