@@ -85,7 +85,7 @@ def test_every_group_by_its_own_formula(
     for group in set(groups):
         inside = [i for i, g in enumerate(groups) if g == group]
         own = [values[i] for i in inside]
-        if not normalize or estimator in ("ppo", "reinforce_plus_plus"):
+        if not normalize or estimator in ("ppo", "rae", "reinforce_plus_plus"):
             expected = np.asarray(own)
         else:
             expected = by_formula(own, std, estimator)
