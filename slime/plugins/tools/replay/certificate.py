@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import site
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import distributions
@@ -114,8 +115,7 @@ def other_versions(run: RunDir) -> Iterator[str]:
 
     They make no certificate wrong, but may be why a step that is computed again differs.
     """
-    first = parse_line((run.path / FILE).read_bytes().splitlines()[0])
-    packages = first.get("packages")
+    packages = parse_line((run.path / FILE).read_bytes().splitlines()[0]).get("packages")
     now = version_of_all()
     for name, version in packages.items() if isinstance(packages, dict) else ():
         if now.get(name) != version:
@@ -124,13 +124,10 @@ def other_versions(run: RunDir) -> Iterator[str]:
 
 def version_of_all() -> dict[str, str]:
     """Return the version of each installed package by its name in lower case; not of those that
-    setuptools brings, because only some processes see them.
+    Ray and setuptools carry along, because only a process that has imported these sees them.
     """
-    return {
-        one.name.lower(): one.version
-        for one in distributions()
-        if "_vendor" not in Path(str(one.locate_file(""))).parts
-    }
+    installed = distributions(path=[*site.getsitepackages(), site.getusersitepackages()])
+    return {one.name.lower(): one.version for one in installed}
 
 
 def _paths(named: object, directory: str) -> Sequence[Path]:

@@ -11,7 +11,12 @@ import pytest
 from slime.cli.main import main
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import Settled
-from slime.plugins.tools.replay.certificate import certify, other_versions, problems
+from slime.plugins.tools.replay.certificate import (
+    certify,
+    other_versions,
+    problems,
+    version_of_all,
+)
 from slime.plugins.tools.replay.recorded import ReplayError
 
 
@@ -126,3 +131,15 @@ def test_packages_of_other_versions_are_named(run: RunDir, monkeypatch: pytest.M
     found = list(other_versions(run))
     assert any("torch" in line and "0.1" in line for line in found)
     assert any("numpy" in line and "not installed" in line for line in found)
+
+
+def test_what_only_this_process_sees_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = version_of_all()
+    carried = tmp_path / "carried_along-1.0.dist-info"
+    carried.mkdir()
+    (carried / "METADATA").write_text("Metadata-Version: 2.1\nName: carried_along\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert version_of_all() == before
+    assert "torch" in before
