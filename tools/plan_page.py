@@ -22,8 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from random_model import SHAPES  # noqa: E402
 
 from slime.config.layout import ParallelLayout  # noqa: E402
+from slime.plugins.tools.plan.layouts import simulated  # noqa: E402
 from slime.plugins.tools.plan.memory import GATHERED_BUCKETS, train_memory  # noqa: E402
-from slime.plugins.tools.plan.modes import simulated  # noqa: E402
 from slime.plugins.tools.plan.plan import Run, make_plan  # noqa: E402
 from slime.plugins.tools.plan.seconds import decode_seconds, train_seconds  # noqa: E402
 from slime.plugins.tools.plan.setups import (  # noqa: E402  # noqa: E402

@@ -23,8 +23,8 @@ from odd_values import TEXTS, numbers, value
 from slime.cli.main import main
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import Settled
+from slime.plugins.tools.ui.page import NotFound, answer, as_json, path_of
 from slime.plugins.tools.ui.runs import NoRuns, Runs
-from slime.plugins.tools.ui.site import NotFound, answer, as_json, path_of
 
 CHUNKS = 10
 MADE = Path(__file__).parents[1] / "plugins" / "tools" / "ui" / "tiny"

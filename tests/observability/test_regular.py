@@ -28,8 +28,8 @@ from slime.observability.regular import (
 )
 from slime.observability.run_dir import UnreadableRun, read_settings
 from slime.plugins.tools.summary.records import find_dump
+from slime.plugins.tools.ui.page import NotFound, answer, as_json, path_of
 from slime.plugins.tools.ui.runs import NoRuns, Runs
-from slime.plugins.tools.ui.site import NotFound, answer, as_json, path_of
 
 MADE = Path(__file__).parents[1] / "plugins" / "tools" / "ui" / "tiny"
 DEEP = "[" * 100_000

@@ -1,8 +1,17 @@
 """Tools around runs: the other subcommands of ``slime``, from ``slime init`` to ``slime
-verify``.
+verify``; and ``--certificate``. Each ``--help`` reads this file, so it needs nothing heavy.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from slime.registry import register
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 _COMMANDS = {
     "init": "make_data:add_init",
@@ -18,7 +27,7 @@ _COMMANDS = {
     "what-if": "replay:add_what_if",
     "verify": "verify:add_verify",
     "plan": "plan:add_plan",
-    "check-algo": "check_algo:add_check_algo",
+    "check-algo": "verify:add_check_algo",
 }
 
 
@@ -36,7 +45,7 @@ def parts() -> None:
         "slime.plugins.tools.plan.checkpoint_size:check_save_folder",
         when=("save",),
     )
-    certificate = "slime.plugins.tools.config"
+    certificate = "slime.plugins.tools.__init__"
     flags = f"{certificate}:CertificateFlags"
     register("check", "certificate", f"{certificate}:check", flags=flags, when=("certificate",))
     register("record", "engine loads", "slime.plugins.tools.engine_loads:EngineLoads")
@@ -44,3 +53,19 @@ def parts() -> None:
     register("summary", "figures", "slime.plugins.tools.summary.figures:summarize")
     register("summary", "picture", "slime.plugins.tools.summary.charts:reward_curve")
     register("summary", "write_picture", "slime.plugins.tools.summary.charts:reward_curve_png")
+
+
+@dataclass
+class CertificateFlags:
+    _title = "certificate"
+
+    certificate: bool = False
+    """Write certificate.jsonl at the end of the run: digests of settings, packages, data, and of each
+    step's samples, ledger rows, metrics and weights, chained by hash (docs/en/certificate.md)"""
+
+
+def check(own: Args) -> list[str]:
+    """Check that a run with ``--certificate`` records its samples."""
+    if not own.certificate or own.save_debug_rollout_data:
+        return []
+    return ["--certificate needs the samples of each step: add --save-debug-rollout-data"]

@@ -22,7 +22,7 @@ from slime.data.source import RolloutDataSourceWithBuffer
 from slime.models.token_log_probs import token_log_probs
 from slime.plugins.estimators.kl_cov import kth_largest
 from slime.plugins.estimators.rae import BASELINE, check, remember
-from slime.plugins.tools.check_algo.step import Exchange, ThreadReduce
+from slime.plugins.tools.check_algo.world import Exchange, ThreadReduce
 from tests.make_args import make_args
 
 

@@ -28,10 +28,10 @@ from megatron_ranks import (
 )
 from pairwise import pairwise
 
-from slime.plugins.tools.verify.rank import leave_model
+from slime.plugins.tools.verify.reference import leave_model
 
 LARGE, STEP = 1e6, 16.0
-"""As in ``slime/plugins/tools/verify/rank.py``: a step of Adam changes a factor by ``-STEP`` times
+"""As in ``slime/plugins/tools/verify/reference.py``: a step of Adam changes a factor by ``-STEP`` times
 its gradient.
 """
 LORA: dict[str, Any] = dict(

@@ -12,8 +12,7 @@ from typing import Any
 
 from pairwise import pairwise
 
-from slime.plugins.tools.verify.rank import leave_model
-from slime.plugins.tools.verify.reference import batch_of_rank
+from slime.plugins.tools.verify.reference import batch_of_rank, leave_model
 
 
 @dataclass(frozen=True)

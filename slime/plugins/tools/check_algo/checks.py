@@ -12,15 +12,14 @@ from torch import Tensor
 
 from slime.config.args import Args
 from slime.data.sample import Sample
-from slime.plugins.tools.check_algo.lab import Lab, as_leaves, relative, sine, with_tools
-from slime.plugins.tools.check_algo.measure import moments
-from slime.plugins.tools.check_algo.step import Step
+from slime.plugins.tools.check_algo.lab import Lab, as_leaves, moments, relative, sine, with_tools
 from slime.plugins.tools.check_algo.world import (
     LENGTHS,
     ONE_LENGTH,
     ONE_TOKEN,
     Draw,
     Draws,
+    Step,
     World,
     draws,
 )

@@ -149,15 +149,15 @@ def init(folder: Path, task: str) -> list[Path]:
     starter = STARTERS / task.replace("-", "_")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        copied = sorted(path.name for path in starter.iterdir() if path.is_file())
-        copied.remove("__init__.py")
-        for name in copied:
-            shutil.copyfile(starter / name, folder / name)
+        # Tasks that learn from no reward share one for held-out answers.
+        files = {path.name: path for path in (STARTERS / "reward.py", *sorted(starter.glob("*.*")))}
+        for name, path in files.items():
+            shutil.copyfile(path, folder / name)
         (folder / "run.sh").chmod(0o755)
         data = TASKS[task]()
         for name, lines in data.items():
             (folder / name).write_text(lines, encoding="utf-8")
-    return [folder / name for name in (*copied, *data)]
+    return [folder / name for name in (*files, *data)]
 
 
 def _plain() -> dict[str, str]:

@@ -92,8 +92,7 @@ def plan(options: argparse.Namespace) -> int:
     """
     from slime.backends.needs import TrainNeeds
     from slime.plugins.tools.dry_run import mean_prompt_tokens
-    from slime.plugins.tools.plan.layouts import best
-    from slime.plugins.tools.plan.modes import ways
+    from slime.plugins.tools.plan.layouts import best, ways
     from slime.plugins.tools.plan.page import as_json, page
     from slime.plugins.tools.plan.plan import make_plan
     from slime.plugins.tools.plan.read import ASSUMED_PROMPT, read_run

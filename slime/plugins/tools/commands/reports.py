@@ -22,7 +22,7 @@ from slime.plugins.tools.commands import Subparsers
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slime.plugins.tools.summary.ledger_report import Report
+    from slime.plugins.tools.summary.records import Report
     from slime.plugins.tools.ui.runs import Runs
 
 _MOST_ROWS = 20
@@ -142,7 +142,7 @@ def ledger(args: argparse.Namespace) -> int:
 
     from slime.observability.regular import regular
     from slime.observability.run_dir import RunDir
-    from slime.plugins.tools.summary.ledger_report import UNCHECKED, read_ledger
+    from slime.plugins.tools.summary.records import UNCHECKED, read_ledger
 
     path = args.run_dir
     file = RunDir(path.resolve()).ledger if path.is_dir() else path
@@ -310,7 +310,7 @@ def ui(args: argparse.Namespace) -> None:
 
 def _write(runs: Runs, path: Path, steps: int, samples: int) -> None:
     from slime.observability.best_effort import replacing
-    from slime.plugins.tools.ui.export import Limits, export
+    from slime.plugins.tools.ui.page import Limits, export
 
     html = export(runs, Limits(steps, samples))
     with writing(path), replacing(path) as temporary:

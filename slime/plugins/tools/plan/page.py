@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .layouts import flags, left_out
-from .modes import Way, unmeasured
+from .layouts import Way, flags, left_out, unmeasured
 from .plan import Plan, without_offloading
 from .setups import GIB
 

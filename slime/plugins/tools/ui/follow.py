@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from slime.observability.regular import LONGEST_LINE, regular, shallow
-from slime.plugins.tools.summary.ledger_report import Report, read_ledger
+from slime.plugins.tools.summary.records import Report, read_ledger
 from slime.types import JsonObject
 
 MARK = 64

@@ -27,12 +27,14 @@ from slime.plugins.tools.verify.check import (
     write_model,
     write_variants,
 )
-from slime.plugins.tools.verify.rank import VerifyJob, settings, verify_rank
 from slime.plugins.tools.verify.reference import (
     RandomSample,
     Scores,
+    VerifyJob,
     make_samples,
     reference_scores,
+    settings,
+    verify_rank,
 )
 from slime.plugins.tools.verify.small import (
     UNKNOWN,

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.plugins.tools.check_algo.lab import Lab, make_args
-from slime.plugins.tools.check_algo.measure import moments, reference
+from slime.plugins.tools.check_algo.lab import Lab, make_args, moments, reference
 from slime.plugins.tools.check_algo.world import (
     LENGTHS,
     ONE_LENGTH,

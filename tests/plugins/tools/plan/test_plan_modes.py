@@ -16,7 +16,7 @@ from slime.config.layout import ParallelLayout
 from slime.config.machine import Machine
 from slime.config.parser import read_command_line
 from slime.config.resolve import resolve_defaults
-from slime.plugins.tools.plan.modes import SAMPLES, Way, setting, ways
+from slime.plugins.tools.plan.layouts import SAMPLES, Way, setting, ways
 from slime.plugins.tools.plan.plan import Plan, Run, make_plan
 from slime.plugins.tools.plan.seconds import measured_lengths, response_lengths
 from slime.plugins.tools.plan.setups import KINDS, EngineSetup, Placement, TrainSetup, Workload

@@ -12,9 +12,8 @@ import pytest
 
 from slime.cli.main import main
 from slime.observability.best_effort import replacing
-from slime.plugins.tools.ui.export import Limits, evenly, export
+from slime.plugins.tools.ui.page import Limits, as_json, evenly, export
 from slime.plugins.tools.ui.runs import Runs
-from slime.plugins.tools.ui.site import as_json
 
 HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)>"
 

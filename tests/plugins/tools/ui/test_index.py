@@ -15,8 +15,8 @@ from slime.observability import samples
 from slime.observability.samples import KeptTexts, write_samples
 from slime.plugins.tools.ui.follow import MARK, Series, Tail
 from slime.plugins.tools.ui.index import SampleIndex, reward_number
+from slime.plugins.tools.ui.page import NotFound, answer, path_of
 from slime.plugins.tools.ui.runs import Runs
-from slime.plugins.tools.ui.site import NotFound, answer, path_of
 
 
 def sample(

@@ -12,8 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.plugins.tools.local_ranks import Place
-from slime.plugins.tools.verify.rank import VerifyJob, verify_rank
-from slime.plugins.tools.verify.reference import Scores
+from slime.plugins.tools.verify.reference import Scores, VerifyJob, verify_rank
 
 
 def swapped_gate_and_up(self: LlamaMLP, x: Tensor) -> Tensor:

@@ -29,12 +29,13 @@ from slime.plugins.tools.verify.check import (
     load_weights,
     parts_of,
 )
-from slime.plugins.tools.verify.rank import VerifyJob, verify_rank
 from slime.plugins.tools.verify.reference import (
     RandomSample,
     Scores,
+    VerifyJob,
     make_samples,
     reference_scores,
+    verify_rank,
 )
 from slime.plugins.tools.verify.run import Target, engine_log_probs, table, verify
 from slime.plugins.tools.verify.small import VerifyError, cut_down, make_small

@@ -1,7 +1,7 @@
 """The score of held-out answers. run.sh names it: --custom-rm-path reward.py:reward
 
-The model does not learn from it: it learns from the teacher. Test it with a small engine:
-bash run.sh check-hooks
+The model does not learn from it: it learns from the pairs in data.jsonl, or from the
+teacher. Test it with a small engine: bash run.sh check-hooks
 """
 
 from __future__ import annotations

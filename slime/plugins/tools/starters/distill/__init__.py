@@ -1,1 +1,0 @@
-"""A task in which the model learns what a teacher says."""

@@ -1,1 +1,0 @@
-"""A task of two data sets, whose weights change in the course of the run."""

@@ -1,1 +1,0 @@
-"""A task of pairs: a response that is preferred, and one that is not."""

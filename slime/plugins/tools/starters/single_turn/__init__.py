@@ -1,1 +1,0 @@
-"""A task with one response to each prompt."""

@@ -1,1 +1,0 @@
-"""A task in which the model calls a tool between its turns."""
