@@ -21,7 +21,7 @@ LIMITS = {
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
     "functions_that_take_args": 280,
-    "files": 628,
+    "files": 610,
 }
 
 TOKENS = {
@@ -56,7 +56,7 @@ TOKENS = {
     "plugins/rewards": 20_883,
     "plugins/serve": 17_097,
     "plugins/sglang": 5_194,
-    "plugins/tools": 104_975,
+    "plugins/tools": 104_537,
     "plugins/trackers": 2_193,
     "plugins/vllm": 7_026,
     "plugins/workers": 2_889,
