@@ -45,9 +45,7 @@ def parts() -> None:
         "slime.plugins.tools.plan.checkpoint_size:check_save_folder",
         when=("save",),
     )
-    certificate = "slime.plugins.tools.__init__"
-    flags = f"{certificate}:CertificateFlags"
-    register("check", "certificate", f"{certificate}:check", flags=flags, when=("certificate",))
+    register("check", "certificate", check, flags=CertificateFlags, when=("certificate",))
     register("record", "engine loads", "slime.plugins.tools.engine_loads:EngineLoads")
     register("summary", "finish", "slime.plugins.tools.summary.figures:finish")
     register("summary", "figures", "slime.plugins.tools.summary.figures:summarize")
