@@ -69,8 +69,8 @@ class ImageReader:
             )
             ids = self._expand(ids, pictures, int((made["input_ids"] == self.soft_id).sum()))
         inputs = {
-            key: self._place(value)
-            for key, value in made.items()
+            key: value
+            for key, value in made.to(self.device, self.dtype).items()
             if key not in ("input_ids", "attention_mask")
         }
         is_image = torch.tensor([ids], device=self.device) == self.soft_id
@@ -97,11 +97,6 @@ class ImageReader:
             made = self.processor(text=[self.token], images=[next(left)], add_special_tokens=False)
             expanded += list(made["input_ids"][0])
         return expanded
-
-    def _place(self, value: object) -> object:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
 
 
 def load_image(item: object) -> Image:

@@ -10,8 +10,9 @@ block. A forward of one row always agrees with itself, so there is always a resu
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -239,13 +240,15 @@ class EngineOptions:
 
 @dataclass
 class Loaded:
-    """An engine with its tokenizer, config and image reader. ``images`` is None for text models."""
+    """An engine with its tokenizer, config and image reader. ``images`` gives the reader, and is
+    None for text models.
+    """
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     detokenizer: Detokenizer
     config: PretrainedConfig
-    images: ImageReader | None
+    images: Callable[[], ImageReader] | None
     context_len: int
     vocab_size: int
     options: EngineOptions
@@ -322,10 +325,13 @@ def load_engine(options: EngineOptions) -> Loaded:
     )
     seed = DETERMINISTIC_SEED if options.deterministic else None
     engine = Engine(scheduler, runner, Weights(model), seed)
-    # Image-text models have a processor as well.
+    # Image-text models have a processor as well. It is loaded for the first image, because that of
+    # some models needs torchvision, which a run on texts does without.
     images = None
     if is_multimodal(config):
-        images = ImageReader(options.model_path, device, dtype, options.trust_remote_code)
+        images = functools.cache(
+            lambda: ImageReader(options.model_path, device, dtype, options.trust_remote_code)
+        )
     return Loaded(engine, tokenizer, detokenizer, config, images, context_len, vocab_size, options)
 
 

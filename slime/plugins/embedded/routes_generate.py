@@ -74,9 +74,9 @@ async def prepare(loaded: Served, parsed: GenerateBody) -> None:
         if single.image_data:
             if loaded.images is None:
                 raise BadRequest("image_data: this model does not support images")
-            read = loaded.images.prepare
+            reader = await in_thread(loaded.images)
             single.input_ids, single.image_inputs = await in_thread(
-                read, single.input_ids, text, single.image_data
+                reader.prepare, single.input_ids, text, single.image_data
             )
             single.image_data = []
         elif text is not None:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-    from slime.plugins.embedded.images import ImageReader
     from slime.plugins.embedded.served import Listener
 
 T = TypeVar("T")
@@ -386,5 +385,5 @@ class Loaded:
     context_len: int
     vocab_size: int
     model_path: str
-    images: ImageReader | None = None
+    images: None = None
     info: dict[str, object] = field(default_factory=dict)
