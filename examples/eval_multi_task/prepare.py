@@ -1,6 +1,6 @@
 """Write the evaluation sets and the ``eval.yaml`` that names them, each with settings of its own.
 
-    python prepare.py OUTPUT_DIR [--datasets DIR] [--rows 8]
+    python prepare.py OUTPUT_DIR [--datasets DIR] [--rows 8] [--max-response-len N]
 
 With ``--datasets`` (a folder with gsm8k/, math500/ and aime/) the first rows of those; without,
 arithmetic at three lengths of answer, made here.
@@ -87,19 +87,23 @@ def read(file: Path, rows: int) -> Iterator[Row]:
             yield json.loads(line)
 
 
-def prepare(output_dir: Path, datasets: Path | None, rows: int) -> Path:
-    """Write all sets below ``output_dir``; returns the path of ``eval.yaml``.
+def prepare(
+    output_dir: Path, datasets: Path | None, rows: int, max_response_len: int | None = None
+) -> Path:
+    """Write all sets below ``output_dir``; returns the path of ``eval.yaml``. With
+    ``max_response_len`` the answers of every set may have so many tokens.
 
     Raises:
         FileNotFoundError: ``datasets`` lacks one of :data:`SHARED`.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     entries: list[Row] = []
+    longest = {} if max_response_len is None else {"max_response_len": max_response_len}
 
     def add(name: str, made_rows: Iterable[Row], settings: Row) -> None:
         path = output_dir / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in made_rows), encoding="utf-8")
-        entries.append({"name": name, "path": str(path), **settings})
+        entries.append({"name": name, "path": str(path), **settings, **longest})
 
     if datasets is not None:
         for name, (file, convert, settings) in SHARED.items():
@@ -123,8 +127,11 @@ def main() -> None:
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--datasets", type=Path, help="folder with gsm8k/, math500/ and aime/")
     parser.add_argument("--rows", type=int, default=8, help="of each set (default: 8)")
+    parser.add_argument(
+        "--max-response-len", type=int, help="tokens of an answer (default: little, by set)"
+    )
     args = parser.parse_args()
-    print(prepare(args.output_dir, args.datasets, args.rows))
+    print(prepare(args.output_dir, args.datasets, args.rows, args.max_response_len))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 source "$checkout/scripts/models/qwen3-4B.sh"
 
+# A small model writes short answers, which are the default of prepare.py; a reasoning model needs room.
 eval_config="$("$python" "$here/prepare.py" "$output_dir/data/eval_multi_task_gpu" --rows 2000 \
-    --datasets "${SLIME_DATASETS:?the folder with gsm8k/, math500/ and aime/}")"
-# The YAML of the small example bounds answers to what a small model writes; a reasoning model needs room.
-sed -i -E 's/max_response_len: [0-9]+/max_response_len: 16384/' "$eval_config"
+    --datasets "${SLIME_DATASETS:?the folder with gsm8k/, math500/ and aime/}" --max-response-len 16384)"
 
 train eval_multi_task_gpu train.py "${MODEL_ARGS[@]}" --hf-checkpoint "${MODEL:-Qwen/Qwen3-4B}" \
     --prompt-data "${DATA:?a JSONL file with prompt and label}" --apply-chat-template --rollout-shuffle --rm-type math --math-answer any \

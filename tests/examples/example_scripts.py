@@ -109,25 +109,15 @@ def small_datasets(folder: Path) -> Path:
     return folder
 
 
-def dry_run(script: Path, work: Path, datasets: bool = True) -> list[Command]:
-    """The training commands of a script that starts nothing. ``$MODEL`` is set for the CPU scripts
-    alone: those for a GPU node have a hub id for a default. ``$DATA`` is a file of math problems
-    with prompt and label."""
+def settings_of(script: Path, work: Path, datasets: bool = True) -> dict[str, str]:
+    """The variables that a script reads. ``$MODEL`` is set for the CPU scripts alone: those for a
+    GPU node have a hub id for a default. ``$DATA`` is a file of math problems with prompt and
+    label."""
     data = work / "data.jsonl"
     data.write_text(
         json.dumps({"prompt": [{"role": "user", "content": "What is 2 + 2?"}], "label": "4"}) + "\n"
     )
-    keep = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("MODEL", "SGLANG", "SLIME_DATASETS")
-    }
-    environment = keep | {
-        "DRY_RUN": "1",
-        "SLIME_PYTHON": sys.executable,
-        "OUTPUT_DIR": str(work / "outputs"),
-        "DATA": str(data),
-    }
+    settings = {"OUTPUT_DIR": str(work / "outputs"), "DATA": str(data)}
     if script.name == "run_cpu.sh":
         vision = "vlm" in script.parent.name
         model = (
@@ -135,13 +125,24 @@ def dry_run(script: Path, work: Path, datasets: bool = True) -> list[Command]:
             if vision
             else small_model(work / "model")
         )
-        environment["MODEL"] = str(model)
+        settings["MODEL"] = str(model)
     if datasets:
-        environment["SLIME_DATASETS"] = str(small_datasets(work / "datasets"))
+        settings["SLIME_DATASETS"] = str(small_datasets(work / "datasets"))
+    return settings
+
+
+def dry_run(script: Path, work: Path, datasets: bool = True) -> list[Command]:
+    """The training commands of a script that starts nothing."""
+    keep = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MODEL", "SGLANG", "SLIME_DATASETS")
+    }
+    own = {"DRY_RUN": "1", "SLIME_PYTHON": sys.executable, **settings_of(script, work, datasets)}
     done = subprocess.run(
         ["bash", str(script)],
         cwd=work,
-        env=environment,
+        env=keep | own,
         capture_output=True,
         text=True,
         timeout=60,

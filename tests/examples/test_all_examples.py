@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from example_scripts import CHECKOUT, CLUSTER, EXAMPLES, LAPTOP, dry_run, parse
+from example_scripts import CHECKOUT, CLUSTER, EXAMPLES, LAPTOP, dry_run, parse, settings_of
+
+from slime.plugins.agents.sandbox import Sandbox, SandboxUnavailable
+from slime.plugins.compat.recorder import record
+from slime.plugins.compat.script_words import command_of, starts_training
 
 FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/run_cpu.sh"))
+LOOPS = ("train.py", "train_async.py")
 SCRIPTS = sorted(EXAMPLES.glob("*/run_*.sh"))
 
 
@@ -60,3 +66,38 @@ def test_the_flags_of_a_script_parse(
     monkeypatch.chdir(CHECKOUT)  # as the scripts do
     for command in commands:
         parse(command, LAPTOP if script.name == "run_cpu.sh" else CLUSTER, monkeypatch)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_translate_runs_a_script_and_sees_what_it_trains(
+    script: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        Sandbox()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    work.chmod(0o755)  # the script is run as another user
+    for name in ("MODEL", "SGLANG", "DRY_RUN", "SLIME_PYTHON"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings_of(script, work).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(work)
+    # One example waits for what it cannot write, until half of this.
+    monkeypatch.setattr("slime.plugins.compat.recorder.SECONDS", 12.0)
+    recorded = record(script)
+    assert (recorded.failure, recorded.remarks) == ("", [])
+    trainings = [command_of(words)[1] for words in recorded.commands if starts_training(words)]
+    dry = [command for command in dry_run(script, work) if command.script in LOOPS]
+    assert [Path(program).name for program, *_ in trainings] == [one.script for one in dry]
+    for (_, *flags), command in zip(trainings, dry, strict=True):
+        assert len(flags) == len(command.flags)
+        # A program of the example that makes data or chooses a port was not run: its command stands
+        # for what it would print. The dry run of one example has no teacher of its own yet.
+        assert [
+            (found, wanted)
+            for found, wanted in zip(flags, command.flags, strict=True)
+            if found != wanted.replace(sys.executable, "python")
+            and "$(python " not in found
+            and not found.endswith("/opd_teacher/hf")
+        ] == []

@@ -243,8 +243,7 @@ class ThreadedServer:
         """Close all connections."""
         run(self._runner.cleanup())
 
-    def __enter__(self) -> Self:
-        return self.start()
+    __enter__ = start
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -345,8 +345,10 @@ def _number(values: Mapping[str, str], *names: str) -> int:
 
 
 def _quoted(word: str, guessed: bool) -> str:
-    """Quote a word for bash, but for the names of secrets, and what a text says of variables that
-    are not known.
+    """Quote a word for bash, but for the names of secrets, what a text says of variables that are
+    not known, and the programs whose answer a script asks for.
     """
+    if "$(python " in word:
+        return f'"{word}"'
     open_ended = "$" in word and " " not in word if guessed else _SECRET.fullmatch(word)
     return word if open_ended else shlex.quote(word)

@@ -26,7 +26,7 @@ SECONDS = 30.0
 STARTERS = (
     "python", "python3", "ray", "torchrun", "accelerate", "deepspeed", "srun", "sbatch", "mpirun", "docker",
     "podman", "apptainer", "singularity", "uv", "uvx", "ssh", "pdsh", "kubectl", "slime", "trl", "rl", "bash",
-    "sh",
+    "sh", "slime-python",
 )  # fmt: skip
 """Programs whose words are recorded, since they or their words may start a training."""
 QUIET = (
@@ -89,11 +89,13 @@ def record(script: Path, arguments: Sequence[str] = ()) -> Recorded:
         disk_bytes=256 << 20,
     )
     place = script.resolve()
-    folders = sorted({str(path) for path in _folders(place, text)})
+    whole = _with_sources(place, text)
+    environment = _environment(whole)
+    named = "\n".join([text, *(value for value in environment.values() if ":" not in value)])
+    folders = sorted({str(path) for path in _folders(place, named)})
     python = str(Path(sys.executable).resolve())
     system = filter(os.path.exists, (*_SYSTEM, str(MODELS), python))
     sandbox = Sandbox(limits, workers=1, readable=sorted({*folders, *system}))
-    environment = _environment(text)
     order = {
         "bash": bash, "python": python, "script": str(place), "text": text,
         "arguments": list(arguments), "cwd": os.getcwd(),
@@ -106,15 +108,14 @@ def record(script: Path, arguments: Sequence[str] = ()) -> Recorded:
     result = asyncio.run(sandbox.run(code))
     if not result.ok:
         return Recorded(failure=f"the recording ended with {result.status}: {result.stderr[-300:]}")
-    answer = json.loads(result.stdout)
-    recorded = Recorded(answer["commands"], answer["remarks"], answer["failure"])
-    recorded.remarks += _unset(_with_sources(place, text), environment)
+    recorded = Recorded(**json.loads(result.stdout))
+    recorded.remarks += _unset(whole, environment)
     return recorded
 
 
 def _folders(script: Path, text: str) -> list[Path]:
     """Return what bash may read: the folder in which this is called, that of the script with the
-    checkout around it, and the folders that the script names.
+    checkout around it, and the folders that the script or its variables name.
     """
     top = next((one for one in script.parents if (one / ".git").exists()), script.parent)
     words = re.findall(r"(?<![\w$}.])/[\w.+-]+(?:/[\w.+-]+)+", text)
@@ -138,6 +139,7 @@ def _environment(text: str) -> dict[str, str]:
         "HOME": os.environ.get("HOME", "/root"),
         "USER": os.environ.get("USER", "user"),
         **given,
+        "SLIME_PYTHON": "slime-python",
     }
 
 

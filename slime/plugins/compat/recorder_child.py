@@ -18,7 +18,6 @@ from typing import TypedDict
 BIN = Path("/tmp/recorders")
 LOG = Path("/tmp/recorded")
 REMARKS = Path("/tmp/remarks")
-PRELUDE = Path("/tmp/prelude")
 FARM = "/tmp/at"
 """Folders like those of the script, with links to their files: what a command writes there, such as
 its log, goes nowhere else. A path below it stands for the same path without it.
@@ -28,15 +27,21 @@ _MOST_ENTRIES = 400
 _DEEPEST = 2
 
 # A recorder writes its words, each ended by NUL, and their number first. What would be run by
-# another bash, on a node or in a container, is run here.
+# another bash, on a node or in a container, is run here. scripts/env.sh of slime makes no environment
+# here: its python is a recorder too, whose answer is the words that would give the real one.
 RECORDER = r"""#!BASH
 name="${0##*/}"
 case "$name" in
     bash|sh) exec BASH "$@" ;;
-    python|python3) case "${1:--}" in -c|-) exec PYTHON "$@" ;; esac ;;
+    python|python3)
+        case "${1:--}" in -c|-) exec PYTHON "$@" ;; esac
+        [[ "${2:-}" == */env_setup.py ]] && echo slime-python && exit 0 ;;
 esac
 printf '%s\0' "$(($# + 1))" "$name" "$@" >> LOG
-case "$name" in python|python3|slime|trl|rl) exit 0 ;; esac
+case "$name" in
+    python|python3|slime|trl|rl) exit 0 ;;
+    slime-python) printf '$(python'; printf ' %q' "$@"; printf ')\n'; exit 0 ;;
+esac
 words=("$@")
 for ((i = 0; i < $#; i++)); do
     case "${words[i]}" in
@@ -45,6 +50,12 @@ for ((i = 0; i < $#; i++)); do
     esac
 done
 case "$name" in ssh|pdsh) [[ "${!#}" == *" "* ]] && bash -c "${!#}" ;; esac
+exit 0
+"""
+# What cannot be made where it belongs is made below FARM.
+MKDIR = r"""#!BASH
+/usr/bin/mkdir "$@" 2>/dev/null && exit 0
+for word in "$@"; do [[ "$word" == /* ]] && /usr/bin/mkdir -p "FARM$word" 2>/dev/null; done
 exit 0
 """
 # For a second try: of a folder or a file that is not here, the script is told nothing, but the reader
@@ -108,31 +119,33 @@ def main(order: Order) -> None:
     program("hostname", "#!BASH\necho 127.0.0.1\n", places)
     for name in order["asked"]:
         program(name, f"#!BASH\necho '{name}{_UNANSWERED}' >> REMARKS\n", places)
-    program("mkdir", '#!BASH\n/usr/bin/mkdir "$@" 2>/dev/null\nexit 0\n', places)
+    program("mkdir", MKDIR, places)
     program("tee", "#!BASH\nexec cat\n", places)
     for folder in order["folders"]:
         try:
             plant(Path(folder))
         except OSError:  # it cannot be read, or there are too many
             continue
-    PRELUDE.write_text(filled(FUNCTIONS, places))
     REMARKS.touch()
     Path(FARM + order["cwd"]).mkdir(parents=True, exist_ok=True)
     script = Path(FARM + order["script"])
     script.parent.mkdir(parents=True, exist_ok=True)
     script.unlink(missing_ok=True)  # the link to it
     script.write_text(order["text"], encoding="utf-8")
+    # Beside the script, because for a file that its function reads it stands in BASH_SOURCE.
+    prelude = script.with_name(f".{script.name}")
+    prelude.write_text(filled(FUNCTIONS, places))
     failure, complete = run(order, {})
     if not complete:
         script.write_text(forgiven(order["text"]), encoding="utf-8")
-        failure, _ = run(order, {"BASH_ENV": str(PRELUDE)})
+        failure, _ = run(order, {"BASH_ENV": str(prelude)})
     remarks = REMARKS.read_text(errors="replace").splitlines()
     answer = {
         "commands": commands(LOG.read_text(errors="replace")),
         "remarks": list(dict.fromkeys(remarks)),
         "failure": failure,
     }
-    print(json.dumps(answer).replace(FARM, ""))
+    print(json.dumps(answer).replace(FARM, "").replace("slime-python", "python"))
 
 
 def plant(folder: Path, left: int = _DEEPEST) -> None:
@@ -163,7 +176,7 @@ def filled(text: str, places: dict[str, str]) -> str:
 
 def run(order: Order, more: dict[str, str]) -> tuple[str, bool]:
     """Run bash, and return why it did not reach the end of the script (empty if it did), and whether
-    it missed nothing.
+    it missed nothing. A script may also wait for ever for what it could not write.
     """
     LOG.write_text("")
     environment = {
@@ -188,7 +201,7 @@ def run(order: Order, more: dict[str, str]) -> tuple[str, bool]:
         error = process.communicate(timeout=order["seconds"])[1]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        return f"bash did not end within {order['seconds']:g} s", True
+        return f"bash did not end within {order['seconds']:g} s", False
     await_others(process.pid)
     lines = [line for line in error.splitlines() if not line.startswith("+")]  # not those of set -x
     failure = (

@@ -41,9 +41,7 @@ def extract_boxed_answer(solution: str | None) -> str | None:
     return last_boxed(solution or "") or None
 
 
-def extract_answer(passage: str | None) -> str | None:
-    """Return the content of the last box of a text, or None."""
-    return extract_boxed_answer(passage)
+extract_answer = extract_boxed_answer
 
 
 def mathd_normalize_answer(answer: str | None) -> str | None:
@@ -79,8 +77,7 @@ def get_deepscaler_rule_based_reward(response: str | None, label: str | float | 
     answer = None if tail is None else last_boxed(tail)
     if answer is None or label is None or str(label) == "":
         return 0
-    gold = last_boxed(str(label))
-    return int(grade_answer_sympy(answer, str(label) if gold is None else gold))
+    return int(grade_answer_sympy(answer, last_boxed(str(label)) or str(label)))
 
 
 def grade_answer_verl(solution_str: str | None, ground_truth: str) -> bool:
@@ -90,10 +87,8 @@ def grade_answer_verl(solution_str: str | None, ground_truth: str) -> bool:
     if not ground_truth:
         return False
     answer = extract_boxed_answer(solution_str)
-    gold = last_boxed(str(ground_truth))
-    return answer is not None and grade_answer_sympy(
-        answer, str(ground_truth) if gold is None else gold
-    )
+    gold = str(ground_truth)
+    return answer is not None and grade_answer_sympy(answer, last_boxed(gold) or gold)
 
 
 # --- dapo ----------------------------------------------------------------------------------------

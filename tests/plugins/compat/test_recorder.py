@@ -168,6 +168,45 @@ def test_a_script_that_does_not_end_or_fails(folder: Path, monkeypatch: pytest.M
 
 
 @needs_namespaces
+def test_the_environment_of_slime_is_not_made_and_its_programs_stand_for_what_they_print(
+    folder: Path,
+) -> None:
+    checkout = Path(__file__).resolve().parents[3]
+    (folder / "run.sh").write_text(
+        f"python=$(bash {checkout}/scripts/env.sh | tail -n 1)\n"
+        'data="$("$python" prepare.py "two words")/train.jsonl"\n'
+        '"$python" - <<< "raise SystemExit(1)"\n'
+        '"$python" train.py --prompt-data "$data" --custom-rm-path "$python judge.py"\n'
+    )
+    lines: list[str] = []
+    translate(["run.sh"], lines.append)
+    # bash asks the program when the command is run.
+    assert '--prompt-data "$(python prepare.py two\\ words)/train.jsonl"' in lines[0]
+    assert "--custom-rm-path 'python judge.py'" in lines[0] and "guess" not in "".join(lines)
+
+
+@needs_namespaces
+def test_what_only_a_sourced_file_reads_and_a_folder_that_is_not_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LR", "3e-6")
+    monkeypatch.setenv("OUT", str(folder.parent / "new"))
+    (folder / "common.sh").write_text(
+        'here="$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)"\nmkdir -p "$OUT"\n'
+        f'cd "$OUT" || exit 1\ntrain() {{ {TRAIN} --lr "$LR" --save "$PWD" --load "$here" "$@"; }}\n'
+    )
+    (folder / "scripts").mkdir()
+    (folder / "scripts" / "run.sh").write_text(
+        'source "$(dirname "$0")/../common.sh"\ntrain --seed 1\n'
+    )
+    words, changes = said("scripts/run.sh")
+    assert words[2:] == [
+        "--lr", "3e-6", "--save", str(folder.parent / "new"), "--load", str(folder / "scripts"), "--seed", "1",
+    ]  # fmt: skip
+    assert "there is no such folder" not in changes
+
+
+@needs_namespaces
 def test_each_training_of_a_script_is_translated(folder: Path) -> None:
     (folder / "run.sh").write_text(
         f"N=$(nvidia-smi -L | wc -l)\nfor lr in 1e-6 2e-6; do {TRAIN} --lr $lr; done\npip install trl x\n"
