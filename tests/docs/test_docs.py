@@ -27,7 +27,7 @@ NOT_TRAINING = {
     "--kind", "--mean-prompt", "--mean-response", "--sigma", "--median-response", "--lengths-from", "--outside",
     "--layouts", "--async", "--json", "--layers", "--dp", "--tp", "--pp", "--cp", "--ep", "--etp", "--vpp", "--sp",
     "--tuned", "--affected", "--only", "--picture", "--without-sample", "--flip-reward", "--rank-samples", "--steps",
-    "--submit", "--yes", "--requeue", "--evaluate",
+    "--submit", "--yes", "--requeue", "--evaluate", "--build-arg",
 }  # fmt: skip
 NOT_BY_HAND = {"reference", "benchmarks", "tests"}
 HAND_WRITTEN = [page for page in PAGES if not NOT_BY_HAND & set(page.relative_to(CHECKOUT).parts)]
