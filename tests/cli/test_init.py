@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import pytest
 
 from slime.cli.errors import CommandError
 from slime.cli.main import main
-from slime.config.hooks import load_function
+from slime.config.hooks import load_file, load_function
 from slime.data.sample import Sample
 from slime.plugins.tools.commands.make_data import STARTERS, TASKS, init
 
@@ -81,11 +82,37 @@ def test_a_folder_with_files_is_left_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.fixture
+def hooks_by_their_words() -> Iterator[None]:
+    """A process keeps the function of ``reward.py:reward``, which is another one in another
+    folder.
+    """
+    for load in (load_function, load_file):
+        load.cache_clear()
+    yield
+    for load in (load_function, load_file):
+        load.cache_clear()
+
+
 @pytest.mark.parametrize("task", TASKS)
-def test_the_script_passes_every_check(task: str, tmp_path: Path, smollm2: Path) -> None:
+def test_the_script_passes_every_check(
+    task: str,
+    tmp_path: Path,
+    smollm2: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    hooks_by_their_words: None,
+) -> None:
     init(tmp_path / "mine", task)
     samples = {"preference": 16, "distill": 32}.get(task, 64)
-    said = run(tmp_path, smollm2, "--dry-run")
+    # The command of the script runs in this process, which has imported torch and transformers.
+    command = run(tmp_path, smollm2, "--dry-run", slime="printf '%s\\0'").split("\0")[:-1]
+    monkeypatch.chdir(tmp_path / "mine")
+    monkeypatch.setattr(sys, "argv", sys.argv)  # the command sets it
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    said = capsys.readouterr().out
+    assert not end.value.code, said
     assert f"= {samples} samples" in said and "12 rollouts" in said
     assert "<|im_start|>assistant" in said
     if task == "agent":
@@ -114,11 +141,18 @@ def test_it_trains_as_it_is(task: str, tmp_path: Path, smollm2: Path) -> None:
     assert sum(row.get(learned_from) or 0.0 for row in rows) > 0, "there is something to learn from"
 
 
-def run(tmp_path: Path, model: Path, *words: str) -> str:
-    """The output of run.sh, with this checkout as the ``slime`` on the path."""
+def run(
+    tmp_path: Path,
+    model: Path,
+    *words: str,
+    slime: str = f"exec {sys.executable} -m slime.cli.main",
+) -> str:
+    """The output of run.sh, with this checkout, or another command, as the ``slime`` on the
+    path.
+    """
     command = tmp_path / "bin" / "slime"
     command.parent.mkdir(exist_ok=True)
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m slime.cli.main "$@"\n')
+    command.write_text(f'#!/bin/sh\n{slime} "$@"\n')
     command.chmod(0o755)
     path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(CHECKOUT), "MODEL": str(model)}

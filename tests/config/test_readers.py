@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -32,17 +32,37 @@ RESOLVERS = tuple(
 OWN_NAMESPACE = ("slime/cli/", "slime/config/", "slime/plugins/tools/commands/")
 
 
-def sources() -> Iterator[tuple[str, str]]:
-    for file in [*CHECKOUT.glob("slime/**/*.py"), *CHECKOUT.glob("train*.py")]:
-        yield str(file.relative_to(CHECKOUT)), file.read_text()
+class InFile(NamedTuple):
+    """What the tests ask of a file, which is parsed once for all of them; its tree is not kept."""
+
+    has_parser: bool
+    read: set[str]
+    attributes: set[str]
+    written: set[str]
 
 
-def attributes_of_args(text: str) -> set[str]:
+@functools.cache
+def in_files() -> dict[str, InFile]:
+    """By path from the checkout."""
+    found = {}
+    for file in sorted([*CHECKOUT.glob("slime/**/*.py"), *CHECKOUT.glob("train*.py")]):
+        text = file.read_text()
+        tree = ast.parse(text)
+        found[file.relative_to(CHECKOUT).as_posix()] = InFile(
+            "ArgumentParser" in text,
+            names_read(tree),
+            attributes_of_args(tree),
+            assigned_to_args(tree),
+        )
+    return found
+
+
+def attributes_of_args(tree: ast.AST) -> set[str]:
     """Names read as ``args.name`` or ``self.args.name`` where ``args`` is annotated or taken as the
     configuration.
     """
     names = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value
             owner_name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", None)
@@ -57,19 +77,24 @@ def readers(flag: Flag) -> list[str]:
     """
     files = reads_by_name().get(flag.name, [])
     return [f for f in files if not f.startswith(OTHERS)] or [
-        f for f in files if f in DERIVED or derives(f, flag.name)
+        f for f in files if f in DERIVED or flag.name in derived_from(f)
     ]
 
 
-def derives(file: str, name: str) -> bool:
-    """Whether a value is derived from a flag, or chosen by it, in a file that has checks, too."""
+@functools.cache
+def derived_from(file: str) -> frozenset[str]:
+    """The flags from which a value is derived, or by which it is chosen, in a file that has checks,
+    too.
+    """
     functions = [
         n for n in ast.parse((CHECKOUT / file).read_text()).body if isinstance(n, ast.FunctionDef)
     ]
-    return any(
-        name in names_read(n)
-        for n in functions
-        if n.name.startswith(("derive_", "chosen_", "transport_part"))
+    return frozenset().union(
+        *(
+            names_read(n)
+            for n in functions
+            if n.name.startswith(("derive_", "chosen_", "transport_part"))
+        )
     )
 
 
@@ -78,9 +103,9 @@ def reads_by_name() -> dict[str, list[str]]:
     """Names read of the arguments, by file: ``args.name`` and ``getattr(args, "name")``. In a file
     that reads names from a table (``getattr(args, attribute)``), every string that names a flag."""
     found: dict[str, list[str]] = {}
-    for path in sorted([*CHECKOUT.glob("slime/**/*.py"), *CHECKOUT.glob("train*.py")]):
-        for name in names_read(ast.parse(path.read_text())):
-            found.setdefault(name, []).append(path.relative_to(CHECKOUT).as_posix())
+    for path, file in in_files().items():
+        for name in file.read:
+            found.setdefault(name, []).append(path)
     return found
 
 
@@ -190,9 +215,9 @@ def test_no_code_reads_what_is_no_flag() -> None:
     args = Args(train_backend="megatron")
     unknown = {
         f"{path}: args.{name}"
-        for path, text in sources()
-        if not path.startswith(OWN_NAMESPACE) and "ArgumentParser" not in text
-        for name in attributes_of_args(text)
+        for path, file in in_files().items()
+        if not path.startswith(OWN_NAMESPACE) and not file.has_parser
+        for name in file.attributes
         if not is_known(args, name)
         and name not in SHAPE
         and not name.startswith("__")
@@ -201,14 +226,18 @@ def test_no_code_reads_what_is_no_flag() -> None:
     assert unknown == set()
 
 
-def assigned_to_args(text: str) -> set[str]:
-    """Attributes of ``args`` or ``self.args`` that code assigns, deletes or sets by name."""
+def assigned_to_args(tree: ast.AST) -> set[str]:
+    """Attributes of ``args`` or ``self.args`` that code assigns, deletes, or sets by name or
+    through its dict.
+    """
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             owner, name = node.value, node.attr
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr"):
             owner, name = node.args[0], "setattr"
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "update":
+            owner, name = dict_of(node.func), "update"
         else:
             continue
         if (owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")) in (
@@ -219,14 +248,28 @@ def assigned_to_args(text: str) -> set[str]:
     return found
 
 
+def dict_of(update: ast.expr) -> ast.expr:
+    """Of ``vars(args).update`` and ``args.__dict__.update``: ``args``."""
+    assert isinstance(update, ast.Attribute)
+    owner = update.value
+    if isinstance(owner, ast.Attribute) and owner.attr == "__dict__":
+        return owner.value
+    if isinstance(owner, ast.Call) and getattr(owner.func, "id", "") == "vars" and owner.args:
+        return owner.args[0]
+    return ast.Constant(None)
+
+
 def test_nothing_is_written_to_args_after_parsing() -> None:
+    """Only the configuration fills them in. Everything else makes copies, with
+    ``Args.with_values``.
+    """
     paths = {
         path
-        for path, text in sources()
+        for path, file in in_files().items()
         if not path.startswith("slime/config/")
         # a plug-in's resolver is a part of parsing
         and path not in RESOLVERS
-        and assigned_to_args(text)
+        and file.written
     }
     assert not paths, (
         "pass the value, or a copy with it to users' functions: args.with_values(name=...)"
@@ -241,7 +284,18 @@ def test_nothing_is_written_to_args_after_parsing() -> None:
         ("def f(self): self._args.lr += 1", {"lr"}),
         ("def f(args, name): setattr(args, name, 1)", {"setattr"}),
         ("def f(args, sample): sample.lr = args.lr", set()),
+        ("self.args.load: str = 'x'", {"load"}),
+        ("args.a, b = 1, 2", {"a"}),
+        ("setattr(bench.args, name, value)", {"setattr"}),
+        ("delattr(args, 'lr')", {"setattr"}),
+        ("del args.lr", {"lr"}),
+        ("vars(args).update(lr=1.0)", {"update"}),
+        ("self.args.__dict__.update(values)", {"update"}),
+        ("self.args = args.with_values(lr=1.0)", set()),
+        ("parser.args_of = args.lr", set()),
+        ("args.notices.append('x')", set()),
+        ("args.notices.update(x)", set()),
     ],
 )
 def test_what_counts_as_writing(code: str, found: set[str]) -> None:
-    assert assigned_to_args(code) == found
+    assert assigned_to_args(ast.parse(code)) == found

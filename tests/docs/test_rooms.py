@@ -7,12 +7,10 @@ inside a room.
 
 from __future__ import annotations
 
-import ast
-import re
 from pathlib import Path
 
 import pytest
-from import_graph import ROOT, Arrow, all_arrows, modules, room
+from import_graph import ROOT, Arrow, all_arrows, room
 
 LOW = {"config", "data", "algorithms", "models"}
 CORE = LOW | {
@@ -250,70 +248,3 @@ def _arrows_of_package(tmp_path: Path, files: dict[str, str]) -> tuple[Arrow, ..
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return all_arrows(tmp_path / "slime")
-
-
-def writes_to_args(text: str) -> list[int]:
-    """Lines that assign an attribute of something named ``args``, also through ``setattr``,
-    ``delattr`` or its dict.
-    """
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign | ast.Delete):
-            targets = node.targets
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For):
-            targets = [node.target]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
-            found += [node.lineno] * _is_args(node.args[0])
-        elif isinstance(node, ast.Call) and re.search(
-            r"\b(vars\(args\)|args\.__dict__)\.update$", ast.unparse(node.func)
-        ):
-            found.append(node.lineno)
-        parts = [inner for target in targets for inner in ast.walk(target)]
-        stored = [
-            inner
-            for inner in parts
-            if isinstance(inner, ast.Attribute) and not isinstance(inner.ctx, ast.Load)
-        ]
-        found += [inner.lineno for inner in stored if _is_args(inner.value)]
-    return sorted(set(found))
-
-
-def _is_args(node: ast.expr) -> bool:
-    """Whether an expression is ``args`` or the attribute ``args`` of something."""
-    return ast.unparse(node).split(".")[-1] == "args"
-
-
-def test_args_are_complete_once_they_are_parsed() -> None:
-    """Only the configuration fills them in. Everything else makes copies, with
-    ``Args.with_values``.
-    """
-    files = {
-        module: path
-        for module, path in modules().items()
-        if room(module) != "config" and not module.endswith(".config")  # of a plug-in
-    }
-    found = {
-        module: writes_to_args(path.read_text(encoding="utf-8")) for module, path in files.items()
-    }
-    wrong = {module: lines for module, lines in found.items() if lines}
-    assert not wrong, f"these lines write into args (take args.with_values(...)): {wrong}"
-
-
-@pytest.mark.parametrize(
-    ("line", "writes"),
-    [
-        ("args.lr = 1.0", True),
-        ("args.n += 1", True),
-        ("self.args.load: str = 'x'", True),
-        ("args.a, b = 1, 2", True),
-        ("setattr(bench.args, name, value)", True),
-        ("del args.lr", True),
-        ("vars(args).update(lr=1.0)", True),
-        ("self.args = args.with_values(lr=1.0)", False),
-        ("parser.args_of = args.lr", False),
-        ("args.notices.append('x')", False),
-    ],
-)
-def test_every_write_to_args_is_seen(line: str, writes: bool) -> None:
-    assert bool(writes_to_args(line)) == writes

@@ -33,10 +33,10 @@ def worker(rank: int, port: int, folders: dict[str, Path], output: Path) -> None
         "gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     found = {}
-    for family, folder in folders.items():
+    for number, (family, folder) in enumerate(folders.items()):
         try:
             for count in COUNTS:
-                check(folder, dist.group.WORLD, count)
+                check(folder, dist.group.WORLD, count, compares=number % 2 == rank)
             found[family] = ""
         except Exception:
             found[family] = traceback.format_exc()
@@ -44,9 +44,11 @@ def worker(rank: int, port: int, folders: dict[str, Path], output: Path) -> None
     dist.destroy_process_group()
 
 
-def check(folder: Path, group: ProcessGroup, count: int) -> None:
+def check(folder: Path, group: ProcessGroup, count: int, compares: bool) -> None:
     """Log-probs and summed gradients of a pack of ``count`` samples are those of each sample alone
     on one rank.
+
+    Both ranks have the sums, so one of them compares; the ranks take turns with the families.
     """
     model = load_hf_model(folder, torch.float32, "cpu", NAME)
     scorer = PolicyScorer(model)
@@ -68,6 +70,8 @@ def check(folder: Path, group: ProcessGroup, count: int) -> None:
     total = log_probs.detach()
     for tensor in (total, *got.values()):
         dist.all_reduce(tensor, group=group)
+    if not compares:
+        return
     want = one_at_a_time(folder, count)
     assert float((total - want[0]).abs().max()) < 1e-5
     assert_same_gradients(got, want[1])

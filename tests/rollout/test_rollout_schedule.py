@@ -233,15 +233,16 @@ def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
 def test_the_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     original = Path.open
-    monkeypatch.setattr(
-        Path, "open", lambda self, *a, **k: opened.append(self) or original(self, *a, **k)
-    )
-    monkeypatch.setattr("builtins.open", lambda *a, **k: pytest.fail("opened again"))
-    schedule = WeightTimeline(
-        tmp_path / "schedule.jsonl", settings_to_compare(arguments()), None, 0, None
-    )
-    for number in range(50):
-        schedule("started", [Sample(group_index=number, index=number)], {})
+    with monkeypatch.context() as patch:  # not for what pytest and its plug-ins open afterwards
+        patch.setattr(
+            Path, "open", lambda self, *a, **k: opened.append(self) or original(self, *a, **k)
+        )
+        patch.setattr("builtins.open", lambda *a, **k: pytest.fail("opened again"))
+        schedule = WeightTimeline(
+            tmp_path / "schedule.jsonl", settings_to_compare(arguments()), None, 0, None
+        )
+        for number in range(50):
+            schedule("started", [Sample(group_index=number, index=number)], {})
     assert len(opened) == 1
 
 

@@ -15,7 +15,6 @@ pivot_root(2), mount_setattr(2), seccomp(2), user_namespaces(7).
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import json
 import linecache
 import math

@@ -22,7 +22,7 @@ from slime.plugins.gap.reference import GapSample, Reference, Sampling, Setup
 VOCAB = 61
 
 
-def samples_of(model: PreTrainedModel, seed: int = 3, count: int = 24) -> list[GapSample]:
+def samples_of(model: PreTrainedModel, seed: int = 3, count: int = 12) -> list[GapSample]:
     """Samples drawn from a model, whose scores are those of the model on both sides."""
     torch.manual_seed(seed)
     found = []

@@ -179,7 +179,8 @@ def test_a_head_in_bfloat16(llama, samples) -> None:
         "model.norm.weight",
     ],
 )
-def test_a_wrong_single_tensor(llama, samples, name: str) -> None:
+def test_a_wrong_single_tensor(llama, name: str) -> None:
+    samples = samples_of(llama, count=24)  # with fewer, the tensor next to it explains as much
     torch.manual_seed(11)
     engine = changed(llama, lambda one, t: t + 0.05 * torch.randn_like(t) if one == name else t)
     found = explained(llama, samples, scores(engine, samples))

@@ -16,8 +16,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[4]
 
 
-@cache
 def tool(name: str = "plan_page") -> ModuleType:
+    return _load(name)
+
+
+@cache  # for the name alone: a default and the same name given are two keys
+def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
