@@ -9,8 +9,9 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from slime.config.layout import ParallelLayout
-from slime.plugins.tools.plan.checkpoint_size import memory_lines
-from slime.plugins.tools.plan.read import report
+
+from .plan.checkpoint_size import memory_lines
+from .plan.read import report
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from slime.config.args import Args
 from slime.data.sample import Sample
-from slime.plugins.tools.check_algo.lab import Lab, as_leaves, moments, relative, sine, with_tools
-from slime.plugins.tools.check_algo.world import (
+
+from .lab import Lab, as_leaves, moments, relative, sine, with_tools
+from .world import (
     LENGTHS,
     ONE_LENGTH,
     ONE_TOKEN,

@@ -18,7 +18,8 @@ from slime.config.machine import Machine
 from slime.config.parser import read_command_line
 from slime.config.resolve import resolve_defaults
 from slime.data.sample import Group, Sample
-from slime.plugins.tools.check_algo.world import (
+
+from .world import (
     LENGTHS,
     ONE_LENGTH,
     PROMPT,

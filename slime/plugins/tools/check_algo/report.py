@@ -15,9 +15,10 @@ from pathlib import Path
 from slime.config.algorithm import algorithm_class
 from slime.config.args import Args
 from slime.observability.best_effort import replacing
-from slime.plugins.tools.check_algo.checks import CHECKS, Finding, has_regulariser, run_checks
-from slime.plugins.tools.check_algo.lab import STALENESS, Measured, measure
 from slime.registry import find, parts
+
+from .checks import CHECKS, Finding, has_regulariser, run_checks
+from .lab import STALENESS, Measured, measure
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from slime.cli.errors import CommandError
 from slime.config.machine import version_of
-from slime.plugins.tools.commands import Subparsers
+
+from . import Subparsers
 
 DOWNLOAD_DEADLINE_SECONDS = 1800.0
 CHECK_TEXT = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"

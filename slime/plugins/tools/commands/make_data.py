@@ -16,7 +16,8 @@ from typing import Any
 from slime.cli.errors import CommandError, writing
 from slime.cli.ranges import whole
 from slime.config.seeds import derive_seed
-from slime.plugins.tools.commands import Subparsers
+
+from . import Subparsers
 
 SYSTEM_PROMPT = "Answer briefly."
 DIGITS = range(1, 10)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError, writing
-from slime.plugins.tools.commands import Subparsers
 from slime.types import JsonObject
+
+from . import Subparsers
 
 if TYPE_CHECKING:
     from slime.models.lora import LoraSettings

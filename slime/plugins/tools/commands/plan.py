@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError
 from slime.cli.ranges import finite, whole
-from slime.plugins.tools.commands import Subparsers
-from slime.plugins.tools.plan.setups import KINDS
+
+from ..plan.setups import KINDS
+from . import Subparsers
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -91,11 +92,12 @@ def plan(options: argparse.Namespace) -> int:
             machine, or the run to take lengths from has no samples.
     """
     from slime.backends.needs import TrainNeeds
-    from slime.plugins.tools.dry_run import mean_prompt_tokens
-    from slime.plugins.tools.plan.layouts import best, ways
-    from slime.plugins.tools.plan.page import as_json, page
-    from slime.plugins.tools.plan.plan import make_plan
-    from slime.plugins.tools.plan.read import ASSUMED_PROMPT, read_run
+
+    from ..dry_run import mean_prompt_tokens
+    from ..plan.layouts import best, ways
+    from ..plan.page import as_json, page
+    from ..plan.plan import make_plan
+    from ..plan.read import ASSUMED_PROMPT, read_run
 
     args = _arguments(options)
     response_tokens, lengths = _lengths(options)
@@ -163,7 +165,7 @@ def _arguments(options: argparse.Namespace) -> Args:
 
 
 def _tell_assumed(why: str) -> None:
-    from slime.plugins.tools.plan.read import ASSUMED_PROMPT
+    from ..plan.read import ASSUMED_PROMPT
 
     print(
         f"slime plan: prompts of {ASSUMED_PROMPT:g} tokens are assumed (--mean-prompt): {why}",
@@ -173,7 +175,7 @@ def _tell_assumed(why: str) -> None:
 
 def _lengths(options: argparse.Namespace) -> tuple[float | None, tuple[int, ...]]:
     """Return the mean tokens of a response, and the measured lengths."""
-    from slime.plugins.tools.plan.seconds import measured_lengths
+    from ..plan.seconds import measured_lengths
 
     if options.lengths_from is not None:
         if options.sigma:
@@ -213,8 +215,8 @@ def add_check_hooks(commands: Subparsers) -> None:
 
 
 def _check_hooks(args: argparse.Namespace) -> int:
-    from slime.plugins.tools.hooks.check import check_hooks
-    from slime.plugins.tools.hooks.guard import HOOK_THREAD
+    from ..hooks.check import check_hooks
+    from ..hooks.guard import HOOK_THREAD
 
     status = check_hooks(args.rest, print, args.check_timeout, args.check_tool_answer)
     if any(thread.name == HOOK_THREAD for thread in threading.enumerate()):

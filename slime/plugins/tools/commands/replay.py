@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from slime.cli.errors import CommandError, writing
 from slime.cli.ranges import finite, whole
 from slime.observability.regular import shown
-from slime.plugins.tools.commands import Subparsers
+
+from . import Subparsers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from slime.plugins.tools.replay.recorded import RecordedRun
-    from slime.plugins.tools.replay.step import Replayed, Wanted
+    from ..replay.recorded import RecordedRun
+    from ..replay.step import Replayed, Wanted
 
 
 def add_of_step(
@@ -66,8 +67,9 @@ def reading() -> Iterator[None]:
     wrong with it."""
     from slime.config.hooks import SAFE_PATH
     from slime.observability.debug_data import DebugDataError
-    from slime.plugins.tools.local_ranks import RankError
-    from slime.plugins.tools.replay.recorded import ReplayError
+
+    from ..local_ranks import RankError
+    from ..replay.recorded import ReplayError
 
     added = SAFE_PATH.keys() - os.environ.keys()
     os.environ.update(SAFE_PATH)  # also for the processes that libraries start
@@ -115,7 +117,7 @@ def add_replay(commands: Subparsers) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from slime.plugins.tools.replay.step import Wanted
+    from ..replay.step import Wanted
 
     tensors = args.tensors.absolute() if args.tensors is not None else None
     wanted = Wanted(args.step, args.through, args.sample, tensors, args.tolerance)
@@ -141,8 +143,8 @@ def replay(
     Raises:
         CommandError: The step cannot be replayed, or a training rank failed.
     """
-    from slime.plugins.tools.replay.recorded import read_run
-    from slime.plugins.tools.replay.step import replay_step
+    from ..replay.recorded import read_run
+    from ..replay.step import replay_step
 
     with reading():
         run = read_run(folder.resolve(), wanted.step, flags, tell_code if run_its_code else None)
@@ -191,9 +193,9 @@ def add_what_if(commands: Subparsers) -> None:
 
 
 def _what_if(args: argparse.Namespace) -> int:
-    from slime.plugins.tools.replay.recorded import read_run
-    from slime.plugins.tools.replay.step import Wanted
-    from slime.plugins.tools.replay.what_if import (
+    from ..replay.recorded import read_run
+    from ..replay.step import Wanted
+    from ..replay.what_if import (
         ChangedSamples,
         Ranked,
         WhatIf,
@@ -234,7 +236,7 @@ def tell_code(lines: Sequence[str]) -> None:
 
 
 def _lines(result: Replayed, wanted: Wanted, run: RecordedRun) -> Iterator[str]:
-    from slime.plugins.tools.replay.compare import page, sample_page
+    from ..replay.compare import page, sample_page
 
     yield from page(result)
     if result.sample is not None:

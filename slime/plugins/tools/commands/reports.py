@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 from slime.cli.errors import CommandError, writing
 from slime.cli.ranges import whole
 from slime.observability.regular import shown
-from slime.plugins.tools.commands import Subparsers
+
+from . import Subparsers
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slime.plugins.tools.summary.records import Report
-    from slime.plugins.tools.ui.runs import Runs
+    from ..summary.records import Report
+    from ..ui.runs import Runs
 
 _MOST_ROWS = 20
 
@@ -61,9 +62,9 @@ def diagnosis(args: argparse.Namespace) -> int:
     Raises:
         CommandError: The folder is not that of a run.
     """
-    from slime.plugins.tools.doctor.evidence import stacks
-    from slime.plugins.tools.doctor.facts import NoRun, read_facts
-    from slime.plugins.tools.doctor.report import diagnose, page
+    from ..doctor.evidence import stacks
+    from ..doctor.facts import NoRun, read_facts
+    from ..doctor.report import diagnose, page
 
     try:
         facts = read_facts(args.run_dir.resolve(), stacks, outside=args.outside)
@@ -97,8 +98,9 @@ def summary(args: argparse.Namespace) -> None:
 
     from slime.observability.metrics import MetricsError
     from slime.observability.run_dir import RunDir
-    from slime.plugins.tools.summary.charts import reward_curve_png
-    from slime.plugins.tools.summary.figures import print_summary, summarize
+
+    from ..summary.charts import reward_curve_png
+    from ..summary.figures import print_summary, summarize
 
     run_dir = RunDir(args.run_dir.resolve())
     try:
@@ -142,7 +144,8 @@ def ledger(args: argparse.Namespace) -> int:
 
     from slime.observability.regular import regular
     from slime.observability.run_dir import RunDir
-    from slime.plugins.tools.summary.records import UNCHECKED, read_ledger
+
+    from ..summary.records import UNCHECKED, read_ledger
 
     path = args.run_dir
     file = RunDir(path.resolve()).ledger if path.is_dir() else path
@@ -293,7 +296,8 @@ def ui(args: argparse.Namespace) -> None:
         CommandError: There is no run, the address cannot be used, or the file cannot be written.
     """
     from slime.config.machine import cache_folder
-    from slime.plugins.tools.ui.runs import NoRuns, Runs
+
+    from ..ui.runs import NoRuns, Runs
 
     try:
         runs = Runs(args.runs, cache_folder("ui"))
@@ -310,7 +314,8 @@ def ui(args: argparse.Namespace) -> None:
 
 def _write(runs: Runs, path: Path, steps: int, samples: int) -> None:
     from slime.observability.best_effort import replacing
-    from slime.plugins.tools.ui.page import Limits, export
+
+    from ..ui.page import Limits, export
 
     html = export(runs, Limits(steps, samples))
     with writing(path), replacing(path) as temporary:
@@ -321,8 +326,8 @@ def _write(runs: Runs, path: Path, steps: int, samples: int) -> None:
 def _serve(runs: Runs, host: str, port: int | None, token: bool) -> None:
     from dataclasses import replace
 
-    from slime.plugins.tools.ui.runs import Refresher
-    from slime.plugins.tools.ui.server import Door, PortTaken, bind, serve
+    from ..ui.runs import Refresher
+    from ..ui.server import Door, PortTaken, bind, serve
 
     try:
         listener = bind(host, port)

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from slime.cli.errors import CommandError, writing
 from slime.cli.ranges import whole
 from slime.observability.regular import shown
-from slime.plugins.tools.commands import Subparsers
-from slime.plugins.tools.commands.replay import reading, tell_code
+
+from . import Subparsers
+from .replay import reading, tell_code
 
 if TYPE_CHECKING:
-    from slime.plugins.tools.verify.run import Target
+    from ..verify.run import Target
 
 
 PARALLEL = {
@@ -98,10 +99,10 @@ def _steps(text: str) -> list[int]:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from slime.plugins.tools.verify.run import Target
+    from ..verify.run import Target
 
     if args.steps:
-        from slime.plugins.tools.replay.certificate import verify_run
+        from ..replay.certificate import verify_run
 
         with reading():
             allowed = tell_code if args.trust_remote_code else None
@@ -144,9 +145,10 @@ def verify_model(target: Target, as_json: bool = False) -> int:
     from transformers.utils import logging as transformers_logging
 
     from slime.engines.process import ServerFailed
-    from slime.plugins.tools.local_ranks import RankError
-    from slime.plugins.tools.verify.run import table, verify
-    from slime.plugins.tools.verify.small import VerifyError
+
+    from ..local_ranks import RankError
+    from ..verify.run import table, verify
+    from ..verify.small import VerifyError
 
     transformers_logging.disable_progress_bar()
     try:
@@ -183,8 +185,8 @@ def add_check_algo(commands: Subparsers) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from slime.plugins.tools.check_algo.lab import CheckAlgoError, make_args
-    from slime.plugins.tools.check_algo.report import as_dict, check_algorithm, draw, page
+    from ..check_algo.lab import CheckAlgoError, make_args
+    from ..check_algo.report import as_dict, check_algorithm, draw, page
 
     try:
         report = check_algorithm(make_args(options.algorithm, options.rest))

@@ -13,8 +13,9 @@ from statistics import median
 from typing import NamedTuple
 
 from slime.observability.run_state import message_lines
-from slime.plugins.tools.doctor.evidence import memory_table
-from slime.plugins.tools.doctor.facts import Facts, Finding, shortened
+
+from .evidence import memory_table
+from .facts import Facts, Finding, shortened
 
 PACKAGE = str(Path(__file__).resolve().parents[3])
 LONG_SECONDS = 120.0

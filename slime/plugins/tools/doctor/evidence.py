@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.plugins.tools.doctor.facts import Facts
-from slime.plugins.tools.summary.records import find_dump
+from ..summary.records import find_dump
+from .facts import Facts
 
 SECONDS = 10.0
 _FRAMES = 4

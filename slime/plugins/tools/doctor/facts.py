@@ -18,8 +18,9 @@ from slime.observability.regular import regular
 from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.observability.run_state import FILE as STATE
 from slime.observability.run_state import RunState, message_lines
-from slime.plugins.tools.summary.records import no_run, read_state
 from slime.types import JsonValue
+
+from ..summary.records import no_run, read_state
 
 if TYPE_CHECKING:
     import psutil

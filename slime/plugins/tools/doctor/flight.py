@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime.plugins.tools.doctor.facts import DUMPS, Facts, Finding, is_inside
+from .facts import DUMPS, Facts, Finding, is_inside
 
 _NAME = re.compile(DUMPS + r"(\w+?)_rank_(\d+)")
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")

@@ -9,8 +9,9 @@ from statistics import median
 from typing import NamedTuple
 
 from slime.observability.evaluations import figures
-from slime.plugins.tools.doctor.evidence import worst_tokens
-from slime.plugins.tools.doctor.facts import FILTERED, Facts, Finding, Row, filtered
+
+from .evidence import worst_tokens
+from .facts import FILTERED, Facts, Finding, Row, filtered
 
 REWARD = "rollout/raw_reward"
 ENTROPY = "train/entropy_loss"

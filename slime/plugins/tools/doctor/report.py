@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterator
 
 from slime.observability.run_state import FILE as STATE
-from slime.plugins.tools.doctor import ends, flight, learning, running
-from slime.plugins.tools.doctor.facts import Facts, Finding, Rule
+
+from . import ends, flight, learning, running
+from .facts import Facts, Finding, Rule
 
 RULES: tuple[Rule, ...] = (
     flight.collectives,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
-from slime.plugins.tools.doctor.facts import Facts, Finding
-from slime.plugins.tools.doctor.learning import listed, whole
+from .facts import Facts, Finding
+from .learning import listed, whole
 
 PHASES = (
     *("rollout", "train", "update_weights", "eval", "save_model", "audit_weights"),

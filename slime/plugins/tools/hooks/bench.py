@@ -22,7 +22,8 @@ from slime.config.rollout import is_fully_async
 from slime.data.eval_config import resolve_eval_datasets
 from slime.data.sample import Group, Sample, flatten
 from slime.data.tokenizers import load_tokenizer
-from slime.plugins.tools.hooks.guard import Hook, guarded
+
+from .guard import Hook, guarded
 
 if TYPE_CHECKING:
     from slime.data.convert import TrainData

@@ -18,8 +18,9 @@ from slime.plugins.agents.config import (
     ENVIRONMENT_SOURCE,
     MCP_GENERATE,
 )
-from slime.plugins.tools.hooks.bench import Bench
-from slime.plugins.tools.hooks.guard import Complaint, check_call, complaint_of
+
+from .bench import Bench
+from .guard import Complaint, check_call, complaint_of
 
 LIMIT_SECONDS = 60.0
 # by default it is the rollout function, which is tested already
@@ -79,7 +80,8 @@ def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
     tested.
     """
     from slime.data.eval_config import resolve_eval_datasets
-    from slime.plugins.tools.hooks.probes import PROBES
+
+    from .probes import PROBES
 
     # A probe may need the results of those before it.
     first = [name for name in PROBES if name in FLAGS]
@@ -126,7 +128,7 @@ def _report(bench: Bench, option: str, name: str, path: str, say: Callable[[str]
 
 
 def _try(bench: Bench, option: str, name: str, path: str) -> str:
-    from slime.plugins.tools.hooks.probes import PROBES
+    from .probes import PROBES
 
     fn = _load(name, path)
     probe = PROBES.get(name)

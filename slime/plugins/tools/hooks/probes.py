@@ -19,17 +19,18 @@ from slime.algorithms.sequences import IDENTITY
 from slime.data.sample import Sample, flatten
 from slime.data.source import has_files, is_stateful
 from slime.data.value_files import read_state, write_state
-from slime.plugins.tools.hooks.bench import Bench, one_step
-from slime.plugins.tools.hooks.guard import Hook, check_signature, guarded, not_async, wrong
-from slime.plugins.tools.hooks.probes_generate import (
+from slime.rollout.base_types import call, parameters, supported_kwargs
+from slime.rollout.verifier.pool import STARTUP_SECONDS
+
+from .bench import Bench, one_step
+from .guard import Hook, check_signature, guarded, not_async, wrong
+from .probes_generate import (
     agent,
     check_groups,
     generate,
     rollout,
     sample_hook,
 )
-from slime.rollout.base_types import call, parameters, supported_kwargs
-from slime.rollout.verifier.pool import STARTUP_SECONDS
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -9,8 +9,14 @@ import math
 from typing import Any
 
 from slime.data.sample import Sample, flatten
-from slime.plugins.tools.hooks.bench import Bench
-from slime.plugins.tools.hooks.guard import (
+from slime.rollout.base_types import call, supported_kwargs
+from slime.rollout.custom_generate import call_list, call_single, takes_list
+from slime.rollout.state import GenerateState, request_params
+from slime.rollout.verifier.pool import STARTUP_SECONDS
+from slime.types import SamplingParams
+
+from .bench import Bench
+from .guard import (
     Complaint,
     Hook,
     check_picklable,
@@ -18,12 +24,7 @@ from slime.plugins.tools.hooks.guard import (
     guarded,
     wrong,
 )
-from slime.plugins.tools.hooks.turns import check_turns
-from slime.rollout.base_types import call, supported_kwargs
-from slime.rollout.custom_generate import call_list, call_single, takes_list
-from slime.rollout.state import GenerateState, request_params
-from slime.rollout.verifier.pool import STARTUP_SECONDS
-from slime.types import SamplingParams
+from .turns import check_turns
 
 AGENT_TOKENS = 512  # limit of a conversation: an untrained model does not end its turns
 

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from slime.config.args import Args
 from slime.data.sample import Sample, flatten
-from slime.plugins.tools.hooks.bench import LAST, Bench, Request, ScriptedEngine
-from slime.plugins.tools.hooks.guard import Complaint, Hook, check_picklable, guarded, wrong
 from slime.rollout.custom_generate import call_list, call_single, takes_list
 from slime.rollout.state import GenerateState, request_params
 from slime.types import SamplingParams
+
+from .bench import LAST, Bench, Request, ScriptedEngine
+from .guard import Complaint, Hook, check_picklable, guarded, wrong
 
 # common forms of tool calls besides <tool_call>, all of them harmless if they are executed
 TOOL_TURNS = (

@@ -100,9 +100,9 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
     # What the optimizer needs: weights, gradients and moments, each divided over the ranks that
     # share it.
     if train.backend == "fsdp":
-        shards = train.shards or layout.world_size
-        whole = model.parameters
-        weights = (train.dtype_bytes if train.lora_rank else train.master_bytes) * whole / shards
+        shards = train.ranks
+        width = train.dtype_bytes if train.lora_rank else train.master_bytes
+        weights = width * model.parameters / shards
         gradients = train.master_bytes * trained / shards
         optimizer = (train.moment_bytes if train.moments else 0.0) * trained / shards
         if train.lora_rank:
@@ -114,20 +114,17 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
         held = train.lora_rank == 0 and batch.count > 1
     else:
         own = dense / layout.tp
-        experts = model.experts / (layout.ep * layout.etp * layout.pp)
+        experts = model.experts / train.expert_split
         weights = 2.0 * (own + experts)
         if train.lora_rank:  # the base has neither gradients nor optimizer
             own = trained / layout.pp / layout.tp
             experts = 0.0
             weights += 2.0 * own
         gradients = float(train.gradient_bytes) * (own + experts)
-        replicas = layout.dp * layout.cp
-        expert_replicas = max(layout.world_size // (layout.ep * layout.etp * layout.pp), 1)
-        if not train.distributed_optimizer:
-            replicas = expert_replicas = 1
-        optimizer = (
-            0.0 if train.optimizer_on_cpu else 12.0 * (own / replicas + experts / expert_replicas)
-        )
+        stepped = own + experts
+        if train.distributed_optimizer:
+            stepped = own / (layout.dp * layout.cp) + experts / train.expert_replicas
+        optimizer = 0.0 if train.optimizer_on_cpu else 12.0 * stepped
         # Megatron's gradient buffers live as long as the model.
         held = True
     # What the backward pass needs: the inputs of the layers that are computed again, and all of the
@@ -188,10 +185,9 @@ def _working(model: PlannedModel, train: TrainSetup, per_layer: float) -> float:
     gathered = 0.0
     if train.backend == "fsdp":
         # FSDP gathers two layers at a time: the one that is computed, and the next one.
-        ranks = train.shards or train.layout.world_size
         if not train.reshard:
             gathered = 2.0 * (model.parameters - model.embedding)
-        elif ranks > 1 or train.state_on_cpu:
+        elif train.ranks > 1 or train.state_on_cpu:
             gathered = 2.0 * 2.0 * layer
         if train.lora_experts:  # W + B A of a layer, its gradient, and B A in float32
             gathered += (

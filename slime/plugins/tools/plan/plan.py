@@ -202,90 +202,88 @@ def _remedy(run: Run, largest: str) -> str:
 
 
 def _extrapolated(run: Run) -> list[str]:
-    found = []
-    # The kind of GPU, the layout and the kind of model of the trainer.
-    if not run.kind.measured:
-        found.append(
-            f"GPU {run.kind.name}: no measurement; its data sheet, with the shares that an H200 "
-            "reaches"
+    """Say what about a run was never measured."""
+    model, kind = run.model, run.kind
+    train = run.train
+    rows: list[tuple[object, str]] = [
+        (
+            not kind.measured,
+            f"GPU {kind.name}: no measurement; its data sheet, with the shares that an H200 reaches",
         )
-    if run.train is not None:
-        layout, (dimensions, most) = run.train.layout, MEASURED[run.train.backend]
+    ]
+    # The layout, the kind of model and the options of the trainer.
+    if train is not None:
+        layout, (dimensions, most) = train.layout, MEASURED[train.backend]
         sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
-        new = [
+        new = " ".join(
             f"{name.upper()}{size}"
             for name, size in sizes.items()
             if size > 1 and name not in dimensions
+        )
+        rows += [
+            (new, f"layout {new} with {train.backend}: never measured"),
+            (layout.tp > 2, f"TP{layout.tp}: at most TP2 was measured"),
+            (
+                layout.world_size > most,
+                f"{layout.world_size} training GPUs: at most {most} were measured",
+            ),
+            (
+                train.backend == "fsdp" and model.shape.experts,
+                "a model with experts on fsdp: measured on megatron only",
+            ),
+            (train.lora_rank, "LoRA: one step was measured"),
+            (not train.compiled, "layers that are not compiled: the factor is assumed"),
+            *_untimed(train),
         ]
-        if new:
-            found.append(f"layout {' '.join(new)} with {run.train.backend}: never measured")
-        if layout.tp > 2:
-            found.append(f"TP{layout.tp}: at most TP2 was measured")
-        if layout.world_size > most:
-            found.append(f"{layout.world_size} training GPUs: at most {most} were measured")
-        if run.train.backend == "fsdp" and run.model.shape.experts:
-            found.append("a model with experts on fsdp: measured on megatron only")
-        if run.train.lora_rank:
-            found.append("LoRA: one step was measured")
-        if not run.train.compiled:
-            found.append("layers that are not compiled: the factor is assumed")
-        found += _untimed(run.train)
     # The model and the engines.
-    if run.model.shape.kv_rank is not None:
-        found.append("multi-latent attention: no measurement")
-    if run.model.others:
-        found.append(
-            f"layers of kind {', '.join(run.model.others)}: their work is counted as that of "
-            "attention layers"
-        )
-    if run.engine is not None:
-        if run.engine.gpus > 2:
-            found.append(f"engines of {run.engine.gpus} GPUs: at most 2 were measured")
-        if run.model.shape.experts:
-            found.append("generation with experts: no measurement")
-        if run.engine.quantized:
-            found.append(
-                "--rollout-quantization: the memory counts 8-bit matrices; the seconds are those "
-                "of unquantized weights"
-            )
-    if run.asynchronous:
-        found.append(
-            "asynchronous step: the longer of both sides, without what waits for weights and for "
-            "old samples; with a distribution of lengths, the modes below are simulated"
-        )
-    return found
-
-
-def _untimed(train: TrainSetup) -> list[str]:
-    """Name the options whose memory is counted by arithmetic alone, and what their seconds leave
-    out.
-    """
-    options = {
-        "--optimizer-8bit": train.moment_bytes < 8,
-        "--bf16-master-weights": train.master_bytes < 4,
-        "--offload-activations": train.inputs_on_cpu,
-    }
-    found = [
-        f"{name}: the memory is computed, the seconds are those without it"
-        for name, on in options.items()
-        if on
+    rows += [
+        (model.shape.kv_rank is not None, "multi-latent attention: no measurement"),
+        (
+            model.others,
+            f"layers of kind {', '.join(model.others)}: their work is counted as that of attention "
+            "layers",
+        ),
     ]
-    if train.quantized_base:
-        found.append("--lora-base-quantization: memory and seconds are those without it")
-    if train.float8:
-        found.append("--float8-training: memory and seconds are those without it")
-    if train.state_on_cpu:
-        found.append(
-            "--fsdp-cpu-offload: the memory is computed; Adam has the rate of Megatron's on 16 "
-            "CPU cores, and the copies have that of one measurement"
-        )
-    if train.lora_experts:
-        name = "--lora-target-modules experts: "
-        sums = (
-            "factors and the sums of one layer are counted, their seconds are not; without "
-            "recomputation, each "
-        )
-        fsdp = f"{name}{sums}layer may keep its sum besides"
-        megatron = f"{name}the memory of the factors is counted, their seconds are not"
-        found.append(fsdp if train.backend == "fsdp" else megatron)
-    return found
+    if run.engine is not None:
+        rows += [
+            (
+                run.engine.gpus > 2,
+                f"engines of {run.engine.gpus} GPUs: at most 2 were measured",
+            ),
+            (model.shape.experts, "generation with experts: no measurement"),
+            (
+                run.engine.quantized,
+                "--rollout-quantization: the memory counts 8-bit matrices; the seconds are those of "
+                "unquantized weights",
+            ),
+        ]
+    later = (
+        "asynchronous step: the longer of both sides, without what waits for weights and for old "
+        "samples; with a distribution of lengths, the modes below are simulated"
+    )
+    return [text for holds, text in [*rows, (run.asynchronous, later)] if holds]
+
+
+def _untimed(train: TrainSetup) -> list[tuple[object, str]]:
+    """The options whose memory is counted by arithmetic alone, and what their seconds leave out."""
+    computed = "the memory is computed, the seconds are those without it"
+    neither = "memory and seconds are those without it"
+    experts = (
+        "factors and the sums of one layer are counted, their seconds are not; without "
+        "recomputation, each layer may keep its sum besides"
+        if train.backend == "fsdp"
+        else "the memory of the factors is counted, their seconds are not"
+    )
+    return [
+        (train.moment_bytes < 8, f"--optimizer-8bit: {computed}"),
+        (train.master_bytes < 4, f"--bf16-master-weights: {computed}"),
+        (train.inputs_on_cpu, f"--offload-activations: {computed}"),
+        (train.quantized_base, f"--lora-base-quantization: {neither}"),
+        (train.float8, f"--float8-training: {neither}"),
+        (
+            train.state_on_cpu,
+            "--fsdp-cpu-offload: the memory is computed; Adam has the rate of Megatron's on 16 CPU "
+            "cores, and the copies have that of one measurement",
+        ),
+        (train.lora_experts, f"--lora-target-modules experts: {experts}"),
+    ]

@@ -192,10 +192,9 @@ def _read_from_cpu(model: PlannedModel, train: TrainSetup) -> float:
     """Seconds in which a pass copies the weights of a rank from CPU memory, or their gradients to
     it.
     """
-    shards = train.shards or train.layout.world_size
-    return (
-        train.master_bytes * model.parameters / shards / HOST_SHARDS if train.state_on_cpu else 0.0
-    )
+    if not train.state_on_cpu:
+        return 0.0
+    return train.master_bytes * model.parameters / train.ranks / HOST_SHARDS
 
 
 def _attention(model: PlannedModel, kind: GpuKind, batch: Packs) -> float:
@@ -219,42 +218,29 @@ def _exchange(
     s = model.shape
     layout = train.layout
     row = 2.0 * s.hidden * batch.tokens / layout.cp
-    seconds = 0.0
-    if layout.tp > 1:  # two gathers and two scatters of the sequence in each layer
-        moved = 4.0 * s.layers * row * (layout.tp - 1) / layout.tp
-        seconds += moved / (TENSOR_PARALLEL * _link(kind, layout.tp, gpus_per_node))
-    if layout.ep > 1:  # rows go to their experts and back
-        moved = (
-            2.0
-            * s.sparse_layers
-            * row
-            / layout.tp
-            * s.experts_per_token
-            * (layout.ep - 1)
-            / layout.ep
-        )
-        seconds += moved / (TENSOR_PARALLEL * _link(kind, layout.ep * layout.tp, gpus_per_node))
-    if layout.cp > 1:  # keys and values of the other ranks
-        moved = (
-            2.0
-            * 2.0
-            * s.layers
-            * s.kv_heads
-            * s.key_width
-            * batch.tokens
-            * (layout.cp - 1)
-            / layout.cp
-            / layout.tp
-        )
-        seconds += moved / (TENSOR_PARALLEL * _link(kind, layout.cp * layout.tp, gpus_per_node))
+    # How many ranks share tensors, over how many GPUs they are spread, and the bytes of these.
+    shared = (
+        # two gathers and two scatters of the sequence in each layer
+        (layout.tp, layout.tp, 4.0 * s.layers * row),
+        # rows go to their experts and back
+        (
+            layout.ep,
+            layout.ep * layout.tp,
+            2.0 * s.sparse_layers * row / layout.tp * s.experts_per_token,
+        ),
+        # keys and values of the other ranks
+        (
+            layout.cp,
+            layout.cp * layout.tp,
+            4.0 * s.layers * s.kv_heads * s.key_width * batch.tokens / layout.tp,
+        ),
+    )
+    moved = [(spread, size * (ranks - 1) / ranks) for ranks, spread, size in shared]
     if layout.pp > 1:
-        seconds += (
-            2.0
-            * row
-            * layout.pp
-            / (TENSOR_PARALLEL * _link(kind, layout.world_size, gpus_per_node))
-        )
-    return seconds
+        moved.append((layout.world_size, 2.0 * row * layout.pp))
+    return (
+        sum(size / _link(kind, spread, gpus_per_node) for spread, size in moved) / TENSOR_PARALLEL
+    )
 
 
 def _data_parallel(
@@ -269,7 +255,7 @@ def _data_parallel(
     layout = train.layout
     rate = BULK * _link(kind, layout.world_size, gpus_per_node)
     if train.backend == "fsdp":
-        ranks = train.shards or layout.world_size
+        ranks = train.ranks
         moved = (
             (2.0 * 2 + train.gradient_bytes) * model.parameters * (ranks - 1) / ranks * batch.count
         )
@@ -281,8 +267,8 @@ def _data_parallel(
     # the rest.
     replicas = layout.dp * layout.cp
     own = model.dense_layers / layout.pp / layout.tp + model.head_and_embedding / layout.tp
-    expert_replicas = max(layout.world_size // (layout.ep * layout.etp * layout.pp), 1)
-    experts = model.experts / (layout.ep * layout.etp * layout.pp)
+    expert_replicas = train.expert_replicas
+    experts = model.experts / train.expert_split
     each = train.gradient_bytes + 2.0
     moved = each * (
         own * (replicas - 1) / replicas + experts * (expert_replicas - 1) / expert_replicas
@@ -294,24 +280,16 @@ def _optimizer(model: PlannedModel, kind: GpuKind, train: TrainSetup) -> float:
     layout = train.layout
     if train.lora_rank:
         return 0.0
-    if train.backend == "fsdp" and train.state_on_cpu:
-        return 28.0 * model.parameters / (train.shards or layout.world_size) / CPU_ADAM
     if train.backend == "fsdp":
-        return (
-            FSDP_STEP_BYTES
-            * model.parameters
-            / (train.shards or layout.world_size)
-            / (MEMORY * kind.bandwidth)
-        )
+        own = model.parameters / train.ranks
+        if train.state_on_cpu:
+            return 28.0 * own / CPU_ADAM
+        return FSDP_STEP_BYTES * own / (MEMORY * kind.bandwidth)
     own = (model.dense_layers / layout.pp + model.head_and_embedding) / layout.tp
-    experts = model.experts / (layout.ep * layout.etp * layout.pp)
-    replicas = layout.dp * layout.cp if train.distributed_optimizer else 1
-    expert_replicas = (
-        layout.world_size // (layout.ep * layout.etp * layout.pp)
-        if train.distributed_optimizer
-        else 1
-    )
-    stepped = own / replicas + experts / max(expert_replicas, 1)
+    experts = model.experts / train.expert_split
+    stepped = own + experts
+    if train.distributed_optimizer:
+        stepped = own / (layout.dp * layout.cp) + experts / train.expert_replicas
     if train.optimizer_on_cpu:
         return 28.0 * stepped / CPU_ADAM
     # Clearing and copying concern the whole buffer of a rank, the optimizer its own share.

@@ -11,7 +11,8 @@ from statistics import fmean
 from slime.config.hf_config import read_config
 from slime.config.layout import ParallelLayout
 from slime.data.balance import ModelShape, forward_flops
-from slime.plugins.tools.plan.checkpoint_size import count_parameters
+
+from .checkpoint_size import count_parameters
 
 GIB = 2.0**30
 
@@ -177,12 +178,25 @@ class TrainSetup:
     quantized_base: bool = False
 
     @property
+    def ranks(self) -> int:
+        """Ranks over which FSDP splits parameters."""
+        return self.shards or self.layout.world_size
+
+    @property
+    def expert_split(self) -> int:
+        """Ranks over which Megatron splits the routed experts."""
+        return self.layout.ep * self.layout.etp * self.layout.pp
+
+    @property
+    def expert_replicas(self) -> int:
+        return max(self.layout.world_size // self.expert_split, 1)
+
+    @property
     def fsdp_only(self) -> bool:
         """Whether an option is on that Megatron refuses."""
         small = self.master_bytes < 4 or self.moment_bytes < 8
-        return (
-            small or self.state_on_cpu or self.inputs_on_cpu or self.float8 or self.quantized_base
-        )
+        on_cpu = self.state_on_cpu or self.inputs_on_cpu
+        return small or on_cpu or self.float8 or self.quantized_base
 
     def recomputed_share(self, layers: int) -> float:
         return 1.0 if self.recomputed < 0 else min(self.recomputed / layers, 1.0)

@@ -18,13 +18,14 @@ from slime.checkpoint.ledger import parse_line
 from slime.observability.best_effort import best_effort, replacing
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir, read_settings
-from slime.plugins.tools.replay.recorded import (
+
+from ..summary.records import read_weights
+from .recorded import (
     ReplayError,
     attempt_of,
     attempts_of,
     template_of,
 )
-from slime.plugins.tools.summary.records import read_weights
 
 FILE = "certificate.jsonl"
 Link = dict[str, object]
@@ -88,8 +89,8 @@ def verify_run(
         ReplayError: There is no certificate, or a file of the run is not readable.
         RankError: A training rank failed.
     """
-    from slime.plugins.tools.replay.recorded import read_run
-    from slime.plugins.tools.replay.step import Wanted, replay_step
+    from .recorded import read_run
+    from .step import Wanted, replay_step
 
     try:
         found, last = problems(RunDir(folder))

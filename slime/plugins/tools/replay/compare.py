@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from slime.config.layout import ParallelLayout
 from slime.observability.run_state import SentWeights, digest_of_digests
-from slime.plugins.tools.replay.recorded import steps_text
+
+from .recorded import steps_text
 
 if TYPE_CHECKING:
     import torch
 
-    from slime.plugins.tools.replay.capture import SampleFacts
-    from slime.plugins.tools.replay.step import Replayed
+    from .capture import SampleFacts
+    from .step import Replayed
 
 ORDER = ("rollout/", "passrate/", "multi_turn/", "train/critic-", "train/")
 """Metrics in the order in which a step computes them, so that the first difference is the one

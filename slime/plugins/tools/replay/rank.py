@@ -27,10 +27,11 @@ from slime.config.layout import ParallelLayout
 from slime.config.settings import role_args
 from slime.data.fields import RankBatch, TrainData, to_rank_batch
 from slime.models.digest import tensor_digest
-from slime.plugins.tools.local_ranks import Place
-from slime.plugins.tools.replay import capture
-from slime.plugins.tools.replay.capture import Influence, InLoss, SampleFacts
 from slime.weights.update import Version, cast_floating
+
+from ..local_ranks import Place
+from . import capture
+from .capture import Influence, InLoss, SampleFacts
 
 
 @dataclass(frozen=True)

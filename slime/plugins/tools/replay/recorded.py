@@ -18,19 +18,20 @@ from slime.config.parser import ConfigError, load_args, read_command_line
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import SentWeights, Settled
-from slime.plugins.tools.replay.settings import (
-    LEFT_OUT,
-    RUNS_CODE,
-    STOOD_FOR,
-    Recorded,
-    recorded_settings,
-)
-from slime.plugins.tools.summary.records import (
+
+from ..summary.records import (
     Attempt,
     lineage,
     no_run,
     read_attempts,
     read_weights,
+)
+from .settings import (
+    LEFT_OUT,
+    RUNS_CODE,
+    STOOD_FOR,
+    Recorded,
+    recorded_settings,
 )
 
 if TYPE_CHECKING:

@@ -15,23 +15,25 @@ from slime.data.convert import parts_of_ranks
 from slime.data.sample import flatten
 from slime.data.staleness import staleness_metrics
 from slime.observability.debug_data import load_rollout
-from slime.plugins.tools.local_ranks import run_ranks
-from slime.plugins.tools.replay.compare import (
+from slime.rollout.metrics import rollout_metrics
+from slime.weights.update import frozen_by_flags, whole_frozen
+
+from ..local_ranks import run_ranks
+from .compare import (
     TOLERANCE,
     MetricsCompared,
     compare_metrics,
     first_unequal,
     matches,
 )
-from slime.plugins.tools.replay.rank import RoleJob, RoleResult, part_file, replay_role
-from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError
-from slime.rollout.metrics import rollout_metrics
-from slime.weights.update import frozen_by_flags, whole_frozen
+from .rank import RoleJob, RoleResult, part_file, replay_role
+from .recorded import RecordedRun, ReplayError
 
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.data.sample import Sample
-    from slime.plugins.tools.replay.capture import Influence, InLoss, SampleFacts
+
+    from .capture import Influence, InLoss, SampleFacts
 
 RANKS = f"{replay_role.__module__}:{replay_role.__name__}"
 

@@ -25,9 +25,10 @@ from slime.data.sample import Sample
 from slime.models.shards import copy_side_files
 from slime.observability.metrics import read_metrics
 from slime.observability.run_dir import RunDir
-from slime.plugins.tools.replay.capture import AFTER, BEFORE, Influence
-from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError, attempt_of, attempts_of
-from slime.plugins.tools.replay.step import Replayed, Wanted, replay_step
+
+from .capture import AFTER, BEFORE, Influence
+from .recorded import RecordedRun, ReplayError, attempt_of, attempts_of
+from .step import Replayed, Wanted, replay_step
 
 METRICS = ("train/loss", "train/pg_loss", "train/grad_norm", "train/ppo_kl", "train/pg_clipfrac")
 """The metrics that are shown whether they change or not."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from slime.plugins.tools.summary.figures import Summary
+    from .figures import Summary
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PHASE_COLORS = (

@@ -20,8 +20,9 @@ from slime.observability.evaluations import figures
 from slime.observability.metrics import REWARD_KEYS, MetricsError, Row, read_metrics
 from slime.observability.regular import parse_json, regular, shown
 from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
-from slime.plugins.tools.summary.charts import bar_chart, reward_curve_png
 from slime.types import JsonObject
+
+from .charts import bar_chart, reward_curve_png
 
 PHASES = (
     *("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload"),
@@ -102,7 +103,7 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None, since: float 
 
 def finish(run_dir: RunDir, console: Console, seconds_total: float, since: float) -> None:
     """At the end of a run, write ``summary.json`` and the reward curve, and print the table."""
-    from slime.plugins.tools.replay.certificate import certify
+    from ..replay.certificate import certify
 
     summary = summarize(run_dir, seconds_total, since)
     missing = write_summary(run_dir, summary)

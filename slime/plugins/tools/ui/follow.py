@@ -15,8 +15,9 @@ import numpy as np
 import orjson
 
 from slime.observability.regular import LONGEST_LINE, regular, shallow
-from slime.plugins.tools.summary.records import Report, read_ledger
 from slime.types import JsonObject
+
+from ..summary.records import Report, read_ledger
 
 MARK = 64
 """So many bytes before the position are compared, to notice that the file was cut and written

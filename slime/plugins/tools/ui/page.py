@@ -21,8 +21,8 @@ from urllib.parse import quote, unquote
 
 import orjson
 
-from slime.plugins.tools.ui import views
-from slime.plugins.tools.ui.runs import Run, Runs
+from . import views
+from .runs import Run, Runs
 
 
 class NotFound(LookupError):

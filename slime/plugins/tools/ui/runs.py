@@ -13,11 +13,12 @@ from pathlib import Path
 from slime.observability import run_dir
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import RunState
-from slime.plugins.tools.doctor.facts import processes_of
-from slime.plugins.tools.summary.records import no_run, read_state, runs_in
-from slime.plugins.tools.ui.follow import EngineLoads, Ledger, Series
-from slime.plugins.tools.ui.index import SampleIndex
-from slime.plugins.tools.ui.tokens import TokenDumps
+
+from ..doctor.facts import processes_of
+from ..summary.records import no_run, read_state, runs_in
+from .follow import EngineLoads, Ledger, Series
+from .index import SampleIndex
+from .tokens import TokenDumps
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from slime.engines.request_guard import names_this_server
-from slime.plugins.tools.ui.page import NotFound, answer, as_json, assets, served
-from slime.plugins.tools.ui.runs import Runs
+
+from .page import NotFound, answer, as_json, assets, served
+from .runs import Runs
 
 logger = logging.getLogger(__name__)
 PORT = 8321

@@ -14,8 +14,9 @@ from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.plugins.tools.summary.records import find_dump
 from slime.types import JsonObject
+
+from ..summary.records import find_dump
 
 MOST_BYTES = 2 << 30
 MOST_TOKENS = 20_000

@@ -14,10 +14,11 @@ from slime.observability.metrics import REWARD_KEYS
 from slime.observability.regular import parse_json, regular
 from slime.observability.run_state import RunState
 from slime.observability.trace_file import trace_of
-from slime.plugins.tools.ui.index import Row
-from slime.plugins.tools.ui.runs import Run
-from slime.plugins.tools.ui.timeline import timeline
-from slime.plugins.tools.ui.tokens import spans_of
+
+from .index import Row
+from .runs import Run
+from .timeline import timeline
+from .tokens import spans_of
 
 MOST_PROMPTS = 500
 MOST_OF_PROMPT = 2000
@@ -141,8 +142,8 @@ def doctor(run: Run) -> View:
     """The findings of ``slime doctor``."""
     from dataclasses import asdict
 
-    from slime.plugins.tools.doctor.facts import NoRun, read_facts
-    from slime.plugins.tools.doctor.report import diagnose
+    from ..doctor.facts import NoRun, read_facts
+    from ..doctor.report import diagnose
 
     try:
         return {"findings": [asdict(finding) for finding in diagnose(read_facts(run.folder))]}

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slime.plugins.tools.verify.reference import Scores
+from .reference import Scores
 
 LOG_PROB = 2e-4
 """Allowed absolute difference of a log-prob in float32."""

@@ -22,7 +22,8 @@ from slime.backends.create import create_backend
 from slime.backends.train_loop import train_on_rollout
 from slime.config.args import Args
 from slime.data.fields import RankBatch
-from slime.plugins.tools.local_ranks import Place
+
+from ..local_ranks import Place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,8 +16,10 @@ from slime.config.layout import ParallelLayout
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle
 from slime.engines.launch import EngineSettings, plan_engines, start_engine
-from slime.plugins.tools.local_ranks import run_ranks
-from slime.plugins.tools.verify.check import (
+from slime.weights.audit import score
+
+from ..local_ranks import run_ranks
+from .check import (
     Check,
     Place,
     all_checks,
@@ -27,7 +29,7 @@ from slime.plugins.tools.verify.check import (
     write_model,
     write_variants,
 )
-from slime.plugins.tools.verify.reference import (
+from .reference import (
     RandomSample,
     Scores,
     VerifyJob,
@@ -36,14 +38,13 @@ from slime.plugins.tools.verify.reference import (
     settings,
     verify_rank,
 )
-from slime.plugins.tools.verify.small import (
+from .small import (
     UNKNOWN,
     SmallModel,
     VerifyError,
     make_small,
     unknown_family,
 )
-from slime.weights.audit import score
 
 RANKS = f"{verify_rank.__module__}:{verify_rank.__name__}"
 MOST_DATA_RANKS = 4
