@@ -14,13 +14,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slime.observability.metrics import MetricsError, read_metrics
-from slime.observability.regular import regular
 from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.observability.run_state import FILE as STATE
 from slime.observability.run_state import RunState, message_lines
 from slime.types import JsonValue
 
-from ..summary.records import no_run, read_state
+from ..summary.records import end_of, no_run, read_state
 
 if TYPE_CHECKING:
     import psutil
@@ -228,7 +227,7 @@ def read_facts(folder: Path, stacks: Stacks | None = None, outside: bool = False
         settings,
         [row for row in rows if "rollout/step" in row],
         [row for row in rows if "eval/step" in row],
-        {path.name: _end_of(path) for path in logs},
+        {path.name: end_of(path, LOG_BYTES)[0] for path in logs},
         state,
         processes_of(state),
         time.time(),
@@ -271,16 +270,6 @@ def _logs_of_nccl(settings: object) -> list[Path]:
         return sorted(files, key=lambda file: file.stat().st_mtime)[-MOST_NCCL_LOGS:]
     except (OSError, ValueError):  # no name of a file, or a folder that must not be read
         return []
-
-
-def _end_of(path: Path) -> str:
-    try:
-        with regular(path).open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - LOG_BYTES, 0))
-            return file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def processes_of(state: RunState | None) -> list[Process] | None:

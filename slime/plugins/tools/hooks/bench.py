@@ -22,6 +22,8 @@ from slime.config.rollout import is_fully_async
 from slime.data.eval_config import resolve_eval_datasets
 from slime.data.sample import Group, Sample, flatten
 from slime.data.tokenizers import load_tokenizer
+from slime.rollout.prompts import prompt_ids
+from slime.rollout.state import GenerateState
 
 from .guard import Hook, guarded
 
@@ -133,19 +135,15 @@ class Bench:
         """Return the arguments with the first prompts of every evaluation set only, and with short
         responses.
         """
-        datasets = []
-        for one in resolve_eval_datasets(self.args):
-            path = one.path if "@[" in one.path else f"{one.path}@[:{PROMPTS}]"
-            few = min(one.n_samples_per_eval_prompt or 1, SAMPLES)
-            short = min(one.max_response_len or NEW_TOKENS, NEW_TOKENS)
-            datasets.append(
-                {
-                    **asdict(one),
-                    "path": path,
-                    "n_samples_per_eval_prompt": few,
-                    "max_response_len": short,
-                }
-            )
+        datasets = [
+            {
+                **asdict(one),
+                "path": one.path if "@[" in one.path else f"{one.path}@[:{PROMPTS}]",
+                "n_samples_per_eval_prompt": min(one.n_samples_per_eval_prompt or 1, SAMPLES),
+                "max_response_len": min(one.max_response_len or NEW_TOKENS, NEW_TOKENS),
+            }
+            for one in resolve_eval_datasets(self.args)
+        ]
         if not datasets:
             return self.args
         file = Path(self._folder.name) / "evaluation.yaml"
@@ -189,7 +187,7 @@ class Bench:
             "So 1 + 1 = 3 and",
         ]
         text = texts[min(place, 2)] + " then" * max(place - 2, 0)
-        prompt = self.encode_prompt(sample)
+        prompt = prompt_ids(GenerateState(self.args), sample) or [0]
         response = self.encode(text) or [0]
         sample.tokens, sample.response, sample.response_length = (
             prompt + response,
@@ -203,15 +201,6 @@ class Bench:
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def encode_prompt(self, sample: Sample) -> list[int]:
-        if isinstance(sample.prompt, str):
-            return self.encode(sample.prompt) or [0]
-        if self.tokenizer.chat_template:
-            return self.encode(self.tokenizer.apply_chat_template(sample.prompt, tokenize=False))
-        return self.encode("\n".join(str(message.get("content")) for message in sample.prompt)) or [
-            0
-        ]
 
     def start_engine(self) -> None:
         """Start the engine, if it is not running, and set ``args.sglang_router_ip`` and
@@ -231,24 +220,18 @@ class Bench:
         folder = Path(self._folder.name) / "model"
         tokenizer = load_tokenizer(self.args.hf_checkpoint)
         tokenizer.save_pretrained(folder)
-        shape = {
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
+        shape: dict[str, Any] = {
+            **dict.fromkeys(("hidden_size", "intermediate_size"), 32),
+            **dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), 1),
             "num_attention_heads": 2,
+            "max_position_embeddings": 1 << 15,
+            "tie_word_embeddings": True,
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
         }
         torch.manual_seed(0)
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(tokenizer),
-                **shape,  # type: ignore[arg-type]
-                num_key_value_heads=1,
-                max_position_embeddings=1 << 15,
-                tie_word_embeddings=True,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
-        ).save_pretrained(folder)
+        LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
         # A real engine on the CPU, which the arguments name as the router.
         settings = EngineSettings(
             str(folder),
@@ -308,6 +291,7 @@ class Request:
     of_text: bool = False  # the prompt was sent as a text
 
 
+@dataclass
 class ScriptedEngine:
     """A proxy of a real engine that replaces the generated text according to the number of the
     request.
@@ -324,33 +308,23 @@ class ScriptedEngine:
         refuses: Whether every request is refused, as one with a prompt that is too long.
     """
 
-    def __init__(
-        self,
-        url: str,
-        tokenizer: Tokenizer,
-        answers: list[str],
-        abort_at: int | None,
-        on_abort: Callable[[], None],
-        refuses: bool = False,
-    ) -> None:
-        self.url = url
-        self.tokenizer = tokenizer
-        self.answers = answers
-        self.abort_at = abort_at
-        self.on_abort = on_abort
-        self.refuses = refuses
+    url: str
+    tokenizer: Tokenizer
+    answers: list[str]
+    abort_at: int | None
+    on_abort: Callable[[], None]
+    refuses: bool = False
+
+    async def __aenter__(self) -> ScriptedEngine:
         self.requests: list[Request] = []
         self.runaway = asyncio.Event()  # set if the function keeps sending requests after the abort
+        self._client = ClientSession()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/generate", self._generate)
         app.router.add_route("*", "/{path:.*}", self._forward)
         self._runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
         )
-        self._client: ClientSession | None = None
-
-    async def __aenter__(self) -> ScriptedEngine:
-        self._client = ClientSession()
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.port = int(self._runner.addresses[0][1])
@@ -358,7 +332,6 @@ class ScriptedEngine:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
-        assert self._client is not None
         await self._client.close()
 
     async def _forward(self, request: web.Request) -> web.Response:
@@ -367,11 +340,9 @@ class ScriptedEngine:
         return await self._send(request.method, request.path_qs, await request.read())
 
     async def _send(self, method: str, path: str, body: bytes) -> web.Response:
-        assert self._client is not None
         headers = {"Content-Type": "application/json"}
-        async with self._client.request(
-            method, f"{self.url}{path}", data=body or None, headers=headers
-        ) as answer:
+        sent = self._client.request(method, f"{self.url}{path}", data=body or None, headers=headers)
+        async with sent as answer:
             return web.Response(
                 status=answer.status, body=await answer.read(), content_type=answer.content_type
             )

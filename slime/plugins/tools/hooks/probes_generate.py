@@ -4,16 +4,16 @@ functions.
 
 from __future__ import annotations
 
-import asyncio
 import math
+from functools import partial
 from typing import Any
 
+from slime.config.args import Args
 from slime.data.sample import Sample, flatten
 from slime.rollout.base_types import call, supported_kwargs
-from slime.rollout.custom_generate import call_list, call_single, takes_list
-from slime.rollout.state import GenerateState, request_params
+from slime.rollout.custom_generate import takes_list
+from slime.rollout.state import request_params
 from slime.rollout.verifier.pool import STARTUP_SECONDS
-from slime.types import SamplingParams
 
 from .bench import Bench
 from .guard import (
@@ -24,7 +24,7 @@ from .guard import (
     guarded,
     wrong,
 )
-from .turns import check_turns
+from .turns import check_turns, on_group
 
 AGENT_TOKENS = 512  # limit of a conversation: an untrained model does not end its turns
 
@@ -36,35 +36,12 @@ def generate(bench: Bench, fn: Hook) -> str:
     bench.start_engine()
     args = bench.args
     # First its signature, for a message that says how it is called.
-    params: SamplingParams = {**request_params(args), "sampling_seed": 1}
-    sample = Sample()
+    words = "fn(args, sample, sampling_params)"
+    given: tuple[object, ...] = (Sample(), request_params(args))
     if takes_list(fn):
-        check_signature(
-            fn,
-            "fn(args, samples, evaluation=…)",
-            args,
-            [sample],
-            **supported_kwargs(fn, evaluation=False),
-        )
-    else:
-        check_signature(
-            fn,
-            "fn(args, sample, sampling_params)",
-            args,
-            sample,
-            params,
-            **supported_kwargs(fn, evaluation=False),
-        )
-
-    async def whole_group() -> list[Any]:
-        group = flatten(bench.prompts()[0])
-        state = GenerateState(args)
-        if takes_list(fn):
-            return list(await call_list(fn, state, group, False))
-        return list(
-            await asyncio.gather(*(call_single(fn, state, one, {**params}, False) for one in group))
-        )
-
+        words, given = "fn(args, samples, evaluation=…)", ([Sample()],)
+    check_signature(fn, words, args, *given, **supported_kwargs(fn, evaluation=False))
+    whole_group = partial(_on_copies, bench, fn, args)
     # a first call, so that imports and connections are not measured
     guarded(fn, whole_group, bench.limit, loop=True)
     outcome = guarded(fn, whole_group, bench.limit, loop=True)
@@ -94,6 +71,10 @@ def generate(bench: Bench, fn: Hook) -> str:
     )
 
 
+async def _on_copies(bench: Bench, fn: Hook, args: Args) -> list[Any]:
+    return await on_group(fn, args, flatten(bench.prompts()[0]))
+
+
 def agent(bench: Bench, fn: Hook) -> str:
     """Test ``run(task)`` with the same endpoint as in a run."""
     from slime.plugins.agents.rollout import generate as run_agent
@@ -101,17 +82,10 @@ def agent(bench: Bench, fn: Hook) -> str:
 
     bench.start_engine()
     args = bench.args.with_values(rollout_max_response_len=AGENT_TOKENS, agent_timeout=bench.limit)
-    params: SamplingParams = {**request_params(args), "sampling_seed": 1}
 
     async def whole_group() -> list[Any]:
         try:
-            group = flatten(bench.prompts()[0])
-            state = GenerateState(args)
-            return list(
-                await asyncio.gather(
-                    *(call_single(run_agent, state, one, params, False) for one in group)
-                )
-            )
+            return await _on_copies(bench, run_agent, args)
         finally:
             await stop_agent_server()
 

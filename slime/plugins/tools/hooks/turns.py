@@ -36,6 +36,16 @@ _REPEATED = 100  # so often, the answer is cut off in a function with a limit of
 _CLOSE = 1e-4
 
 
+async def on_group(fn: Hook, args: Args, samples: Sequence[Sample]) -> list[Any]:
+    """Call a generate function on the samples of a group, as a rollout does."""
+    state = GenerateState(args)
+    if takes_list(fn):
+        return list(await call_list(fn, state, list(samples), False))
+    params: SamplingParams = {**request_params(args), "sampling_seed": 1}
+    calls = (call_single(fn, state, one, copy.copy(params), False) for one in samples)
+    return list(await asyncio.gather(*calls))
+
+
 class _Try:
     """Calls the function on the first prompts with a scripted engine."""
 
@@ -43,9 +53,8 @@ class _Try:
         self.bench = bench
         self.fn = fn
         self.url = f"http://{bench.args.sglang_router_ip}:{bench.args.sglang_router_port}"
-        self.listed = takes_list(fn)
         group = flatten(bench.prompts()[0])
-        self.samples = group if self.listed else group[:1]
+        self.samples = group if takes_list(fn) else group[:1]
 
     def run(
         self,
@@ -70,18 +79,9 @@ class _Try:
         args = self.bench.args.with_values(rollout_max_response_len=most)
         if refuses:
             args = args.with_values(rollout_max_context_len=1)
-        params: SamplingParams = {**request_params(args), "sampling_seed": 1}
         count = len(self.samples)
         script = [text for text in answers for _ in range(count)]
         at = None if abort_at is None else abort_at * count
-
-        async def call(args: Args, samples: list[Sample]) -> list[Any]:
-            if self.listed:
-                return list(await call_list(self.fn, GenerateState(args), samples, False))
-            return [
-                await call_single(self.fn, GenerateState(args), one, copy.copy(params), False)
-                for one in samples
-            ]
 
         async def work() -> tuple[list[Any], list[Any], list[Request]]:
             state: GenerateState
@@ -93,13 +93,14 @@ class _Try:
                     sglang_router_ip="127.0.0.1", sglang_router_port=engine.port
                 )
                 state = GenerateState(here)
-                first = await self._unless_runaway(call(here, copy.deepcopy(self.samples)), engine)
+                copies = copy.deepcopy(self.samples)
+                first = await self._unless_runaway(on_group(self.fn, here, copies), engine)
                 again: list[Any] = []
                 if go_on and all(isinstance(part, Sample) for part in first):
                     before = copy.deepcopy(first)
                     engine.abort_at = None
                     state.aborted = False
-                    again = await self._unless_runaway(call(here, first), engine)
+                    again = await self._unless_runaway(on_group(self.fn, here, first), engine)
                     first = before
                 return first, again, engine.requests
 

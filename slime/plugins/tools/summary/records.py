@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
 from slime.checkpoint.ledger import CLOSED, Line, balance, parse_line
 from slime.checkpoint.numbers import Numbers
 from slime.observability.debug_data import file_of_rollout
 from slime.observability.regular import LONGEST_LINE, MOST_BYTES, parse_json, regular
 from slime.observability.run_dir import RunDir
-from slime.observability.run_state import FILE, RunState, SentWeights, Settled, Status
+from slime.observability.run_state import FILE, RunState, SentWeights, Settled
 from slime.types import JsonObject
 
 MOST_NAMED = 6
@@ -96,19 +96,29 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _is_settled(settled: Settled) -> bool:
-    """Whether the values of a line have the types of :class:`Settled`."""
-    flags = (settled.asynchronous, settled.on_gpu)
     counts = (settled.num_rollout, settled.threads, settled.first_rollout)
-    budgets = (settled.max_tokens, settled.forward_tokens)
-    return (
-        all(type(flag) is bool for flag in flags)
-        and all(type(count) is int and 0 <= count < 2**63 for count in counts)
-        and all(
-            budget is None or (type(budget) is int and 0 < budget < 2**63) for budget in budgets
-        )
-        and isinstance(settled.working_directory, str)
-        and (settled.loaded is None or isinstance(settled.loaded, str))
-    )
+    budgets = (settled.max_tokens or 1, settled.forward_tokens or 1)
+    return _fits(vars(settled), Settled) and min(counts) >= 0 and min(budgets) > 0
+
+
+def _fits(values: Mapping[str, object], kind: type) -> bool:
+    """Whether values that were read from a file have the types of a class."""
+    hints = get_type_hints(kind)
+    return all(_is_a(value, hints[name]) for name, value in values.items() if name in hints)
+
+
+def _is_a(value: object, hint: object) -> bool:
+    choices = get_args(hint) or (hint,)
+    if get_origin(hint) is Literal:
+        return value in choices
+    if isinstance(value, Mapping):
+        kind = choices[-1]  # of an entry, if this is no class
+        if is_typeddict(hint):
+            return _fits(value, kind)
+        return get_origin(hint) is not None and all(_is_a(one, kind) for one in value.values())
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return type(value) in choices
+    return (type(value) in choices or float in choices) and abs(value) < 1e12
 
 
 def lineage(attempts: Sequence[Attempt]) -> list[Attempt]:
@@ -147,39 +157,18 @@ def read_state(folder: Path) -> RunState | None:
         state = RunState(**parse_json(regular(folder / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    return state if _is_sound(state) else None
+    return state if _fits(vars(state), RunState) and 0 < state.pid < 2**31 else None
 
 
-def _is_sound(state: RunState) -> bool:
-    """Whether the values of a file have the types of a state."""
-    times = (state.since, state.waiting_since, state.deadline)
-    return (
-        all(isinstance(text, str) for text in (state.host, state.phase, state.error, state.waiting))
-        and state.status in get_args(Status)
-        and type(state.pid) is int
-        and 0 < state.pid < 2**31
-        and all(isinstance(time_, int | float) and abs(time_) < 1e12 for time_ in times)
-        and isinstance(state.said, Mapping)
-        and all(_is_progress(said) for said in state.said.values())
-    )
-
-
-def _is_progress(value: object) -> bool:
-    """Whether a value that was read from a file has the types of a :class:`Progress`."""
-    if not isinstance(value, Mapping):
-        return False
-    numbers = value.get("numbers", {})
-    counts = [
-        value[key] for key in ("done", "total", "since", "updated") if value.get(key) is not None
-    ]
-    return (
-        isinstance(value.get("phase", ""), str)
-        and isinstance(numbers, Mapping)
-        and all(
-            isinstance(number, int | float) and abs(number) < 1e18
-            for number in (*counts, *numbers.values())
-        )
-    )
+def end_of(path: Path, most: int) -> tuple[str, int]:
+    """Return the last ``most`` bytes of a log as text, and its size; nothing of no regular file."""
+    try:
+        with regular(path).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - most, 0))
+            return file.read().decode("utf-8", "replace"), size
+    except OSError:
+        return "", 0
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from slime.observability.regular import parse_json, regular
 from slime.observability.run_state import RunState
 from slime.observability.trace_file import trace_of
 
+from ..summary.records import end_of
 from .index import Row
 from .runs import Run
 from .timeline import timeline
@@ -469,7 +470,7 @@ def engines(run: Run) -> View:
     names = set(run.series.names)
     logs = []
     for path in sorted(run.files.logs.glob("*.log")):
-        text, size = _end_of(path)
+        text, size = end_of(path, _LOG_BYTES)
         logs.append({"name": path.name, "bytes": size, "lines": text.splitlines()[-_LOG_LINES:]})
     totals = {
         name: run.series.total(name)
@@ -479,13 +480,3 @@ def engines(run: Run) -> View:
     loads = run.loads.values(run.series.first_time or 0.0)
     shown = [name for name in ENGINE_METRICS if name in names]
     return {"metrics": shown, "totals": totals, "loads": loads, "logs": logs}
-
-
-def _end_of(path: Path) -> tuple[str, int]:
-    try:
-        with regular(path).open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - _LOG_BYTES, 0))
-            return file.read().decode("utf-8", "replace"), size
-    except OSError:
-        return "", 0
