@@ -327,19 +327,19 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
             Sample.Status.COMPLETED,
             [turn],
         )
+        problem: object = None
         try:
-            found += (
-                run(batched_async_rm(args, [sample]))
-                if args.group_rm
-                else [run(async_rm(args, sample))]
-            )
+            if args.group_rm:
+                found += run(batched_async_rm(args, [sample]))
+            else:
+                found.append(run(async_rm(args, sample)))
+            if failure(sample) == RAISED:
+                problem = sample.metadata[FAILURE_KEY]
         # A wrong label or path of a function, which would end the run.
         except Exception as error:
-            yield f"  reward of its own answer {answer!r}: {type(error).__name__}: {error}"
-            yield "  slime check-hooks with the same flags tests your functions further"
-            return
-        if failure(sample) == RAISED:
-            yield f"  reward of its own answer {answer!r}: {sample.metadata[FAILURE_KEY]}"
+            problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            yield f"  reward of its own answer {answer!r}: {problem}"
             yield "  slime check-hooks with the same flags tests your functions further"
             return
     yield f"  reward of its own answer {samples[0].response!r}: {found[0]}"

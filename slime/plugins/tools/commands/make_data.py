@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +25,7 @@ STARTERS = Path(__file__).parents[1] / "starters"
 HELD_OUT = 16
 DATA = ("data.jsonl", "heldout.jsonl")
 SUMS = 96
+Row = dict[str, Any]
 TOOL_PROMPT = "Use the calculator for every question, then give the number."
 
 
@@ -95,7 +96,7 @@ def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[
     Raises:
         CommandError: ``held_out`` leaves one of the files empty, or the files cannot be written.
     """
-    train, evaluation = _products(seed, held_out)
+    train, evaluation = map(_lines, _products(seed, held_out))
     with writing(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
         return (
@@ -104,28 +105,29 @@ def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[
         )
 
 
-def _products(seed: int = 1, held_out: int = HELD_OUT) -> tuple[str, str]:
-    """Return the texts of the training file and of the evaluation file."""
+def _products(seed: int = 1, held_out: int = HELD_OUT) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the training file and of the evaluation file."""
     pairs = [(a, b) for a in DIGITS for b in DIGITS]
     if not 1 <= held_out < len(pairs):
         raise CommandError(
             f"--held-out {held_out}: must be from 1 to {len(pairs) - 1}, one less than all pairs"
         )
     Random(derive_seed(seed, "make-data products")).shuffle(pairs)
-    return _lines(pairs[held_out:]), _lines(sorted(pairs[:held_out]))
+    rows = [_row(a, b, "times", a * b) for a, b in (*pairs[held_out:], *sorted(pairs[:held_out]))]
+    return rows[:-held_out], rows[-held_out:]
 
 
-def product_row(a: int, b: int) -> dict[str, object]:
-    """Return one row: the chat prompt, the label as text, and the two factors as metadata."""
+def _row(a: int, b: int, what: str, label: int) -> Row:
+    """Return one row: the chat prompt, the label as text, and the two numbers as metadata."""
     prompt = [
         {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": f"What is {a} times {b}?"},
+        {"role": "user", "content": f"What is {a} {what} {b}?"},
     ]
-    return {"prompt": prompt, "label": str(a * b), "metadata": {"a": a, "b": b}}
+    return {"prompt": prompt, "label": str(label), "metadata": {"a": a, "b": b}}
 
 
-def _lines(pairs: list[tuple[int, int]]) -> str:
-    return "".join(json.dumps(product_row(a, b)) + "\n" for a, b in pairs)
+def _lines(rows: Iterable[Row]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _write(path: Path, text: str) -> Path:
@@ -162,7 +164,7 @@ def init(folder: Path, task: str) -> list[Path]:
 
 
 def _plain() -> dict[str, str]:
-    return dict(zip(DATA, _products(), strict=True))
+    return dict(zip(DATA, map(_lines, _products()), strict=True))
 
 
 def _calculations() -> dict[str, str]:
@@ -172,11 +174,11 @@ def _calculations() -> dict[str, str]:
     draw = Random(derive_seed(1, "init tool-use"))
     pairs = sorted({(draw.randint(12, 98), draw.randint(12, 98)) for _ in range(2 * SUMS)})
     draw.shuffle(pairs)
-    lines = [json.dumps(_tool_row(a, b)) + "\n" for a, b in pairs[: SUMS + HELD_OUT]]
-    return dict(zip(DATA, ("".join(lines[HELD_OUT:]), "".join(lines[:HELD_OUT])), strict=True))
+    rows = [_tool_row(a, b) for a, b in pairs[: SUMS + HELD_OUT]]
+    return {DATA[0]: _lines(rows[HELD_OUT:]), DATA[1]: _lines(rows[:HELD_OUT])}
 
 
-def _tool_row(a: int, b: int) -> dict[str, object]:
+def _tool_row(a: int, b: int) -> Row:
     # Two finished calls show a small model how to use the tool.
     messages = [{"role": "system", "content": TOOL_PROMPT}]
     for x, y in ((31, 14), (25, 67)):
@@ -192,44 +194,35 @@ def _tool_row(a: int, b: int) -> dict[str, object]:
     }
 
 
-def _said(row: dict[str, Any], wrong: int = 0) -> str:
+def _said(row: Row, wrong: int = 0) -> str:
     """Return the answer to a product as a sentence, off by ``wrong``."""
-    a, b = row["metadata"]["a"], row["metadata"]["b"]
+    a, b = row["metadata"].values()
     return f"{a} times {b} is {a * b + wrong}."
 
 
 def _pairs() -> dict[str, str]:
     """The right product as the chosen answer, and another number as the rejected one."""
-    data = _plain()
-    rows = [json.loads(line) for line in data[DATA[0]].splitlines()]
     draw = Random(derive_seed(1, "init preference"))
     pairs = [
         {**row, "chosen": _said(row), "rejected": _said(row, draw.choice((-2, -1, 1, 2, 10)))}
-        for row in rows
+        for row in _products()[0]
     ]
-    return {**data, DATA[0]: "".join(json.dumps(row) + "\n" for row in pairs)}
+    return _plain() | {DATA[0]: _lines(pairs)}
 
 
 def _lessons() -> dict[str, str]:
     """Products, and conversations from which the model becomes a teacher."""
-    data = _plain()
-    rows = [json.loads(line) for line in data[DATA[0]].splitlines()]
-    talks = [[*row["prompt"], {"role": "assistant", "content": _said(row)}] for row in rows]
-    return {
-        **data,
-        "lessons.jsonl": "".join(json.dumps({"messages": talk}) + "\n" for talk in talks),
-    }
+    talks = [
+        {"messages": [*row["prompt"], {"role": "assistant", "content": _said(row)}]}
+        for row in _products()[0]
+    ]
+    return _plain() | {"lessons.jsonl": _lines(talks)}
 
 
 def _two_sets() -> dict[str, str]:
     """Products, and sums of the same numbers."""
-    data = _plain()
-    rows = [json.loads(line) for line in data[DATA[0]].splitlines()]
-    for row in rows:
-        a, b = row["metadata"]["a"], row["metadata"]["b"]
-        row["prompt"][-1]["content"] = f"What is {a} plus {b}?"
-        row["label"] = str(a + b)
-    return {**data, "sums.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}
+    pairs = [row["metadata"].values() for row in _products()[0]]
+    return _plain() | {"sums.jsonl": _lines(_row(a, b, "plus", a + b) for a, b in pairs)}
 
 
 TASKS: dict[str, Callable[[], dict[str, str]]] = {

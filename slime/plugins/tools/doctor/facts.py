@@ -142,13 +142,6 @@ class Facts:
         return tuple(self.stacks([(one.pid, one.name) for one in self.processes or ()]))
 
     @property
-    def train_environment(self) -> Mapping[str, str]:
-        """The environment variables that the user gave to the training ranks
-        (``--train-env-vars``).
-        """
-        return _environment(self.settings)
-
-    @property
     def samples(self) -> float:
         """The number of samples of a rollout; 0 if the settings do not say."""
         prompts = self.settings.get("rollout_batch_size")
@@ -246,24 +239,16 @@ def is_inside(path: Path, folder: Path) -> bool:
         return False
 
 
-def _environment(settings: object) -> Mapping[str, str]:
-    given = settings.get("train_env_vars") if isinstance(settings, Mapping) else None
-    return (
-        {str(name): str(value) for name, value in given.items()}
-        if isinstance(given, Mapping)
-        else {}
-    )
-
-
-def _logs_of_nccl(settings: object) -> list[Path]:
+def _logs_of_nccl(settings: Mapping[str, JsonValue]) -> list[Path]:
     """Return the newest files that NCCL wrote because of ``NCCL_DEBUG_FILE``; %h and %p in it are
     host and process.
     """
-    name = _environment(settings).get("NCCL_DEBUG_FILE")
+    given = settings.get("train_env_vars")
+    name = given.get("NCCL_DEBUG_FILE") if isinstance(given, Mapping) else None
     if not name:
         return []
     # NCCL writes one file for each host and process.
-    path = Path(name)
+    path = Path(str(name))
     pattern = re.sub(r"%[hp]", "*", glob.escape(path.name))
     try:
         files = [file for file in path.parent.glob(pattern) if file.is_file()]

@@ -2,8 +2,8 @@
 operation.
 
 A rank that waits too long writes its last operations to ``logs/flight_recorder_<role>_rank_<rank>``
-(a pickle; see PyTorch's "Flight Recorder for Debugging Stuck Jobs"), or to where
-``--train-env-vars`` moves the dumps of NCCL. Reading it runs no code of the file.
+(a pickle; see PyTorch's "Flight Recorder for Debugging Stuck Jobs"). Reading it runs no code of the
+file.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from typing import Any, NoReturn
 from .facts import DUMPS, Facts, Finding, is_inside
 
 _NAME = re.compile(DUMPS + r"(\w+?)_rank_(\d+)")
-PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Environment variables with the beginning of the dumps' paths, to which PyTorch adds the rank; the
-second is older.
-"""
 MOST_BYTES = 64 * 2**20
 _MOST_SHOWN = 8
 
@@ -66,33 +62,26 @@ class Recording:
 
 
 def read_recordings(
-    folder: Path,
-    newer_than: float = 0.0,
-    environment: Mapping[str, str] | None = None,
-    links: bool = True,
+    folder: Path, newer_than: float = 0.0, links: bool = True
 ) -> dict[str, dict[int, Recording]]:
     """Return the dumps in the folder of the logs by role and rank; files that are no dumps are left
     out.
 
     Args:
         newer_than: Wall time in seconds. Older files are of a trouble that the run has survived.
-        environment: The run's ``--train-env-vars``, which may name another place (see
-            :data:`PREFIXES`). The role of those dumps is ``trainer``.
         links: Whether dumps are read to which a link leads out of the folder of the run.
     """
     found: dict[str, dict[int, Recording]] = {}
-    for role, rank, path in _dumps(folder, environment or {}):
-        if not path.is_file() or (
-            not links and path.parent == folder and not is_inside(path, folder.parent)
-        ):
+    for path in sorted(folder.glob(f"{DUMPS}*_rank_*")):
+        match = _NAME.fullmatch(path.name)
+        if match is None or not path.is_file() or not (links or is_inside(path, folder.parent)):
             continue
         try:
             status = path.stat()
             if status.st_mtime < newer_than or status.st_size > MOST_BYTES:
                 continue
-            found.setdefault(role, {})[rank] = _recording(
-                _ValuesOnly(io.BytesIO(path.read_bytes())).load()
-            )
+            dump = _ValuesOnly(io.BytesIO(path.read_bytes())).load()
+            found.setdefault(match[1], {})[int(match[2])] = _recording(dump)
         # A rank that was killed while it wrote leaves a part of a pickle, which may fail in many
         # ways.
         except (
@@ -107,20 +96,6 @@ def read_recordings(
         ):
             continue
     return found
-
-
-def _dumps(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, int, Path]]:
-    """Yield role, rank and path of the files that have the name of a dump."""
-    # Where slime lets PyTorch write its dumps.
-    for path in sorted(folder.glob(f"{DUMPS}*_rank_*")):
-        if (match := _NAME.fullmatch(path.name)) is not None:
-            yield match[1], int(match[2]), path
-    # Where the user's variables let it.
-    for prefix in (Path(environment[name]) for name in PREFIXES if environment.get(name)):
-        for path in sorted(prefix.parent.iterdir()) if prefix.parent.is_dir() else ():
-            rank = path.name.removeprefix(prefix.name)
-            if path.name.startswith(prefix.name) and rank.isascii() and rank.isdigit():
-                yield "trainer", int(rank), path
 
 
 def _recording(dump: Mapping[str, Any]) -> Recording:
@@ -159,9 +134,7 @@ def collectives(facts: Facts) -> Iterator[Finding]:
     # Dumps from before the last complete step are of a trouble that is over.
     trained = facts.series("time")
     since = trained[-1] if trained else 0.0
-    recordings = read_recordings(
-        facts.folder / "logs", since, facts.train_environment, facts.reads_outside
-    )
+    recordings = read_recordings(facts.folder / "logs", since, facts.reads_outside)
     for role, ranks in recordings.items():
         groups = sorted({name for one in ranks.values() for name in one.operations})
         finding = next(

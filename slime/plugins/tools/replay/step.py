@@ -31,7 +31,7 @@ from .recorded import RecordedRun, ReplayError
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.data.sample import Sample
+    from slime.data.sample import Group, Sample
 
     from .capture import Influence, InLoss, SampleFacts
 
@@ -175,30 +175,13 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
         _check_sample(wanted, samples)
         job = _job(run, args, wanted, rollouts, folder)
         ranks = _train(job, folder, layout.world_size, wanted.seconds, metrics, run.modules)
-    return _compared(
-        run, wanted, _Trained(start, layout, on_gpu, ranks, metrics, len(samples), len(groups))
-    )
+    return _compared(run, wanted, start, ranks, metrics, groups)
 
 
 def write_parts(parts: Iterable[object], rollout_id: int, folder: Path) -> None:
     """Write the converted samples of the data-parallel ranks, for :func:`.rank.read_batch`."""
     for rank, part in enumerate(parts):
         part_file(folder, rollout_id, rank).write_bytes(pickle.dumps(part))
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """What the ranks of the actor returned, and the metrics of samples, critic and actor
-    together.
-    """
-
-    start: int
-    layout: ParallelLayout
-    on_gpu: bool
-    ranks: Sequence[RoleResult]
-    metrics: Mapping[str, float]
-    samples: int
-    groups: int
 
 
 def _job(
@@ -295,10 +278,18 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
+def _compared(
+    run: RecordedRun,
+    wanted: Wanted,
+    start: int,
+    ranks: Sequence[RoleResult],
+    metrics: Mapping[str, float],
+    groups: Sequence[Group],
+) -> Replayed:
     args = run.args
-    first = trained.ranks[0]
-    exact = not trained.on_gpu and not run.settled.on_gpu and not run.changes
+    first = ranks[0]
+    on_gpu = has_gpu()
+    exact = not on_gpu and not run.settled.on_gpu and not run.changes
     tolerance = wanted.tolerance
     if tolerance is None:
         tolerance = 0.0 if exact else TOLERANCE[args.train_dtype]
@@ -312,18 +303,18 @@ def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
     earlier = run.weights.get(wanted.step)
     later = run.weights.get(wanted.step + 1)
     differs = first_unequal(first.expected, first.after)
-    state = run.state_before(trained.start)
+    state = run.state_before(start)
     return Replayed(
         step=wanted.step,
-        start=trained.start,
+        start=start,
         state=str(state or args.hf_checkpoint),
-        samples=trained.samples,
-        groups=trained.groups,
-        device="GPU, deterministic kernels" if trained.on_gpu else "CPU",
-        layout=trained.layout,
+        samples=len(flatten(groups)),
+        groups=len(groups),
+        device="GPU, deterministic kernels" if on_gpu else "CPU",
+        layout=ParallelLayout.from_args(args),
         exact=exact,
         tolerance=tolerance,
-        metrics=compare_metrics(run.steps[wanted.step], trained.metrics, tolerance),
+        metrics=compare_metrics(run.steps[wanted.step], metrics, tolerance),
         before=matches(earlier, first.before, frozen) if earlier is not None else None,
         after=matches(later, first.after, frozen) if later is not None else None,
         version=later.version if later is not None else None,
@@ -333,11 +324,11 @@ def _compared(run: RecordedRun, wanted: Wanted, trained: _Trained) -> Replayed:
         worst=max(
             (far / step if step else far for far, step in first.distances.values()), default=0.0
         ),
-        sample=_merged([one.sample for one in trained.ranks if one.sample is not None]),
+        sample=_merged([one.sample for one in ranks if one.sample is not None]),
         skipped=first.skipped,
-        values=dict(trained.metrics),
+        values=dict(metrics),
         influences=sorted(
-            (sample for one in trained.ranks for sample in one.influences),
+            (sample for one in ranks for sample in one.influences),
             key=lambda sample: -abs(sample.share),
         ),
     )

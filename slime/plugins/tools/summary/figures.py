@@ -148,11 +148,15 @@ def print_summary(
     console.print(panel, soft_wrap=False, markup=False)
 
 
-def _eval_table(summary: Summary) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    table.add_column("evaluation")
-    for name in ("before", "after", "change"):
+def _table(first: str, *others: str) -> Table:
+    table = Table(first, box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    for name in others:
         table.add_column(name, justify="right")
+    return table
+
+
+def _eval_table(summary: Summary) -> Table:
+    table = _table("evaluation", "before", "after", "change")
     for name, series in summary["eval"].items():
         before = series["values"][0]
         after = series["values"][-1]
@@ -178,10 +182,7 @@ def _reward_chart(summary: Summary, console: Console) -> Group:
 
 
 def _phase_table(summary: Summary) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    table.add_column("time per phase")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
+    table = _table("time per phase", "seconds", "share")
     total = max(summary["seconds_total"], 1e-9)
     for name, seconds in summary["seconds_per_phase"].items():
         table.add_row(name.replace("_", " "), f"{seconds:.1f}", f"{seconds / total:.0%}")

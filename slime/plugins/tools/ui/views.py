@@ -109,34 +109,16 @@ def _waiting(state: RunState) -> View | None:
 def recorded(run: Run, samples: int) -> list[View]:
     """What the run wrote, and the flag that lets a run write what is missing."""
     dumped = any(run.settings.get(f"save_debug_{side}_data") for side in ("train", "rollout"))
-    return [
-        {"what": "texts of samples", "there": samples > 0, "how": "--log-samples all"},
-        {
-            "what": "traces",
-            "there": any(run.files.traces.glob("rollout_*")),
-            "how": "written by every run",
-        },
-        {
-            "what": "tokens",
-            "there": dumped,
-            "how": "--dump-details FOLDER (or --save-debug-train-data)",
-        },
-        {
-            "what": "evaluations",
-            "there": bool(_evaluation_names(run)),
-            "how": "--eval-prompt-data, --eval-interval",
-        },
-        {
-            "what": "ledger",
-            "there": bool(run.ledger.rows or run.ledger.cut),
-            "how": "written by every run",
-        },
-        {
-            "what": "state",
-            "there": (run.folder / "state.json").is_file(),
-            "how": "written by every run",
-        },
-    ]
+    always = "written by every run"
+    rows = (
+        ("texts of samples", samples > 0, "--log-samples all"),
+        ("traces", any(run.files.traces.glob("rollout_*")), always),
+        ("tokens", dumped, "--dump-details FOLDER (or --save-debug-train-data)"),
+        ("evaluations", bool(_evaluation_names(run)), "--eval-prompt-data, --eval-interval"),
+        ("ledger", bool(run.ledger.rows or run.ledger.cut), always),
+        ("state", (run.folder / "state.json").is_file(), always),
+    )
+    return [{"what": what, "there": there, "how": how} for what, there, how in rows]
 
 
 def doctor(run: Run) -> View:

@@ -59,29 +59,22 @@ def check_round_trip(expected: Mapping[str, Tensor], ranks: Sequence[Scores]) ->
     """Compare the weights that a backend has loaded and gathered again with those of the
     checkpoint, bit for bit.
     """
+    what = "weights round trip"
     for number, rank in enumerate(ranks):
-        for name, tensor in expected.items():
-            mine = rank.weights.get(name)
-            if mine is None or mine.shape != tensor.shape or not torch.equal(mine, tensor):
-                why = "is missing" if mine is None else "has other values"
-                far = (
-                    math.inf
-                    if mine is None or mine.shape != tensor.shape
-                    else _largest(mine - tensor)
-                )
-                return Check(
-                    "weights round trip", False, far, 0.0, name, f"it {why} on rank {number}"
-                )
-        if extra := [name for name in rank.weights if name not in expected]:
-            return Check(
-                "weights round trip",
-                False,
-                math.inf,
-                0.0,
-                extra[0],
-                "the checkpoint has no such tensor",
-            )
-    return Check("weights round trip", True, 0.0, 0.0)
+        for name in {**expected, **rank.weights}:
+            theirs, mine = expected.get(name), rank.weights.get(name)
+            far = math.inf
+            if theirs is None:
+                note = "the checkpoint has no such tensor"
+            elif mine is None:
+                note = f"it is missing on rank {number}"
+            elif mine.shape == theirs.shape and torch.equal(mine, theirs):
+                continue
+            else:
+                note = f"it has other values on rank {number}"
+                far = _largest(mine - theirs) if mine.shape == theirs.shape else far
+            return Check(what, False, far, 0.0, name, note)
+    return Check(what, True, 0.0, 0.0)
 
 
 def check_log_probs(

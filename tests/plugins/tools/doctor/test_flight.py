@@ -115,28 +115,6 @@ def test_no_alarm_where_all_is_done_or_the_run_went_on(tmp_path: Path) -> None:
     assert list(collectives(failed(tmp_path, status="completed"))) == []
 
 
-def test_dumps_of_nccl_in_a_folder_of_the_users_own(tmp_path: Path) -> None:
-    """``--train-env-vars`` may move them; PyTorch appends the rank to the prefix."""
-    own = tmp_path / "dumps"
-    own.mkdir()
-    members = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
-    for variable in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        for rank, entries in enumerate([[entry(1), entry(2, done=False)], [entry(1)]]):
-            dump = {"version": "2.10", "pg_config": members, "pg_status": {}, "entries": entries}
-            (own / f"{variable}_{rank}").write_bytes(pickle.dumps(dump))
-        (own / f"{variable}_notes").write_text("no dump")
-        settings = {"train_env_vars": {variable: str(own / f"{variable}_")}}
-        found = next(collectives(replace(failed(tmp_path), settings=settings)), None)
-        assert (
-            found is not None
-            and "Rank 1 of" in found.title
-            and "trainer" in found.title
-            and "operation 2" in found.title
-        )
-    missing = {"train_env_vars": {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "none" / "x_")}}
-    assert list(collectives(replace(failed(tmp_path), settings=missing))) == []
-
-
 def test_what_nccl_wrote_to_its_own_file_is_read_like_a_log(tmp_path: Path) -> None:
     (tmp_path / "nccl").mkdir()
     (tmp_path / "config.yaml").write_text(
