@@ -35,9 +35,9 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
 from run_processes import MARK, ROLES, alive, command_line  # noqa: E402
 
 from slime.plugins.tools.commands.make_data import make_products  # noqa: E402
+from slime.plugins.tools.doctor import diagnose  # noqa: E402
 from slime.plugins.tools.doctor.evidence import stacks  # noqa: E402
 from slime.plugins.tools.doctor.facts import Finding, read_facts  # noqa: E402
-from slime.plugins.tools.doctor.report import diagnose  # noqa: E402
 
 REFUSED = "refused"
 """train.py finds the fault before it makes the folder of a run, and says what it is."""

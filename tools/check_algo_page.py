@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from slime.plugins.tools.check_algo import Report, check_algorithm, draw  # noqa: E402
 from slime.plugins.tools.check_algo.lab import make_args  # noqa: E402
-from slime.plugins.tools.check_algo.report import Report, check_algorithm, draw  # noqa: E402
 from slime.registry import parts  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "check_algo.md"

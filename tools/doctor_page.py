@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from slime.plugins.tools.doctor.report import diagnose  # noqa: E402
+from slime.plugins.tools.doctor import diagnose  # noqa: E402
 from tests.plugins.tools.doctor.faults import HEALTHY, HOSTS, Fault, faults, healthy  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "doctor.md"

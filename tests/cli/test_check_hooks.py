@@ -19,8 +19,8 @@ import pytest
 from slime.cli.errors import CommandError
 from slime.cli.main import build_parser, main
 from slime.config.hooks import load_function
+from slime.plugins.tools.hooks import check_hooks
 from slime.plugins.tools.hooks.bench import Bench
-from slime.plugins.tools.hooks.check import check_hooks
 from slime.plugins.tools.hooks.guard import HOOK_THREAD, Watch
 
 pytestmark = pytest.mark.timeout(200)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.plugins.tools.hooks import check_hooks
 from slime.plugins.tools.hooks.bench import Bench
-from slime.plugins.tools.hooks.check import check_hooks
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GUIDE = (CHECKOUT / "docs/en/get_started/customization.md").read_text(encoding="utf-8")

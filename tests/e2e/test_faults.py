@@ -15,8 +15,8 @@ import psutil
 import pytest
 from run_processes import of_role
 
+from slime.plugins.tools.doctor import diagnose
 from slime.plugins.tools.doctor.facts import read_facts
-from slime.plugins.tools.doctor.report import diagnose
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 

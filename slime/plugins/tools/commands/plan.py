@@ -215,7 +215,7 @@ def add_check_hooks(commands: Subparsers) -> None:
 
 
 def _check_hooks(args: argparse.Namespace) -> int:
-    from ..hooks.check import check_hooks
+    from ..hooks import check_hooks
     from ..hooks.guard import HOOK_THREAD
 
     status = check_hooks(args.rest, print, args.check_timeout, args.check_tool_answer)

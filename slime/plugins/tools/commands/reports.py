@@ -62,9 +62,9 @@ def diagnosis(args: argparse.Namespace) -> int:
     Raises:
         CommandError: The folder is not that of a run.
     """
+    from ..doctor import diagnose, page
     from ..doctor.evidence import stacks
     from ..doctor.facts import NoRun, read_facts
-    from ..doctor.report import diagnose, page
 
     try:
         facts = read_facts(args.run_dir.resolve(), stacks, outside=args.outside)

@@ -185,8 +185,8 @@ def add_check_algo(commands: Subparsers) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    from ..check_algo import as_dict, check_algorithm, draw, page
     from ..check_algo.lab import CheckAlgoError, make_args
-    from ..check_algo.report import as_dict, check_algorithm, draw, page
 
     try:
         report = check_algorithm(make_args(options.algorithm, options.rest))

@@ -125,8 +125,8 @@ def doctor(run: Run) -> View:
     """The findings of ``slime doctor``."""
     from dataclasses import asdict
 
+    from ..doctor import diagnose
     from ..doctor.facts import NoRun, read_facts
-    from ..doctor.report import diagnose
 
     try:
         return {"findings": [asdict(finding) for finding in diagnose(read_facts(run.folder))]}

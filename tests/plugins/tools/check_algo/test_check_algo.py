@@ -13,9 +13,9 @@ import pytest
 
 from slime.algorithms.grpo import Rloo
 from slime.cli.main import main
+from slime.plugins.tools.check_algo import DESIGN, design_of
 from slime.plugins.tools.check_algo.checks import CHECKS, Checks, Finding, run_checks
 from slime.plugins.tools.check_algo.lab import CheckAlgoError, make_args
-from slime.plugins.tools.check_algo.report import DESIGN, design_of
 from slime.registry import parts
 
 HERE = Path(__file__).parent

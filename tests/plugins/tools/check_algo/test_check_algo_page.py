@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from slime.plugins.tools.check_algo import DESIGN, check_algorithm
 from slime.plugins.tools.check_algo.lab import make_args
-from slime.plugins.tools.check_algo.report import DESIGN, check_algorithm
 from slime.registry import parts
 
 ROOT = Path(__file__).resolve().parents[4]

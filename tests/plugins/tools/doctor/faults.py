@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime.observability.run_state import RunState
+from slime.plugins.tools.doctor import diagnose
 from slime.plugins.tools.doctor.facts import Facts, Finding, Process, Row
-from slime.plugins.tools.doctor.report import diagnose
 
 CHECKOUT = Path(__file__).resolve().parents[4]
 HEALTHY = sorted(

@@ -18,9 +18,9 @@ import pytest
 
 from slime.cli.main import main
 from slime.observability.run_state import RunState
+from slime.plugins.tools.doctor import diagnose
 from slime.plugins.tools.doctor.facts import Facts, Finding, read_facts
 from slime.plugins.tools.doctor.flight import collectives, read_recordings
-from slime.plugins.tools.doctor.report import diagnose
 
 RANK = """
 import os, pickle, sys, time, torch, torch.distributed as dist

@@ -18,8 +18,8 @@ import pytest
 from slime.cli.main import main
 from slime.config.args import FLAGS
 from slime.observability.run_state import StateFile
+from slime.plugins.tools.doctor import diagnose, page
 from slime.plugins.tools.doctor.facts import Facts, Process, read_facts
-from slime.plugins.tools.doctor.report import diagnose, page
 from tests.plugins.tools.doctor.faults import (
     CHECKOUT,
     ERRORS,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from slime.observability.run_state import RunState
+from slime.plugins.tools.doctor import diagnose
 from slime.plugins.tools.doctor import evidence as module
 from slime.plugins.tools.doctor.evidence import find_py_spy, stacks
 from slime.plugins.tools.doctor.facts import Facts, Process
-from slime.plugins.tools.doctor.report import diagnose
 
 CODE = """
 import sys, time
