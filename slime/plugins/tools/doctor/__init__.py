@@ -12,7 +12,6 @@ from slime.observability.run_state import FILE as STATE
 from . import ends, flight, learning, running
 from .facts import Facts, Finding, Rule
 
-
 RULES: tuple[Rule, ...] = (
     flight.collectives,
     ends.end_of_run,

@@ -213,46 +213,29 @@ def phases(
     Args:
         communicators: Bytes of NCCL in a trainer on several GPUs.
     """
-    found: list[Phase] = []
-    shared = place.colocate and train is not None and engine is not None
-    trainer = train_memory(model, train, batch) if train is not None else None
-    outside = (
-        CONTEXT
-        + LIBRARIES
-        + (communicators if train is not None and train.layout.world_size > 1 else 0.0)
-    )
-    states = (
-        {"weights": trainer.weights, "optimizer": trainer.optimizer} if trainer is not None else {}
-    )
-    if (
-        trainer is not None
-        and trainer.together
-        and train is not None
-        and train.backend == "megatron"
-    ):
-        states["gradients"] = trainer.gradients  # Megatron's buffers live as long as the model
     # An engine takes its share of the device, whatever it needs of it.
-    if engine is not None:
-        parts = {
-            "engine's weights and KV cache": engine.fraction * kind.memory,
-            "engine's context": ENGINE_ASLEEP,
-        }
-        if shared:
-            parts |= {} if place.offload_train else states
-            parts["outside of torch"] = outside
-        found.append(Phase("generate", parts))
-    if trainer is None or train is None:
-        return found
+    taken = engine.fraction * kind.memory if engine is not None else 0.0
+    generate = {"engine's weights and KV cache": taken, "engine's context": ENGINE_ASLEEP}
+    if train is None:
+        return [Phase("generate", generate)] if engine is not None else []
+    shared = place.colocate and engine is not None
+    trainer = train_memory(model, train, batch)
+    joined = communicators if train.layout.world_size > 1 else 0.0
+    outside = {"outside of torch": CONTEXT + LIBRARIES + joined}
+    states = {"weights": trainer.weights, "optimizer": trainer.optimizer}
+    peak = dict(states)
+    if train.backend == "megatron":
+        states["gradients"] = trainer.gradients  # Megatron's buffers live as long as the model
     # What is on the device besides the trainer's tensors.
-    beside = {"outside of torch": outside}
-    if shared and engine is not None:
-        asleep = ENGINE_ASLEEP + (0.0 if place.offload_rollout else engine.fraction * kind.memory)
-        beside["engine"] = asleep
+    beside = dict(outside)
+    if shared:
+        generate |= outside if place.offload_train else states | outside
+        beside["engine"] = ENGINE_ASLEEP + (0.0 if place.offload_rollout else taken)
+    found = [Phase("generate", generate)] if engine is not None else []
     # A log-prob pass keeps no activations.
     work = {"LM head": trainer.head, "a layer's work": trainer.working}
     found.append(Phase("log-probs", {**states, **work, **beside}))
     # The end of the forward pass, or of the backward pass if that needs more.
-    peak = {"weights": trainer.weights, "optimizer": trainer.optimizer}
     if trainer.together:
         peak["gradients"] = trainer.gradients
     peak |= {"activations": trainer.activations, **work}
@@ -261,18 +244,14 @@ def phases(
     room = {"fragmentation": FRAGMENTATION * trainer.peak}
     found.append(Phase("train", {**peak, **room, **beside}))
     # The buckets of a weight sync, beside what is still on the device.
+    megatron = train.backend == "megatron"
     # the optimizer's state has left before
-    alone = train.backend == "megatron" or (shared and place.offload_train)
-    kept = {"weights": trainer.weights} if alone else states
-    sync = {
-        **kept,
-        "buckets": BUCKETS if train.backend == "megatron" else GATHERED_BUCKETS,
-        **beside,
-    }
+    alone = megatron or (shared and place.offload_train)
+    sync = {"weights": trainer.weights} if alone else dict(states)
+    sync |= {"buckets": BUCKETS if megatron else GATHERED_BUCKETS, **beside}
     if shared and engine is not None and place.offload_rollout:
         sync["engine's weights"] = engine_weights(model, engine)
-    found += [Phase("weight sync", sync), Phase("save", {**states, **beside})]
-    return found
+    return [*found, Phase("weight sync", sync), Phase("save", {**states, **beside})]
 
 
 def engine_weights(model: PlannedModel, engine: EngineSetup) -> float:

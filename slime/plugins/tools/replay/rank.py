@@ -184,23 +184,22 @@ def _replay(
     """Train the replayed step and fill in the result."""
     assert isinstance(backend, SharedBackend)
     actor = job.role == "actor"
-    first = place.rank == 0
-    before = copy_of_weights(backend, job) if actor else {}
-    result.before = _digests(before)
-    result.changing = (
-        backend.adapter_sync.changing if actor and backend.adapter_sync is not None else None
-    )
-    # Everything that is taken from inside of the step.
     gradients: list[dict[str, Tensor]] = []
     parts: list[InLoss] = []
     shares: list[tuple[int, float]] = []
     position = capture.position_of(batch, job.sample) if job.sample is not None else None
-    watched = {position} if position is not None else set[int]()
-    if job.ranks_samples:
-        watched = set(range(len(batch["tokens"])))
-    # Watching changes no number: what is taken is a copy.
+    before: dict[str, Tensor] = {}
+    # Everything that is taken from inside of the step. Watching changes no number: what is taken is
+    # a copy.
     with ExitStack() as stack:
-        if actor and watched:
+        if actor:
+            before = copy_of_weights(backend, job)
+            result.before = _digests(before)
+            if backend.adapter_sync is not None:
+                result.changing = backend.adapter_sync.changing
+            watched = set() if position is None else {position}
+            if job.ranks_samples:
+                watched = set(range(len(batch["tokens"])))
             stack.enter_context(capture.losses_of(backend, watched, parts))
         if actor and job.ranks_samples:
             heat = backend.needs.temperature
@@ -211,26 +210,22 @@ def _replay(
         if actor and job.tensors is not None and position is not None:
             _write_outputs(backend, job, batch, place, position)
         result.metrics, _ = train_on_rollout(backend, args, batch)
-    if position is not None and actor:
-        result.sample = capture.facts_of(batch, position)
-        result.sample.parts = [part for part in parts if part.position == position]
-    if actor and shares:
-        result.influences = capture.influences(batch, shares)
     # The weights are compared last, because loading the snapshot replaces them.
-    after = copy_of_weights(backend, job) if actor else {}
-    result.after = _digests(after)
+    after: dict[str, Tensor] = {}
+    if actor:
+        after = copy_of_weights(backend, job)
+        result.after = _digests(after)
+        result.influences = capture.influences(batch, shares) if shares else []
+        if position is not None:
+            result.sample = capture.facts_of(batch, position)
+            result.sample.parts = [part for part in parts if part.position == position]
     if job.tensors is not None:
-        for step, grads in enumerate(gradients):
-            capture.save_tensors(
-                job.tensors, f"{job.role}_gradients_{step}.safetensors", grads if first else {}
-            )
-        capture.save_tensors(job.tensors, capture.BEFORE, before if first else {})
-        capture.save_tensors(job.tensors, capture.AFTER, after if first else {})
-        capture.save_tensors(
-            job.tensors,
-            f"{job.role}_batch_{place.rank}.safetensors",
-            capture.tensors_of_batch(batch),
-        )
+        whole = {f"{job.role}_gradients_{step}.safetensors": g for step, g in enumerate(gradients)}
+        whole |= {capture.BEFORE: before, capture.AFTER: after}
+        for name, tensors in whole.items() if place.rank == 0 else ():
+            capture.save_tensors(job.tensors, name, tensors)
+        of_rank = f"{job.role}_batch_{place.rank}.safetensors"
+        capture.save_tensors(job.tensors, of_rank, capture.tensors_of_batch(batch))
     if job.expected is not None and actor:
         _compare(backend, job, before, after, result)
 
