@@ -22,13 +22,14 @@ from aiohttp import web
 from slime.config.args import Args
 from slime.config.resolve import resolve_defaults
 from slime.data.sample import Sample
-from slime.plugins.agents.anthropic_api import Messages
-from slime.plugins.agents.messages import ApiError, Ask, note
-from slime.plugins.agents.openai_api import Chat, Responses
-from slime.plugins.agents.server import AgentServer, Dialect
-from slime.plugins.agents.session import Place, Session
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams, Tokenizer
+
+from .anthropic_api import Messages
+from .messages import ApiError, Ask, note
+from .openai_api import Chat, Responses
+from .server import AgentServer, Dialect
+from .session import Place, Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable

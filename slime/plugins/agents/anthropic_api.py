@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
-from slime.plugins.agents.demands import anthropic_choice, demand_of, schema_of
-from slime.plugins.agents.messages import (
+from slime.types import JsonObject, JsonValue
+
+from .demands import anthropic_choice, demand_of, schema_of
+from .messages import (
     COMMON_FIELDS,
     CONTENT,
     LIST,
@@ -27,8 +29,7 @@ from slime.plugins.agents.messages import (
     tool,
     whole_number,
 )
-from slime.plugins.agents.trajectory import Turn
-from slime.types import JsonObject, JsonValue
+from .trajectory import Turn
 
 _ERRORS = {
     401: "authentication_error",

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from slime.plugins.agents.sandbox import Limits, Result, Sandbox, installed_packages
+from .sandbox import Limits, Result, Sandbox, installed_packages
 
 LIMITS = Limits(
     seconds=60.0,

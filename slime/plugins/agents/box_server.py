@@ -25,8 +25,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from slime.plugins.agents.box import LIMITS, Box, BoxProblem, LocalBox, Ran
-from slime.plugins.agents.sandbox import Limits, Result, SandboxUnavailable
+from .box import LIMITS, Box, BoxProblem, LocalBox, Ran
+from .sandbox import Limits, Result, SandboxUnavailable
 
 KEY = "SLIME_SANDBOX_KEY"
 """Name of the environment variable with the key, for server and client."""

@@ -9,10 +9,11 @@ import json
 from collections.abc import Mapping
 
 from slime.data.json_text import clean
-from slime.plugins.agents.messages import ApiError, Message, Tool, fold_system
-from slime.plugins.agents.tool_parsers import tools_in_words
 from slime.rollout.prompts import encode
 from slime.types import Tokenizer
+
+from .messages import ApiError, Message, Tool, fold_system
+from .tool_parsers import tools_in_words
 
 # placeholder for the model's last answer when the text after it is rendered
 _MARK = "slime.7c2e.turn"

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slime.data.json_text import parse_json
 from slime.data.reasoning import Tags
-from slime.plugins.agents.messages import (
+from slime.types import JsonObject, JsonValue
+
+from .messages import (
     TEXT,
     ApiError,
     Reply,
@@ -20,8 +22,7 @@ from slime.plugins.agents.messages import (
     inner_object,
     objects,
 )
-from slime.plugins.agents.tool_formats import FORMATS
-from slime.types import JsonObject, JsonValue
+from .tool_formats import FORMATS
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator

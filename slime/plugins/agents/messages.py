@@ -20,7 +20,7 @@ from slime.data.json_text import parse_json
 from slime.types import JsonObject, JsonValue
 
 if TYPE_CHECKING:
-    from slime.plugins.agents.demands import Demand
+    from .demands import Demand
 
 
 logger = logging.getLogger(__name__)

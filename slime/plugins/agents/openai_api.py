@@ -8,8 +8,10 @@ import json
 import time
 from collections.abc import Iterable
 
-from slime.plugins.agents.demands import demand_of, openai_choice, schema_of
-from slime.plugins.agents.messages import (
+from slime.types import JsonObject
+
+from .demands import demand_of, openai_choice, schema_of
+from .messages import (
     COMMON_FIELDS,
     CONTENT,
     TEXT,
@@ -30,8 +32,7 @@ from slime.plugins.agents.messages import (
     tool,
     whole_number,
 )
-from slime.plugins.agents.trajectory import Turn
-from slime.types import JsonObject
+from .trajectory import Turn
 
 _MOST_CHOICES = 128
 _ROLES = {"developer": "system", "function": "tool"}

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from slime.config.hooks import is_async, load_function
 from slime.config.process import module_command, reduced_environment
 from slime.engines.background import background_loop
-from slime.plugins.agents.config import AgentConfig
+
+from .config import AgentConfig
 
 _KEPT_BYTES = 1 << 16  # the last bytes of a command's output that are kept
 _MOST_TASK_BYTES = 131_000  # a variable with its name may have 131,072 (MAX_ARG_STRLEN)

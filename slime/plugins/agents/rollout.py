@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 from slime.config.flag import section
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
-from slime.plugins.agents.config import AgentConfig
-from slime.plugins.agents.program import Reward, Task, run_program
-from slime.plugins.agents.server import agent_server
-from slime.plugins.agents.session import Session
-from slime.plugins.agents.trajectory import without_response
 from slime.rollout.rm_hub.dispatch import async_rm, scores_whole_groups
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored
 from slime.types import SamplingParams
+
+from .config import AgentConfig
+from .program import Reward, Task, run_program
+from .server import agent_server
+from .session import Session
+from .trajectory import without_response
 
 if TYPE_CHECKING:
     from slime.config.args import Args

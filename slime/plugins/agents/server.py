@@ -20,12 +20,13 @@ from aiohttp import web
 from slime.data.json_text import too_deep
 from slime.data.sample import Sample
 from slime.engines.request_guard import request_guard
-from slime.plugins.agents.anthropic_api import Messages
-from slime.plugins.agents.messages import ApiError, Ask, guarded, note, to_json
-from slime.plugins.agents.openai_api import Chat, Responses
-from slime.plugins.agents.session import Place, Session
-from slime.plugins.agents.trajectory import Turn
 from slime.types import JsonObject, SamplingParams
+
+from .anthropic_api import Messages
+from .messages import ApiError, Ask, guarded, note, to_json
+from .openai_api import Chat, Responses
+from .session import Place, Session
+from .trajectory import Turn
 
 if TYPE_CHECKING:
     from slime.config.args import Args

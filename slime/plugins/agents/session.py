@@ -21,22 +21,6 @@ from slime.config.seeds import derive_seed
 from slime.data.reasoning import opened_by_ids
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
-from slime.plugins.agents.chat import ChatTemplate
-from slime.plugins.agents.config import AgentConfig, reasoning_tags
-from slime.plugins.agents.demands import UNMET, structural_tag
-from slime.plugins.agents.messages import ApiError, Ask, Message, Reply, note
-from slime.plugins.agents.streaming import StreamedAnswer, read_stream
-from slime.plugins.agents.tool_formats import KNOWN_MARKS, NoCalls
-from slime.plugins.agents.tool_parsers import (
-    Shown,
-    StreamSplit,
-    ToolParser,
-    parse_answer,
-    parser_name,
-    split_reasoning,
-    tool_parser,
-)
-from slime.plugins.agents.trajectory import Tree, Turn
 from slime.rollout.abort import retry_delay
 from slime.rollout.ends import UNFINISHED, cut_at_stop, end_text
 from slime.rollout.generate import (
@@ -49,6 +33,23 @@ from slime.rollout.generate import (
 from slime.rollout.rm_hub.outcome import says_too_long
 from slime.rollout.state import EVALUATION, GenerateState
 from slime.types import GenerateBody, GenerateOutput, SamplingParams
+
+from .chat import ChatTemplate
+from .config import AgentConfig, reasoning_tags
+from .demands import UNMET, structural_tag
+from .messages import ApiError, Ask, Message, Reply, note
+from .streaming import StreamedAnswer, read_stream
+from .tool_formats import KNOWN_MARKS, NoCalls
+from .tool_parsers import (
+    Shown,
+    StreamSplit,
+    ToolParser,
+    parse_answer,
+    parser_name,
+    split_reasoning,
+    tool_parser,
+)
+from .trajectory import Tree, Turn
 
 if TYPE_CHECKING:
     from slime.config.args import Args

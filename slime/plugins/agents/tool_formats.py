@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from slime.data.json_text import DECODER, MOST_NESTED, clean, parse_json, too_deep
-from slime.plugins.agents.messages import Tool, ToolCall, call
 from slime.types import JsonObject, JsonValue
+
+from .messages import Tool, ToolCall, call
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[\w.\-/:]+")

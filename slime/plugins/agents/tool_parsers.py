@@ -10,10 +10,11 @@ from slime.config.hf_config import read_config
 from slime.config.hooks import HookError, load_function
 from slime.data.json_text import parse_json
 from slime.data.reasoning import Tags
-from slime.plugins.agents.config import choose_parser, is_path, tool_parser_problem
-from slime.plugins.agents.messages import Tool, ToolCall, call
-from slime.plugins.agents.tool_formats import FORMATS
 from slime.types import Tokenizer
+
+from .config import choose_parser, is_path, tool_parser_problem
+from .messages import Tool, ToolCall, call
+from .tool_formats import FORMATS
 
 HERMES_PREAMBLE = """\
 # Tools

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from slime.data.sample import Sample
 from slime.data.tokenizers import end_ids
-from slime.plugins.agents.messages import Ask, Message, Tool, key_of
 from slime.rollout.ends import text_of
 from slime.rollout.generate import append_output
 from slime.rollout.prompts import prompt_ids
 from slime.rollout.state import GenerateState
 from slime.types import GenerateOutput, Tokenizer
+
+from .messages import Ask, Message, Tool, key_of
 
 if TYPE_CHECKING:
     from slime.config.args import Args

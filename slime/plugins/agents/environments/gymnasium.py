@@ -14,7 +14,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from slime.plugins.agents.environments.base import (
+from slime.types import JsonValue
+
+from ..program import in_thread
+from .base import (
     Environment,
     EnvironmentProblem,
     Episode,
@@ -24,8 +27,6 @@ from slime.plugins.agents.environments.base import (
     StepLimits,
     missing_package,
 )
-from slime.plugins.agents.program import in_thread
-from slime.types import JsonValue
 
 T = TypeVar("T")
 

@@ -18,17 +18,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from slime.config.hooks import load_function
-from slime.plugins.agents.box import LIMITS, Box, BoxProblem, LocalBox, Ran
-from slime.plugins.agents.box_server import HttpBox
-from slime.plugins.agents.environments.base import EnvironmentProblem, Task, opening
-from slime.plugins.agents.environments.harbor_tasks import HarborTask, read_tasks
-from slime.plugins.agents.environments.played import Played, converse
-from slime.plugins.agents.sandbox import Limits, SandboxUnavailable
 from slime.types import JsonValue
 
+from ..box import LIMITS, Box, BoxProblem, LocalBox, Ran
+from ..box_server import HttpBox
+from ..sandbox import Limits, SandboxUnavailable
+from .base import EnvironmentProblem, Task, opening
+from .harbor_tasks import HarborTask, read_tasks
+from .played import Played, converse
+
 if TYPE_CHECKING:
-    from slime.plugins.agents.program import Reward
-    from slime.plugins.agents.program import Task as Program
+    from ..program import Reward
+    from ..program import Task as Program
 
 LOGS = "/logs/verifier"
 TESTS = "/tests"
@@ -77,7 +78,7 @@ def make(
         EnvironmentProblem: There is no task, or one needs what slime does not have.
     """
     if program:
-        from slime.plugins.agents.environments.harbor_package import Package
+        from .harbor_package import Package
 
         return Package(read_tasks(what, tasks, own=False), system, program, agent, engine)
     made = Harbor(read_tasks(what, tasks), sandbox, seconds, system)

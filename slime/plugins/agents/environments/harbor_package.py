@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.process import reduced_environment
-from slime.plugins.agents.environments.base import EnvironmentProblem, Task, opening
-from slime.plugins.agents.environments.harbor_tasks import HarborTask
-from slime.plugins.agents.environments.played import Played
+
+from .base import EnvironmentProblem, Task, opening
+from .harbor_tasks import HarborTask
+from .played import Played
 
 if TYPE_CHECKING:
-    from slime.plugins.agents.program import Reward
-    from slime.plugins.agents.program import Task as Program
+    from ..program import Reward
+    from ..program import Task as Program
 
 _CHECK_SECONDS = 60.0
 _QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # its client fetches a price list otherwise

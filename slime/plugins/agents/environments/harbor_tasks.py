@@ -10,8 +10,8 @@ from pathlib import Path
 from posixpath import join, normpath
 from typing import Any
 
-from slime.plugins.agents.environments.base import EnvironmentProblem
-from slime.plugins.agents.sandbox import Limits
+from ..sandbox import Limits
+from .base import EnvironmentProblem
 
 WORKDIR = "/app"
 """Working directory of a task that names none."""

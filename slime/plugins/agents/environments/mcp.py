@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Message, Sample
-from slime.plugins.agents.conversation import Conversation
-from slime.plugins.agents.environments.base import EnvironmentProblem, StepFailed, missing_package
-from slime.plugins.agents.environments.rollout import give_up, said
-from slime.plugins.agents.messages import RAW_ARGUMENTS, CalledFunction, Tool, ToolCall
-from slime.plugins.agents.sandbox import Limits, SandboxUnavailable, program_command
-from slime.plugins.agents.tool_parsers import ToolParser, parser_name, tool_parser, tools_in_words
 from slime.rollout.rm_hub.outcome import mark_unscored
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
+
+from ..conversation import Conversation
+from ..messages import RAW_ARGUMENTS, CalledFunction, Tool, ToolCall
+from ..sandbox import Limits, SandboxUnavailable, program_command
+from ..tool_parsers import ToolParser, parser_name, tool_parser, tools_in_words
+from .base import EnvironmentProblem, StepFailed, missing_package
+from .rollout import give_up, said
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -28,14 +28,15 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from slime.data.sample import Message
-from slime.plugins.agents.environments.base import EnvironmentProblem, Task
-from slime.plugins.agents.environments.openenv import http_json
-from slime.plugins.agents.environments.played import Played, ask
-from slime.plugins.agents.messages import text_of
 from slime.types import JsonValue
 
+from ..messages import text_of
+from .base import EnvironmentProblem, Task
+from .openenv import http_json
+from .played import Played, ask
+
 if TYPE_CHECKING:
-    from slime.plugins.agents.program import Task as Program
+    from ..program import Task as Program
 
 Json = dict[str, Any]
 _PARAMS = "responses_create_params"

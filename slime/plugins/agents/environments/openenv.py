@@ -17,7 +17,9 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import aiohttp
 
-from slime.plugins.agents.environments.base import (
+from slime.types import JsonValue
+
+from .base import (
     Environment,
     EnvironmentProblem,
     Episode,
@@ -26,7 +28,6 @@ from slime.plugins.agents.environments.base import (
     StepFailed,
     StepLimits,
 )
-from slime.types import JsonValue
 
 _HTTP_SECONDS = 30.0
 _FULL_SECONDS = 0.2  # between two attempts to get a session of a server that has no free one

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from slime.data.sample import Message
-from slime.plugins.agents.environments.base import (
+from slime.types import JsonValue
+
+from .base import (
     NUMBER,
     SPEC,
     Environment,
@@ -20,11 +22,10 @@ from slime.plugins.agents.environments.base import (
     StepLimits,
     environment,
 )
-from slime.types import JsonValue
 
 if TYPE_CHECKING:
-    from slime.plugins.agents.program import Reward
-    from slime.plugins.agents.program import Task as Program
+    from ..program import Reward
+    from ..program import Task as Program
 
 _FULL = ("context_length_exceeded", "max_turns_exceeded")
 """Codes of the endpoint's refusals after which a conversation has ended."""

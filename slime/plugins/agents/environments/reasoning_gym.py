@@ -11,7 +11,10 @@ import functools
 import json
 from typing import Any
 
-from slime.plugins.agents.environments.base import (
+from slime.rollout.verifier import shared_pool
+from slime.types import JsonValue
+
+from .base import (
     Environment,
     EnvironmentProblem,
     Episode,
@@ -22,8 +25,6 @@ from slime.plugins.agents.environments.base import (
     missing_package,
     opening,
 )
-from slime.rollout.verifier import shared_pool
-from slime.types import JsonValue
 
 SCORE = "slime.plugins.agents.environments.reasoning_gym.score"
 SYSTEM = "none"

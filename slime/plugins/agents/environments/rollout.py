@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING
 from slime.data.reasoning import after_thinking, opened_by_ids
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
-from slime.plugins.agents.conversation import Conversation, ModelTurn
-from slime.plugins.agents.environments.base import (
+from slime.rollout.ends import text_of
+from slime.rollout.generate import generate as generate_text
+from slime.rollout.rm_hub.outcome import mark_unscored
+from slime.rollout.state import GenerateState
+from slime.types import SamplingParams
+
+from ..conversation import Conversation, ModelTurn
+from ..trajectory import without_response
+from .base import (
     NUMBER,
     SPEC,
     Episode,
@@ -22,12 +29,6 @@ from slime.plugins.agents.environments.base import (
     StepLimits,
     environment,
 )
-from slime.plugins.agents.trajectory import without_response
-from slime.rollout.ends import text_of
-from slime.rollout.generate import generate as generate_text
-from slime.rollout.rm_hub.outcome import mark_unscored
-from slime.rollout.state import GenerateState
-from slime.types import SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -16,14 +16,15 @@ from slime.data.chunks import shuffled
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer, SourceState
 from slime.data.tokenizers import load_tokenizer
-from slime.plugins.agents.environments.base import (
+from slime.rollout.prompts import encode, render_first
+from slime.types import Tokenizer
+
+from .base import (
     EnvironmentProblem,
     environment,
     own_seed,
     task_sample,
 )
-from slime.rollout.prompts import encode, render_first
-from slime.types import Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -143,7 +144,7 @@ def check_environment(args: Args) -> list[str]:
 
 
 def _check_mcp(servers: list[str]) -> list[str]:
-    from slime.plugins.agents.environments.mcp import check_servers
+    from .mcp import check_servers
 
     try:
         check_servers(servers)

@@ -16,17 +16,18 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Message
-from slime.plugins.agents.environments.base import (
+from slime.types import JsonValue
+
+from .base import (
     Environment,
     EnvironmentProblem,
     Task,
     missing_package,
 )
-from slime.plugins.agents.environments.played import Played, converse
-from slime.types import JsonValue
+from .played import Played, converse
 
 if TYPE_CHECKING:
-    from slime.plugins.agents.program import Task as Program
+    from ..program import Task as Program
 
 _COUNTED = 100_000
 """Tasks of an infinite taskset that are used if ``tasks`` is not given."""
@@ -179,8 +180,8 @@ async def _tools(
     """Connect to the tool servers of a task; return the schemas and a function that calls a
     tool.
     """
-    from slime.plugins.agents.environments.mcp import Servers
-    from slime.plugins.agents.messages import RAW_ARGUMENTS
+    from ..messages import RAW_ARGUMENTS
+    from .mcp import Servers
 
     servers = await Servers.connect(stack, list(urls.values()), seconds)
 
