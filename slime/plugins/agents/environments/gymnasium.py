@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime.types import JsonValue
@@ -101,11 +102,11 @@ class Gymnasium(SeededTasks):
         return _Episode(self, await _call(begin, limits, lambda made: made.close()), limits)
 
 
+@dataclass(eq=False)
 class _Episode(Episode):
-    def __init__(self, tasks: Gymnasium, made: Any, limits: StepLimits) -> None:
-        self.tasks = tasks
-        self.made = made
-        self.limits = limits
+    tasks: Gymnasium
+    made: Any
+    limits: StepLimits
 
     async def step(self, text: str) -> Step:
         action = self.tasks.action(text)

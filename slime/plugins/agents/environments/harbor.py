@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.hooks import load_function
@@ -89,33 +90,30 @@ def make(
     return made
 
 
+@dataclass(eq=False)
 class Harbor(Played):
     """Tasks in Harbor's format. Arguments as in :func:`make`."""
 
-    def __init__(self, tasks: list[HarborTask], sandbox: str, seconds: float, system: str) -> None:
-        self._tasks = tasks
-        self._sandbox = sandbox
-        self._seconds = seconds
-        self._system = system
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+    tasks: Sequence[HarborTask]
+    sandbox: str
+    seconds: float
+    system: str
 
     def task(self, number: int) -> Task:
-        task = self._tasks[number]
-        return Task(opening(self._system, task.instruction), metadata={"task": task.name})
+        task = self.tasks[number]
+        return Task(opening(self.system, task.instruction), metadata={"task": task.name})
 
     def open(self, number: int) -> Box:
         """Return the sandbox of a task, without its files."""
-        task = self._tasks[number]
-        limits = task.limits(LIMITS, max(self._seconds, task.verifier_seconds))
-        return open_box(self._sandbox, limits, task.folders, (LOGS, TESTS))
+        task = self.tasks[number]
+        limits = task.limits(LIMITS, max(self.seconds, task.verifier_seconds))
+        return open_box(self.sandbox, limits, task.folders, (LOGS, TESTS))
 
     async def play(self, number: int, program: Program) -> Reward:
-        task = self._tasks[number]
+        task = self.tasks[number]
         box = self.open(number)
         try:
-            ran = await box.run("true", self._seconds, put=task.files())
+            ran = await box.run("true", self.seconds, put=task.files())
             if not ran.result.ok:
                 raise BoxProblem(f"the files of {task.name} cannot be put: {ran.result.stderr}")
 
@@ -126,13 +124,13 @@ class Harbor(Played):
                     command = json.loads(arguments)["command"]
                 except (ValueError, KeyError, TypeError, RecursionError):
                     return 'error: the arguments are not {"command": "..."}'
-                ran = await box.run(str(command), self._seconds, environment=task.environment)
-                return _shown(ran, self._seconds)
+                ran = await box.run(str(command), self.seconds, environment=task.environment)
+                return _shown(ran, self.seconds)
 
             # What is there when the time is over is judged, as Harbor does.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(task.agent_seconds):
-                    first = opening(self._system, task.instruction)
+                    first = opening(self.system, task.instruction)
                     url, key, model = program.openai_base_url, program.api_key, program.model
                     await converse(url, key, model, first, [BASH], call)
             return await judge(box, task)

@@ -62,15 +62,12 @@ class Package(Played):
                 f"the package runs its tasks in containers, so start {engine}, or give the engine= "
                 "of a provider; without program=, slime runs tasks that need no image",
             )
-        self._tasks = tasks
+        self.tasks = tasks
         self._options = ["--agent", agent, "--model", "openai/slime", "--env", engine]
         self._program = program
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
     def task(self, number: int) -> Task:
-        task = self._tasks[number]
+        task = self.tasks[number]
         return Task(opening("", task.instruction), metadata={"task": task.name})
 
     async def play(self, number: int, program: Program) -> Reward:
@@ -81,7 +78,7 @@ class Package(Played):
         """
         with tempfile.TemporaryDirectory(prefix="slime-harbor-") as folder:
             command = [
-                self._program, "trial", "start", "--path", str(self._tasks[number].path),
+                self._program, "trial", "start", "--path", str(self.tasks[number].path),
                 "--trials-dir", folder, "--trial-name", "trial", *self._options,
             ]  # fmt: skip
             # Its agents read OPENAI_BASE_URL and OPENAI_API_KEY.

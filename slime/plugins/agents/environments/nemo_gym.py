@@ -22,6 +22,8 @@ A cookie names the episode. Source: the package nemo-gym 0.4.0 (``base_resources
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +77,7 @@ def make(what: str, /, data: str, seed: int | None = None, tasks: int = 0) -> Pl
     return NemoGym(url, rows[: tasks or None], paths)
 
 
+@dataclass(eq=False)
 class NemoGym(Played):
     """The rows of one data set, and their server.
 
@@ -82,17 +85,12 @@ class NemoGym(Played):
         paths: Of the server, without slashes.
     """
 
-    def __init__(self, url: str, rows: list[Json], paths: set[str]) -> None:
-        self._url = url
-        self._rows = rows
-        self._tools = paths.difference(_OWN)
-        self._steps = "step" in paths
-
-    def __len__(self) -> int:
-        return len(self._rows)
+    url: str
+    tasks: Sequence[Json]
+    paths: set[str]
 
     def task(self, number: int) -> Task:
-        params = self._rows[number][_PARAMS]
+        params = self.tasks[number][_PARAMS]
         messages: list[Message] = [
             {"role": item["role"], "content": text_of(item["content"])}
             for item in _items(params)
@@ -103,7 +101,7 @@ class NemoGym(Played):
         return Task(messages)
 
     async def play(self, number: int, program: Program) -> float:
-        row = self._rows[number]
+        row = self.tasks[number]
         # The session's own deadline is the one that counts; hosts may be addresses.
         without = aiohttp.ClientTimeout()
         cookies = aiohttp.CookieJar(unsafe=True)
@@ -111,29 +109,24 @@ class NemoGym(Played):
             aiohttp.ClientSession(timeout=without) as model,
             aiohttp.ClientSession(timeout=without, cookie_jar=cookies) as server,
         ):
-            episode = _Episode(self._url, row, program, model, server)
-            if self._steps:
+            episode = _Episode(self.url, row, program, model, server)
+            if "step" in self.paths:
                 return await episode.steps()
-            return await episode.calls(self._tools)
+            return await episode.calls(self.paths.difference(_OWN))
 
 
+@dataclass
 class _Episode:
     """One episode: what the model and the server said so far."""
 
-    def __init__(
-        self,
-        url: str,
-        row: Json,
-        program: Program,
-        model: aiohttp.ClientSession,
-        server: aiohttp.ClientSession,
-    ) -> None:
-        self.url = url
-        self.row = row
-        self.program = program
-        self.model = model
-        self.server = server
-        self.input: list[Json] = _items(row[_PARAMS])
+    url: str
+    row: Json
+    program: Program
+    model: aiohttp.ClientSession
+    server: aiohttp.ClientSession
+
+    def __post_init__(self) -> None:
+        self.input: list[Json] = _items(self.row[_PARAMS])
         self.output: list[Json] = []
 
     async def post(self, path: str, body: JsonValue, strict: bool = True) -> str:

@@ -32,7 +32,16 @@ _FULL = ("context_length_exceeded", "max_turns_exceeded")
 
 
 class Played(Environment):
-    """An environment whose episodes are agent programs."""
+    """An environment whose episodes are agent programs.
+
+    Attributes:
+        tasks: What the numbers of its tasks stand for.
+    """
+
+    tasks: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.tasks)
 
     async def start(self, number: int, limits: StepLimits) -> Episode:
         raise StepFailed("error", "this environment plays its episodes as agent programs")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from slime.rollout.verifier import shared_pool
@@ -71,13 +72,13 @@ class ReasoningGym(Environment):
         return _Question(self._key, number, limits)
 
 
+@dataclass(eq=False)
 class _Question(Episode):
     """A task of one turn: the first text of the model is scored."""
 
-    def __init__(self, key: str, number: int, limits: StepLimits) -> None:
-        self.key = key
-        self.number = number
-        self.limits = limits
+    key: str
+    number: int
+    limits: StepLimits
 
     async def step(self, text: str) -> Step:
         pool = shared_pool(self.limits.workers)

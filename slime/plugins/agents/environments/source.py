@@ -8,6 +8,7 @@ that is saved for a file is all that an exact resume needs.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.hf_config import read_chat_template
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class EnvironmentTasks:
     """The tasks of an environment as a data set, see :class:`slime.data.dataset.PromptDataset`.
 
@@ -43,20 +45,14 @@ class EnvironmentTasks:
         tokenizer, longest: Leave out prompts of more than ``longest`` tokens; None: keep all.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        seed: int,
-        template_kwargs: dict[str, object],
-        tokenizer: Tokenizer | None = None,
-        longest: int | None = None,
-    ) -> None:
-        self.spec = spec
-        self.seed = seed
-        self.template_kwargs = template_kwargs
-        self.tokenizer = tokenizer
-        self.longest = longest
-        self._count = len(environment(spec))
+    spec: str
+    seed: int
+    template_kwargs: dict[str, object]
+    tokenizer: Tokenizer | None = None
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        self._count = len(environment(self.spec))
         self._epoch: int | None = None
 
     def __len__(self) -> int:

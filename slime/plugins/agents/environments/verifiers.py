@@ -86,14 +86,11 @@ class Verifiers(Played):
     """The tasks of one taskset."""
 
     def __init__(self, taskset: Any, what: str) -> None:
-        self._tasks = list(taskset)
+        self.tasks = list(taskset)
         self._what = what
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
     def task(self, number: int) -> Task:
-        data = self._tasks[number].data
+        data = self.tasks[number].data
         if data.prompt is None:
             raise EnvironmentProblem(
                 f"verifiers:{self._what}: task {number} has no prompt; a simulated user opens it"
@@ -123,7 +120,7 @@ class Verifiers(Played):
             )
         )
         agent.harness = _harness_class()(agent.config.harness)
-        trace = await agent.run(self._tasks[number])
+        trace = await agent.run(self.tasks[number])
         if not trace.ok:
             error = trace.last_error
             raise RuntimeError(
