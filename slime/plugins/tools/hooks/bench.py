@@ -187,8 +187,8 @@ class Bench:
             "So 1 + 1 = 3 and",
         ]
         text = texts[min(place, 2)] + " then" * max(place - 2, 0)
-        prompt = prompt_ids(GenerateState(self.args), sample) or [0]
         response = self.encode(text) or [0]
+        prompt = prompt_ids(GenerateState(self.args), sample) or [0]
         sample.tokens, sample.response, sample.response_length = (
             prompt + response,
             text,

@@ -342,14 +342,19 @@ def _labels(metadata: JsonValue) -> tuple[str | None, str | None]:
     )
 
 
-def _versions(record: JsonObject) -> list[str]:
+def spans_of(record: JsonObject) -> list[list[object]]:
+    """Return ``[version, start, end]`` of a sample's record: which weights generated which tokens
+    of the response.
+    """
     spans = record.get("version_spans")
-    versions = record.get("weight_versions")
-    found = (
-        [str(span[0]) for span in spans if isinstance(span, list) and span]
-        if isinstance(spans, list)
-        else []
+    return (
+        [list(span) for span in spans if isinstance(span, list)] if isinstance(spans, list) else []
     )
+
+
+def _versions(record: JsonObject) -> list[str]:
+    versions = record.get("weight_versions")
+    found = [str(span[0]) for span in spans_of(record) if span]
     return sorted({*found, *(map(str, versions) if isinstance(versions, list) else ())})
 
 

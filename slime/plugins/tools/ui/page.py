@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -41,11 +41,11 @@ def answer(runs: Runs, path: str) -> views.View:
     match parts:
         case ["api", "runs"]:
             return {"runs": [views.summary(run) for run in runs.all()]}
-        case ["api", "run", key, *rest] if rest:
+        case ["api", "run", key, name, *rest]:
             run = runs.get(key)
             if run is None:
                 raise NotFound(f"there is no run {key!r}")
-            found = _of_run(run, rest)
+            found = _of_run(run, name, rest)
             if found is not None:
                 return found
     raise NotFound(f"there is nothing under {path}")
@@ -62,37 +62,34 @@ def as_json(value: object) -> bytes:
         return json.dumps(finite, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def _of_run(run: Run, parts: Sequence[str]) -> views.View | None:
-    match parts:
-        case ["overview"]:
-            return views.overview(run)
-        case ["doctor"]:
-            return views.doctor(run)
-        case ["series", name]:
-            return run.series.curve(name)
-        case ["steps"]:
-            return views.steps(run)
-        case ["step", number]:
-            return views.step(run, _number(number))
-        case ["timeline", number]:
-            return views.step_timeline(run, _number(number))
-        case ["sample", kind, number, position]:
-            return views.sample(run, kind, _number(number), _number(position))
-        case ["tokens", number, index]:
-            return run.tokens.sample(_number(number), _number(index))
-        case ["prompts"]:
-            return views.prompts(run)
-        case ["prompt", key]:
-            return views.prompt(run, key)
-        case ["evaluations"]:
-            return views.evaluations(run)
-        case ["evaluation", name, before, after]:
-            return views.comparison(run, name, _number(before), _number(after))
-        case ["ledger"]:
-            return views.ledger(run)
-        case ["engines"]:
-            return views.engines(run)
-    return None
+_VIEWS: dict[str, tuple[str, Callable[..., views.View | None]]] = {
+    "overview": ("", views.overview),
+    "doctor": ("", views.doctor),
+    "series": ("t", lambda run, name: run.series.curve(name)),
+    "steps": ("", views.steps),
+    "step": ("n", views.step),
+    "timeline": ("n", views.step_timeline),
+    "sample": ("tnn", views.sample),
+    "tokens": ("nn", lambda run, number, index: run.tokens.sample(number, index)),
+    "prompts": ("", views.prompts),
+    "prompt": ("t", views.prompt),
+    "evaluations": ("", views.evaluations),
+    "evaluation": ("tnn", views.comparison),
+    "ledger": ("", views.ledger),
+    "engines": ("", views.engines),
+}
+"""What is shown of a run by its name in a path, each with the kinds of the parts after it: a text or
+a number.
+"""
+
+
+def _of_run(run: Run, name: str, rest: Sequence[str]) -> views.View | None:
+    kinds, view = _VIEWS.get(name, ("", None))
+    if view is None or len(rest) != len(kinds):
+        return None
+    return view(
+        run, *(_number(x) if kind == "n" else x for kind, x in zip(kinds, rest, strict=True))
+    )
 
 
 def _number(text: str) -> int:

@@ -14,8 +14,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.types import JsonObject
-
 from ..summary.records import find_dump
 
 MOST_BYTES = 2 << 30
@@ -233,13 +231,3 @@ def _numbers(column: object) -> list[float]:
     if hasattr(column, "tolist"):
         column = column.tolist()
     return list(column) if isinstance(column, list | tuple) else []
-
-
-def spans_of(record: JsonObject) -> list[list[object]]:
-    """Return ``[version, start, end]`` of a sample's record: which weights generated which tokens
-    of the response.
-    """
-    spans = record.get("version_spans")
-    return (
-        [list(span) for span in spans if isinstance(span, list)] if isinstance(spans, list) else []
-    )

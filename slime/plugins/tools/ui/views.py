@@ -16,10 +16,9 @@ from slime.observability.run_state import RunState
 from slime.observability.trace_file import trace_of
 
 from ..summary.records import end_of
-from .index import Row
+from .index import Row, spans_of
 from .runs import Run
 from .timeline import timeline
-from .tokens import spans_of
 
 MOST_PROMPTS = 500
 MOST_OF_PROMPT = 2000
