@@ -56,7 +56,7 @@ TOKENS = {
     "plugins/rewards": 20_883,
     "plugins/serve": 17_097,
     "plugins/sglang": 5_194,
-    "plugins/tools": 102_778,
+    "plugins/tools": 102_744,
     "plugins/trackers": 2_193,
     "plugins/vllm": 7_014,
     "plugins/workers": 2_889,

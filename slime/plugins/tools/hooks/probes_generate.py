@@ -5,10 +5,8 @@ functions.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
-from slime.config.args import Args
 from slime.data.sample import Sample, flatten
 from slime.rollout.base_types import call, supported_kwargs
 from slime.rollout.custom_generate import takes_list
@@ -41,7 +39,7 @@ def generate(bench: Bench, fn: Hook) -> str:
     if takes_list(fn):
         words, given = "fn(args, samples, evaluation=…)", ([Sample()],)
     check_signature(fn, words, args, *given, **supported_kwargs(fn, evaluation=False))
-    whole_group = partial(_on_copies, bench, fn, args)
+    whole_group = lambda: on_group(fn, args, flatten(bench.prompts()[0]))  # noqa: E731
     # a first call, so that imports and connections are not measured
     guarded(fn, whole_group, bench.limit, loop=True)
     outcome = guarded(fn, whole_group, bench.limit, loop=True)
@@ -71,10 +69,6 @@ def generate(bench: Bench, fn: Hook) -> str:
     )
 
 
-async def _on_copies(bench: Bench, fn: Hook, args: Args) -> list[Any]:
-    return await on_group(fn, args, flatten(bench.prompts()[0]))
-
-
 def agent(bench: Bench, fn: Hook) -> str:
     """Test ``run(task)`` with the same endpoint as in a run."""
     from slime.plugins.agents.rollout import generate as run_agent
@@ -85,7 +79,7 @@ def agent(bench: Bench, fn: Hook) -> str:
 
     async def whole_group() -> list[Any]:
         try:
-            return await _on_copies(bench, run_agent, args)
+            return await on_group(run_agent, args, flatten(bench.prompts()[0]))
         finally:
             await stop_agent_server()
 
