@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
-    "files_above_400_lines": 54,
+    "files_above_400_lines": 52,
     "functions_above_60_lines": 20,
     "getattr_of_args_with_default": 0,
     "attributes_any_none": 0,
@@ -56,7 +56,7 @@ TOKENS = {
     "plugins/rewards": 20_883,
     "plugins/serve": 17_097,
     "plugins/sglang": 5_194,
-    "plugins/tools": 102_744,
+    "plugins/tools": 102_722,
     "plugins/trackers": 2_193,
     "plugins/vllm": 7_014,
     "plugins/workers": 2_889,

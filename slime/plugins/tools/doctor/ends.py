@@ -56,36 +56,33 @@ PATTERNS = (
         r"CUDA out of memory|torch\.OutOfMemoryError|torch\.cuda\.OutOfMemoryError|CUDA error: out of memory",
         "A process needed more GPU memory than there is.",
         "Give the trainer smaller micro-batches (--max-tokens-per-gpu), recompute activations "
-        "(--gradient-checkpointing, with Megatron --recompute-granularity full), or leave it "
-        "more memory in a colocated run (a smaller --sglang-mem-fraction-static).",
+        "(--gradient-checkpointing, with Megatron --recompute-granularity full), or leave it more memory in a "
+        "colocated run (a smaller --sglang-mem-fraction-static).",
     ),
     _pattern(
         "host_memory",
         r"Ray killed \d+ worker|ray\.exceptions\.OutOfMemoryError|low on memory|Cannot allocate memory|MemoryError",
         "The machine has run out of memory.",
-        "End other programs on it, or use fewer engines (--rollout-num-gpus), shorter responses "
-        "or a smaller model.",
+        "End other programs on it, or use fewer engines (--rollout-num-gpus), shorter responses or a smaller model.",
     ),
     _pattern(
         "shared_memory",
         r"/dev/shm[^\n]*No space left|No space left[^\n]*/dev/shm|Bus error|SIGBUS",
         "The shared memory (/dev/shm) is full.",
-        "Give the container more (docker run --shm-size=16g), or remove what ended programs have "
-        "left there.",
+        "Give the container more (docker run --shm-size=16g), or remove what ended programs have left there.",
     ),
     _pattern(
         "disk_full",
         r"No space left on device|Disk quota exceeded",
         "The disk is full.",
-        "Make room, or write snapshots and logs to another disk (--save, --output-dir); "
-        "--log-keep-last and --save-keep-last limit what is kept.",
+        "Make room, or write snapshots and logs to another disk (--save, --output-dir); --log-keep-last and "
+        "--save-keep-last limit what is kept.",
     ),
     _pattern(
         "open_files",
         r"Too many open files",
         "A process may not open more files and connections.",
-        "Raise the limit of the shell that starts the run (ulimit -n 65536), or lower "
-        "--sglang-server-concurrency.",
+        "Raise the limit of the shell that starts the run (ulimit -n 65536), or lower --sglang-server-concurrency.",
     ),
     _pattern(
         "port_in_use",
@@ -97,10 +94,9 @@ PATTERNS = (
         "collective_timeout",
         r"Watchdog caught collective operation timeout|NCCL error|nccl(System|Remote|Internal)Error|"
         r"Timed out after \d+ms waiting for|gloo/transport/[^\n]*(closed|reset) by peer",
-        "A collective operation of the training ranks failed: one of them did not take part, or "
-        "the network failed.",
-        "Look for the first rank with an error in the logs of the train actors; with "
-        "NCCL_DEBUG=INFO, NCCL names the connection.",
+        "A collective operation of the training ranks failed: one of them did not take part, or the network failed.",
+        "Look for the first rank with an error in the logs of the train actors; with NCCL_DEBUG=INFO, NCCL names the "
+        "connection.",
         with_logs=True,
     ),
     _pattern(
@@ -108,43 +104,39 @@ PATTERNS = (
         r"CUDA error: (an illegal memory access|device-side assert|unspecified launch failure)|"
         r"Xid \d+|uncorrectable ECC",
         "A GPU reported an error.",
-        "Start once more with CUDA_LAUNCH_BLOCKING=1 to see the operation; look into dmesg for "
-        "Xid lines of the driver.",
+        "Start once more with CUDA_LAUNCH_BLOCKING=1 to see the operation; look into dmesg for Xid lines of the "
+        "driver.",
     ),
     _pattern(
         "gpu_software",
         r"CUDA driver version is insufficient|no kernel image is available|forward compatibility was attempted",
         "PyTorch does not fit the GPU or its driver.",
-        "Install the driver that this PyTorch needs (nvidia-smi shows yours), or a PyTorch for "
-        "your driver.",
+        "Install the driver that this PyTorch needs (nvidia-smi shows yours), or a PyTorch for your driver.",
     ),
     _pattern(
         "bad_checkpoint",
         r"SafetensorError|HeaderTooLarge|MetadataIncompleteBuffer|slime\.models\.\S*ModelError|incomplete metadata",
         "A checkpoint cannot be read, or does not fit the model.",
-        "The message names the file or tensor: download or convert it again, or correct "
-        "--hf-checkpoint or --load.",
+        "The message names the file or tensor: download or convert it again, or correct --hf-checkpoint or --load.",
     ),
     _pattern(
         "data_exhausted",
         r"all \d+ prompts[^\n]* are longer than --rollout-max-prompt-len|"
         r"the data source has no more groups",
         "The data has no prompts that can be used.",
-        "Raise --rollout-max-prompt-len, or look at the slice of the file and at the columns "
-        "(--input-key): slime train --dry-run counts the rows.",
+        "Raise --rollout-max-prompt-len, or look at the slice of the file and at the columns (--input-key): slime "
+        "train --dry-run counts the rows.",
     ),
     _pattern(
         "ledger",
         r"LedgerError",
         "The account of the groups does not close: a group was lost or counted twice.",
-        "This is a defect of slime or of a custom rollout function: slime ledger shows the "
-        "group; please report it.",
+        "This is a defect of slime or of a custom rollout function: slime ledger shows the group; please report it.",
     ),
     _pattern(
         "hidden_module",
         rf"hides Python's own module|: (partially initialized )?module '({'|'.join(sys.stdlib_module_names)})' has no",
-        "A file on the import path has the name of a module of Python's, and is imported in its "
-        "place.",
+        "A file on the import path has the name of a module of Python's, and is imported in its place.",
         "Rename the file (random.py, types.py or the like), or take its folder off PYTHONPATH.",
     ),
     _pattern(
@@ -153,24 +145,24 @@ PATTERNS = (
         r"did not finish within \S+ s (\(--phase-timeout\)|before a)|"
         r"did not answer for \d+ s \(--status-timeout\)[^\n]*|TimeoutError: [^\n]*\(--phase-timeout\)",
         "A process did not answer within its deadline.",
-        "The line names who waited for what. Look at the end of that process's log below; "
-        "--phase-timeout and the other flags of deadlines give slow machines more time.",
+        "The line names who waited for what. Look at the end of that process's log below; --phase-timeout and the "
+        "other flags of deadlines give slow machines more time.",
         with_logs=True,
     ),
     _pattern(
         "process_lost",
         r"ActorDiedError|ActorUnavailableError|RayActorError|WorkerCrashedError|was lost: its process",
         "A process of the run died.",
-        "Its log below may say why. With --max-restarts N and --save, a run continues by itself "
-        "from its last snapshot.",
+        "Its log below may say why. With --max-restarts N and --save, a run continues by itself from its last "
+        "snapshot.",
         with_logs=True,
     ),
     _pattern(
         "server_failed",
         r"\(pid \d+\) (ended with status|was not healthy after)|\.ServerFailed: ",
         "An engine or a router did not start, ended, or refused a request.",
-        "The end of its log below says why: often too little memory "
-        "(--sglang-mem-fraction-static), or an option that this engine does not know.",
+        "The end of its log below says why: often too little memory (--sglang-mem-fraction-static), or an option that "
+        "this engine does not know.",
         with_logs=True,
     ),
 )  # fmt: skip
@@ -393,9 +385,7 @@ def _own_function(error: str) -> Finding | None:
 
 
 def _root_of_slime(file: str) -> str | None:
-    """Return the folder of the package slime in which a file lies; None if slime has no such
-    file.
-    """
+    """Return the folder of slime in which a file lies; None if slime has no such file."""
     folder, found, inside = file.rpartition("/slime/")
     try:
         return folder + found if found and (Path(PACKAGE) / inside).is_file() else None
