@@ -14,7 +14,7 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.plugins.agents.environments.base import EnvironmentProblem, environment
-from slime.plugins.agents.environments.harbor_package import reward_of_trial
+from slime.plugins.agents.environments.harbor import reward_of_trial
 
 FAKE = '''#!{python}
 """Asks the model once, and writes the result of a trial as the package does."""
