@@ -48,7 +48,8 @@ def main() -> None:
         parser.error("; ".join(problems))
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     args.world_size, args.no_load_optim, args.finetune = ranks, True, True
-    args.fsdp_shard_size = None  # of the run, which may have had more ranks
+    # of the run, which may have had more ranks
+    args.fsdp_shard_size, args.fsdp_expert_parallel_size = None, 1
     args.kl_coef, args.use_kl_loss, args.use_opd, args.keep_old_actor = 0.0, False, False, False
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -88,9 +88,16 @@ class ParallelLayout:
         return found
 
 
-def check_shard_size(size: int | None, ranks: int) -> list[str]:
+def check_shard_size(size: int | None, ranks: int, experts: int = 1) -> list[str]:
+    """Check ``--fsdp-shard-size`` and ``--fsdp-expert-parallel-size`` (``experts``)."""
     if size is None or size < 1 or ranks % size == 0:  # the range check reports a size below 1
-        return []
+        shards = size if size and size > 0 else ranks
+        if experts < 1 or shards % experts == 0:
+            return []
+        return [
+            f"--fsdp-expert-parallel-size {experts} does not divide the {shards} ranks that share "
+            "a replica of the model: use a divisor, or change --fsdp-shard-size"
+        ]
     sizes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
     return [
         f"--fsdp-shard-size {size} does not divide the {ranks} training ranks: use one of "

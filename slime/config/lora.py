@@ -125,7 +125,8 @@ def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a model with routed experts."""
-    return any(config.get(name) for name in _EXPERTS)
+    text = config.get("text_config") or config
+    return any(text.get(name) for name in _EXPERTS)
 
 
 def check_lora(args: Args) -> list[str]:

@@ -135,7 +135,8 @@ def _checks(run: Run) -> Iterator[list[str]]:
         yield trainer.check_media(checkpoint)
     yield ParallelLayout.from_args(args).problems()
     if args.train_backend not in parts("layout"):
-        yield layout.check_shard_size(args.fsdp_shard_size, args.world_size)
+        sizes = args.fsdp_shard_size, args.world_size, args.fsdp_expert_parallel_size
+        yield layout.check_shard_size(*sizes)
     yield lora.check_lora(args)
     # The processes and what is passed on to them.
     yield engine.check_server_groups(args)

@@ -352,6 +352,7 @@ FACTS: dict[str, Callable[[Run], object]] = {
     "a GPU of this machine": lambda run: run.machine.cuda,
     "a snapshot in --load": lambda run: run.args.load and not is_hf_folder(run.args.load),
     "a model with routed experts": lambda run: has_experts(run.config),
+    "a model without routed experts": lambda run: run.config and not has_experts(run.config),
     "a model with latent attention": lambda run: run.config.get("kv_lora_rank"),
     "a model with gated delta nets": lambda run: (
         "linear_attention" in (run.config.get("layer_types") or ())

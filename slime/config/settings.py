@@ -279,7 +279,9 @@ def _check_critic(critic: Args) -> list[str]:
     """Check the arguments of a critic with GPUs of its own."""
     checks = (
         ParallelLayout.from_args(critic).problems(),
-        check_shard_size(critic.fsdp_shard_size, critic.world_size),
+        check_shard_size(
+            critic.fsdp_shard_size, critic.world_size, critic.fsdp_expert_parallel_size
+        ),
         check_split(critic),
     )
     return [f"the critic: {problem}" for problems in checks for problem in problems]

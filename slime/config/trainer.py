@@ -67,6 +67,10 @@ class ModelConfig(Section):
     """FSDP: number of neighbouring ranks over which parameters, gradients and optimizer state are
     sharded; it must divide the training ranks. Each such group holds a replica of the model.
     Default: all training ranks"""
+    fsdp_expert_parallel_size: int = flag(1, low=1)
+    """FSDP: number of neighbouring ranks among which the experts of each layer are divided, with
+    tokens sent to the ranks of their experts; it must divide --fsdp-shard-size. The other weights
+    are sharded as ever. 1: experts are gathered like all weights"""
     fsdp_reshard_after_forward: bool = flag(True, kind="toggle")
     """FSDP: free a layer's gathered parameters after its forward pass.
     --no-fsdp-reshard-after-forward keeps them for a whole optimizer step, for models that fit on

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -219,7 +219,26 @@ def use_grouped_experts(model: PreTrainedModel) -> bool:
     return True
 
 
-def grouped_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def expert_outputs(self: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    """Return what the experts make of their rows, ``[N, H]``.
+
+    Args:
+        self: The module with the fused weights of ``n`` experts.
+        rows: ``[N, H]``, in the order of the experts.
+        counts: int64 ``[n]``, the number of rows of each expert.
+    """
+    up = "gate_up_proj" if self.has_gate else "up_proj"
+    activate: Callable[[Tensor], Tensor] = self._apply_gate if self.has_gate else self.act_fn
+    return _project(self, "down_proj", activate(_project(self, up, rows, counts)), counts)
+
+
+def grouped_experts(
+    self: Any,
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    outputs: Callable[[Any, Tensor, Tensor], Tensor] = expert_outputs,
+) -> Tensor:
     """Return the weighted sum of each token's experts, ``[T, H]``. transformers calls it as the
     forward of its module.
 
@@ -228,6 +247,7 @@ def grouped_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) 
         hidden: ``[T, H]``.
         chosen: int64 ``[T, k]``, the experts of each token.
         weights: ``[T, k]``, the factors of their outputs.
+        outputs: Computes the rows of all experts; see :func:`expert_outputs`.
     """
     experts, pairs = torch.sort(chosen.reshape(-1), stable=True)  # [N = T · k]
     slots = torch.empty_like(pairs).scatter_(
@@ -240,15 +260,12 @@ def grouped_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) 
         experts, torch.arange(self.num_experts, device=experts.device), right=True
     )
     counts = ends.diff(prepend=ends.new_zeros(1))
-    up = "gate_up_proj" if self.has_gate else "up_proj"
-    activate: Callable[[Tensor], Tensor] = self._apply_gate if self.has_gate else self.act_fn
-    inner = activate(_project(self, up, spread(hidden, order), counts))
-    out = _project(self, "down_proj", inner, counts)
+    out = outputs(self, spread(hidden, order), counts)
     factors = weights.reshape(-1).index_select(0, pairs).unsqueeze(1)
     return combine((out * factors).to(hidden.dtype), order)
 
 
-def _project(self: nn.Module, name: str, x: Tensor, counts: Tensor) -> Tensor:
+def _project(self: Any, name: str, x: Tensor, counts: Tensor) -> Tensor:
     """Multiply the sorted rows of ``x``, ``[N, in]``, by the weights of their experts, and add
     their biases.
     """

@@ -58,6 +58,8 @@ def test_a_critic_with_gpus_of_its_own_has_another_layout(tmp_path: Path) -> Non
     assert problem.startswith("the critic: 3 training ranks are not a multiple of")
     (problem,) = check_roles(args.with_values(fsdp_shard_size=4))
     assert problem.startswith("the critic: --fsdp-shard-size 4 does not divide the 6")
+    (problem,) = check_roles(args.with_values(fsdp_expert_parallel_size=4))
+    assert problem.startswith("the critic: --fsdp-expert-parallel-size 4 does not divide the 2")
 
 
 def test_without_a_file_both_roles_have_the_run_s() -> None:

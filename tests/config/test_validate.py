@@ -107,6 +107,12 @@ ONE_PROBLEM = [
         "6 training ranks: use one of 1, 2, 3, 6",
     ),
     ("--fsdp-shard-size 0", "--fsdp-shard-size 0"),
+    ("--fsdp-expert-parallel-size 2 --train-backend megatron", "--train-backend fsdp"),
+    ("--fsdp-expert-parallel-size 2 --actor-num-gpus-per-node 2", "without routed experts"),
+    (
+        "--fsdp-expert-parallel-size 3 --actor-num-gpus-per-node 2",
+        "does not divide the 2 ranks",
+    ),
     (
         "--optimizer-cpu-offload --no-use-distributed-optimizer --train-backend megatron",
         "distributed optimizer",

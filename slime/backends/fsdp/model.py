@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime.backends.bank import shard_of
 from slime.backends.collectives import local
+from slime.backends.fsdp.expert_parallel import (
+    data_mesh,
+    divide_experts,
+    exchange_tokens,
+    expert_mesh,
+    experts_of,
+)
 from slime.backends.fsdp.hf_weights import (
     DTYPES,
     VARLEN,
@@ -102,6 +110,11 @@ def build_scorer(
         _check(policy, _builder(model, check_device(device, stateful), *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         _use_kernels(model, stateful, bool(args.compile_layers))
+    divided = None
+    if args.fsdp_expert_parallel_size > 1:  # before adapters, which derive from these experts
+        size = args.fsdp_shard_size or world_size
+        divided = expert_mesh(device, world_size, size, args.fsdp_expert_parallel_size)
+        exchange_tokens(decoder_layers(model), divided)
     if lora is not None:
         add_adapter(
             model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None
@@ -130,7 +143,7 @@ def build_scorer(
         args.fsdp_cpu_offload,
         bool(args.megatron.get("grad_reduce_in_bf16")),
     )
-    shard(scorer, model, device, mesh, DTYPES[args.train_dtype], *flags)
+    shard(scorer, model, device, mesh, DTYPES[args.train_dtype], *flags, divided=divided)
     if world_size > 1:
         require_same_names(model)
     return scorer, _builder(model, device, *layout)
@@ -296,6 +309,7 @@ def shard(
     reshard_after_forward: bool = True,
     offload: bool = False,
     reduce_in_bf16: bool = False,
+    divided: DeviceMesh | None = None,
 ) -> None:
     """Apply FSDP2 with one group per decoder layer and one for the rest.
 
@@ -306,6 +320,8 @@ def shard(
     With ``offload``, parameters stay in CPU memory: FSDP's shards, or on one rank all of them. With
     ``reduce_in_bf16``, gradients of a pass in bfloat16 are summed over ranks in bfloat16 instead of
     float32.
+    With ``divided``, experts are groups of their own on this mesh; see
+    :mod:`slime.backends.fsdp.expert_parallel`.
     Vision towers belong to the root group. Ranks whose samples have no image do not run them, and
     would otherwise miss their collectives.
     """
@@ -323,14 +339,17 @@ def shard(
     layers = decoder_layers(model)
     whole = {name: p.detach() for name, p in scorer.named_parameters()}
     where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    apply = functools.partial(
+        fully_shard, reshard_after_forward=reshard_after_forward, offload_policy=where
+    )
     for layer in layers:
-        fully_shard(
-            layer,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=reshard_after_forward,
-            offload_policy=where,
-        )
+        for experts in experts_of(layer) if divided is not None else ():
+            assert divided is not None
+            divide_experts(experts, divided, device)
+            # The factors of their outputs stay as wide as the router made them.
+            own = replace(policy, cast_forward_inputs=False)
+            apply(experts, mesh=data_mesh(divided), mp_policy=own)
+        apply(layer, mesh=mesh, mp_policy=policy)
     fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=where)
     if any(p.is_meta for p in scorer.parameters()):
         scorer.to_empty(device=home)

@@ -181,18 +181,19 @@ def _head(model: PlannedModel, train: TrainSetup, batch: Packs) -> float:
 
 
 def _working(model: PlannedModel, train: TrainSetup, per_layer: float) -> float:
-    layer = (model.parameters - model.head_and_embedding) / model.shape.layers
+    # With FSDP, a rank of several with other experts gathers only its own.
+    experts = model.experts / train.layout.ep
+    elsewhere = model.experts - experts
+    layer = (model.parameters - model.head_and_embedding - elsewhere) / model.shape.layers
     gathered = 0.0
     if train.backend == "fsdp":
         # FSDP gathers two layers at a time: the one that is computed, and the next one.
         if not train.reshard:
-            gathered = 2.0 * (model.parameters - model.embedding)
+            gathered = 2.0 * (model.parameters - model.embedding - elsewhere)
         elif train.ranks > 1 or train.state_on_cpu:
             gathered = 2.0 * 2.0 * layer
         if train.lora_experts:  # W + B A of a layer, its gradient, and B A in float32
-            gathered += (
-                (2 * train.dtype_bytes + 4) * model.experts / max(model.shape.sparse_layers, 1)
-            )
+            gathered += (2 * train.dtype_bytes + 4) * experts / max(model.shape.sparse_layers, 1)
     return gathered + (per_layer if train.recomputed else 0.0)
 
 

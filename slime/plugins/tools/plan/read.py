@@ -4,6 +4,7 @@ GPUs of this machine, for ``--dry-run`` and the start of a run."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from statistics import fmean
@@ -92,6 +93,8 @@ def _train(args: Args, micro_batch: float | None) -> TrainSetup:
     # What is recomputed: Megatron says so in several flags.
     given = args.megatron
     layout = ParallelLayout.from_args(args)
+    if args.train_backend == "fsdp":
+        layout = replace(layout, ep=args.fsdp_expert_parallel_size)
     layers = given.get("recompute_num_layers") if given.get("recompute_method") == "block" else None
     recomputed = int(layers or -1) if args.gradient_checkpointing else 0
     if args.train_backend == "megatron":

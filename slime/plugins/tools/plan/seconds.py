@@ -255,10 +255,10 @@ def _data_parallel(
     layout = train.layout
     rate = BULK * _link(kind, layout.world_size, gpus_per_node)
     if train.backend == "fsdp":
-        ranks = train.ranks
-        moved = (
-            (2.0 * 2 + train.gradient_bytes) * model.parameters * (ranks - 1) / ranks * batch.count
-        )
+        # Each rank gathers what it computes with, of which it has its share.
+        gathered = model.parameters - model.experts * (1 - 1 / layout.ep)
+        gathered -= model.parameters / train.ranks
+        moved = (2.0 * 2 + train.gradient_bytes) * gathered * batch.count
         layers = max(model.shape.layers, 1)
         # The exchange of one layer overlaps the computation of another; the first gather and the
         # last sum do not.

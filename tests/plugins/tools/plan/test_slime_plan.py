@@ -72,6 +72,16 @@ def test_state_of_fsdp_is_twelve_bytes_per_parameter_over_the_shards(dense: Plan
         assert memory.state == pytest.approx(12 * dense.parameters / shards)
 
 
+def test_fsdp_gathers_the_experts_of_a_rank(sparse: PlannedModel) -> None:
+    """Of two layers in bfloat16; each rank holds as much as without expert parallelism."""
+    train = TrainSetup("fsdp", ParallelLayout(world_size=4), 8192, recomputed=-1)
+    divided = replace(train, layout=replace(train.layout, ep=4))
+    plain, less = (train_memory(sparse, x, packs(Workload(), x)) for x in (train, divided))
+    assert less.state == plain.state
+    layer = sparse.experts / sparse.shape.layers
+    assert plain.working - less.working == pytest.approx(2 * 2 * layer * 3 / 4)
+
+
 def test_experts_are_divided_by_expert_parallelism_alone(sparse: PlannedModel) -> None:
     """8.8 billion parameters in bf16 on each of four GPUs, as benchmarks/history.md says."""
     train = TrainSetup(

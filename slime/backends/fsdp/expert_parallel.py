@@ -1,0 +1,188 @@
+"""Expert parallelism (``--fsdp-expert-parallel-size``): the experts of each layer are divided among
+the ranks of a group.
+
+A token is sent to the ranks that have its experts, and what these compute is sent back. So no rank
+gathers all experts of a layer. FSDP shards a rank's experts over the ranks of a replica that have
+the same ones, with a mesh of its own. A parameter of all experts is still one DTensor with the
+shape of the checkpoint, each rank holds consecutive rows of it, and as many as without expert
+parallelism. Therefore the optimizer, snapshots, copies and weight syncs need to know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from slime.backends.collectives import local
+from slime.models.autograd import Context, Gradients
+from slime.models.grouped_experts import (
+    combine,
+    expert_outputs,
+    grouped_experts,
+    order_of_chunks,
+    spread,
+)
+from slime.models.loading import ModelError
+from slime.models.lora import EXPERTS
+
+FLAG = "--fsdp-expert-parallel-size"
+
+
+def experts_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the routed experts below a module."""
+    for name, part in module.named_modules():
+        if name.rpartition(".")[2] == EXPERTS:
+            yield part
+
+
+def expert_mesh(device: torch.device, world_size: int, shard_size: int, experts: int) -> DeviceMesh:
+    """Return the mesh ``(replicate, shard, expert)``: neighbouring ranks have other experts.
+
+    Args:
+        shard_size: The number of ranks of a replica.
+        experts: The number of ranks among which the experts are divided.
+    """
+    sizes = (world_size // shard_size, shard_size // experts, experts)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard", "expert"))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the dimensions of :func:`expert_mesh` over which FSDP shards and replicates."""
+    return mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+
+
+def exchange_tokens(layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Let the experts of decoder layers exchange tokens with the other ranks.
+
+    Raises:
+        ModelError: No layer has experts, they have another form than those of transformers, or they
+            cannot be divided among the ranks.
+    """
+    modules = [module for layer in layers for module in experts_of(layer)]
+    if not modules:
+        raise ModelError(f"{FLAG}: no decoder layer has routed experts: leave it out")
+    ranks = mesh["shard"].size() * mesh["expert"].size()
+    for module in modules:
+        parameters = list(module.parameters(recurse=False))
+        count = len(parameters[0]) if parameters else 0
+        if not count or count != getattr(module, "num_experts", None):
+            raise ModelError(
+                f"{FLAG}: {type(module).__name__} does not store its weights as one tensor for all "
+                "experts: leave it out"
+            )
+        if count % ranks:
+            raise ModelError(
+                f"{FLAG}: the {ranks} ranks that share a replica cannot have as many of the "
+                f"{count} experts each: use an --fsdp-shard-size that divides {count}"
+            )
+        module.__class__ = _exchanging(type(module))
+        module.expert_group = mesh.get_group("expert")  # type: ignore[assignment]
+
+
+def divide_experts(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    """Leave this rank's experts in a module, on ``device``, before FSDP shards them."""
+    group = mesh["expert"]
+    for part in module.modules():
+        for name, whole in list(part._parameters.items()):
+            assert whole is not None
+            mine = whole.detach().chunk(group.size())[group.get_local_rank()]
+            if not mine.is_meta:
+                mine = mine.to(device)
+            divided = DTensor.from_local(
+                mine, group, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+            setattr(part, name, nn.Parameter(divided, requires_grad=whole.requires_grad))
+
+
+def _exchanging(experts: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of experts that compute the tokens of all ranks of their group."""
+
+    class ExchangingExperts(experts):  # type: ignore[misc, valid-type]
+        # A graph break: the sizes of the exchange are read back.
+        @torch.compiler.disable
+        def forward(
+            self, hidden: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None
+        ) -> Tensor:
+            if chosen is None or weights is None:
+                # Llama 4 computes every expert for every token, and passes the tokens of each
+                # expert after those of the one before.
+                each = torch.arange(self.num_experts, device=hidden.device)
+                tokens = len(hidden) // self.num_experts
+                chosen = each.repeat_interleave(tokens).unsqueeze(1)
+                weights = hidden.new_ones(chosen.shape)
+            return grouped_experts(self, hidden, chosen, weights, exchanged_outputs)
+
+    ExchangingExperts.__name__ = experts.__name__
+    if not hasattr(experts, "_apply_gate"):  # those of Llama 4
+        ExchangingExperts.has_gate = ExchangingExperts.is_transposed = True
+        ExchangingExperts.has_bias = False
+        ExchangingExperts._apply_gate = _gate
+    return ExchangingExperts
+
+
+def _gate(self: Any, rows: Tensor) -> Tensor:
+    gate, up = rows.chunk(2, dim=-1)
+    gated: Tensor = up * self.act_fn(gate)
+    return gated
+
+
+class _OfThisRank:
+    """Experts whose weights are those of this rank."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return local(value) if isinstance(value, Tensor) else value
+
+
+def exchanged_outputs(self: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    """Return what the experts of all ranks make of this rank's rows; see
+    :func:`slime.models.grouped_experts.expert_outputs`.
+
+    This is a collective operation, also of ranks that have no rows, in which the host waits for the
+    numbers of rows.
+    """
+    group: ProcessGroup = self.expert_group
+    ranks = group.size()
+    # Each rank's rows for the experts of this one: [ranks, experts of a rank].
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=group)
+    sizes = theirs.view(ranks, -1)
+    sent, received = torch.stack([counts.view(ranks, -1).sum(1), sizes.sum(1)]).tolist()
+    arrived = _Exchange.apply(rows, sent, received, group)
+    # They arrive by rank and within it by expert, and are computed by expert.
+    chunks = torch.arange(len(theirs), device=rows.device).view_as(sizes).t().reshape(-1)
+    order = order_of_chunks(theirs, chunks, len(arrived))
+    out = expert_outputs(_OfThisRank(self), spread(arrived, order), sizes.sum(0))
+    returned: Tensor = _Exchange.apply(combine(out, order), received, sent, group)
+    return returned
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows for other ranks, in the order of ranks; the gradients go the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.settings = received, sent, group
+        return _exchanged(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> Gradients:
+        return _exchanged(grads[0], *ctx.settings), None, None, None
+
+
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
