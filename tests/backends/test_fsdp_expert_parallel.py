@@ -6,20 +6,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from expert_ranks import ONE_RANK, READERS, TWO, worker
+from expert_ranks import LONG, ONE_RANK, READERS, TWO, worker
 from rank_processes import results_of_ranks
 from safetensors.torch import load_file, save_file
 from test_fsdp_ranks import assert_close, assert_equal, assert_same_metrics
+from transformers import AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from every_family import FAMILIES, save_tiny, tiny_config
 
+from slime.backends.fsdp.expert_parallel import exchange_tokens
 from slime.config.lora import has_experts
 from slime.engines.process import free_port
+from slime.models.loading import ModelError, decoder_layers
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 Ranks = list[dict[tuple[int, str], Any]]
@@ -61,7 +65,22 @@ def test_every_family_with_experts_is_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "case"), [*((2, name) for name in TWO), *((4, name) for name in ONE_RANK)]
+    ("family", "said"),
+    [("Llama", "no decoder layer has routed experts"), ("Qwen3-MoE", "divides 4")],
+)
+def test_what_eight_ranks_cannot_divide_is_refused(family: str, said: str) -> None:
+    mesh = {"shard": SimpleNamespace(size=lambda: 2), "expert": SimpleNamespace(size=lambda: 4)}
+    layers = decoder_layers(AutoModelForCausalLM.from_config(tiny_config(family)))
+    with pytest.raises(ModelError, match=said):
+        exchange_tokens(layers, mesh)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        *(pytest.param(2, name, marks=[pytest.mark.long] if name in LONG else []) for name in TWO),
+        *((4, name) for name in ONE_RANK),
+    ],
 )
 def test_ranks_train_as_one(ranks: Ranks, size: int, case: str) -> None:
     one = ranks[0][1, ONE_RANK.get(case, case) if size == 4 else case]
@@ -74,6 +93,7 @@ def test_ranks_train_as_one(ranks: Ranks, size: int, case: str) -> None:
             torch.testing.assert_close(got, one["scores"][i], atol=1e-5, rtol=1e-5)
         assert_close(many["gradients"][0], one["gradients"][0], rtol=1e-4)
         assert_close(many["weights"], one["weights"], rtol=1e-4)
+        assert many.get("identity") == one.get("identity")  # of the base of an adapter
         if "sent" in one:
             assert_close(many["sent"], one["sent"], rtol=1e-4)
             assert_equal(many["sent"], ranks[0][size, case]["sent"])
