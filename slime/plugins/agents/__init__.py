@@ -11,15 +11,8 @@ from slime.registry import register
 
 def parts() -> None:
     """Register the environments of other packages, the flags, and the check of those that name one."""
-    for name, module in (
-        ("gymnasium", "gymnasium"),
-        ("harbor", "harbor"),
-        ("nemo_gym", "nemo_gym"),
-        ("openenv", "openenv"),
-        ("reasoning_gym", "reasoning_gym"),
-        ("verifiers", "verifiers"),
-    ):
-        register("environment", name, f"slime.plugins.agents.environments.{module}:make")
+    for name in ("gymnasium", "harbor", "nemo_gym", "openenv", "reasoning_gym", "verifiers"):
+        register("environment", name, f"slime.plugins.agents.environments.{name}:make")
     register("rules", "agents", "slime.plugins.agents:rules.json")
     register(
         "resolver",

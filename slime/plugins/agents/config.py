@@ -30,9 +30,6 @@ AGENT_GENERATE = "slime.plugins.agents.rollout.generate"
 ENVIRONMENT_SOURCE = "slime.plugins.agents.environments.source.EnvironmentSource"
 ENVIRONMENT_GENERATE = "slime.plugins.agents.environments.rollout.generate"
 MCP_GENERATE = "slime.plugins.agents.environments.mcp.generate"
-PLAYED = ("harbor", "nemo_gym", "verifiers")
-"""Environments that speak with the model by themselves, with :data:`PLAYED_PROGRAM`."""
-PLAYED_PROGRAM = "slime.plugins.agents.environments.played.run"
 
 
 _PARSERS = read_json(Path(__file__).parent / "parsers.json")
@@ -103,32 +100,26 @@ def resolve(args: Args) -> list[str]:
     """Select the data source and the generate function of ``--environment``, ``--mcp-server`` or an
     agent program, and report parsers that do not exist. What the user chose stays, and the rules
     refuse it."""
-    chosen: dict[str, object] = (
-        {"custom_generate_function_path": MCP_GENERATE} if args.mcp_server else {}
-    )
-    if args.environment is not None:
-        played = args.environment.partition(":")[0] in PLAYED
-        chosen = {
-            "data_source_path": ENVIRONMENT_SOURCE,
-            "agent_function_path": PLAYED_PROGRAM if played else None,
-            "custom_generate_function_path": AGENT_GENERATE if played else ENVIRONMENT_GENERATE,
-        }
-    for name, value in chosen.items():
-        if name not in args.explicit:
-            setattr(args, name, value)
-    if args.agent_function_path or args.agent_command:
-        args.fill(custom_generate_function_path=AGENT_GENERATE)
+    if args.environment is not None and "data_source_path" not in args.explicit:
+        args.data_source_path = ENVIRONMENT_SOURCE
+    for path, asked in (
+        (ENVIRONMENT_GENERATE, args.environment),
+        (MCP_GENERATE, args.mcp_server),
+        (AGENT_GENERATE, args.agent_function_path or args.agent_command),
+    ):
+        if asked:
+            args.fill(custom_generate_function_path=path)
     problems = [
         tool_parser_problem(args.agent_tool_parser),
         reasoning_parser_problem(args.agent_reasoning_parser),
-        _template_problem(args.hf_checkpoint, args.agent_tool_parser)
+        template_problem(args.hf_checkpoint, args.agent_tool_parser)
         if args.custom_generate_function_path == AGENT_GENERATE
         else None,
     ]
     return [problem for problem in problems if problem is not None]
 
 
-def _template_problem(checkpoint: str | None, tool_parser: str) -> str | None:
+def template_problem(checkpoint: str | None, tool_parser: str) -> str | None:
     """Explain why agents cannot use the chat template of ``--hf-checkpoint``; None if they can, or
     if the template cannot be read on this machine."""
     # A model of the hub that is not on this machine is checked when it has been loaded.

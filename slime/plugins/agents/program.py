@@ -21,6 +21,7 @@ from slime.config.process import module_command, reduced_environment
 from slime.engines.background import background_loop
 
 from .config import AgentConfig
+from .environments.base import SPEC
 
 _KEPT_BYTES = 1 << 16  # the last bytes of a command's output that are kept
 _MOST_TASK_BYTES = 131_000  # a variable with its name may have 131,072 (MAX_ARG_STRLEN)
@@ -81,8 +82,8 @@ class Task:
 
 
 async def run_program(settings: AgentConfig, task: Task) -> Reward:
-    """Run the program of ``--agent-function-path`` or ``--agent-command``, and return its reward or
-    None.
+    """Run the program of ``--agent-function-path`` or ``--agent-command``, or the episode of an
+    environment that speaks with the model by itself; return its reward or None.
 
     A program never blocks the event loop of the rollout: async functions share a separate loop,
     plain functions have a thread each, and commands run in a process group each, which is killed if
@@ -91,16 +92,18 @@ async def run_program(settings: AgentConfig, task: Task) -> Reward:
     Raises:
         ProgramError: The command failed.
         TypeError: The reward is not a number, a dict or None.
-        ValueError: The reward is infinite or NaN, or no program is given.
+        ValueError: The reward is infinite or NaN.
     """
-    if settings.agent_command is not None:
+    path = settings.agent_function_path
+    if SPEC in task.metadata:
+        path = "slime.plugins.agents.environments.played.run"
+    if path is None:
+        command = settings.agent_command
+        assert command is not None, "the rules of the flags ask for one of them"
         return reward_of(
-            await _run_command(shlex.split(settings.agent_command), task, settings.agent_env or ()),
-            settings.agent_command,
+            await _run_command(shlex.split(command), task, settings.agent_env or ()), command
         )
-    if settings.agent_function_path is None:
-        raise ValueError("there is no agent program: pass --agent-function-path or --agent-command")
-    fn = load_function(settings.agent_function_path)
+    fn = load_function(path)
     if is_async(fn):
         running = asyncio.run_coroutine_threadsafe(
             _contained(fn, task), background_loop("slime-agents")
@@ -108,7 +111,7 @@ async def run_program(settings: AgentConfig, task: Task) -> Reward:
         result = await asyncio.wrap_future(running)
     else:
         result = await in_thread(lambda: fn(task))
-    return reward_of(result, settings.agent_function_path)
+    return reward_of(result, path)
 
 
 def reward_of(value: object, name: str) -> Reward:

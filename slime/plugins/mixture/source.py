@@ -22,7 +22,7 @@ from slime.data.source import (
     deep_copy,
 )
 from slime.data.validate import check_data
-from slime.plugins.agents.config import ENVIRONMENT_GENERATE, PLAYED
+from slime.plugins.agents.config import ENVIRONMENT_GENERATE
 from slime.plugins.agents.environments.source import EnvironmentSource, check_environment
 from slime.plugins.mixture.config import MixedSet, read_mixture, weight_at
 from slime.plugins.mixture.curriculum import ROW, PassRates, row_of
@@ -61,12 +61,8 @@ def check(args: Args) -> list[str]:
     for mixed in read_mixture(args.prompt_mixture or ""):
         try:
             own = args_of(args, mixed).with_values(eval_prompt_data=None, eval_config=None)
-            if mixed.environment is None:
-                found = check_data(own, check_label)
-            elif mixed.environment.partition(":")[0] in PLAYED:
-                found = [f"{mixed.environment} is a program of agents, which only a whole run has"]
-            else:
-                found = check_environment(own)
+            kept = mixed.environment is None
+            found = check_data(own, check_label) if kept else check_environment(own)
         except NamedDataError as error:
             found = [str(error)]
         problems += [f"data set {mixed.name}: {line}" for line in found]

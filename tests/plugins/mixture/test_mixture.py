@@ -177,5 +177,3 @@ def test_an_environment_is_one_of_the_data_sets(tmp_path: Path) -> None:
     assert check(args.with_values(custom_rm_path=None)) == []
     wrong = mixture(tmp_path, text.replace("leg_counting", "leg_countin"))
     assert "data set game" in check(wrong)[0]
-    program = mixture(tmp_path, text.replace("reasoning_gym:leg_counting", "verifiers:x"))
-    assert "only a whole run" in check(program)[0]

@@ -252,10 +252,6 @@ class Spec:
             raise EnvironmentProblem("it has no name; the form is NAME:WHAT?key=value")
         return cls(name, what, options)
 
-    def with_default(self, key: str, value: JsonValue) -> Spec:
-        """Return a copy in which the option ``key`` has a value."""
-        return replace(self, options={key: value, **self.options})
-
     def __str__(self) -> str:
         pairs = (
             f"{key}={quote(_text(value), safe='')}" for key, value in sorted(self.options.items())
@@ -274,7 +270,9 @@ def own_seed(text: str, seed: int) -> str:
     """Return the value of ``--environment`` in its full form, with the seed of the run if it has no
     ``seed`` of its own. The user's own environments get no option that they do not ask for."""
     spec = Spec.parse(text)
-    return str(spec.with_default("seed", seed) if spec.name in parts("environment") else spec)
+    if spec.name in parts("environment"):
+        spec = replace(spec, options={"seed": seed, **spec.options})
+    return str(spec)
 
 
 @functools.cache

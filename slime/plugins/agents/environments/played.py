@@ -58,7 +58,7 @@ class Played(Environment):
 async def run(program: Program) -> Reward:
     """Play the episode that the metadata of a row name: the agent program of these environments."""
     made = environment(program.metadata[SPEC])
-    assert isinstance(made, Played), "only tasks of such environments are sent to this program"
+    assert isinstance(made, Played)  # only tasks of such environments are sent to this program
     return await made.play(int(program.metadata[NUMBER]), program)
 
 

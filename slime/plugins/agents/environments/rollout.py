@@ -19,6 +19,7 @@ from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
 from ..conversation import Conversation, ModelTurn
+from ..rollout import generate as play
 from ..trajectory import without_response
 from .base import (
     NUMBER,
@@ -29,6 +30,7 @@ from .base import (
     StepLimits,
     environment,
 )
+from .played import Played
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -38,9 +40,9 @@ _CLOSE_SECONDS = 10.0
 
 async def generate(
     args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
-) -> Sample:
+) -> Sample | list[Sample]:
     """Generate one episode of the task that the sample's metadata names; a sample without a task
-    gets one response.
+    gets one response. An environment that speaks with the model by itself is an agent program.
 
     The reward is the sum over the steps, unless ``--custom-rm-path`` is given, which then scores
     the sample. The sum is in ``metadata["environment_return"]`` in any case. A sample whose
@@ -49,6 +51,8 @@ async def generate(
     """
     if SPEC not in sample.metadata:
         return await generate_text(args, sample, sampling_params)
+    if isinstance(environment(sample.metadata[SPEC]), Played):
+        return await play(args, sample, sampling_params, evaluation)
     limits = StepLimits(args.environment_timeout, args.reward_workers)
     try:
         episode = await _start(sample, limits)

@@ -11,7 +11,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.config.hf_config import read_chat_template
 from slime.config.seeds import derive_seed
 from slime.data.chunks import shuffled
 from slime.data.sample import Sample
@@ -20,12 +19,15 @@ from slime.data.tokenizers import load_tokenizer
 from slime.rollout.prompts import encode, render_first
 from slime.types import Tokenizer
 
+from ..config import template_problem
 from .base import (
+    SPEC,
     EnvironmentProblem,
     environment,
     own_seed,
     task_sample,
 )
+from .played import Played
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -130,13 +132,13 @@ def check_environment(args: Args) -> list[str]:
         first = task_sample(own_seed(args.environment, args.rollout_seed), 0)
     except EnvironmentProblem as error:
         return [f"--environment {args.environment}: {error}"]
-    template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
-    if template == "" and not isinstance(first.prompt, str):
-        return [
-            f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, which "
-            "--environment needs"
-        ]
-    return []
+    # The endpoint of an episode that is an agent program reads the model's calls of tools.
+    played = isinstance(environment(first.metadata[SPEC]), Played)
+    parser = args.agent_tool_parser if played else "none"
+    if isinstance(first.prompt, str) and not played:
+        return []
+    problem = template_problem(args.hf_checkpoint, parser)
+    return [problem] if problem else []
 
 
 def _check_mcp(servers: list[str]) -> list[str]:

@@ -57,7 +57,6 @@ async def play_program(tmp_path: Path) -> AsyncIterator[Any]:
     speaks with the model by itself, in which the model says these texts; and what it was asked.
     """
     from slime.engines.http import close_session
-    from slime.plugins.agents.rollout import generate as generate_program
     from slime.plugins.agents.server import stop_agent_server
     from slime.rollout.state import GenerateState
 
@@ -74,7 +73,7 @@ async def play_program(tmp_path: Path) -> AsyncIterator[Any]:
             sample = await asyncio.to_thread(task_sample, own_seed(spec, 42), number)
             sample.index = sample.group_index = 0
             state = GenerateState(args)
-            made = await generate_program(args, sample, state.sampling_params)
+            made = await generate(args, sample, state.sampling_params)
             return made, [state.tokenizer.decode(body["input_ids"]) for body in engine.bodies]
 
     yield run

@@ -287,3 +287,25 @@ def test_a_class_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("class Other:\n    pass\n")
     with pytest.raises(EnvironmentProblem, match=r"Other.*slime\.environments\.base\.Environment"):
         environment(f"{tmp_path}/other.py:Other")
+
+
+async def test_a_class_of_ones_own_may_speak_with_the_model_by_itself(
+    play_program: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import aiohttp\n"
+        "from slime.environments.base import Task\n"
+        "from slime.plugins.agents.environments.played import Played, ask\n"
+        "class Own(Played):\n"
+        "    def __len__(self):\n        return 1\n"
+        "    def task(self, number):\n        return Task('Say yes.')\n"
+        "    async def play(self, number, program):\n"
+        "        body = {'model': program.model, 'messages': [{'role': 'user', 'content': 'Say yes.'}]}\n"
+        "        async with aiohttp.ClientSession() as http:\n"
+        "            url = f'{program.openai_base_url}/chat/completions'\n"
+        "            answer = await ask(http, url, program.api_key, body)\n"
+        "        return float(answer['choices'][0]['message']['content'] == 'yes')\n"
+    )
+    sample, asked = await play_program(f"{file}:Own", ["yes"])
+    assert sample.reward == 1.0 and "Say yes." in asked[0]

@@ -104,11 +104,9 @@ def test_mistakes_are_told(spec: str, said: str) -> None:
         environment(spec)
 
 
-def test_the_flag_selects_the_endpoint_and_the_program(tmp_path: Path) -> None:
+def test_the_flag_selects_the_data_source(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     args = arguments(tmp_path, environment=LETTERS)
-    assert args.custom_generate_function_path == "slime.plugins.agents.rollout.generate"
-    assert args.agent_function_path == "slime.plugins.agents.environments.played.run"
     assert args.data_source_path == "slime.plugins.agents.environments.source.EnvironmentSource"
 
 
