@@ -11,6 +11,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -192,11 +193,26 @@ def small_disk() -> Iterator[Callable[[int], None]]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
+TOLD_ONCE = (
+    ("slime.observability.best_effort", "_told"),
+    ("slime.observability.best_effort", "_failures"),
+    ("slime.observability.trace_utils", "_reported"),
+    ("slime.rollout.rm_hub.outcome", "_warned"),
+    ("slime.rollout.custom_generate", "_warned"),
+    ("slime.plugins.agents.messages", "_noted"),
+)
+"""What a process remembers because it tells it once, or now and then."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Lift the limit of ``small_disk`` before pytest reports the test: its own output may be a file
-    that is larger.
+    """Forget what earlier tests of this process have been told, so that the order of tests is no
+    matter. Lift the limit of ``small_disk`` before pytest reports the test: its own output may be a
+    file that is larger.
     """
+    for module, name in TOLD_ONCE:
+        if module in sys.modules:
+            vars(sys.modules[module])[name].clear()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         return (yield)
