@@ -9,7 +9,8 @@
 # there, and the caller has to be root; the exit status is 77 otherwise. What apt and pip are configured with on this
 # machine is lent to the build (mirrors, indexes, proxies, certificates, folders of wheels) and is not in the image.
 #
-# TMPDIR           where the folder is made (default: /tmp): 6 GB for the CPU's image, 30 GB with the other
+# TMPDIR           where the folder is made (default: /tmp). buildah copies an image three times as it keeps it: the CPU's
+#                  takes 10 GB for a while, that for CUDA 50 GB; with less room the exit status is 77 as well
 # SLIME_TEST_MODEL a model's folder to train, instead of SmolLM2-135M-Instruct, which is fetched in the image
 set -euo pipefail
 
@@ -30,6 +31,11 @@ if [ "$(id -u)" != 0 ]; then missing+=("the rights of root"); fi
 for program in buildah debootstrap; do
     if ! command -v "$program" >/dev/null; then missing+=("$program (apt-get install $program)"); fi
 done
+room=10
+if [ "${devices[*]}" != cpu ]; then room=50; fi
+if [ "$(df --output=avail --block-size=1G "${TMPDIR:-/tmp}" | tail -n 1)" -lt "$room" ]; then
+    missing+=("$room GB in ${TMPDIR:-/tmp}")
+fi
 if [ "${#missing[@]}" != 0 ]; then
     printf 'skipped: no image was built, because this needs %s\n' "$(printf '%s, ' "${missing[@]}" | sed 's/, $//')"
     exit 77

@@ -63,7 +63,7 @@ def test_the_script_that_builds_it_says_what_is_missing_and_names_no_host(tmp_pa
     script = CHECKOUT / "scripts" / "build_image.sh"
     text = script.read_text(encoding="utf-8")
     assert not re.search(r"https?://|debian\.org|pypi|/root|/opt|/work", text)
-    for program in ("bash", "dirname", "id", "sed"):
+    for program in ("bash", "df", "dirname", "id", "sed", "tail"):
         (tmp_path / program).symlink_to(str(shutil.which(program)))
     for words, status, told in (
         (["cpu"], 77, "buildah (apt-get install buildah), debootstrap"),
