@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,8 +37,14 @@ class ForkedEngine(EngineProcess):
 class Child:
     """What of :class:`subprocess.Popen` an engine's process uses."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: str) -> None:
-        self.process = context().Process(target=_serve, args=(command, environment, log))
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        log: str,
+        target: Callable[[list[str], dict[str, str], str], None] | None = None,
+    ) -> None:
+        self.process = context().Process(target=target or _serve, args=(command, environment, log))
         self.process.daemon = True
         self.process.start()
         assert self.process.pid is not None

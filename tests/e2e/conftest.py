@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked_ranks import forked_ranks
 from run_processes import MARK, alive, command_line
 from seed_desk import Desk, lay_out
 
@@ -205,6 +206,17 @@ class Runner:
             finally:
                 actors.use(None)  # later tests of this process use Ray
         return Result(code, said.getvalue(), self.tmp / "outputs" / name, self.marker)
+
+    def command(self, *words: object) -> Result:
+        """Run ``slime WORDS`` in this process, with ranks that are forked; its output is what it
+        prints on the standard output.
+        """
+        from slime.cli.main import main
+
+        said = io.StringIO()
+        with contextlib.chdir(self.tmp), contextlib.redirect_stdout(said), forked_ranks():
+            code = main([str(word) for word in words])
+        return Result(code, said.getvalue(), self.tmp, self.marker)
 
     def alive(self) -> list[psutil.Process]:
         """Processes that carry this test's mark in their environment."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -25,8 +24,7 @@ def test_the_first_cause_is_what_the_flag_did(runner, flags, extra, first: str) 
     assert ran.code == 0, ran.output
 
     def gap(*words: object) -> str:
-        command = [sys.executable, "-m", "slime.cli.main", "gap", str(ran.folder), "--step", 1]
-        result = runner.finish(runner.spawn([str(word) for word in (*command, *words)]), "run")
+        result = runner.command("gap", ran.folder, "--step", 1, *words)
         assert result.code == 0, result.output
         return result.output
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -18,9 +17,7 @@ def test_one_changed_thing_is_compared_with_the_step_as_it_was(runner, flags) ->
     assert ran.code == 0, ran.output
 
     def of_run(*words: object) -> dict:
-        command = [sys.executable, "-m", "slime.cli.main", "what-if", str(ran.folder)]
-        words = (*command, "--step", 0, "--json", *words)
-        result = runner.finish(runner.spawn([str(word) for word in words]), "run")
+        result = runner.command("what-if", ran.folder, "--step", 0, "--json", *words)
         assert result.code == 0, result.output
         found = json.loads(result.output)
         assert found["plain"]["exact"] and not found["plain"]["metrics"]["differences"]
