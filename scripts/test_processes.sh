@@ -11,7 +11,7 @@ if [ $# -eq 0 ]; then
     # A group is a file, or a whole run. Those of most tests come first, and of the whole runs, which are one test each, those
     # that take half a minute to a minute and a half: at the end, one process would wait for the other's.
     # Only files with such a mark are imported, which takes half of the time that all take.
-    long='/test_(what_if_run|lost_ranks|critic_apart|replay|train_megatron|hub_qwen|gap_run)\.py$'
+    long='/test_(lost_ranks|critic_apart|train_megatron|hub_qwen|preference_megatron)\.py$'
     found="$(cd "$here/.." && grep -rlE 'mark\.(real|slow|megatron)\b' tests --include='test_*.py' | sort)"
     mapfile -t files < <(grep -E "$long" <<<"$found"; grep -vE "$long" <<<"$found")
     set -- -n 2 --dist loadfile --durations 40 "${files[@]}"

@@ -27,6 +27,38 @@ def test_a_step_is_computed_again_and_a_changed_record_is_named(
     )  # fmt: skip
     assert ran.code == 0, ran.output
 
+    def replay(*words: object) -> tuple[int, str]:
+        result = runner.command("replay", ran.folder, *words)
+        return result.code, result.output
+
+    code, said = replay("--step", 2, "--sample", 33, "--tensors", tmp_path / "tensors")
+    assert code == 0 and "equal: this step is the recorded one, bit for bit" in said, said
+    assert "weights after the step: equal those that the engines had (version 0.3)" in said
+    assert "optimizer step 0: it adds" in said and "dloss/dlogp" in said
+    assert {"weights_before.safetensors", "actor_gradients_1.safetensors"} <= {
+        path.name for path in (tmp_path / "tensors").iterdir()
+    }
+
+    code, said = replay("--step", 1, "--through", "--json")
+    found = json.loads(said)
+    assert code == 0 and found["exact"] and found["differs"] is None and found["tensors"] > 0, said
+
+    code, said = replay("--step", 2, "--actor-num-gpus-per-node", 2)
+    assert code == 0 and "equal within the tolerance" in said and "2 ranks, DP 2" in said, said
+
+    file = tmp_path / "details" / "rollout_data" / "2.pt"
+    dump = torch.load(file, weights_only=False)
+    dump["samples"][0]["reward"] = dump["samples"][0]["reward"] + 0.5
+    torch.save(dump, file)
+    code, said = replay("--step", 2)
+    assert code == 1 and "DIFFERS, first in rollout/" in said, said
+
+
+def test_code_of_a_run_is_named_and_runs_only_where_that_is_asked(runner, flags) -> None:
+    """With the command and its ranks as processes of their own."""
+    ran = runner.inline(*flags, "--num-rollout", 1, "--dump-details", "details")
+    assert ran.code == 0, ran.output
+
     # Python files in the working directory of the run, and in that of the command, are not
     # imported.
     config = Path(ran.folder) / "attempts.jsonl"
@@ -55,44 +87,22 @@ def test_a_step_is_computed_again_and_a_changed_record_is_named(
         result = runner.finish(runner.spawn(command), "run")
         return result.code, result.output
 
-    code, said = replay("--step", 2, "--sample", 33, "--tensors", tmp_path / "tensors")
+    code, said = replay("--step", 0)
     assert code == 0 and "equal: this step is the recorded one, bit for bit" in said, said
-    assert "weights after the step: equal those that the engines had (version 0.3)" in said
-    assert "optimizer step 0: it adds" in said and "dloss/dlogp" in said
-    assert {"weights_before.safetensors", "actor_gradients_1.safetensors"} <= {
-        path.name for path in (tmp_path / "tensors").iterdir()
-    }
-
-    code, said = replay("--step", 1, "--through", "--json")
-    found = json.loads(said)
-    assert code == 0 and found["exact"] and found["differs"] is None and found["tensors"] > 0, said
-
-    code, said = replay("--step", 2, "--actor-num-gpus-per-node", 2)
-    assert code == 0 and "equal within the tolerance" in said and "2 ranks, DP 2" in said, said
-
     assert not (started / "ran").exists() and not (Path(ran.folder) / "ran").exists()
-    lines = config.read_text()
-    settings = json.loads(lines)
+    settings = json.loads(config.read_text())
     settings["settings"] |= {
         "custom_tis_function_path": "evil.f",
         "use_tis": True,
         "loss_type": "policy_loss",
     }
     config.write_text(json.dumps(settings) + "\n")
-    code, said = replay("--step", 2)
+    code, said = replay("--step", 0)
     named = f"custom_tis_function_path: evil.f ({started}/evil.py)"
     assert code == 1 and named in said and "Traceback" not in said, said
     assert not (started / "ran").exists()
-    code, said = replay("--step", 2, "--run-its-code")
+    code, said = replay("--step", 0, "--run-its-code")
     assert f"runs {named}" in said and (started / "ran").exists(), said
-    config.write_text(lines)
-
-    file = tmp_path / "details" / "rollout_data" / "2.pt"
-    dump = torch.load(file, weights_only=False)
-    dump["samples"][0]["reward"] = dump["samples"][0]["reward"] + 0.5
-    torch.save(dump, file)
-    code, said = replay("--step", 2)
-    assert code == 1 and "DIFFERS, first in rollout/" in said, said
 
 
 @pytest.mark.long
