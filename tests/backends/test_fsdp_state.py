@@ -177,8 +177,10 @@ def test_moved_copies_come_back_where_parameters_are_on_an_accelerator(
     not the copy that lies in CPU memory. Simulated: on the parameters' mesh it returns a copy, and
     one rank is sharded, too."""
 
-    def on_a_mesh(scorer: Any, hf: Any, device: torch.device, mesh: None, *args: Any) -> None:
-        shard(scorer, hf, device, model.shard_mesh(device, 1, None), *args)
+    def on_a_mesh(
+        scorer: Any, hf: Any, device: torch.device, mesh: None, *args: Any, **more: Any
+    ) -> None:
+        shard(scorer, hf, device, model.shard_mesh(device, 1, None), *args, **more)
 
     shard = model.shard
     monkeypatch.setattr(model, "shard", on_a_mesh)
