@@ -286,7 +286,7 @@ class OffPolicyConfig(Section):
     log-probs
     """
     use_rollout_routing_replay: bool = False
-    """Megatron with SGLang: route tokens in training to the same experts as in the engine; implies
+    """With SGLang: route tokens in training to the same experts as in the engine; implies
     --use-routing-replay"""
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from slime.data.fields import RankBatch
-from slime.data.packing import build_context_pack, build_pack, distinct_scores
+from slime.data.packing import PackLayout, build_context_pack, build_pack, distinct_scores
 from slime.models.loading import ModelError
 from slime.models.masked_attention import image_blocks_of, images_see_ahead
 from slime.models.segments import PackSegments, to_device
@@ -57,6 +57,8 @@ class ModelInputs:
             has; else None.
         distinct: What to score where many samples have response tokens in common; None: all
             response tokens.
+        sample_rows: For each sample, rows of the flattened inputs, int64 ``[n]``, and the positions
+            in the sample of the tokens that they hold.
     """
 
     kwargs: dict[str, object]
@@ -66,6 +68,7 @@ class ModelInputs:
     nuclei: Nuclei | None = None
     response_index: list[Tensor] | None = None
     distinct: Distinct | None = None
+    sample_rows: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,7 @@ class InputBuilder:
             self._move(layout.targets),
             layout.response_lengths,
             distinct=None if distinct is None else Distinct(*map(self._move, distinct)),
+            sample_rows=_sample_rows(layout),
         )
 
     def _context_packed(
@@ -223,7 +227,14 @@ class InputBuilder:
         index = [torch.from_numpy(x) for x in layout.response_index or []]
         rows = self._move(layout.logit_index)
         targets = self._move(layout.targets)
-        return ModelInputs(kwargs, rows, targets, layout.response_lengths, response_index=index)
+        return ModelInputs(
+            kwargs,
+            rows,
+            targets,
+            layout.response_lengths,
+            response_index=index,
+            sample_rows=_sample_rows(layout),
+        )
 
     def _padded(
         self,
@@ -268,6 +279,10 @@ class InputBuilder:
             self._move(np.concatenate(index)),
             self._move(np.concatenate(targets)),
             responses,
+            sample_rows=[
+                (np.arange(total) + row * width, np.arange(total))
+                for row, total in enumerate(lengths)
+            ],
         )
 
     def _media(self, multimodal: Sequence[Multimodal]) -> dict[str, Tensor]:
@@ -326,3 +341,8 @@ class InputBuilder:
 
     def _move(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)
+
+
+def _sample_rows(layout: PackLayout) -> list[tuple[np.ndarray, np.ndarray]]:
+    rows = map(layout.rows_of, range(len(layout.sample_ranges)))
+    return [(mine, layout.positions[mine]) for mine in rows]

@@ -20,11 +20,14 @@ from slime.backends.create import create_backend
 from slime.backends.fsdp import expert_parallel
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.fsdp.gathering import whole_tensors
+from slime.backends.train_loop import train_on_rollout
+from slime.data.fields import RankBatch
 
 Result = dict[str, Any]
 Case = tuple[str, dict[str, Any]]
 CONTEXT = {"megatron": {"context_parallel_size": 2}}
 RECOMPUTED = {"gradient_checkpointing": True}
+ROUTES = dict(use_rollout_routing_replay=True, use_routing_replay=True)
 ADAPTER = LORA | dict(lora_target_modules=["all-linear", "experts"], lora_sync="merged")
 TWO: dict[str, Case] = {
     "Qwen3-MoE": ("Qwen3-MoE", {}),
@@ -46,6 +49,8 @@ TWO: dict[str, Case] = {
     "muon": ("Qwen3-MoE", {"optimizer": "muon"}),
     "adapter": ("Qwen3-MoE", ADAPTER),
     "critic": ("Qwen3-MoE", {"advantage_estimator": "ppo"}),
+    "routes": ("GLM-4.5", ROUTES | RECOMPUTED),
+    "adapter, routes": ("Qwen3-MoE", ADAPTER | ROUTES | CONTEXT),
 }
 """By name: the model and its flags on two ranks, each of which has half of the experts."""
 LONG = ("Qwen2-MoE", "GLM-4.5", "GLM-4.7-Flash", "DeepSeek V3.2", "Granite 4")
@@ -90,6 +95,17 @@ def whole(named: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in whole_tensors(named)}
 
 
+def with_routes(batch: RankBatch, layers: int) -> RankBatch:
+    """Add the experts of an engine: two of four for every token but the last, drawn from the
+    sample's own tokens."""
+    routes = []
+    for tokens in batch["tokens"]:
+        generator = torch.Generator().manual_seed(int(tokens.sum()))
+        draws = torch.rand(len(tokens) - 1, layers, 4, generator=generator)
+        routes.append(draws.argsort(-1)[..., :2].to(torch.uint8))
+    return batch | {"rollout_routed_experts": routes}
+
+
 def steps(ranks: Rank, model: str, **flags: Any) -> Result:
     """Two steps: of three groups, so that one of two ranks has a micro-batch less, and of one that
     has nothing to do.
@@ -114,13 +130,18 @@ def steps(ranks: Rank, model: str, **flags: Any) -> Result:
         return outputs(self, rows, counts)
 
     expert_parallel.expert_outputs = counted
-    samples = make_samples(groups=3)
-    batch = rank_batch(samples, backend.data_parallel_rank, backend.data_parallel_size)
+
+    def batch_of(samples: list[Any]) -> RankBatch:
+        batch = rank_batch(samples, backend.data_parallel_rank, backend.data_parallel_size)
+        return with_routes(batch, 2) if backend.replay is not None else batch
+
+    batch = batch_of(make_samples(groups=3))
+    few = batch_of(make_samples(3, seed=3, zero_groups=2))
     scores = backend.values(batch) if backend.role == "critic" else None
     result = dict(
         scores=scores or backend.log_probs(batch)["log_probs"],
         groups=batch["group_indices"],
-        metrics=[train(backend, samples), train(backend, make_samples(3, seed=3, zero_groups=2))],
+        metrics=[train_on_rollout(backend, backend.args, x)[0] for x in (batch, few)],
         gradients=gradients,
         weights=whole([(name, p.detach()) for name, p in backend.named_parameters]),
         held={name: len(local(p)) for name, p in backend.named_parameters},

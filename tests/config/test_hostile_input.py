@@ -213,15 +213,18 @@ def test_a_hook_with_other_parameters_is_a_problem_of_the_command(workplace) -> 
 
 
 def test_routing_replay_needs_an_engine_that_records(workplace) -> None:
+    workplace.use(GPUS)
+    for backend in ("fsdp", "megatron"):
+        line = f"--train-backend {backend} --use-rollout-routing-replay --rollout-backend sglang"
+        assert not any("routing-replay" in p for p in workplace.problems(line))
+    asked = workplace.problems(f"{line} --sglang-device cpu")
+    assert any("routing-replay" in p for p in asked)
+
+
+def test_routing_replay_is_not_for_engines_on_a_cpu(workplace) -> None:
     moe = "--train-backend megatron --use-rollout-routing-replay"
     assert any(
         "chosen experts" in p for p in workplace.problems(f"{moe} --rollout-backend embedded")
     )
     on_cpu = workplace.problems(f"{moe} --rollout-backend sglang")
     assert any("--use-rollout-routing-replay" in p for p in on_cpu)
-    workplace.use(GPUS)
-    assert not any(
-        "routing-replay" in p for p in workplace.problems(f"{moe} --rollout-backend sglang")
-    )
-    asked = workplace.problems(f"{moe} --rollout-backend sglang --sglang-device cpu")
-    assert any("routing-replay" in p for p in asked)

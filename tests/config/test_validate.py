@@ -97,7 +97,7 @@ ONE_PROBLEM = [
         "--train-backend megatron --actor-num-gpus-per-node 3 --tensor-model-parallel-size 2",
         "not a multiple",
     ),
-    ("--use-routing-replay", "does not replay"),
+    ("--use-routing-replay", "routing of engines only"),
     ("--train-backend megatron --fp8-format e4m3", "Transformer Engine"),
     ("--train-backend megatron --moe-aux-loss-coeff 0.01", "load-balancing"),
     ("--use-stateless-adam --train-backend megatron", "--use-stateless-adam exclude"),

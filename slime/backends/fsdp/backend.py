@@ -35,6 +35,7 @@ from slime.backends.fsdp.hf_weights import (
 from slime.backends.fsdp.lora import FsdpAdapter
 from slime.backends.fsdp.model import build_scorer, checkpoint_names, from_first_rank
 from slime.backends.fsdp.optimizer import ScheduledAdamW
+from slime.backends.fsdp.routing import RoutingReplay
 from slime.backends.loss_inputs import Scores
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.micro_batches import MicroBatches, ResponseValues
@@ -95,6 +96,10 @@ class FsdpBackend(SharedBackend):
         self.scorer, builder = build_scorer(args, role, device, world_size, read)
         self.builder = replace(builder, context_group=self.context_group)
         model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
+        self.replay: RoutingReplay | None = None
+        if args.use_rollout_routing_replay and role == "actor":
+            assert isinstance(model, PreTrainedModel)
+            self.replay = RoutingReplay(decoder_layers(model))
         self.cast: CastParameters | None = None
         """What replaces FSDP's mixed precision on one rank."""
         if world_size == 1 and (args.train_dtype != "float32" or args.fsdp_cpu_offload):
@@ -146,6 +151,10 @@ class FsdpBackend(SharedBackend):
         """
         return nullcontext() if self.cast is None else self.cast.in_use()
 
+    def _replayed(self, batch: RankBatch) -> AbstractContextManager[None]:
+        """Let the policy use the engine's experts within the context."""
+        return nullcontext() if self.replay is None else self.replay.during(batch)
+
     def _over_shards(self, value: float) -> float:
         """Return the sum over the shards of one replica.
 
@@ -182,7 +191,9 @@ class FsdpBackend(SharedBackend):
         scorer = self.scorer
         assert isinstance(scorer, PolicyScorer), "a critic has no log-probs"
         names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
-        with self.using(model):
+        # Other models choose their experts themselves.
+        policy = model in ("actor", "old_actor")
+        with self.using(model), self._replayed(batch) if policy else nullcontext():
             return self._score(
                 batch, names, lambda inputs: scorer(inputs, divisor, with_entropy)[0]
             )
@@ -256,7 +267,7 @@ class FsdpBackend(SharedBackend):
         shares: dict[str, float] = {}
         parts = []
         micro_batches = self.aligned(trained)
-        with self._in_pass_dtype():
+        with self._in_pass_dtype(), self._replayed(batch):
             for number, indices in enumerate(micro_batches, start=1):
                 self.communicate_for(last=number == len(micro_batches))
                 parts.append(self.backward_pass(batch, indices, step, log_probs))
@@ -335,10 +346,14 @@ class FsdpBackend(SharedBackend):
 
     def _inputs(self, batch: RankBatch, indices: list[int]) -> ModelInputs:
         if indices:
-            return self.builder.from_batch(batch, indices)
-        # The smallest possible sample, with one token to attend to and one to score. Only its
-        # collectives matter.
-        return self.builder.build([torch.zeros(2, dtype=torch.long)], [1], [0], [None])
+            inputs = self.builder.from_batch(batch, indices)
+        else:
+            # The smallest possible sample, with one token to attend to and one to score. Only its
+            # collectives matter.
+            inputs = self.builder.build([torch.zeros(2, dtype=torch.long)], [1], [0], [None])
+        if self.replay is not None:
+            self.replay.prepare(indices, inputs)
+        return inputs
 
     def _reshard(self) -> None:
         """Free the gathered weights, which FSDP's root and some layers keep after a forward.

@@ -101,7 +101,7 @@ def build_scorer(
     policy = PolicyScorer(model, args.log_probs_chunk_size)
     layout = (
         packed,
-        args.share_prompt_in_pack,
+        args.share_prompt_in_pack and not args.use_rollout_routing_replay,
         args.data_pad_size_multiplier,
         DTYPES[args.train_dtype],
         stateful,

@@ -164,7 +164,7 @@ def _kv(model: PreTrainedModel, only: Only, dtype: torch.dtype) -> None:
 
 
 def _of_experts(reference: Reference) -> Iterator[Cause]:
-    flag = "--use-rollout-routing-replay (Megatron with SGLang)"
+    flag = "--use-rollout-routing-replay (with SGLang)"
     if any(one.routes is not None for one in reference.samples):
         text = "flipped routes: the engine's recorded experts are others"
         yield Cause(text, flag, _changed(routed=True), False)

@@ -1,0 +1,141 @@
+"""Routing replay (``--use-rollout-routing-replay``): the policy sends each token to the experts to
+which the engine sent it (R3).
+
+Routers of transformers choose experts with one ``topk`` over their scores, and take the weights of
+the experts from scores of theirs. Here this ``topk`` is answered with the engine's experts, so that
+weights and gradients are those of the current scores. Where the engine's experts are not known (the
+last token of a sample, padding), the router chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from slime.backends.fsdp.expert_parallel import experts_of
+from slime.data.fields import RankBatch
+from slime.models.inputs import ModelInputs
+from slime.models.loading import ModelError
+from slime.models.segments import to_device
+
+FLAG = "--use-rollout-routing-replay"
+ROUTES = "rollout_routed_experts"
+"""The key of the engine's experts, ``[total_length - 1, layers, topk]`` for each sample."""
+NAMES = ("gate", "router")
+"""How routers of transformers are named."""
+
+
+class RoutingReplay:
+    """The routers of all decoder layers.
+
+    Raises:
+        ModelError: No layer has experts, or a layer with experts has not one router.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._batch: RankBatch | None = None
+        self._routes: Tensor | None = None
+        """int16 ``[rows, layers with experts, topk]`` of the micro-batch; -1: the router
+        chooses."""
+        self._layers = len(layers)
+        self._routed: list[int] = []  # the numbers of the layers with experts
+        for number, layer in enumerate(layers):
+            if not list(experts_of(layer)):
+                continue
+            routers = [
+                part
+                for name, part in layer.named_modules()
+                if name.rpartition(".")[2] in NAMES and hasattr(part, "num_experts")
+            ]
+            if len(routers) != 1:
+                raise ModelError(f"{FLAG}: {type(layer).__name__} has no known router: omit it")
+            self._replace(routers[0], len(self._routed))
+            self._routed.append(number)
+        if not self._routed:
+            raise ModelError(f"{FLAG}: no decoder layer has routed experts: omit it")
+
+    @contextmanager
+    def during(self, batch: RankBatch) -> Iterator[None]:
+        """Replay the routes of a batch within the context."""
+        if batch.get(ROUTES) is None:
+            raise ModelError(f"{FLAG}: the samples have no experts of the engine")
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = self._routes = None
+
+    def prepare(self, indices: Sequence[int], inputs: ModelInputs) -> None:
+        """Let the next forward, also when it is recomputed in backward, have the routes of the
+        samples at ``indices`` of the batch. A dummy has none."""
+        self._routes = None
+        if self._batch is None or not indices:
+            return
+        ids = inputs.kwargs["input_ids"]
+        assert isinstance(ids, Tensor)
+        samples = [np.asarray(self._batch[ROUTES][i]) for i in indices]
+        count, topk = samples[0].shape[1:]
+        # Engines report all layers, or those with experts.
+        every = list(range(len(self._routed)))
+        columns = {self._layers: self._routed, len(self._routed): every}
+        if count not in columns:
+            raise ModelError(
+                f"{FLAG}: the engine chose experts in {count} layers, but the model has "
+                f"{self._layers}, {len(self._routed)} of them with experts"
+            )
+        routes = np.full((ids.numel(), len(self._routed), topk), -1, np.int16)
+        for sample, (rows, positions) in zip(samples, inputs.sample_rows, strict=True):
+            known = positions < len(sample)
+            routes[rows[known]] = sample[positions[known]][:, columns[count]]
+        self._routes = to_device(routes, ids.device)
+
+    def _replace(self, router: nn.Module, place: int) -> None:
+        forward = router.forward
+
+        @torch.compiler.disable  # it does not trace the mode
+        def replayed(*given: Tensor) -> tuple[Tensor, ...]:
+            if self._routes is None:
+                return forward(*given)
+            with _Answers(self._routes[:, place].long(), router.num_experts) as answers:
+                result: tuple[Tensor, ...] = forward(*given)
+            if not answers.given:
+                raise ModelError(
+                    f"{FLAG}: {type(router).__name__} does not choose {self._routes.shape[2]} "
+                    f"experts, as the engine did, by one topk over {router.num_experts} scores"
+                )
+            return result
+
+        router.forward = replayed
+
+
+class _Answers(TorchFunctionMode):
+    """Answers the ``topk`` over the scores of all ``experts`` with ``chosen``, ``[rows, topk]``.
+    Those over groups of experts have other shapes."""
+
+    def __init__(self, chosen: Tensor, experts: int) -> None:
+        super().__init__()
+        self.chosen = chosen
+        self.scores = (len(chosen), experts)
+        self.given = False
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        result = function(*args, **kwargs or {})
+        if function not in (torch.topk, Tensor.topk) or args[0].shape != self.scores:
+            return result
+        if result.indices.shape != self.chosen.shape:
+            return result
+        self.given = True
+        chosen = torch.where(self.chosen < 0, result.indices, self.chosen)
+        return torch.return_types.topk((args[0].gather(1, chosen), chosen))
