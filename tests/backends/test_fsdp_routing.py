@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from every_family import FAMILIES, save_tiny
 
 from slime.backends.fsdp.backend import FsdpBackend
-from slime.backends.train_loop import train_on_rollout
+from slime.backends.train_loop import score_probe, train_on_rollout
 from slime.data.fields import RankBatch
 from slime.models.loading import ModelError, decoder_layers
 from slime.models.scorer import PolicyScorer
@@ -233,6 +233,12 @@ def test_a_reference_model_and_unknown_routes_choose_themselves(tmp_path: Path) 
     mixed = backend.log_probs(batch | {ROUTES: some})["log_probs"]
     assert_alike(mixed[1::2], routed[1::2], rtol=1e-5, atol=1e-5)
     assert_alike(mixed[::2], want[::2], rtol=1e-5, atol=1e-5)
+
+
+def test_a_probe_of_the_weights_has_no_routes(tmp_path: Path) -> None:
+    folder = family("Qwen3-MoE", tmp_path)
+    plain, backend = (make_backend(make_args(folder, **flags)) for flags in ({}, REPLAY))
+    assert score_probe(backend, range(9)) == score_probe(plain, range(9))
 
 
 def test_what_cannot_be_replayed_is_told(tmp_path: Path) -> None:

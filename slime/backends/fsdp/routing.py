@@ -39,7 +39,7 @@ class RoutingReplay:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._batch: RankBatch | None = None
+        self._chosen: Sequence[Tensor] | None = None
         self._routes: Tensor | None = None
         """int16 ``[rows, layers with experts, topk]`` of the micro-batch; -1: the router
         chooses."""
@@ -62,24 +62,25 @@ class RoutingReplay:
 
     @contextmanager
     def during(self, batch: RankBatch) -> Iterator[None]:
-        """Replay the routes of a batch within the context."""
-        if batch.get(ROUTES) is None:
+        """Replay the routes of a batch within the context. A probe, which is no sample of a rollout,
+        has none."""
+        if batch.get(ROUTES) is None and "rewards" in batch:
             raise ModelError(f"{FLAG}: the samples have no experts of the engine")
-        self._batch = batch
+        self._chosen = batch.get(ROUTES)
         try:
             yield
         finally:
-            self._batch = self._routes = None
+            self._chosen = self._routes = None
 
     def prepare(self, indices: Sequence[int], inputs: ModelInputs) -> None:
         """Let the next forward, also when it is recomputed in backward, have the routes of the
         samples at ``indices`` of the batch. A dummy has none."""
         self._routes = None
-        if self._batch is None or not indices:
+        if self._chosen is None or not indices:
             return
         ids = inputs.kwargs["input_ids"]
         assert isinstance(ids, Tensor)
-        samples = [np.asarray(self._batch[ROUTES][i]) for i in indices]
+        samples = [np.asarray(self._chosen[i]) for i in indices]
         count, topk = samples[0].shape[1:]
         # Engines report all layers, or those with experts.
         every = list(range(len(self._routed)))
