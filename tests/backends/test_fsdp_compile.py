@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from expert_ranks import ROUTES, with_routes
 from fsdp_helpers import (
     make_args,
     make_backend,
     make_samples,
     save_tiny_qwen3,
+    save_tiny_qwen3_moe,
     weights_of,
     whole_batch,
 )
@@ -149,3 +151,21 @@ def test_layers_with_an_adapter_compile_once(tmp_path: Path, compiler: None) -> 
         for name in ("train/loss", "train/grad_norm", "train/kl_loss", "rollout/ref_log_probs"):
             assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), (seed, name)
     assert graphs[0] > 0 and graphs[-1] == graphs[1], graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
+def test_layers_that_replay_routes_share_their_code(tmp_path: Path, compiler: None) -> None:
+    graphs = []
+    for layers in (2, 4):
+        model = save_tiny_qwen3_moe(tmp_path / str(layers), num_hidden_layers=layers)
+        batch = with_routes(whole_batch(make_samples()), layers)
+        torch._dynamo.reset()
+        counters.clear()
+        want, got = (
+            make_backend(make_args(model, **ROUTES, compile_layers=compiled)).log_probs(batch)
+            for compiled in (False, True)
+        )
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[1], graphs

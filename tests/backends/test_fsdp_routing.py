@@ -186,7 +186,7 @@ def by_hand(backend: FsdpBackend, routes: list[Tensor]) -> None:
     ids=["packed", "recomputed", "padded", "adapter"],
 )
 def test_a_step_is_that_of_a_loop_over_tokens(changes: dict[str, Any], tmp_path: Path) -> None:
-    folder = family("Qwen3-MoE", tmp_path)
+    folder = family("Qwen3-MoE", tmp_path, norm_topk_prob=True)
     batch = with_routes(whole_batch(make_samples(2), micro_batch_size=8), 2)
     plain = make_backend(make_args(folder, **NO_PREFIXES))
     without = plain.log_probs(batch)["log_probs"]

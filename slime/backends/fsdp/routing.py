@@ -9,6 +9,7 @@ last token of a sample, padding), the router chooses.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +41,7 @@ class RoutingReplay:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._chosen: Sequence[Tensor] | None = None
-        self._routes: Tensor | None = None
+        self.routes: Tensor | None = None
         """int16 ``[rows, layers with experts, topk]`` of the micro-batch; -1: the router
         chooses."""
         self._layers = len(layers)
@@ -48,14 +49,16 @@ class RoutingReplay:
         for number, layer in enumerate(layers):
             if not list(experts_of(layer)):
                 continue
-            routers = [
+            routers: list[nn.Module] = [
                 part
                 for name, part in layer.named_modules()
                 if name.rpartition(".")[2] in NAMES and hasattr(part, "num_experts")
             ]
             if len(routers) != 1:
                 raise ModelError(f"{FLAG}: {type(layer).__name__} has no known router: omit it")
-            self._replace(routers[0], len(self._routed))
+            (router,) = routers
+            router.__class__ = _replaying(type(router))
+            vars(router).update(replay=self, place=len(self._routed))
             self._routed.append(number)
         if not self._routed:
             raise ModelError(f"{FLAG}: no decoder layer has routed experts: omit it")
@@ -70,12 +73,12 @@ class RoutingReplay:
         try:
             yield
         finally:
-            self._chosen = self._routes = None
+            self._chosen = self.routes = None
 
     def prepare(self, indices: Sequence[int], inputs: ModelInputs) -> None:
         """Let the next forward, also when it is recomputed in backward, have the routes of the
         samples at ``indices`` of the batch. A dummy has none."""
-        self._routes = None
+        self.routes = None
         if self._chosen is None or not indices:
             return
         ids = inputs.kwargs["input_ids"]
@@ -94,25 +97,31 @@ class RoutingReplay:
         for sample, (rows, positions) in zip(samples, inputs.sample_rows, strict=True):
             known = positions < len(sample)
             routes[rows[known]] = sample[positions[known]][:, columns[count]]
-        self._routes = to_device(routes, ids.device)
+        self.routes = to_device(routes, ids.device)
 
-    def _replace(self, router: nn.Module, place: int) -> None:
-        forward = router.forward
 
-        @torch.compiler.disable  # it does not trace the mode
-        def replayed(*given: Tensor) -> tuple[Tensor, ...]:
-            if self._routes is None:
-                return forward(*given)
-            with _Answers(self._routes[:, place].long(), router.num_experts) as answers:
-                result: tuple[Tensor, ...] = forward(*given)
+@functools.cache  # compiled layers share their code if the classes of their parts are the same
+def _replaying(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of routers that use the experts of :class:`RoutingReplay`."""
+
+    class ReplayingRouter(kind):  # type: ignore[misc, valid-type]
+        # A graph break: the mode cannot be traced.
+        @torch.compiler.disable
+        def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+            routes: Tensor | None = self.replay.routes
+            if routes is None:
+                return super().forward(*given)
+            with _Answers(routes[:, self.place].long(), self.num_experts) as answers:
+                result: tuple[Tensor, ...] = super().forward(*given)
             if not answers.given:
                 raise ModelError(
-                    f"{FLAG}: {type(router).__name__} does not choose {self._routes.shape[2]} "
-                    f"experts, as the engine did, by one topk over {router.num_experts} scores"
+                    f"{FLAG}: {kind.__name__} does not choose {routes.shape[2]} experts, as the "
+                    f"engine did, by one topk over {self.num_experts} scores"
                 )
             return result
 
-        router.forward = replayed
+    ReplayingRouter.__name__ = kind.__name__
+    return ReplayingRouter
 
 
 class _Answers(TorchFunctionMode):
