@@ -57,7 +57,8 @@ class RoutingReplay:
             if len(routers) != 1:
                 raise ModelError(f"{FLAG}: {type(layer).__name__} has no known router: omit it")
             (router,) = routers
-            router.__class__ = _replaying(type(router))
+            # mypy reads the class as an object, which is no Hashable to it
+            router.__class__ = _replaying(type(router))  # type: ignore[arg-type]
             vars(router).update(replay=self, place=len(self._routed))
             self._routed.append(number)
         if not self._routed:
