@@ -28,7 +28,7 @@ TOKENS = {
     "agent": 116,
     "algorithms": 7_236,
     "api": 10_099,
-    "backends": 40_752,
+    "backends": 40_758,
     "checkpoint": 8_338,
     "cli": 694,
     "cluster": 33_981,

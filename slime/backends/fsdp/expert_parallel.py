@@ -10,6 +10,7 @@ parallelism. Therefore the optimizer, snapshots, copies and weight syncs need to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -82,7 +83,8 @@ def exchange_tokens(layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
                 f"{FLAG}: the {ranks} ranks that share a replica cannot have as many of the "
                 f"{count} experts each: use an --fsdp-shard-size that divides {count}"
             )
-        module.__class__ = _exchanging(type(module))
+        # mypy reads the class as an object, which is no Hashable to it
+        module.__class__ = _exchanging(type(module))  # type: ignore[arg-type]
         module.expert_group = mesh.get_group("expert")  # type: ignore[assignment]
 
 
@@ -101,6 +103,7 @@ def divide_experts(module: nn.Module, mesh: DeviceMesh, device: torch.device) ->
             setattr(part, name, nn.Parameter(divided, requires_grad=whole.requires_grad))
 
 
+@functools.cache  # compiled layers share their code if the classes of their parts are the same
 def _exchanging(experts: type[nn.Module]) -> type[nn.Module]:
     """Return the class of experts that compute the tokens of all ranks of their group."""
 
