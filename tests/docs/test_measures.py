@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "files_above_400_lines": 52,
-    "functions_above_60_lines": 20,
+    "functions_above_60_lines": 19,
     "getattr_of_args_with_default": 0,
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
@@ -28,7 +28,7 @@ TOKENS = {
     "agent": 116,
     "algorithms": 7_236,
     "api": 10_099,
-    "backends": 40_758,
+    "backends": 40_908,
     "checkpoint": 8_338,
     "cli": 694,
     "cluster": 33_981,
@@ -60,9 +60,9 @@ TOKENS = {
     "plugins/trackers": 2_193,
     "plugins/vllm": 7_014,
     "plugins/workers": 2_889,
-    "plugins/megatron": 47_050,
+    "plugins/megatron": 47_047,
     "plugins/muon": 1_566,
-    "plugins/gap": 7_374,
+    "plugins/gap": 7_283,
     "plugins/actors": 5_117,
     "plugins/restarts": 3_297,
 }

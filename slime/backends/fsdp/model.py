@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,19 +34,20 @@ from slime.backends.fsdp.expert_parallel import (
 )
 from slime.backends.fsdp.hf_weights import (
     DTYPES,
-    VARLEN,
     read_checkpoint,
     require_same_names,
     share_weight_conversions,
 )
 from slime.backends.fsdp.lora import add_adapter
 from slime.backends.fsdp.low_precision import quantize_base, use_float8
+from slime.backends.loss_type import LossType
 from slime.backends.offload import copied_to
 from slime.backends.trainable import Patterns, lora_settings, select_trainable
 from slime.config.algorithm import registered_loss
 from slime.config.args import Args
 from slime.config.hf_config import rotary_limit
 from slime.config.seeds import derive_seed
+from slime.data.schedule import PackingSettings
 from slime.models.fused import fuse, use_compiled_convolutions, use_compiled_norms
 from slime.models.grouped_experts import use_grouped_experts
 from slime.models.inputs import InputBuilder
@@ -84,69 +85,72 @@ def build_scorer(
     Raises:
         ModelError: The checkpoint or its architecture cannot be trained with these flags.
     """
-    loss = registered_loss(args)
     # What is read, and by whom. Ranks other than the first build the model without memory, so they
     # need the names of the conversions that rank 0 found in the checkpoint.
-    packed = (args.attn_implementation or VARLEN) == VARLEN
+    packing = PackingSettings.from_args(args)
     reads = world_size == 1 or dist.get_rank() == 0
     lora, model = lora_settings(args), read or read_checkpoint(args, empty=not reads)
     if world_size > 1:
         share_weight_conversions(model)
-    if args.attn_implementation == "sdpa" and plain_attention(model.config) == "eager":
-        what = f"{type(model).__name__} soft-caps its scores, which SDPA leaves out"
-        raise ModelError(f"{what}: use --attn-implementation eager")
+    _require_caps(model, args.attn_implementation)
     # The packed attention and the layers with a state are compared with plain transformers once, on
     # the rank that has the weights. A wrong kernel would train without an error.
-    stateful = packed and prepare_packing(model)
+    stateful = not packing.pads and prepare_packing(model)
     policy = PolicyScorer(model, args.log_probs_chunk_size)
-    layout = (
-        packed,
-        args.share_prompt_in_pack and not args.use_rollout_routing_replay,
-        args.data_pad_size_multiplier,
-        DTYPES[args.train_dtype],
-        stateful,
-    )
+    layout = packing, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
     if reads:
         _check(policy, _builder(model, check_device(device, stateful), *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         _use_kernels(model, stateful, bool(args.compile_layers))
-    divided = None
-    if args.fsdp_expert_parallel_size > 1:  # before adapters, which derive from these experts
-        size = args.fsdp_shard_size or world_size
-        divided = expert_mesh(device, world_size, size, args.fsdp_expert_parallel_size)
-        exchange_tokens(decoder_layers(model), divided)
+    # Adapters derive from the classes of experts, so these are divided before.
+    replica = args.fsdp_shard_size or world_size
+    divided = _divide(model, device, world_size, replica, args.fsdp_expert_parallel_size)
     if lora is not None:
-        add_adapter(
-            model, decoder_layers(model), lora, args.seed, args.load if role == "actor" else None
-        )
+        folder = args.load if role == "actor" else None
+        add_adapter(model, decoder_layers(model), lora, args.seed, folder)
     # Parameters are selected by their names in the checkpoint before the casts, which treat trained
     # and frozen ones differently.
-    scorer: Scorer = (
-        ValueScorer(model, derive_seed(args.seed, "value head"))
-        if role == "critic" or (loss is not None and loss.scores_responses)
-        else policy
-    )
+    scorer = _of_role(policy, role, registered_loss(args), args.seed)
     _select(scorer, model, args.only_train_params_name_list, args.freeze_params_name_list)
     _set_precision(args, scorer, model, lora is not None, device)
-    # Recomputation goes inside of compiled layers, and both inside of FSDP's hooks, so the order is
-    # fixed.
+    # Recomputation goes inside of compiled layers, and both inside of FSDP's hooks.
     if args.gradient_checkpointing:
-        block = args.megatron.get("recompute_method") == "block"
-        count = args.megatron.get("recompute_num_layers") if block else None
-        _checkpoint_layers(model, count, args.offload_activations)
+        _checkpoint_layers(model, args.megatron, args.offload_activations)
     if args.compile_layers:
         compile_layers(model)
         policy.fused = True
     mesh = None if world_size == 1 else shard_mesh(device, world_size, args.fsdp_shard_size)
-    flags = (
-        args.fsdp_reshard_after_forward,
-        args.fsdp_cpu_offload,
-        bool(args.megatron.get("grad_reduce_in_bf16")),
-    )
-    shard(scorer, model, device, mesh, DTYPES[args.train_dtype], *flags, divided=divided)
+    flags = args.fsdp_reshard_after_forward, args.fsdp_cpu_offload
+    narrow = bool(args.megatron.get("grad_reduce_in_bf16"))
+    shard(scorer, model, device, mesh, DTYPES[args.train_dtype], *flags, narrow, divided)
     if world_size > 1:
         require_same_names(model)
     return scorer, _builder(model, device, *layout)
+
+
+def _require_caps(model: PreTrainedModel, attention: str | None) -> None:
+    if attention == "sdpa" and plain_attention(model.config) == "eager":
+        what = f"{type(model).__name__} soft-caps its scores, which SDPA leaves out"
+        raise ModelError(f"{what}: use --attn-implementation eager")
+
+
+def _of_role(policy: PolicyScorer, role: str, loss: LossType | None, seed: int) -> Scorer:
+    """Return what scores the model of ``policy`` for a role: log-probs, or values of its own head."""
+    if role == "critic" or (loss is not None and loss.scores_responses):
+        return ValueScorer(policy.hf, derive_seed(seed, "value head"))
+    return policy
+
+
+def _divide(
+    model: PreTrainedModel, device: torch.device, world_size: int, replica: int, experts: int
+) -> DeviceMesh | None:
+    """Let ``experts`` ranks of a replica exchange the tokens of their experts; return the mesh that
+    divides these."""
+    if experts == 1:
+        return None
+    mesh = expert_mesh(device, world_size, replica, experts)
+    exchange_tokens(decoder_layers(model), mesh)
+    return mesh
 
 
 def _set_precision(
@@ -209,8 +213,7 @@ def check_device(device: torch.device, stateful: bool) -> torch.device:
 def _builder(
     model: PreTrainedModel,
     device: torch.device,
-    packed: bool,
-    shares_prompts: bool,
+    packing: PackingSettings,
     multiple: int,
     dtype: torch.dtype,
     stateful: bool,
@@ -219,8 +222,8 @@ def _builder(
     return InputBuilder(
         backbone=backbone_of(model),
         device=device,
-        packed=packed,
-        share_prompts=packed and shares_prompts,
+        packed=not packing.pads,
+        share_prompts=packing.shares_prompts,
         pad_to_multiple=multiple if on_cuda else 1,  # the CPU has no kernels to reuse
         longest=rotary_limit(model.config.get_text_config().to_dict()),
         float_dtype=dtype if on_cuda else torch.float32,
@@ -244,17 +247,19 @@ def _cast(scorer: Scorer, dtype: torch.dtype, trained: bool) -> None:
 
 
 def _checkpoint_layers(
-    model: PreTrainedModel, count: int | None = None, offload: bool = False
+    model: PreTrainedModel, given: Mapping[str, Any], offload: bool = False
 ) -> None:
-    """Let backward recompute the activations of each layer, or of the first ``count`` decoder
-    layers.
+    """Let backward recompute the activations of each layer, or of the first decoder layers.
 
     This needs layers in training mode, but all modules in them stay in eval mode: dropout in the
     update of a policy would make its importance ratios wrong.
 
     Args:
+        given: Megatron's flags, which say how many of them.
         offload: Keep the inputs of decoder layers in CPU memory until they are recomputed.
     """
+    block = given.get("recompute_method") == "block"
+    count = given.get("recompute_num_layers") if block else None
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules() if count is None else decoder_layers(model)[:count]:
         if isinstance(module, GradientCheckpointingLayer):

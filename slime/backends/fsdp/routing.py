@@ -84,7 +84,18 @@ class RoutingReplay:
             return
         ids = inputs.kwargs["input_ids"]
         assert isinstance(ids, Tensor)
-        samples = [np.asarray(self._chosen[i]) for i in indices]
+        self.follow([self._chosen[i] for i in indices], inputs.sample_rows, ids)
+
+    def follow(
+        self, chosen: Sequence[Tensor], places: Sequence[tuple[np.ndarray, np.ndarray]], ids: Tensor
+    ) -> None:
+        """Let forwards have the routes of some samples.
+
+        Args:
+            chosen: The engine's experts of each sample.
+            places: For each sample, rows of the flattened ``ids`` and the positions of their tokens.
+        """
+        samples = [np.asarray(routes) for routes in chosen]
         count, topk = samples[0].shape[1:]
         # Engines report all layers, or those with experts.
         every = list(range(len(self._routed)))
@@ -95,7 +106,7 @@ class RoutingReplay:
                 f"{self._layers}, {len(self._routed)} of them with experts"
             )
         routes = np.full((ids.numel(), len(self._routed), topk), -1, np.int16)
-        for sample, (rows, positions) in zip(samples, inputs.sample_rows, strict=True):
+        for sample, (rows, positions) in zip(samples, places, strict=True):
             known = positions < len(sample)
             routes[rows[known]] = sample[positions[known]][:, columns[count]]
         self.routes = to_device(routes, ids.device)
@@ -112,7 +123,7 @@ def _replaying(kind: type[nn.Module]) -> type[nn.Module]:
             routes: Tensor | None = self.replay.routes
             if routes is None:
                 return super().forward(*given)
-            with _Answers(routes[:, self.place].long(), self.num_experts) as answers:
+            with Answers(routes[:, self.place].long(), self.num_experts) as answers:
                 result: tuple[Tensor, ...] = super().forward(*given)
             if not answers.given:
                 raise ModelError(
@@ -125,7 +136,7 @@ def _replaying(kind: type[nn.Module]) -> type[nn.Module]:
     return ReplayingRouter
 
 
-class _Answers(TorchFunctionMode):
+class Answers(TorchFunctionMode):
     """Answers the ``topk`` over the scores of all ``experts`` with ``chosen``, ``[rows, topk]``.
     Those over groups of experts have other shapes."""
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from slime.backends.fsdp.routing import Answers
 from slime.models.fp8 import dequantize, quantize
 from slime.models.fp8_format import Fp8Format, Granularity, fp8_layout
-from slime.plugins.gap.reference import Reference, Setup, Weights, routed_as, routers
+from slime.plugins.gap.reference import Reference, Setup, Weights, routers
 from slime.plugins.tools.verify.check import guesses
 
 Only = Callable[[str], bool]
@@ -173,9 +174,11 @@ def _of_experts(reference: Reference) -> Iterator[Cause]:
 
 
 def _router(model: PreTrainedModel, only: Only) -> None:
-    def hook(module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> object:
-        rounded = output[0].bfloat16().float()
-        return routed_as(module, output[0], rounded.topk(output[2].shape[-1], -1).indices)
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> object:
+        logits, _, experts = output
+        rounded = logits.bfloat16().float().topk(experts.shape[-1], -1).indices
+        with Answers(rounded, logits.shape[-1]):
+            return module.forward(*inputs)
 
     for name, module in routers(model).items():
         if only(f"{name}."):

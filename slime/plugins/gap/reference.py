@@ -7,11 +7,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from slime.backends.fsdp.routing import RoutingReplay
+from slime.models.loading import decoder_layers
 
 MOST_ROWS = 4096
 """The tokens of a forward pass, with padding."""
@@ -119,11 +122,11 @@ class Reference:
         logits = self._logits if same and setup.weights is self.plain.weights else []
         if not logits:
             model = self.model(setup)
+            replay = RoutingReplay(decoder_layers(model)) if setup.routed else None
             for some in _batches(self.samples, 1 if setup.routed else MOST_ROWS):
-                hooks = _replayed_routes(model, some[0].routes) if setup.routed else []
+                if replay is not None:
+                    _follow(replay, some[0], model.device)
                 logits += [rows.float().cpu() for rows in logits_of(model, some)]
-                for hook in hooks:
-                    hook.remove()
         found = torch.cat(
             [
                 token_scores(rows, one, setup.sampling)
@@ -190,22 +193,9 @@ def routers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: one for name, one in named if type(one).__name__.endswith("TopKRouter")}
 
 
-def routed_as(module: nn.Module, logits: Tensor, experts: Tensor) -> tuple[Tensor, ...]:
-    """Return the output of a router that has chosen these experts, ``[tokens, topk]``."""
-    weights = logits.float().softmax(-1).gather(1, experts)
-    if vars(module).get("norm_topk_prob", True):
-        weights = weights / weights.sum(-1, keepdim=True)
-    return logits, weights.to(logits.dtype), experts
-
-
-def _replayed_routes(
-    model: PreTrainedModel, routes: Tensor | None
-) -> list[torch.utils.hooks.RemovableHandle]:
-    """Let a model use the recorded experts of one sample, until the hooks are removed."""
-
-    def replay(layer: int, module: nn.Module, _: object, output: tuple[Tensor, ...]) -> object:
-        assert routes is not None
-        return routed_as(module, output[0], routes[:, layer].long().to(output[0].device))
-
-    layers = enumerate(routers(model).values()) if routes is not None else ()
-    return [module.register_forward_hook(partial(replay, layer)) for layer, module in layers]
+def _follow(replay: RoutingReplay, sample: GapSample, device: torch.device) -> None:
+    """Let a model use the recorded experts of one sample, if it has some."""
+    replay.routes = None
+    if sample.routes is not None:
+        rows = np.arange(len(sample.tokens) - 1)
+        replay.follow([sample.routes], [(rows, rows)], sample.tokens[:-1].to(device))

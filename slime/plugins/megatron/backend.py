@@ -97,9 +97,7 @@ class MegatronBackend(SharedBackend):
             device=device,
             context_group=context,
             pad_to_multiple=self.model.pad_multiple,
-            # With replay, the same prompt may have been routed to different experts for each sample
-            # of a group.
-            share_prompts=args.share_prompt_in_pack and not args.use_rollout_routing_replay,
+            share_prompts=self.packing.shares_prompts,
             with_sequences=self.model.has_state,
             chunk_size=args.log_probs_chunk_size,
             fused=device.type == "cuda" and bool(args.compile_layers),
