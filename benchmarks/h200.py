@@ -2,18 +2,19 @@
 table at the end.
 
     python benchmarks/h200.py --release --gpus 2 --smollm2 FOLDER --output results
+    python benchmarks/h200.py --release --parts step,mfu,mfu_gpus --gpus 2 --at-once 4 --output results
     python benchmarks/h200.py --parts mfu,rollout,colocate --output results
     python benchmarks/h200.py --parts curve,step --smollm2 FOLDER --gsm8k train.jsonl --output results
     python benchmarks/h200.py --parts mfu,start,adapter,mfu_experts_gpus --at-once 4 --output results
 
-With ``--at-once`` parts for one GPU run on as many GPUs at the same time, and parts for several
-GPUs after them, so the seconds of a start, which need many CPU cores, are those of a busy machine.
+With ``--at-once N`` parts share N GPUs, each as soon as those that it needs are free, so the seconds
+of a start, which need many CPU cores, are those of a busy machine.
 ``--release`` measures, in at most 30 minutes, what the pages show: the parts for one GPU one after
-the other, and with ``--gpus 2`` or more those for several. The table names the commit.
+the other, and with ``--gpus 2`` or more those for several; or those of ``--parts``. Its table is
+``h200_release_<date>.json``, from which ``tools/figures.py`` writes the pages.
 A part that fails or hangs costs its own figures only. The table goes to the terminal, all figures
-to
-``h200_<parts>.json``, the end of every part's output to ``h200_<parts>.log``. The last line is
-JSON.
+with commit, date and card to ``h200_<parts>.json``, the end of every part's output to the ``.log``
+of the same name. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 BENCHMARKS = CHECKOUT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from recipes import Slots  # noqa: E402
+
 LOG_BYTES = 12_000
 KEPT = ("*.csv", "*_metrics.jsonl", "*_reward_curve.png")
 MEMORY_SECONDS = 30.0
@@ -107,8 +112,10 @@ def step(options: argparse.Namespace, folder: Path) -> list[Any]:
 
 def recipes(options: argparse.Namespace, folder: Path) -> list[Any]:
     """A real model on the GPUs of the part; the runs share them."""
-    gpus = ",".join(map(str, range(options.gpus if options.release else 1)))
-    words: list[Any] = ["--model", options.smollm2, "--gpus", gpus, "--at-once", 2]
+    words: list[Any] = ["--model", options.smollm2, "--at-once", 2]
+    if options.at_once == 1:  # otherwise the one that this part may see
+        gpus = range(options.gpus if options.release else 1)
+        words += ["--gpus", ",".join(map(str, gpus))]
     words += ["--only", "grpo,lora,ppo", "--output", folder, "--seconds", 480]
     words += ["--device", options.device] + (["--steps", 2] if options.device == "cpu" else [])
     return [sys.executable, BENCHMARKS / "recipes.py", *words]
@@ -195,6 +202,12 @@ def show_rollout(f: Figures) -> str:
 
 def show_any(f: Figures) -> str:
     return json.dumps(f)[:600]
+
+
+def shown(name: str, outcome: Figures) -> str:
+    """Its line of the table. A part that was ended has said something else last, or nothing."""
+    show = PARTS[name].show if outcome["status"] == "exit 0" else show_any
+    return show(outcome["figures"]) if outcome["figures"] else "no figures"
 
 
 MEGATRON = ("--backend", "megatron")
@@ -335,9 +348,11 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--parts", help=f"comma-separated: {', '.join(PARTS)}")
-    which.add_argument("--release", action="store_true", help="what the pages show, by --gpus")
+    parser.add_argument("--parts", help=f"comma-separated: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--release", action="store_true", help="what the pages show; by --gpus without --parts"
+    )
+    parser.add_argument("--commit", help="of the code, where git cannot say it")
     parser.add_argument(
         "--output", type=Path, required=True, help="folder for the table's figures and logs"
     )
@@ -353,7 +368,7 @@ def parse_options() -> argparse.Namespace:
         type=int,
         default=1,
         metavar="N",
-        help="parts for one GPU at a time, each on its own",
+        help="GPUs that the parts share, each on its own; default: all parts one after the other",
     )
     parser.add_argument(
         "--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct, for `curve` and `recipes`"
@@ -361,10 +376,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--gsm8k", type=Path, help="rows of GSM8K, for `step`")
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the scripts")
     options = parser.parse_args()
-    if options.release:
+    if options.parts:
+        options.parts = options.parts.split(",")
+    elif options.release:
         options.parts = [*RELEASE, *(RELEASE_GPUS if options.gpus > 1 else ())]
     else:
-        options.parts = options.parts.split(",")
+        parser.error("--parts or --release is needed")
     options.seconds = options.seconds or (RELEASE_SECONDS if options.release else 580.0)
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
@@ -474,6 +491,14 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def card() -> str:
+    """The name of the machine's first GPU; ``cpu`` without one."""
+    query = ["nvidia-smi", "-i", "0", "--query-gpu=name", "--format=csv,noheader"]
+    if shutil.which(query[0]) is None:
+        return "cpu"
+    return subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip()
+
+
 def last_json(log: Path) -> Figures | None:
     for line in reversed(log.read_text(encoding="utf-8", errors="replace").splitlines()):
         if line.startswith("{"):
@@ -488,9 +513,11 @@ def last_json(log: Path) -> Figures | None:
 def keep(options: argparse.Namespace, work: Path, results: dict[str, Figures]) -> None:
     """Few files, for whoever carries them: figures, the end of each log, curves."""
     options.output.mkdir(parents=True, exist_ok=True)
-    stem = ("h200_" + "_".join(options.parts))[:80]
-    figures = {"commit": commit(), **results}
-    (options.output / f"{stem}.json").write_text(json.dumps(figures, indent=1) + "\n")
+    what = f"release_{date.today()}" if options.release else "_".join(options.parts)
+    stem = f"h200_{what}"[:80]
+    table = {"commit": options.commit or commit(), "date": str(date.today()), "card": card()}
+    table |= {"gpus_at_once": options.at_once, "parts": results}
+    (options.output / f"{stem}.json").write_text(json.dumps(table, indent=1) + "\n")
     with open(options.output / f"{stem}.log", "w", encoding="utf-8") as file:
         for name in results:
             for log in [
@@ -512,42 +539,36 @@ def main() -> None:
     results: dict[str, Figures] = {}
     kept = threading.Lock()
 
-    def measure(name: str, gpu: str | None = None) -> None:
-        left = options.seconds - (time.monotonic() - started)
-        if left < 30:
-            results[name] = {"status": "no time left", "seconds": 0.0, "figures": None}
-            return
-        print(f"--- {name}", flush=True)
-        outcome = run_part(name, options, work / name, left, gpu)
+    slots = Slots([str(gpu) for gpu in range(options.at_once)], 1)
+
+    def measure(name: str) -> None:
+        wanted = options.gpus if name.endswith("_gpus") else 1
+        with slots.take(min(wanted, options.at_once)) as gpus:
+            left = options.seconds - (time.monotonic() - started)
+            if left < 30:
+                outcome: Figures = {"status": "no time left", "seconds": 0.0, "figures": None}
+            else:
+                print(f"--- {name}", flush=True)
+                whole_machine = options.at_once == 1 or len(gpus) < wanted
+                visible = None if whole_machine else ",".join(gpus)
+                outcome = run_part(name, options, work / name, left, visible)
         with kept:
             results[name] = outcome
             keep(options, work, results)
-        if outcome["figures"] is None or outcome["status"] != "exit 0":
-            tail = (work / name / "output.log").read_text(encoding="utf-8", errors="replace")
+        log = work / name / "output.log"
+        if outcome["status"] != "exit 0" and log.is_file():
+            tail = log.read_text(encoding="utf-8", errors="replace")
             print("\n".join(tail.splitlines()[-25:]), flush=True)
 
-    free: Queue[str | None] = Queue()
-    for gpu in range(options.at_once):
-        free.put(str(gpu) if options.at_once > 1 else None)
-
-    def measure_on_a_free_gpu(name: str) -> None:
-        gpu = free.get()
-        measure(name, gpu)
-        free.put(gpu)
-
-    several = [name for name in options.parts if name.endswith("_gpus")]
-    with ThreadPoolExecutor(options.at_once) as pool:
-        list(
-            pool.map(measure_on_a_free_gpu, [name for name in options.parts if name not in several])
-        )
-    for name in several:
-        measure(name)
+    with ThreadPoolExecutor(len(options.parts)) as pool:
+        list(pool.map(measure, options.parts))
     results = {name: results[name] for name in options.parts}
     print("=" * 100)
-    print(f"commit {commit()}")
+    print(f"commit {options.commit or commit()}, {card()}")
     for name, outcome in results.items():
-        shown = PARTS[name].show(outcome["figures"]) if outcome["figures"] else "no figures"
-        print(f"{name:20} {outcome['status']:>20} {outcome['seconds']:6.0f} s  {shown}")
+        print(
+            f"{name:20} {outcome['status']:>20} {outcome['seconds']:6.0f} s  {shown(name, outcome)}"
+        )
     keep(options, work, results)
     short = {name: {**o, "figures": _short(o["figures"])} for name, o in results.items()}
     print(json.dumps(short), flush=True)

@@ -32,6 +32,9 @@ from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
+
+from energy import StepEnergy, counter  # noqa: E402
+
 PHASES = ("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload")
 MEMORY_PHASES = ("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload")
 CURVE = (
@@ -350,8 +353,12 @@ def main() -> None:
             max(starts[name]["exit_code"] for name in ("empty_caches", "filled_caches"))
         )
     started = time.time()
-    code, first_step = run_train(options, flags, {})
     folder = options.output / options.what
+    # NVML counts the machine's GPUs, whatever this process may see of them.
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    read = counter(int(gpu)) if options.device == "cuda" and gpu.isdigit() else None
+    with StepEnergy(lambda: len(read_steps(folder)), read) as energy:
+        code, first_step = run_train(options, flags, {})
     rows = read_steps(folder)
     if not rows:
         raise SystemExit(
@@ -371,6 +378,7 @@ def main() -> None:
         "rewards": [round(float(row.get("rollout/raw_reward") or 0.0), 4) for row in rows],
         "times": times(rows),
         "memory_gib": memory(rows),
+        "kilojoules": energy.kilojoules(warmup=1),
     }
     summary = folder / "summary.json"
     if summary.is_file():

@@ -10,6 +10,7 @@ entries are made-up words, which only a model produces.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -187,13 +188,14 @@ def write_model(shape: str, output: Path, seed: int = 0, weights: bool = True) -
     """Write config, tokenizer and with ``weights`` bf16 weights; a folder that is complete is left
     as it is.
     """
-    if (output / "complete").exists():
-        return output
     output.mkdir(parents=True, exist_ok=True)
-    config = write_config(shape, output)
-    if weights:
-        _write_weights(config, output, seed)
-    (output / "complete").touch()
+    with open(output / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another benchmark on another GPU may write it now
+        if not (output / "complete").exists():
+            config = write_config(shape, output)
+            if weights:
+                _write_weights(config, output, seed)
+            (output / "complete").touch()
     return output
 
 

@@ -147,7 +147,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(RECIPES), help="comma-separated; default: all")
     parser.add_argument("--seeds", default="1", help="comma-separated")
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--gpus", default="0", help="comma-separated numbers of the GPUs to use")
+    parser.add_argument(
+        "--gpus",
+        default=os.environ.get("CUDA_VISIBLE_DEVICES") or "0",
+        help="comma-separated numbers of the GPUs to use; default: those of CUDA_VISIBLE_DEVICES, or 0",
+    )
     parser.add_argument("--at-once", type=int, default=1, help="runs on a GPU at a time")
     parser.add_argument("--seconds", type=float, default=500.0, help="deadline of each run")
     parser.add_argument("--flags", default="", help="more flags for each run")

@@ -363,6 +363,7 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
     from slime.backends.advantages import AdvantageSettings, compute_advantages
     from slime.backends.create import create_backend
+    from slime.models.flash_attention import is_installed
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -417,6 +418,7 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         "micro_batches": options.micro_batches,
         "recompute": options.recompute,
         "compiled": bool(args.compile_layers),
+        "flash_attention_4": device.type == "cuda" and is_installed(),
         "sample_tokens": options.sample_tokens,
         "matmul_tflops": round(rate / 1e12, 1),
         "matmul_tflops_after": round(rate_after / 1e12, 1),

@@ -21,7 +21,8 @@ environment lacks may lie in folders given with ``--verl-path``. ``--device cpu 
 both command lines without a GPU.
 
 The last line of the output is JSON with all figures: seconds of each step and phase, the largest
-memory in use on the GPU (``nvidia-smi``), and the ratios. Metrics and logs of both runs are kept in
+memory in use on the GPU (``nvidia-smi``), the energy of a step (``energy.py``), and the ratios.
+Metrics and logs of both runs are kept in
 ``--output-dir``.
 """
 
@@ -38,9 +39,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from energy import StepEnergy, counter
 from given_lengths import LENGTHS, longest
 from random_model import FAMILIES, SHAPES, write_model
 
@@ -152,11 +155,14 @@ def main() -> int:
     for side in ("verl", "ours"):
         if args.only not in (None, side):
             continue
-        with peak_memory(args) as peak:
+        read = counter(int(args.gpu)) if args.device == "cuda" else None
+        ended = partial(count_steps, args, side)
+        with peak_memory(args) as peak, StepEnergy(ended, read) as energy:
             failure = run_side(args, side)
         # A side that failed or took too long costs the other no figure, nor those of its own steps.
         results[side] = figures(side, read_rows(args, side), args.warmup)
-        results[side] |= {"peak_gib": peak.get("gib")} | ({"failed": failure} if failure else {})
+        results[side] |= {"peak_gib": peak.get("gib"), "kilojoules": energy.kilojoules(args.warmup)}
+        results[side] |= {"failed": failure} if failure else {}
     print(json.dumps(report(args, results)))
     return int(any("failed" in result for result in results.values()))
 
@@ -370,6 +376,14 @@ def read_rows(args: argparse.Namespace, side: str) -> list[dict[str, Any]]:
             if VERL["step"] in row["data"]
         ]
     return [row for row in rows if row.get(OURS["step"]) is not None]
+
+
+def count_steps(args: argparse.Namespace, side: str) -> int:
+    """Of the file while it is written: a line that has no end yet does not count."""
+    file = metrics_file(args, side)
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    name = VERL["step"] if side == "verl" else OURS["step"]
+    return sum(line.endswith("\n") and f'"{name}"' in line for line in lines)
 
 
 def figures(side: str, rows: list[dict[str, Any]], warmup: int) -> dict[str, Any]:

@@ -89,16 +89,38 @@ print('{{"gpu": ' + gpu + "}}")
     parts = {"one": part(h200, meets), "all_gpus": part(h200, sees), "two": part(h200, meets)}
     monkeypatch.setattr(h200, "PARTS", parts)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    words = ["--parts", "one,all_gpus,two", "--at-once", "2", "--output", str(tmp_path / "out")]
+    words = ["--parts", "one,two,all_gpus", "--at-once", "2", "--output", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["h200.py", *words])
     h200.main()
     results = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {results[name]["figures"]["gpu"] for name in ("one", "two")} == {0, 1}
     assert results["all_gpus"]["figures"] == {"seen": "all"} and list(results) == [
         "one",
-        "all_gpus",
         "two",
+        "all_gpus",
     ]
+
+
+def test_parts_of_several_gpus_run_beside_others(
+    h200: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    meets = f"""
+import os, pathlib, time
+gpus, here = os.environ["CUDA_VISIBLE_DEVICES"], pathlib.Path({str(tmp_path)!r})
+(here / f"seen{{gpus}}").touch()
+while len(list(here.glob("seen*"))) < 2:
+    time.sleep(0.05)
+print('{{"gpus": "' + gpus + '"}}')
+"""
+    monkeypatch.setattr(h200, "PARTS", {"one": part(h200, meets), "two_gpus": part(h200, meets)})
+    words = ["--parts", "one,two_gpus", "--gpus", "2", "--at-once", "3", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["h200.py", *words])
+    h200.main()
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    seen = [results[name]["figures"]["gpus"] for name in ("one", "two_gpus")]
+    assert (
+        len(seen[1].split(",")) == 2 and set(seen[0].split(",")) & set(seen[1].split(",")) == set()
+    )
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -111,6 +133,24 @@ def test_a_release_measures_the_parts_that_the_machine_can_run(
     several = [name for name in options.parts if name.endswith("_gpus")]
     assert bool(several) == (gpus > 1) and "recipes" in options.parts
     assert options.seconds == 1800
+
+
+def test_the_table_of_a_release_says_what_was_measured_where(
+    h200: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    half_done = 'print(\'{"recipe": "lora"}\'); raise SystemExit(3)'
+    parts = {"mfu": part(h200, "print('{\"train_mfu\": 0.5}')"), "recipes": part(h200, half_done)}
+    parts["recipes"] = h200.Part(30, parts["recipes"].command, h200.show_recipes)
+    monkeypatch.setattr(h200, "PARTS", parts)
+    words = ["--release", "--parts", "mfu,recipes", "--smollm2", "model", "--commit", "abc12345"]
+    monkeypatch.setattr(sys, "argv", ["h200.py", *words, "--output", str(tmp_path)])
+    h200.main()
+    assert "lora" in capsys.readouterr().out, "a part that failed has a line of the table"
+    [path] = tmp_path.glob("h200_release_*.json")
+    table = json.loads(path.read_text())
+    assert table["commit"] == "abc12345" and table["date"] in path.name and table["card"]
+    assert table["parts"]["mfu"]["figures"] == {"train_mfu": 0.5}
+    assert table["parts"]["recipes"]["status"] == "exit 3"
 
 
 NAMES = [
