@@ -14,6 +14,7 @@ and its figures.
 | async-killed | the same, ``train_async.py``, fully asynchronous | the same; killed once two steps are done |
 | resumed | as colocated, from the last snapshot of apart | as colocated |
 | routing, routing-off | Megatron, one GPU | SGLang on the same one; some answers are continued in the next rollout |
+| routing-fsdp, routing-fsdp-off | FSDP, one GPU | the same |
 
 ``routing`` asks the engine once more for the experts of each finished sample, all tokens in one
 request, and compares them with those that the run collected, apart for samples that were continued:
@@ -64,15 +65,19 @@ CONTINUED = (
     16,
     "--no-skip-zero-advantage-groups",
 )
-ROUTING = (*MEGATRON, "--actor-num-gpus-per-node", 1, "--colocate", *CONTINUED)
+ROUTING = ("--actor-num-gpus-per-node", 1, "--colocate", *CONTINUED)
+FSDP = ("--train-backend", "fsdp")
+REPLAY = "--use-rollout-routing-replay"
 RUNS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "colocated": ("train.py", (*MEGATRON, *TP2, *ON_BOTH, "--use-router")),
-    "colocated-fsdp": ("train.py", ("--train-backend", "fsdp", *ON_BOTH, "--use-router")),
+    "colocated-fsdp": ("train.py", (*FSDP, *ON_BOTH, "--use-router")),
     "apart": ("train.py", (*MEGATRON, *ONE_EACH, "--save-interval", 5)),
     "async-killed": ("train_async.py", (*MEGATRON, *ONE_EACH, *TOLERANT, *ASYNC)),
     "resumed": ("train.py", (*MEGATRON, *TP2, *ON_BOTH)),
-    "routing": ("train.py", (*ROUTING, "--use-rollout-routing-replay")),
-    "routing-off": ("train.py", ROUTING),
+    "routing": ("train.py", (*MEGATRON, *ROUTING, REPLAY)),
+    "routing-off": ("train.py", (*MEGATRON, *ROUTING)),
+    "routing-fsdp": ("train.py", (*FSDP, *ROUTING, REPLAY)),
+    "routing-fsdp-off": ("train.py", (*FSDP, *ROUTING)),
 }
 STEPS = {"colocated": 30, "colocated-fsdp": 30, "apart": 10, "async-killed": 24, "resumed": 16}
 KILLED_AFTER = 2  # steps
@@ -98,7 +103,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--steps",
         type=int,
-        help="default: 30, 10 (apart), 16 (resumed), 24 (async-killed), 6 (routing)",
+        help="default: 30, 10 (apart), 16 (resumed), 24 (async-killed), 6 (routing…)",
     )
     parser.add_argument("--seconds", type=float, default=300.0, help="the run is ended after this")
     parser.add_argument(
@@ -131,6 +136,7 @@ def command(options: argparse.Namespace) -> list[str]:
     script, own = RUNS[options.what]
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     flags += ["--train-dtype", dtype, "--rollout-dtype", dtype, "--rollout-backend", "sglang"]
+    flags += ["--no-inline"]
     flags += ["--run-name", options.what, "--phase-timeout", int(options.seconds), *own]
     if options.device == "cuda":
         flags += [
@@ -153,7 +159,7 @@ def command(options: argparse.Namespace) -> list[str]:
         flags = without_evaluation(flags)
         flags += ["--rollout-max-response-len", 192, "--rm-type", "random", "--lr", 1e-6]
         flags += ["--custom-generate-function-path", f"{BENCHMARKS / 'given_lengths.py'}:generate"]
-    if options.what == "routing":
+    if options.what in ("routing", "routing-fsdp"):
         flags += ["--custom-rm-path", f"{BENCHMARKS / 'routing_reward.py'}:compare"]
     return [sys.executable, str(CHECKOUT / script), *map(str, flags), *options.flags]
 
@@ -276,7 +282,7 @@ def figures(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any
             (round(event["time"] - found["started"], 1), event["said"])
             for event in kill.timeline(options.output)
         ]
-    if options.what == "routing":
+    if options.what in ("routing", "routing-fsdp"):
         result["routes"] = routes(options.output / "routing_rows.jsonl")
     return result
 

@@ -148,3 +148,31 @@ def test_gradients_on_a_gpu_are_added_bit_for_bit(shape: tuple[int, ...], turned
     expected = total + grad.float()
     cast_parameters.add_gradient(total, grad)
     assert torch.equal(total, expected)
+
+
+def test_a_parameter_may_have_another_shape_in_the_next_pass() -> None:
+    def factor(rank: int) -> Tensor:
+        return torch.arange(4.0 * rank).view(rank, 4) / 7
+
+    class Low(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(factor(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.a.t()) @ self.a
+
+    module = Low()
+    cast = CastParameters(module, torch.bfloat16, [module], keep=False)
+    x = torch.tensor([[0.5, -1.0, 2.0, 0.25]], dtype=torch.bfloat16)
+    for rank in (2, 3, 2):
+        module.a.grad = None  # that of the other shape
+        module.a.data = factor(rank)
+        with cast.in_use():
+            _loss(module(x)).backward()
+            cast.end_backward()
+        alone = Low().bfloat16()
+        alone.a.data = factor(rank).bfloat16()
+        _loss(alone(x)).backward()
+        assert alone.a.grad is not None
+        torch.testing.assert_close(module.a.grad, alone.a.grad.float(), rtol=0, atol=0)

@@ -99,7 +99,9 @@ class _Group:
         if self.filled or not self.copies:
             return
         self.filled = True
-        for copy in self.copies:
+        for copy, master in zip(self.copies, self.masters, strict=True):
+            if copy.shape != master.shape:  # an adapter of another rank is in the layers
+                copy.data = torch.empty_like(master, dtype=copy.dtype, device=copy.device)
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
         # Autograd has saved the copies for the backward pass, and must not take the same values,
         # written once more, for a change.

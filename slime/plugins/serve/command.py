@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from slime.api.session import Session
 
 LOG = "log.jsonl"
+SGLANG_ADAPTERS = {
+    "sglang_enable_lora": True,
+    "sglang_max_lora_rank": 64,
+    "sglang_lora_target_modules": [
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    ],
+}
+"""What lets SGLang load adapters by name."""
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -63,6 +72,13 @@ def add_serve(commands: Subparsers) -> None:
         metavar="NAME=URL",
         help="a model that clients sample but do not train, on a server with SGLang's native HTTP, "
         "for its log-probs; can be given several times",
+    )
+    serve.add_argument(
+        "--rollout-backend",
+        choices=("embedded", "sglang"),
+        default="embedded",
+        help="the engine that samples (default: embedded). SGLang takes adapters up to rank 64, "
+        "unless the file of --override has another --sglang-max-lora-rank",
     )
     serve.add_argument(
         "--override",
@@ -115,14 +131,17 @@ def run(options: argparse.Namespace) -> int:
     # The engine holds the checkpoint, as the trainer does, and both stay as they are: the adapters
     # come by name, and all weights one checkpoint after the other. A deterministic engine would
     # measure its kernels again for each of them.
-    adapters = {} if options.all_weights else {"lora_rank": 8, "lora_sync": "merged"}
+    adapters: dict[str, object] = (
+        {} if options.all_weights else {"lora_rank": 8, "lora_sync": "merged"}
+    )
+    if adapters and options.rollout_backend == "sglang":
+        adapters |= SGLANG_ADAPTERS
     with Session(
         options.model,
         **adapters,
         inline=True,
         output_dir=str(folder / "runs"),
-        train_dtype="float32",
-        rollout_backend="embedded",
+        rollout_backend=options.rollout_backend,
         deterministic=False,
         audit_weights=False,
         override=options.override,
