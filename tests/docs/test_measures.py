@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "files_above_400_lines": 52,
-    "functions_above_60_lines": 20,
+    "functions_above_60_lines": 19,
     "getattr_of_args_with_default": 0,
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
@@ -54,7 +54,7 @@ TOKENS = {
     "plugins/preference": 3_401,
     "plugins/quantized": 3_512,
     "plugins/rewards": 20_883,
-    "plugins/serve": 17_177,
+    "plugins/serve": 17_193,
     "plugins/sglang": 5_194,
     "plugins/tools": 102_719,
     "plugins/trackers": 2_193,

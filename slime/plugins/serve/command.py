@@ -59,6 +59,23 @@ def add_serve(commands: Subparsers) -> None:
         "goes on with it (default: outputs/serve)",
     )
     _add_tenants(serve)
+    _add_models(serve)
+    serve.add_argument(
+        "--compact",
+        action="store_true",
+        help="first remove from the log what is not needed to go on; it cannot be replayed then, "
+        "and clients cannot ask for earlier answers",
+    )
+    serve.add_argument(
+        "--replay",
+        action="store_true",
+        help="do the training commands of the log again and compare the answers; exit code 1 if "
+        "one differs",
+    )
+    serve.set_defaults(run=run)
+
+
+def _add_models(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--all-weights",
         action="store_true",
@@ -85,19 +102,6 @@ def add_serve(commands: Subparsers) -> None:
         metavar="FILE",
         help="file of flags of slime train for the trainer and the engine",
     )
-    serve.add_argument(
-        "--compact",
-        action="store_true",
-        help="first remove from the log what is not needed to go on; it cannot be replayed then, "
-        "and clients cannot ask for earlier answers",
-    )
-    serve.add_argument(
-        "--replay",
-        action="store_true",
-        help="do the training commands of the log again and compare the answers; exit code 1 if "
-        "one differs",
-    )
-    serve.set_defaults(run=run)
 
 
 def _add_tenants(serve: argparse.ArgumentParser) -> None:
