@@ -337,8 +337,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows of the page, one for each recipe; several seeds are separated by commas."""
     lines = [
-        "| recipe | flags | held out, before → after | seconds of a step | of the run |",
-        "|---|---|---|---|---|",
+        "| recipe | GPUs | flags | held out, before → after | curve | seconds of a step | of the run |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, recipe in RECIPES.items():
         own = [row for row in rows if row["recipe"] == name and row["exit_code"] == 0]
@@ -351,16 +351,24 @@ def table(rows: list[dict[str, Any]]) -> str:
         seconds = ", ".join(f"{row['seconds']:.0f}" for row in own)
         start = "" if recipe.script == "train.py" else f"`{recipe.script}` "
         lines.append(
-            f"| {recipe.what} | {start}`{recipe.flags}` | {accuracy} | {steps:.2f} | {seconds} |"
+            f"| {recipe.what} | {recipe.gpus} | {start}`{recipe.flags}` | {accuracy} | "
+            f"{curve(own[0]['rewards'])} | {steps:.2f} | {seconds} |"
         )
     return "\n".join(lines)
+
+
+def curve(rewards: list[float]) -> str:
+    """The mean reward of five rollouts at the start, at each quarter of the run, and at its end."""
+    last = len(rewards) - 5
+    at = [last * quarter // 4 for quarter in range(5)]
+    return " → ".join(f"{statistics.fmean(rewards[first : first + 5]):.2f}" for first in at)
 
 
 def write_page(path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
+    after = rest.split(END, 1)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}", encoding="utf-8")
 
 

@@ -36,11 +36,12 @@ stage vllm bash scripts/test_vllm.sh
 stage agents bash scripts/test_agents.sh
 stage fuzz env SLIME_FUZZ_CASES=10000 bash scripts/test.sh tests/fuzz
 stage image bash scripts/build_image.sh
+stage figures bash -c '"$(bash scripts/env.sh | tail -n 1)" tools/figures.py --check'
 stage mutants bash -c '"$(bash scripts/env.sh | tail -n 1)" tools/mutate.py'
 
 printf '\n%-16s %-8s %8s  %s\n' stage result seconds summary
 status=0
-for name in quick processes torchao torchvision sglang sglang-vision vllm agents fuzz image mutants; do
+for name in quick processes torchao torchvision sglang sglang-vision vllm agents fuzz image figures mutants; do
     read -r result seconds summary <"$folder/$name.result"
     printf '%-16s %-8s %8s  %s\n' "$name" "$result" "$seconds" "$summary"
     if [ "$result" = failed ]; then status=1; fi

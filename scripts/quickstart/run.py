@@ -14,13 +14,44 @@ from pathlib import Path
 from types import FrameType
 
 from slime.cli.errors import CommandError
-from slime.plugins.tools.commands.fetch_model import fetch_model
+from slime.config.hf_config import read_chat_template
+from slime.plugins.tools.commands.fetch_model import SOURCES, fetch_model
 from slime.plugins.tools.commands.make_data import make_products
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m-instruct"
+BASE_LR = "1e-6"
 RUN = "quickstart"
 GRACE_SECONDS = 60.0  # for train.py to shut down gracefully after Ctrl-C
+SHOTS = ((11, 3), (4, 12), (12, 6), (2, 13))
+"""Examples for a base model. None of them is a product of two digits, which the task asks for."""
+
+
+def few_shot(rows: Path, model: Path) -> Path:
+    """Write rows of chat prompts as texts for a base model: its first token, solved examples, and
+    the question. Without its first token Gemma is lost: slime adds none to a text.
+    """
+    said = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))["bos_token"]
+    start = said if isinstance(said, str) else (said or {}).get("content", "")
+    start += "".join(f"Q: What is {a} times {b}?\nA: {a * b}\n\n" for a, b in SHOTS)
+    texts = []
+    for line in rows.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        question = row["prompt"][-1]["content"]
+        texts.append(json.dumps(row | {"prompt": f"{start}Q: {question}\nA:"}) + "\n")
+    path = rows.with_name(f"{rows.stem}_few_shot.jsonl")
+    path.write_text("".join(texts), encoding="utf-8")
+    return path
+
+
+def base_flags(args: argparse.Namespace, model: Path, train: Path, held_out: Path) -> list[str]:
+    """The same for a base model: few-shot texts, and an answer ends with its line."""
+    rows = [few_shot(path, model) for path in (train, held_out)]
+    words = train_flags(args, model, *rows)
+    words.remove("--apply-chat-template")
+    words[words.index("--lr") + 1] = BASE_LR
+    words[words.index("--rollout-max-response-len") + 1] = "8"
+    return [*words, "--rollout-stop", "\n"]
 
 
 def train_flags(args: argparse.Namespace, model: Path, train: Path, held_out: Path) -> list[str]:
@@ -62,11 +93,10 @@ def train_flags(args: argparse.Namespace, model: Path, train: Path, held_out: Pa
 
 def main() -> int:
     args = parse_args()
+    source = SOURCES.get(args.model)
+    folder = CHECKOUT / "models" / source.name if source else None
     try:
-        model = fetch_model(
-            args.model,
-            CHECKOUT / "models" / "SmolLM2-135M-Instruct" if args.model == MODEL else None,
-        )
+        model = fetch_model(args.model, folder, accept_terms=args.accept_gemma_terms)
     except CommandError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1
@@ -74,7 +104,8 @@ def main() -> int:
     train, held_out = make_products(
         args.output_dir / "data" / f"products-seed{args.seed}", seed=args.seed
     )
-    flags = train_flags(args, model, train, held_out)
+    make_flags = base_flags if read_chat_template(str(model)) == "" else train_flags
+    flags = make_flags(args, model, train, held_out)
     say(f"training {model.name} with GRPO for {args.num_rollout} steps, a few minutes on two cores")
     say(f"python train.py {shlex.join(flags)}")
     code = run_training(flags)
@@ -92,7 +123,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model",
         default=MODEL,
-        help="a local Hugging Face folder instead of SmolLM2-135M-Instruct",
+        help="gemma3-270m (a base model under Gemma's terms), or a local Hugging Face folder, "
+        "instead of SmolLM2-135M-Instruct",
+    )
+    parser.add_argument(
+        "--accept-gemma-terms",
+        action="store_true",
+        help="as of slime fetch-model, for --model gemma3-270m",
     )
     parser.add_argument("--num-rollout", type=int, default=12, help="training steps (default: 12)")
     parser.add_argument(

@@ -266,3 +266,16 @@ def test_a_side_that_fails_costs_the_other_no_figure(
         not Path(f"/proc/{child}").exists()
         or "Z" in Path(f"/proc/{child}/stat").read_text().split(")")[1]
     )
+
+
+def test_the_page_has_the_tokens_of_an_hour_of_the_results() -> None:
+    root = Path(verl_step.HERE).parent
+    cost = (root / "docs" / "en" / "performance.md").read_text().partition("## Cost")[2]
+    results = root / "benchmarks" / "results" / "h200_verl_step_november_29.jsonl"
+    for row in map(json.loads, results.read_text().splitlines()):
+        if row["name"] == "plain06":  # verl as configured, of which the page says nothing
+            continue
+        medians = row[row["side"]]["medians"]
+        tokens = row["prompts"] * row["group_size"] * medians["response_tokens"]
+        shown = f"{tokens / medians['step'] * 3600 / 1e6:.1f}"
+        assert (f"**{shown}**" if row["side"] == "ours" else f"| {shown} |") in cost, row["name"]

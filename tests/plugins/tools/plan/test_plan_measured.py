@@ -86,3 +86,8 @@ def test_every_measurement_on_h200s_is_in_the_table_or_has_a_reason() -> None:
 def test_the_table_of_the_docs_is_todays(name: str) -> None:
     text = tool(name).PAGE.read_text(encoding="utf-8")
     assert tool(name).page(text) == text, f"run python tools/{name}.py"
+
+
+def test_what_the_recipes_say_of_larger_models_is_todays() -> None:
+    text = tool("fits_page").EXPECTED_PAGE.read_text(encoding="utf-8")
+    assert tool("fits_page").expected_page(text) == text, "run python tools/fits_page.py"
