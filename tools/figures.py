@@ -4,10 +4,9 @@
     python tools/figures.py --add benchmarks/results/h200_release_*.json      # a new row, then the pages
     python tools/figures.py --check                                           # status 1: slower, unexplained
 
-A row has commit, date, card, the files that it is from, and the figures of each part of
-``benchmarks/h200.py --release``. A figure that is more than 5% worse than the last of the same part
-on the same card needs a ``reason`` in its row (``--reason``). Utilisation is not compared: the rate
-that it is a share of differs by 5% from card to card.
+A figure that is more than 5% worse than the last of the same part on the same card needs a
+``reason`` in its row (``--reason``). Utilisation is not compared: the rate that it is a share of
+differs by 5% from card to card.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 HISTORY = ROOT / "benchmarks" / "history.jsonl"
 BEGIN, END = "<!-- table: python tools/figures.py -->", "<!-- end of the table -->"
-TOLERANCE = 0.05
-RATE = "train_tokens_per_gpu_per_second"
+TOLERANCE, RATE = 0.05, "train_tokens_per_gpu_per_second"
 TRAINING = (RATE, "train_mfu", "log_probs_mfu", "peak_gib", "gpus", "flash_attention_4")
 COMPARED = {RATE: 1, "peak_gib": -1, "step_seconds": -1, "kilojoules": -1}
 """The figures that are held to the tolerance, and whether more is better (1) or worse (-1)."""
@@ -36,8 +34,8 @@ PHASES, FILES = ("rollout", "train", "update_weights"), "results"
 Row = dict[str, Any]
 
 
-def read_history(path: Path = HISTORY) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def read_history() -> list[Row]:
+    return [json.loads(line) for line in HISTORY.read_text(encoding="utf-8").splitlines()]
 
 
 def row_of(paths: list[Path], reason: str = "") -> Row:
@@ -63,7 +61,7 @@ def row_of(paths: list[Path], reason: str = "") -> Row:
         raise SystemExit(f"no part of {', '.join(map(str, paths))} that the pages show has ended")
     row = {key: tables[0][key] for key in ("commit", "date", "card")}
     row |= {"files": [path.name for path in paths], "parts": parts}
-    return row | ({"reason": reason} if reason else {})
+    return {**row, "reason": reason} if reason else row
 
 
 def like(part: Row) -> tuple[Any, ...]:
@@ -103,8 +101,8 @@ def cells(name: str, part: Row) -> str:
 
 def table(rows: list[Row]) -> str:
     """One line for each part, the newest row first."""
-    lines = ["| measured with | what | tokens/s per GPU | MFU | log-prob pass | peak GiB |"]
-    lines += ["|" + "---|" * 6]
+    head = "| measured with | what | tokens/s per GPU | MFU | log-prob pass | peak GiB |"
+    lines = [head, "|" + "---|" * 6]
     for row in reversed(rows):
         files = ", ".join(f"[{at}]({FILES}/{file})" for at, file in enumerate(row["files"], 1))
         head = f"{row['commit']}, {row['date']}, {row['card']} ({files})"
@@ -125,19 +123,17 @@ def front(row: Row) -> str:
 
 def pages(rows: list[Row]) -> dict[Path, str]:
     """What stands between the marks of each page."""
-    new, old = table(rows[-1:]), table(rows[:-1])
+    new = table(rows[-1:])
     return {
         ROOT / "README.md": front(rows[-1]),
         ROOT / "docs" / "en" / "performance.md": new.replace(FILES, f"../../benchmarks/{FILES}"),
         ROOT / "benchmarks" / "README.md": new,
-        ROOT / "benchmarks" / "history.md": old,
+        ROOT / "benchmarks" / "history.md": table(rows[:-1]),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--add", type=Path, nargs="+", metavar="JSON", help="tables of one commit")
     parser.add_argument("--reason", default="", help="why its figures are lower, for --add")
     parser.add_argument("--check", action="store_true", help="write nothing")
