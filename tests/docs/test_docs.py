@@ -15,7 +15,7 @@ PAGES = sorted(page for kind in KINDS for page in CHECKOUT.glob(kind))
 NOT_TRAINING = {
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
     "--port", "--dashboard-port", "--dashboard-agent-listen-port",
-    "--logdir", "--seed", "--model", "--accept-gemma-terms", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
+    "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
     "--check-timeout", "--check-tool-answer", "--custom-weight-loader", "--nproc-per-node", "--input-dir",
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-dir", "--repo-type", "--no-deps", "--from",
     "--with", "--torch-backend",
@@ -27,7 +27,7 @@ NOT_TRAINING = {
     "--kind", "--mean-prompt", "--mean-response", "--sigma", "--median-response", "--lengths-from", "--outside",
     "--layouts", "--async", "--json", "--layers", "--dp", "--tp", "--pp", "--cp", "--ep", "--etp", "--vpp", "--sp",
     "--tuned", "--affected", "--only", "--picture", "--without-sample", "--flip-reward", "--rank-samples", "--steps",
-    "--submit", "--yes", "--requeue", "--evaluate", "--build-arg",
+    "--submit", "--yes", "--requeue", "--evaluate", "--build-arg", "--accept-gemma-terms",
 }  # fmt: skip
 NOT_BY_HAND = {"reference", "benchmarks", "tests"}
 HAND_WRITTEN = [page for page in PAGES if not NOT_BY_HAND & set(page.relative_to(CHECKOUT).parts)]
