@@ -3,9 +3,11 @@
     python benchmarks/train_mfu.py --shape qwen3-4b
     torchrun --nproc-per-node 4 benchmarks/train_mfu.py --shape qwen3-4b
     torchrun --nproc-per-node 4 benchmarks/train_mfu.py --backend megatron -- --tensor-model-parallel-size 2
+    torchrun --nproc-per-node 2 benchmarks/train_mfu.py --recompute --tokens 131072 --sample-tokens 131072 \
+        --warmup-tokens 8192 -- --context-parallel-size 2 --context-parallel-kind ulysses
 
 A step is forward, backward and optimizer over ``--micro-batches`` packs of ``--tokens`` tokens a
-data-parallel rank:
+data-parallel rank (its context-parallel ranks divide them):
 samples of unequal length, of which the response alone is scored, with the loss of GRPO. Utilisation
 is the model's FLOPs (no recomputation, padding or unscored row counts; causal attention counts
 half) over the step's seconds, over the rate at which this GPU multiplies large bf16 matrices,
@@ -48,6 +50,9 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--steps", type=int, default=5, help="counted steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before, which compile")
+    parser.add_argument(
+        "--warmup-tokens", type=int, help="of a micro-batch of these steps; default: --tokens"
+    )
     parser.add_argument("--recompute", action="store_true", help="recompute activations")
     parser.add_argument(
         "--no-compile", action="store_true", help="layers as transformers runs them"
@@ -331,7 +336,11 @@ def expected_memory(
             "gradients": gradient * (dense + experts),
             "optimizer": 12.0 * (dense / equal + experts / equal_experts),
         }
-    model_parallel = 1 if layout is None else layout.tp * layout.pp * layout.cp
+    model_parallel = (
+        backend.world_size // backend.data_parallel_size
+        if layout is None
+        else layout.tp * layout.pp * layout.cp
+    )
     c = config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     per_token = (
@@ -391,9 +400,15 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     step = lambda: backend.train_step(batch, 0)  # noqa: E731 - a name for what is timed
     score = lambda: backend.log_probs(batch)  # noqa: E731
     started = time.perf_counter()
+    warm = batch
+    if options.warmup_tokens:
+        fewer = argparse.Namespace(**vars(options) | {"tokens": options.warmup_tokens})
+        fewer.sample_tokens = min(options.sample_tokens, options.warmup_tokens)
+        warm = make_batch(fewer, config.vocab_size, backend.data_parallel_rank, data_parallel)
+        compute_advantages(AdvantageSettings.from_args(args), warm, backend.reduce)
     for _ in range(options.warmup):
-        step()
-        score()
+        backend.train_step(warm, 0)
+        backend.log_probs(warm)
     warming = time.perf_counter() - started
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -23,6 +23,7 @@ from slime.config.algorithm import algorithm_class, known_where, loading_problem
 from slime.config.args import Spelling, spellings, underscored
 from slime.config.files import TABLES, read_json
 from slime.config.hf_config import is_hf_folder, model_config
+from slime.config.layout import context_ranks
 from slime.config.lora import has_experts
 from slime.config.machine import Machine, installed
 from slime.config.rollout import (
@@ -353,6 +354,9 @@ FACTS: dict[str, Callable[[Run], object]] = {
     "a snapshot in --load": lambda run: run.args.load and not is_hf_folder(run.args.load),
     "a model with routed experts": lambda run: has_experts(run.config),
     "a model without routed experts": lambda run: run.config and not has_experts(run.config),
+    "heads that context parallel ranks cannot divide": lambda run: (
+        run.config.get("num_attention_heads", 0) % context_ranks(run.args.megatron)
+    ),
     "a model with latent attention": lambda run: run.config.get("kv_lora_rank"),
     "a model with gated delta nets": lambda run: (
         "linear_attention" in (run.config.get("layer_types") or ())

@@ -71,6 +71,10 @@ class ModelConfig(Section):
     """FSDP: number of neighbouring ranks among which the experts of each layer are divided, with
     tokens sent to the ranks of their experts; it must divide --fsdp-shard-size. The other weights
     are sharded as ever. 1: experts are gathered like all weights"""
+    context_parallel_kind: str = flag("gather", choices=("gather", "ulysses"))
+    """FSDP: how the ranks of --context-parallel-size, which divide the tokens of each sample, compute
+    attention. gather: each has its queries and the keys and values of all. ulysses: they exchange
+    tokens for heads, so that each has all tokens of its share of the heads"""
     fsdp_reshard_after_forward: bool = flag(True, kind="toggle")
     """FSDP: free a layer's gathered parameters after its forward pass.
     --no-fsdp-reshard-after-forward keeps them for a whole optimizer step, for models that fit on

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -64,8 +64,9 @@ class PackLayout:
     response_lengths list, n       as given
     num_padding      int           padding tokens at the end, which form a segment
     sample_ranges    n lists       per sample, the ``(start, end)`` rows that hold its tokens
-    response_index   list, n       with context parallelism (:func:`build_context_pack`): which of a
-                                   sample's response tokens this rank scores; otherwise None
+    response_index   list, n       with context parallelism (:func:`build_context_pack`,
+                                   :func:`rows_of_rank`): which of a sample's response tokens this
+                                   rank scores; otherwise None
     whole_samples    list, n       with context parallelism: the rows of each sample's tokens,
                                    int64 [total_length], in the rows of all ranks
     ================ ============= ==========================================================
@@ -392,6 +393,33 @@ def build_context_pack(
         sample_ranges=sample_ranges,
         response_index=response_index,
         whole_samples=whole_samples,
+    )
+
+
+def rows_of_rank(whole: PackLayout, size: int, rank: int) -> PackLayout:
+    """Return the part of rank ``rank`` in a pack whose rows are divided in their order among
+    ``size`` context-parallel ranks, which must divide their number.
+
+    A response token belongs to the rank that holds the row whose logits score it. The fields of the
+    segments stay those of the whole pack.
+    """
+    rows = len(whole.tokens) // size
+    first, end = rank * rows, (rank + 1) * rows
+    own = (whole.logit_index >= first) & (whole.logit_index < end)
+    of_samples = np.split(own, np.cumsum(whole.response_lengths)[:-1])
+    response_index = [np.flatnonzero(scored) for scored in of_samples]
+    return replace(
+        whole,
+        tokens=whole.tokens[first:end],
+        positions=whole.positions[first:end],
+        logit_index=whole.logit_index[own] - first,
+        targets=whole.targets[own],
+        response_lengths=[len(x) for x in response_index],
+        response_index=response_index,
+        sample_ranges=[
+            [(min(max(x - first, 0), rows), min(max(y - first, 0), rows)) for x, y in ranges]
+            for ranges in whole.sample_ranges
+        ],
     )
 
 

@@ -5,7 +5,7 @@ batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from slime.data.fields import RankBatch
-from slime.data.packing import PackLayout, build_context_pack, build_pack, distinct_scores
+from slime.data.packing import (
+    PackLayout,
+    build_context_pack,
+    build_pack,
+    distinct_scores,
+    rows_of_rank,
+)
 from slime.models.loading import ModelError
 from slime.models.masked_attention import image_blocks_of, images_see_ahead
 from slime.models.segments import PackSegments, to_device
@@ -86,6 +92,8 @@ class InputBuilder:
         float_dtype: The dtype of floating-point multimodal inputs.
         context_group: The ranks that divide the tokens of each sample; None without context
             parallelism. Only if packed.
+        by_heads: Whether these ranks exchange tokens for heads in attention, instead of gathering
+            keys and values.
         stateful: Whether layers of the model have a state, so that packs list their sequences. Only
             if packed.
         longest: The maximum length of a sample, if a longer one would change the rotary frequencies
@@ -99,6 +107,7 @@ class InputBuilder:
     pad_to_multiple: int = 1
     float_dtype: torch.dtype = torch.float32
     context_group: ProcessGroup | None = None
+    by_heads: bool = False
     stateful: bool = False
     longest: int | None = None
 
@@ -175,7 +184,7 @@ class InputBuilder:
                 raise ModelError(
                     "--context-parallel-size above 1 does not support images or other media: use 1"
                 )
-            return self._context_packed(arrays, response_lengths, self.context_group)
+            return self._context_packed(arrays, response_lengths, keys, self.context_group)
         layout = build_pack(
             arrays, response_lengths, keys, self.share_prompts, self.pad_to_multiple
         )
@@ -201,6 +210,35 @@ class InputBuilder:
                     positions[:, self._move(layout.rows_of(i))] = rotary
             if self._has_rotary_index():
                 kwargs["position_ids"] = positions[:, None]
+        return self._scored(layout, kwargs)
+
+    def _context_packed(
+        self,
+        arrays: list[np.ndarray],
+        response_lengths: Sequence[int],
+        keys: Sequence[Hashable],
+        group: ProcessGroup,
+    ) -> ModelInputs:
+        size, multiple = group.size(), self.pad_to_multiple
+        if self.by_heads:
+            pack = build_pack(arrays, response_lengths, keys, self.share_prompts, multiple * size)
+            layout = rows_of_rank(pack, size, group.rank())
+            whole = PackSegments.from_layout(pack, self.device, with_sequences=self.stateful)
+        else:
+            layout = build_context_pack(arrays, response_lengths, size, group.rank(), multiple)
+            whole = None
+        segments = PackSegments.from_layout(
+            layout, self.device, group, with_sequences=self.stateful, deal_sequences=True
+        )
+        kwargs: dict[str, Any] = {
+            "input_ids": self._move(layout.tokens)[None],
+            "position_ids": self._move(layout.positions)[None],
+            "slime_pack": replace(segments, whole=whole),
+        }
+        index = [torch.from_numpy(x) for x in layout.response_index or []]
+        return replace(self._scored(layout, kwargs), response_index=index)
+
+    def _scored(self, layout: PackLayout, kwargs: dict[str, object]) -> ModelInputs:
         distinct = distinct_scores(layout)
         return ModelInputs(
             kwargs,
@@ -208,31 +246,6 @@ class InputBuilder:
             self._move(layout.targets),
             layout.response_lengths,
             distinct=None if distinct is None else Distinct(*map(self._move, distinct)),
-            sample_rows=_sample_rows(layout),
-        )
-
-    def _context_packed(
-        self, arrays: list[np.ndarray], response_lengths: Sequence[int], group: ProcessGroup
-    ) -> ModelInputs:
-        layout = build_context_pack(
-            arrays, response_lengths, group.size(), group.rank(), self.pad_to_multiple
-        )
-        kwargs: dict[str, Any] = {
-            "input_ids": self._move(layout.tokens)[None],
-            "position_ids": self._move(layout.positions)[None],
-            "slime_pack": PackSegments.from_layout(
-                layout, self.device, group, with_sequences=self.stateful, deal_sequences=True
-            ),
-        }
-        index = [torch.from_numpy(x) for x in layout.response_index or []]
-        rows = self._move(layout.logit_index)
-        targets = self._move(layout.targets)
-        return ModelInputs(
-            kwargs,
-            rows,
-            targets,
-            layout.response_lengths,
-            response_index=index,
             sample_rows=_sample_rows(layout),
         )
 

@@ -15,6 +15,7 @@ refused.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ from slime.models.flash_attention import can_attend, flash_attention_4
 from slime.models.layer_kinds import window_of
 from slime.models.loading import ModelError
 from slime.models.masked_attention import UNCHANGED, ScoreChanges, masked_attention, same_image
-from slime.models.segments import PackSegments, gather_rows
+from slime.models.segments import PackSegments, gather_rows, heads_to_rows, rows_to_heads
 
 NAME = "slime_packed"
 # torch 2.11 has no such parameter
@@ -99,6 +100,8 @@ def attend(
         window = -1  # no segment is longer
     if pack.image_blocks is not None:
         return padded_attention(q, k, v, pack, scale, window, changes)
+    if pack.whole is not None:
+        return _attend_by_heads(q, k, v, pack, scale, window, changes)
     if pack.group is not None:
         # Queries stay where they are: with grouped-query attention keys and values are several
         # times smaller.
@@ -119,6 +122,41 @@ def attend(
     ):
         return packed_attention_cpu(q, k, v, pack, scale, changes.sinks)
     return padded_attention(q, k, v, pack, scale, window, changes)
+
+
+def _attend_by_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pack: PackSegments,
+    scale: float,
+    window: int,
+    changes: ScoreChanges,
+) -> Tensor:
+    """Attend over the rows of all context-parallel ranks with this rank's share of the heads, and
+    return all heads of its rows.
+
+    Source: Jacobs et al. 2023, DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509.
+
+    Raises:
+        ModelError: The ranks cannot divide the heads.
+    """
+    group, sinks = pack.group, changes.sinks
+    assert group is not None and pack.whole is not None
+    size = group.size()
+    if q.shape[1] % size:
+        raise ModelError(
+            f"--context-parallel-kind ulysses: {size} ranks cannot divide {q.shape[1]} attention "
+            "heads: use a --context-parallel-size that divides them, or gather"
+        )
+    # Ranks that share a head of keys and values each get a copy.
+    copies = size // math.gcd(size, k.shape[1])
+    if copies > 1:
+        k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
+    q, k, v = (rows_to_heads(x, group) for x in (q, k, v))
+    own = sinks if sinks is None else sinks.chunk(size)[group.rank()]
+    out = attend(q, k, v, pack.whole, scale, window, ScoreChanges(own, changes.softcap))
+    return heads_to_rows(out, group)
 
 
 def _check(

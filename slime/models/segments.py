@@ -74,6 +74,39 @@ class _SumOver(torch.autograd.Function):
         return total, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, group: ProcessGroup, to_heads: bool) -> Tensor:
+        ctx.settings = group, to_heads
+        return _exchanged(x, group, to_heads)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> Gradients:
+        group, to_heads = ctx.settings
+        return _exchanged(grads[0], group, not to_heads), None, None
+
+
+def _exchanged(x: Tensor, group: ProcessGroup, to_heads: bool) -> Tensor:
+    size = group.size()
+    # What is sent to each rank, and arrives from each: [ranks, T, heads of a rank, ...].
+    sent = x.unflatten(1, (size, -1)).transpose(0, 1) if to_heads else x.unflatten(0, (size, -1))
+    sent = sent.contiguous()
+    arrived = torch.empty_like(sent)
+    dist.all_to_all_single(arrived, sent, group=group)
+    return arrived.flatten(0, 1) if to_heads else arrived.transpose(0, 1).flatten(1, 2)
+
+
+def rows_to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Exchange all heads of this rank's rows, ``[T, ranks · H, ...]``, for the rows of all ranks
+    with this rank's heads, ``[ranks · T, H, ...]``."""
+    return _Exchange.apply(x, group, True)
+
+
+def heads_to_rows(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The inverse of :func:`rows_to_heads`."""
+    return _Exchange.apply(x, group, False)
+
+
 def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """Concatenate ``[T, ...]`` of all ranks to ``[ranks · T, ...]``. In backward, gradients are
     summed over ranks.
@@ -179,7 +212,9 @@ class PackSegments:
     multiplied with that prompt at once. ``sequences`` is there for models whose layers need whole
     sequences. ``image_blocks``, int64 ``[T]``, numbers the images whose tokens attend to their
     whole image (-1 for text); None without such images. With a ``group`` (context parallelism),
-    ``kv_index`` and ``sequences`` refer to the rows of all its ranks.
+    ``kv_index`` and ``sequences`` refer to the rows of all its ranks. ``whole`` describes these rows
+    as one pack, where each rank computes some heads of the attention over all of them
+    (``--context-parallel-kind ulysses``); otherwise it is None.
     """
 
     cu_seqlens_q: Tensor
@@ -193,6 +228,7 @@ class PackSegments:
     group: ProcessGroup | None = None
     sequences: list[SequenceBlock] = field(default_factory=list)
     image_blocks: Tensor | None = None
+    whole: PackSegments | None = None
 
     @classmethod
     def from_layout(
@@ -305,26 +341,28 @@ def _sequences(
     layout: PackLayout, dealt: ProcessGroup | None
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the rows of each sequence, and how many of them, at its end, get an output."""
-    if layout.whole_samples is None:
-        return [
-            np.concatenate([np.arange(*r) for r in ranges]) for ranges in layout.kv_ranges
-        ], layout.q_lens
+    sequences, own_lens = layout.whole_samples, layout.q_lens
+    if sequences is None:
+        sequences = [np.concatenate([np.arange(*r) for r in ranges]) for ranges in layout.kv_ranges]
+    else:
+        own_lens = np.asarray([len(sequence) for sequence in sequences])
     if dealt is None:
-        sequences = layout.whole_samples
-    elif not (sequences := deal_sequences(layout.whole_samples, dealt.size())[dealt.rank()]):
+        return sequences, own_lens
+    mine = deal_sequences([len(sequence) for sequence in sequences], dealt.size())[dealt.rank()]
+    if not mine:
         # Every rank needs a gradient of the layer's parameters, so this one computes a row that
         # gets no output.
-        return [layout.whole_samples[0][:1]], np.zeros(1, np.int64)
-    return sequences, np.asarray([len(sequence) for sequence in sequences])
+        return [sequences[0][:1]], np.zeros(1, np.int64)
+    return [sequences[i] for i in mine], own_lens[mine]
 
 
-def deal_sequences(sequences: Sequence[np.ndarray], ranks: int) -> list[list[np.ndarray]]:
-    """Return the sequences of each rank. The longest ones are dealt first, each to the rank with
-    the fewest tokens.
+def deal_sequences(lens: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the numbers of each rank's sequences. The longest ones are dealt first, each to the
+    rank with the fewest tokens.
     """
-    hands: list[list[np.ndarray]] = [[] for _ in range(ranks)]
-    for sequence in sorted(sequences, key=len, reverse=True):
-        min(hands, key=lambda hand: sum(map(len, hand))).append(sequence)
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    for i in sorted(range(len(lens)), key=lambda i: -lens[i]):
+        min(hands, key=lambda hand: sum(lens[j] for j in hand)).append(i)
     return hands
 
 

@@ -36,7 +36,9 @@ def worker(rank: int, port: int, folders: dict[str, Path], output: Path) -> None
     for number, (family, folder) in enumerate(folders.items()):
         try:
             for count in COUNTS:
-                check(folder, dist.group.WORLD, count, compares=number % 2 == rank)
+                for by_heads in (False, True):
+                    compares = (number + by_heads) % 2 == rank
+                    check(folder, dist.group.WORLD, count, by_heads, compares)
             found[family] = ""
         except Exception:
             found[family] = traceback.format_exc()
@@ -44,7 +46,7 @@ def worker(rank: int, port: int, folders: dict[str, Path], output: Path) -> None
     dist.destroy_process_group()
 
 
-def check(folder: Path, group: ProcessGroup, count: int, compares: bool) -> None:
+def check(folder: Path, group: ProcessGroup, count: int, by_heads: bool, compares: bool) -> None:
     """Log-probs and summed gradients of a pack of ``count`` samples are those of each sample alone
     on one rank.
 
@@ -53,7 +55,11 @@ def check(folder: Path, group: ProcessGroup, count: int, compares: bool) -> None
     model = load_hf_model(folder, torch.float32, "cpu", NAME)
     scorer = PolicyScorer(model)
     builder = InputBuilder(
-        backbone_of(model), CPU, context_group=group, stateful=prepare_packing(model)
+        backbone_of(model),
+        CPU,
+        context_group=group,
+        by_heads=by_heads,
+        stateful=prepare_packing(model),
     )
     tokens, responses, groups = (part[:count] for part in samples())
     inputs = builder.build(tokens, responses, groups, [None] * count)

@@ -94,7 +94,8 @@ class FsdpBackend(SharedBackend):
         # The model. On one rank FSDP is not applied, and copies of the weights in the dtype of
         # passes replace its mixed precision.
         self.scorer, builder = build_scorer(args, role, device, world_size, read)
-        self.builder = replace(builder, context_group=self.context_group)
+        by_heads = args.context_parallel_kind == "ulysses"
+        self.builder = replace(builder, context_group=self.context_group, by_heads=by_heads)
         model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
         self.replay: RoutingReplay | None = None
         if args.use_rollout_routing_replay and role == "actor":
