@@ -5,7 +5,7 @@ model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -40,6 +40,23 @@ class Place:
         ]
 
 
+@dataclass(frozen=True)
+class Shares:
+    """How modules with a state are divided among ranks: into heads, or channels.
+
+    Such a module has projections ``in_proj…``, what mixes tokens by heads with a depthwise
+    convolution and parameters of the heads, and ``out_proj``.
+
+    Attributes:
+        counts: The attributes of the module that a rank has its share of.
+        sections: The widths of the parts, each with all heads, of which a projection or a
+            convolution consists, given the module and the name of either; () for one part.
+    """
+
+    counts: tuple[str, ...]
+    sections: Callable[[nn.Module, str], Sequence[int]]
+
+
 Sees = Callable[[PretrainedConfig, Tensor, Tensor], Tensor]
 
 
@@ -65,6 +82,7 @@ class LayerKind:
             keys of their own. They get no gradient in transformers, so their weights are kept, and
             do not decay. The embedded engine keeps their keys in each slot.
         serve: Prepares one of the mixers that have a state for the embedded engine.
+        shares: How ranks divide the mixers; None if they cannot.
     """
 
     name: str
@@ -74,6 +92,7 @@ class LayerKind:
     sees: Sees | None = None
     indexers: tuple[str, ...] = ()
     serve: Callable[[nn.Module], None] = lambda mixer: None
+    shares: Shares | None = None
 
 
 def with_state(
@@ -81,15 +100,23 @@ def with_state(
     types: tuple[str, ...],
     mixers: tuple[str, ...],
     serve: Callable[[nn.Module], None] = lambda mixer: None,
+    shares: Shares | None = None,
 ) -> LayerKind:
     """Return a kind whose modules have a state.
 
     Packing: the state starts anew at each sequence. Prompt sharing: the prompt is computed once for
     each sample, from the rows that its samples share. Context parallelism: whole sequences are
-    dealt out among the ranks. Engine: each slot has a state, and a prefix is shared only if a slot
-    has the state at its end.
+    dealt out among the ranks, or with Ulysses the heads. Engine: each slot has a state, and a
+    prefix is shared only if a slot has the state at its end.
     """
-    return LayerKind(name, lambda place: bool(place.modules(*mixers)), types, mixers, serve=serve)
+    return LayerKind(
+        name,
+        lambda place: bool(place.modules(*mixers)),
+        types,
+        mixers,
+        serve=serve,
+        shares=shares,
+    )
 
 
 def all_before(config: PretrainedConfig, query: Tensor, key: Tensor) -> Tensor:
@@ -190,12 +217,33 @@ SOFT_CAP = LayerKind(
 # transformers computes them, with the kernels of flash-linear-attention and causal-conv1d where
 # these packages are installed. Source: Yang et al. 2024, https://arxiv.org/abs/2412.06464.
 
-GATED_DELTA_NET = with_state("gated delta net", ("linear_attention",), ("GatedDeltaNet",))
+
+def _delta_net_sections(net: nn.Module, name: str) -> Sequence[int]:
+    keys_and_values = (net.key_dim, net.key_dim, net.value_dim)
+    return keys_and_values if name in ("in_proj_qkv", "conv1d") else ()  # type: ignore[return-value]  # of transformers
+
+
+GATED_DELTA_NET = with_state(
+    "gated delta net",
+    ("linear_attention",),
+    ("GatedDeltaNet",),
+    shares=Shares(
+        ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"), _delta_net_sections
+    ),
+)
 
 
 # Short causal convolutions between two gates (LFM2).
 
-SHORT_CONVOLUTION = with_state("short convolution", ("conv",), ("ShortConv",))
+
+def _convolution_sections(mixer: nn.Module, name: str) -> Sequence[int]:
+    width = mixer.out_proj.in_features
+    return (width, width, width) if name == "in_proj" else ()  # type: ignore[return-value]  # of transformers
+
+
+SHORT_CONVOLUTION = with_state(
+    "short convolution", ("conv",), ("ShortConv",), shares=Shares((), _convolution_sections)
+)
 
 
 # Mamba-2 mixers (Nemotron-H, Granite 4, Bamba; beside attention in Falcon-H1). Source: Dao and Gu

@@ -15,7 +15,8 @@ rotary embeddings and a mask of these sequences. Memory and time grow with the s
 sequence's length.
 
 With context parallelism, each rank gathers the rows of all ranks, computes the sequences that are
-dealt to it, and gives the outputs back to the ranks of the rows.
+dealt to it, and gives the outputs back to the ranks of the rows. With Ulysses, ranks divide the heads
+of the modules with a state instead, where they can (:mod:`slime.models.divided_mixers`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slime.models.layer_kinds import Sees, layers_of
+from slime.models.divided_mixers import can_divide, run_by_heads
+from slime.models.layer_kinds import Sees, Shares, layers_of
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments, SequenceBlock
 
@@ -170,11 +172,11 @@ def prepare_packing(model: PreTrainedModel) -> bool:
             f"{type(model).__name__} does not support the AttentionInterface of transformers: "
             "use --attn-implementation sdpa or eager"
         )
-    for _, layer, mixer in mixers:
+    for kind, layer, mixer in mixers:
         layer.register_forward_pre_hook(_remember_pack(mixer), with_kwargs=True)
         # Not torch.compile, which would compile it again for each number of batches.
         mixer.forward = torch.compiler.disable(
-            types.MethodType(_per_sequence(mixer.forward), mixer)
+            types.MethodType(_per_sequence(mixer.forward, kind.shares), mixer)
         )
     for sees, layer, attention in whole:
         use_sdpa(attention)
@@ -195,11 +197,14 @@ def _remember_pack(mixer: nn.Module) -> Callable[..., None]:
     return hook
 
 
-def _per_sequence(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _per_sequence(plain: Callable[..., Tensor], shares: Shares | None) -> Callable[..., Tensor]:
     def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         pack: PackSegments | None = self.__dict__.get(_PACK)
         if pack is None:
             return plain(hidden_states, *args, **kwargs)
+        by_heads = pack.group is not None and pack.whole is not None and shares is not None
+        if by_heads and can_divide(self, shares, pack.group.size()):
+            return run_by_heads(self, shares, hidden_states[0], pack).unsqueeze(0)
         rows = pack.rows_of_all(hidden_states[0])
         return pack.own_rows(
             run_sequences(lambda batch: plain(hidden_states=batch), rows, pack)

@@ -26,13 +26,14 @@ from slime.data.fields import RankBatch
 Result = dict[str, Any]
 Case = tuple[str, dict[str, Any]]
 CONTEXT = {"megatron": {"context_parallel_size": 2}}
+ULYSSES = CONTEXT | {"context_parallel_kind": "ulysses"}
 RECOMPUTED = {"gradient_checkpointing": True}
 ROUTES = dict(use_rollout_routing_replay=True, use_routing_replay=True)
 ADAPTER = LORA | dict(lora_target_modules=["all-linear", "experts"], lora_sync="merged")
 TWO: dict[str, Case] = {
     "Qwen3-MoE": ("Qwen3-MoE", {}),
     "Qwen2-MoE": ("Qwen2-MoE", RECOMPUTED),
-    "Qwen3-Next": ("Qwen3-Next", CONTEXT | RECOMPUTED),
+    "Qwen3-Next": ("Qwen3-Next", ULYSSES | RECOMPUTED),
     "Qwen3.5-MoE": ("Qwen3.5-MoE", {"fsdp_accumulate_unsharded_gradients": True}),
     "gpt-oss": ("gpt-oss", {"fsdp_reshard_after_forward": False}),
     "MiniMax-M2": ("MiniMax-M2", CONTEXT),
@@ -50,7 +51,8 @@ TWO: dict[str, Case] = {
     "adapter": ("Qwen3-MoE", ADAPTER),
     "critic": ("Qwen3-MoE", {"advantage_estimator": "ppo"}),
     "routes": ("GLM-4.5", ROUTES | RECOMPUTED),
-    "adapter, routes": ("Qwen3-MoE", ADAPTER | ROUTES | CONTEXT),
+    "adapter, routes": ("Qwen3-MoE", ADAPTER | ROUTES | ULYSSES),
+    "adapter, delta nets": ("Qwen3.5-MoE", ADAPTER | ULYSSES),
 }
 """By name: the model and its flags on two ranks, each of which has half of the experts."""
 LONG = ("Qwen2-MoE", "GLM-4.5", "GLM-4.7-Flash", "DeepSeek V3.2", "Granite 4")

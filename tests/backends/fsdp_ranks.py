@@ -100,8 +100,18 @@ def context_parallel(
     """Two ranks share the tokens of every sample; GSPO sums over whole sequences, with a
     gradient.
     """
-    size = {"context_parallel_size": min(world_size, 2)}
-    backend = make("qwen3", megatron=size, advantage_estimator="gspo", entropy_coef=0.01)
+    return divided_samples(make, min(world_size, 2))
+
+
+def ulysses(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """The same by heads, over all ranks: four of them have two heads of keys and values."""
+    return divided_samples(make, world_size, context_parallel_kind="ulysses")
+
+
+def divided_samples(make: Callable[..., FsdpBackend], ranks: int, **flags: Any) -> Result:
+    size = {"context_parallel_size": ranks}
+    flags |= dict(megatron=size, advantage_estimator="gspo", entropy_coef=0.01)
+    backend = make("qwen3", **flags)
     mine = backend.data_parallel_rank, backend.data_parallel_size
     log_probs = backend.log_probs(rank_batch(make_samples(), *mine))["log_probs"]
     metrics = [train(backend, make_samples()), train(backend, make_samples(seed=3, zero_groups=2))]
@@ -371,11 +381,13 @@ def nan_on_the_last_rank(
 PLAN: list[tuple[int, Callable[..., Result]]] = [
     (4, two_steps),
     (4, context_parallel),
+    (4, ulysses),
     (4, forward_packs),
     (4, hf_export),
     (4, nan_on_the_last_rank),
     (2, two_steps),
     (2, context_parallel),
+    (2, ulysses),
     (2, whole_sequences),
     (2, forward_packs),
     (2, checkpointed),
@@ -391,6 +403,7 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (2, resume),
     (1, two_steps),
     (1, context_parallel),
+    (1, ulysses),
     (1, whole_sequences),
     (1, forward_packs),
     (1, checkpointed),

@@ -68,6 +68,8 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
         ("two_steps", 4),
         ("context_parallel", 2),
         ("context_parallel", 4),
+        ("ulysses", 2),
+        ("ulysses", 4),
         ("whole_sequences", 2),
         ("checkpointed", 2),
         ("qwen3", 2),
@@ -120,13 +122,16 @@ def test_all_ranks_keep_copies_of_the_weights_in_one_place(ranks: list[Results])
         assert ranks[rank]["place_of_copies", 2] == {"everywhere": True, "on_one_rank": False}
 
 
-def test_context_parallel_scores_are_those_of_one_rank(ranks: list[Results]) -> None:
-    """Both ranks of a pair have all of each sample's log-probs."""
+@pytest.mark.parametrize(
+    ("scenario", "world_size"), [("context_parallel", 2), ("ulysses", 2), ("ulysses", 4)]
+)
+def test_context_parallel_scores_are_those_of_one_rank(
+    ranks: list[Results], scenario: str, world_size: int
+) -> None:
+    """All ranks of a group have all of each sample's log-probs."""
     expected = ranks[0]["context_parallel", 1]["log_probs"]
-    for rank in range(2):
-        for got, want in zip(
-            ranks[rank]["context_parallel", 2]["log_probs"], expected, strict=True
-        ):
+    for rank in range(world_size):
+        for got, want in zip(ranks[rank][scenario, world_size]["log_probs"], expected, strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 

@@ -12,9 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from family_checks import CPU, assert_same_gradients, gradients, loss_of, one_at_a_time, samples
+from torch import nn
 from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
 
 from slime.models.inputs import InputBuilder
+from slime.models.layer_kinds import layers_of
 from slime.models.loading import backbone_of, load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.packed_layers import prepare_packing
@@ -64,6 +67,8 @@ def check(folder: Path, group: ProcessGroup, count: int, by_heads: bool, compare
     tokens, responses, groups = (part[:count] for part in samples())
     inputs = builder.build(tokens, responses, groups, [None] * count)
     assert inputs.response_index is not None
+    if by_heads:
+        _watch_projections(model, len(inputs.kwargs["input_ids"][0]))
     firsts = torch.tensor([0, *responses]).cumsum(0)[:-1].tolist()
     places = torch.cat(
         [first + index for first, index in zip(firsts, inputs.response_index, strict=True)]
@@ -81,3 +86,15 @@ def check(folder: Path, group: ProcessGroup, count: int, by_heads: bool, compare
     want = one_at_a_time(folder, count)
     assert float((total - want[0]).abs().max()) < 1e-5
     assert_same_gradients(got, want[1])
+
+
+def _watch_projections(model: PreTrainedModel, rows: int) -> None:
+    """Fail where a module with a state that can be divided projects other rows than this rank's."""
+
+    def watch(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        assert inputs[0].shape[:-1].numel() == rows, inputs[0].shape
+
+    for kind, _, mixer in layers_of(model, "").mixers():
+        for name, part in mixer.named_children() if kind.shares is not None else ():
+            if name.startswith("in_proj"):
+                part.register_forward_pre_hook(watch)
