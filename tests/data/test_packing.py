@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.data import packing
-from slime.data.packing import MIN_SHARED_TOKENS, PackLayout, build_context_pack, build_pack
+from slime.data.packing import (
+    MIN_SHARED_TOKENS,
+    PackLayout,
+    build_context_pack,
+    build_pack,
+    rows_of_rank,
+)
 
 SampleSpec = tuple[int, list[int], list[int]]  # group, prompt, response
 ids = st.integers(1, 3)  # few ids, so that prompts are often equal
@@ -237,6 +243,40 @@ def named_rows(layout: PackLayout, samples: int) -> list[tuple[int, int]]:
         for row in layout.rows_of(sample):
             names[row] = (sample, int(layout.positions[row]))
     return names
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@given(samples=SAMPLES, shares=st.booleans())
+def test_ranks_divide_the_rows_and_the_response_tokens_of_a_pack(
+    size: int, samples: list[tuple[int, int]], shares: bool
+) -> None:
+    """The samples begin alike, so that some rows score a token of several of them."""
+    tokens = [list(range(total)) for total, _ in samples]
+    responses = [response for _, response in samples]
+    whole = build_pack(tokens, responses, share_prompts=shares, pad_to_multiple=3 * size)
+    parts = [rows_of_rank(whole, size, rank) for rank in range(size)]
+    for name in ("tokens", "positions"):
+        joined = np.concatenate([getattr(part, name) for part in parts])
+        assert joined.tolist() == getattr(whole, name).tolist()
+    scored: list[list[tuple[int, int, int]]] = [[] for _ in samples]
+    for rank, part in enumerate(parts):
+        rows = part.logit_index + rank * len(part.tokens)
+        assert part.response_index is not None and ((part.logit_index >= 0).all())
+        ends = np.cumsum(part.response_lengths)[:-1]
+        columns = (np.split(rows, ends), np.split(part.targets, ends), part.response_index)
+        for sample, (own, targets, index) in enumerate(zip(*columns, strict=True)):
+            scored[sample] += zip(index.tolist(), own.tolist(), targets.tolist(), strict=True)
+        for sample in range(len(samples)):
+            of_sample = part.rows_of(sample)
+            assert part.tokens[of_sample].tolist() == part.positions[of_sample].tolist()
+    ends = np.cumsum(responses)[:-1]
+    wanted = zip(np.split(whole.logit_index, ends), np.split(whole.targets, ends), strict=True)
+    for found, (own, targets) in zip(scored, wanted, strict=True):
+        places = list(range(len(own)))
+        assert sorted(found) == list(zip(places, own.tolist(), targets.tolist(), strict=True))
+    assert sum(len(part.rows_of(i)) for part in parts for i in range(len(samples))) == sum(
+        len(whole.rows_of(i)) for i in range(len(samples))
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

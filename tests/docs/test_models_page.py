@@ -39,9 +39,10 @@ def test_the_page_lists_the_kinds() -> None:
     for (_, pack, context, _), kind in zip(rows, all_kinds(), strict=True):
         assert (
             ("as a batch" in pack)
-            == (context == "whole sequences are dealt out")
+            == context.startswith("whole sequences are dealt out")
             == bool(kind.mixers)
         ), kind.name
+        assert ("Ulysses" in context) == (kind.shares is not None), kind.name
 
 
 @pytest.mark.slow

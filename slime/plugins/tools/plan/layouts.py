@@ -39,7 +39,8 @@ def layouts(
     nodes = run.place.gpus_per_node
     # FSDP is divided over data and context alone.
     for cp in (size for size in divisors(gpus) if size <= 8):
-        if "fsdp" in backends and samples % (gpus // cp) == 0:
+        divides = run.train is None or not run.train.by_heads or shape.heads % cp == 0
+        if "fsdp" in backends and samples % (gpus // cp) == 0 and divides:
             yield "fsdp", ParallelLayout(world_size=gpus, cp=cp)
         # Megatron is divided in every way that its sizes allow.
         for tp in divisors(gpus // cp) if "megatron" in backends else ():
@@ -141,6 +142,8 @@ def flags(plan: Plan) -> list[str]:
     words += [f"--{name}-parallel-size {size}" for name, size in sizes if size > 1]
     if layout.tp > 1:
         words.append("--sequence-parallel")
+    if layout.cp > 1 and train.by_heads:
+        words.append("--context-parallel-kind ulysses")
     if run.model.experts and layout.etp != layout.tp:
         words.append(f"--expert-tensor-parallel-size {layout.etp}")
     if train.recomputed:
@@ -158,6 +161,7 @@ _OF_LAYOUT = (
     "--colocate", "--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--gradient-checkpointing",
     "--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers",
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
+    "--context-parallel-kind",
     "--expert-model-parallel-size", "--expert-tensor-parallel-size", "--sequence-parallel",
     "--virtual-pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank", "--fsdp-shard-size",

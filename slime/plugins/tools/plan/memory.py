@@ -133,7 +133,9 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
     under_way = min(layout.pp, batch.count)
     tokens = batch.tokens / layout.cp
     again = train.recomputed_share(model.shape.layers)
-    per_layer = train.dtype_bytes * model.kept_width * tokens / layout.tp
+    # A rank of several that gather keys and values keeps those of the others, too.
+    gathered = 0.0 if train.by_heads else model.keys_and_values * (batch.tokens - tokens)
+    per_layer = train.dtype_bytes * (model.kept_width * tokens + gathered) / layout.tp
     inputs = (
         0.0 if train.inputs_on_cpu else train.dtype_bytes * model.shape.hidden * tokens / layout.tp
     )

@@ -125,6 +125,7 @@ def _train(args: Args, micro_batch: float | None) -> TrainSetup:
         moment_bytes=2.0 if args.optimizer_8bit else 8.0,
         state_on_cpu=args.fsdp_cpu_offload,
         inputs_on_cpu=args.offload_activations,
+        by_heads=args.context_parallel_kind == "ulysses",
         float8=args.float8_training is not None,
         quantized_base=args.lora_base_quantization is not None,
     )

@@ -119,6 +119,7 @@ class TrainSetup:
             same) and of both moments together (``--bf16-master-weights``, ``--optimizer-8bit``).
         state_on_cpu: ``--fsdp-cpu-offload``.
         inputs_on_cpu: ``--offload-activations``.
+        by_heads: ``--context-parallel-kind ulysses``.
         float8: ``--float8-training``.
         quantized_base: ``--lora-base-quantization``.
         compiled: Whether layers are compiled.
@@ -143,6 +144,7 @@ class TrainSetup:
     moment_bytes: float = 8.0
     state_on_cpu: bool = False
     inputs_on_cpu: bool = False
+    by_heads: bool = False
     float8: bool = False
     quantized_base: bool = False
 
@@ -165,7 +167,7 @@ class TrainSetup:
         """Whether an option is on that Megatron refuses."""
         small = self.master_bytes < 4 or self.moment_bytes < 8
         on_cpu = self.state_on_cpu or self.inputs_on_cpu
-        return small or on_cpu or self.float8 or self.quantized_base
+        return small or on_cpu or self.by_heads or self.float8 or self.quantized_base
 
     def recomputed_share(self, layers: int) -> float:
         return 1.0 if self.recomputed < 0 else min(self.recomputed / layers, 1.0)
@@ -354,6 +356,11 @@ class PlannedModel:
     @property
     def parameters(self) -> int:
         return self.dense_layers + self.experts + self.head_and_embedding
+
+    @property
+    def keys_and_values(self) -> int:
+        """Elements per token of the keys and values of a layer with attention."""
+        return 2 * self.shape.kv_heads * self.shape.key_width
 
     @property
     def kept_width(self) -> float:

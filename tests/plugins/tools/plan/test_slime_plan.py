@@ -82,6 +82,15 @@ def test_fsdp_gathers_the_experts_of_a_rank(sparse: PlannedModel) -> None:
     assert plain.working - less.working == pytest.approx(2 * 2 * layer * 3 / 4)
 
 
+def test_only_ranks_that_gather_keep_the_keys_and_values_of_others(dense: PlannedModel) -> None:
+    train = TrainSetup("fsdp", ParallelLayout(world_size=4, cp=4), 8192)
+    batch = packs(Workload(), train)
+    gather, heads = (train_memory(dense, x, batch) for x in (train, replace(train, by_heads=True)))
+    width = 2 * dense.shape.kv_heads * dense.shape.key_width * dense.shape.layers
+    more = gather.activations - heads.activations
+    assert more == pytest.approx(2 * width * batch.tokens * 3 / 4)
+
+
 def test_experts_are_divided_by_expert_parallelism_alone(sparse: PlannedModel) -> None:
     """8.8 billion parameters in bf16 on each of four GPUs, as benchmarks/history.md says."""
     train = TrainSetup(
