@@ -10,24 +10,43 @@ that has fewer heads and gets the exchanged projections.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slime.models.layer_kinds import Shares
 from slime.models.segments import PackSegments, heads_to_rows, rows_to_heads
 
 OUTPUT = "out_proj"
 
 
-def can_divide(mixer: nn.Module, shares: Shares, ranks: int) -> bool:
-    """Return whether a module has the form that ``shares`` describes, and as many heads for each
-    rank."""
+@dataclass(frozen=True)
+class Shares:
+    """How a module with a state is divided among ranks, into heads or channels.
+
+    Such a module has projections ``in_proj…``, what mixes tokens by heads with a depthwise
+    convolution and parameters of the heads, and ``out_proj``.
+
+    Attributes:
+        counts: The attributes of the module that a rank has its share of.
+        sections: For projections and convolutions of several parts that each have all heads, the
+            attributes with their widths; "" for that of the input of ``out_proj``.
+    """
+
+    counts: tuple[str, ...] = ()
+    sections: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def can_divide(mixer: nn.Module, shares: Shares, pack: PackSegments) -> bool:
+    """Return whether the ranks of a pack divide heads, and a module has the form that ``shares``
+    describes and as many heads for each rank."""
     output = mixer._modules.get(OUTPUT)
-    if not isinstance(output, nn.Linear) or output.in_features % ranks:
+    if pack.group is None or pack.whole is None or not isinstance(output, nn.Linear):
         return False
-    return all(vars(mixer).get(name, 1) % ranks == 0 for name in shares.counts)
+    counts = [output.in_features, *(vars(mixer).get(name, 1) for name in shares.counts)]
+    return all(count % pack.group.size() == 0 for count in counts)
 
 
 def run_by_heads(mixer: nn.Module, shares: Shares, rows: Tensor, pack: PackSegments) -> Tensor:
@@ -39,73 +58,47 @@ def run_by_heads(mixer: nn.Module, shares: Shares, rows: Tensor, pack: PackSegme
     Returns:
         ``[T, H]``.
     """
-    group, whole = pack.group, pack.whole
-    assert group is not None and whole is not None
+    group, whole, output = pack.group, pack.whole, mixer._modules[OUTPUT]
+    assert group is not None and whole is not None and isinstance(output, nn.Linear)
     ranks, rank = group.size(), group.rank()
-    own = _copy(mixer)
-    for name in shares.counts:
-        vars(own)[name] //= ranks
-    own._parameters = {name: _share(x, (), ranks, rank) for name, x in mixer._parameters.items()}
+
+    def parts(name: str, x: Tensor, axis: int) -> tuple[Tensor, ...]:
+        widths = shares.sections.get(name, ())
+        sizes = [vars(mixer)[width] if width else output.in_features for width in widths]
+        return x.split(sizes, axis) if sizes else (x,)
+
+    def share(name: str, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return torch.cat([part.chunk(ranks)[rank] for part in parts(name, x, 0)])
+
+    # What is set here comes before the parameters and submodules that the copy shares with its
+    # original.
+    own: Any = copy.copy(mixer)
+    made = vars(own)
+    made |= {name: made[name] // ranks for name in shares.counts}
+    made |= {name: share(name, x) for name, x in mixer._parameters.items()}
+    made[OUTPUT] = lambda mixed: mixed
     projected = {}
     for name, part in mixer.named_children():
-        sections = shares.sections(mixer, name)
         if name.startswith("in_proj"):
-            columns = [x.unflatten(1, (ranks, -1)) for x in _split(part(rows), sections, 1)]
+            columns = [x.unflatten(1, (ranks, -1)) for x in parts(name, part(rows), 1)]
             projected[name] = rows_to_heads(torch.cat(columns, 2), group).squeeze(1)
         elif isinstance(part, nn.Conv1d):
-            own._modules[name] = _fewer_channels(part, sections, ranks, rank)
-    own._modules[OUTPUT] = nn.Identity()
-    output = mixer._modules[OUTPUT]
-    assert isinstance(output, nn.Linear)
+            made[name] = copy.copy(part)
+            vars(made[name])["groups"] //= ranks
+            vars(made[name]).update({x: share(name, y) for x, y in part._parameters.items()})
     mixed = rows.new_zeros(ranks * len(rows), output.in_features // ranks)
     for block in whole.sequences:
         for name, columns_of_rank in projected.items():
-            own._modules[name] = _Given(block.gather(columns_of_rank))
+            made[name] = _giving(block.gather(columns_of_rank))
         # The forward reads the sizes of its input, and the values of the projections.
         sizes = rows.new_zeros(()).expand(block.n, block.length, rows.shape[1])
-        result = type(mixer).forward(own, hidden_states=sizes)
-        picked = result.flatten(0, 1).index_select(0, block.picks)
-        mixed = mixed.index_copy(0, block.own, picked.to(mixed.dtype))
+        result = type(own).forward(own, hidden_states=sizes).flatten(0, 1)
+        mixed = mixed.index_copy(0, block.own, result.index_select(0, block.picks).to(mixed.dtype))
     outputs: Tensor = output(heads_to_rows(mixed.unsqueeze(1), group).flatten(1))
     return outputs
 
 
-class _Given(nn.Module):
-    """A projection whose output is known."""
-
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.output
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    """Copy a module such that the entries of the copy can be changed."""
-    made = copy.copy(module)
-    made._modules, made._parameters = dict(module._modules), dict(module._parameters)
-    return made
-
-
-def _split(x: Tensor, sections: Sequence[int], axis: int) -> Sequence[Tensor]:
-    return x.split(list(sections), axis) if sections else (x,)
-
-
-def _share(x: Tensor | None, sections: Sequence[int], ranks: int, rank: int) -> nn.Parameter | None:
-    """Return a rank's share of a parameter of all heads."""
-    if x is None:
-        return None
-    share = torch.cat([part.chunk(ranks)[rank] for part in _split(x, sections, 0)])
-    return share  # type: ignore[return-value]  # with a gradient, which no parameter of a copy has
-
-
-def _fewer_channels(
-    convolution: nn.Conv1d, sections: Sequence[int], ranks: int, rank: int
-) -> nn.Module:
-    made = _copy(convolution)
-    made._parameters = {
-        name: _share(x, sections, ranks, rank) for name, x in convolution._parameters.items()
-    }
-    vars(made)["groups"] //= ranks
-    return made
+def _giving(output: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda _: output

@@ -5,7 +5,7 @@ model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from slime.models.divided_mixers import Shares
 from slime.models.loading import ModelError, decoder_layers
 from slime.registry import find, parts
 
@@ -38,23 +39,6 @@ class Place:
         return [
             module for module in self.layer.modules() if type(module).__name__.endswith(endings)
         ]
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How modules with a state are divided among ranks: into heads, or channels.
-
-    Such a module has projections ``in_proj…``, what mixes tokens by heads with a depthwise
-    convolution and parameters of the heads, and ``out_proj``.
-
-    Attributes:
-        counts: The attributes of the module that a rank has its share of.
-        sections: The widths of the parts, each with all heads, of which a projection or a
-            convolution consists, given the module and the name of either; () for one part.
-    """
-
-    counts: tuple[str, ...]
-    sections: Callable[[nn.Module, str], Sequence[int]]
 
 
 Sees = Callable[[PretrainedConfig, Tensor, Tensor], Tensor]
@@ -217,32 +201,22 @@ SOFT_CAP = LayerKind(
 # transformers computes them, with the kernels of flash-linear-attention and causal-conv1d where
 # these packages are installed. Source: Yang et al. 2024, https://arxiv.org/abs/2412.06464.
 
-
-def _delta_net_sections(net: nn.Module, name: str) -> Sequence[int]:
-    keys_and_values = (net.key_dim, net.key_dim, net.value_dim)
-    return keys_and_values if name in ("in_proj_qkv", "conv1d") else ()  # type: ignore[return-value]  # of transformers
-
-
+_KEYS_AND_VALUES = ("key_dim", "key_dim", "value_dim")
 GATED_DELTA_NET = with_state(
     "gated delta net",
     ("linear_attention",),
     ("GatedDeltaNet",),
     shares=Shares(
-        ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"), _delta_net_sections
+        ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"),
+        {"in_proj_qkv": _KEYS_AND_VALUES, "conv1d": _KEYS_AND_VALUES},
     ),
 )
 
 
 # Short causal convolutions between two gates (LFM2).
 
-
-def _convolution_sections(mixer: nn.Module, name: str) -> Sequence[int]:
-    width = mixer.out_proj.in_features
-    return (width, width, width) if name == "in_proj" else ()  # type: ignore[return-value]  # of transformers
-
-
 SHORT_CONVOLUTION = with_state(
-    "short convolution", ("conv",), ("ShortConv",), shares=Shares((), _convolution_sections)
+    "short convolution", ("conv",), ("ShortConv",), shares=Shares((), {"in_proj": ("", "", "")})
 )
 
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slime.models.divided_mixers import can_divide, run_by_heads
-from slime.models.layer_kinds import Sees, Shares, layers_of
+from slime.models.divided_mixers import Shares, can_divide, run_by_heads
+from slime.models.layer_kinds import Sees, layers_of
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments, SequenceBlock
 
@@ -202,8 +202,7 @@ def _per_sequence(plain: Callable[..., Tensor], shares: Shares | None) -> Callab
         pack: PackSegments | None = self.__dict__.get(_PACK)
         if pack is None:
             return plain(hidden_states, *args, **kwargs)
-        by_heads = pack.group is not None and pack.whole is not None and shares is not None
-        if by_heads and can_divide(self, shares, pack.group.size()):
+        if shares is not None and can_divide(self, shares, pack):
             return run_by_heads(self, shares, hidden_states[0], pack).unsqueeze(0)
         rows = pack.rows_of_all(hidden_states[0])
         return pack.own_rows(

@@ -105,7 +105,17 @@ def context_parallel(
 
 def ulysses(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
     """The same by heads, over all ranks: four of them have two heads of keys and values."""
-    return divided_samples(make, world_size, context_parallel_kind="ulysses")
+    sent: list[torch.Size] = []
+    exchange = dist.all_to_all_single
+
+    def counted(output: torch.Tensor, tensor: torch.Tensor, **given: Any) -> Any:
+        sent.append(tensor.shape)
+        return exchange(output, tensor, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counted)
+        result = divided_samples(make, world_size, context_parallel_kind="ulysses")
+    return result | dict(ranks_that_exchange={shape[0] for shape in sent})
 
 
 def divided_samples(make: Callable[..., FsdpBackend], ranks: int, **flags: Any) -> Result:

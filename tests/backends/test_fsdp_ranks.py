@@ -135,6 +135,14 @@ def test_context_parallel_scores_are_those_of_one_rank(
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
+def test_ulysses_exchanges_tokens_for_heads(results: Results) -> None:
+    assert [results["ulysses", size]["ranks_that_exchange"] for size in (1, 2, 4)] == [
+        set(),
+        {2},
+        {4},
+    ]
+
+
 @pytest.mark.parametrize(("world_size", "context"), [(2, 1), (2, 2), (4, 1), (4, 2)])
 def test_ranks_run_as_many_packs_of_their_own_size(
     ranks: list[Results], world_size: int, context: int

@@ -79,6 +79,16 @@ ONE_PROBLEM = [
         "--rollout-top-p 0.9 --context-parallel-size 2",
         "embedded and --rollout-top-p 0.9 exclude",
     ),
+    ("--context-parallel-kind ulysses", "needs --context-parallel-size"),
+    (
+        "--context-parallel-kind ulysses --context-parallel-size 3 --actor-num-gpus-per-node 3",
+        "heads that context parallel ranks cannot divide",
+    ),
+    (
+        "--context-parallel-kind ulysses --context-parallel-size 2 --actor-num-gpus-per-node 2 "
+        "--train-backend megatron",
+        "needs --train-backend fsdp",
+    ),
     ("--num-layers 35", "num_hidden_layers 36"),
     ("--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2", "one GPU"),
     ("--rollout-num-gpus 0", "no engine"),

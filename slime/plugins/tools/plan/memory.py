@@ -133,9 +133,7 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
     under_way = min(layout.pp, batch.count)
     tokens = batch.tokens / layout.cp
     again = train.recomputed_share(model.shape.layers)
-    # A rank of several that gather keys and values keeps those of the others, too.
-    gathered = 0.0 if train.by_heads else model.keys_and_values * (batch.tokens - tokens)
-    per_layer = train.dtype_bytes * (model.kept_width * tokens + gathered) / layout.tp
+    per_layer = train.dtype_bytes * _kept_by_layer(model, train, batch) / layout.tp
     inputs = (
         0.0 if train.inputs_on_cpu else train.dtype_bytes * model.shape.hidden * tokens / layout.tp
     )
@@ -149,6 +147,16 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
         _working(model, train, per_layer),
         held,
     )
+
+
+def _kept_by_layer(model: PlannedModel, train: TrainSetup, batch: Packs) -> float:
+    """Elements that a layer keeps on one context-parallel rank. Where ranks gather keys and values,
+    each keeps those of the others as well.
+    """
+    own = batch.tokens / train.layout.cp
+    s = model.shape
+    gathered = 0.0 if train.by_heads else 2 * s.kv_heads * s.key_width * (batch.tokens - own)
+    return model.kept_width * own + gathered
 
 
 def _trained(model: PlannedModel, train: TrainSetup) -> float:

@@ -358,11 +358,6 @@ class PlannedModel:
         return self.dense_layers + self.experts + self.head_and_embedding
 
     @property
-    def keys_and_values(self) -> int:
-        """Elements per token of the keys and values of a layer with attention."""
-        return 2 * self.shape.kv_heads * self.shape.key_width
-
-    @property
     def kept_width(self) -> float:
         """Elements per token that a layer keeps for its backward pass, the mean over layers.
 
