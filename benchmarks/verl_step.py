@@ -262,7 +262,7 @@ def our_command(args: argparse.Namespace) -> list[str]:
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     # verl trains groups whose rewards are all the same, too.
     words += [
-        "--colocate",
+        *([] if "--rollout-num-gpus" in args.our_flags else ["--colocate"]),
         "--use-dynamic-batch-size",
         "--apply-chat-template",
         "--no-skip-zero-advantage-groups",

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from slime.backends import micro_batches as mb
 from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.base import ModelTag, TrainBackend
-from slime.backends.loss import divide_by_weights
+from slime.backends.loss import divide_by_weights, is_max_metric
+from slime.backends.train_metrics import correct_sample_metrics, rollout_metrics
 from slime.config.args import Args
 from slime.config.hooks import load_function
-from slime.data.fields import BY_NAME, FIELDS, RankBatch, TrainData
-from slime.data.rewards import PASS_ABOVE, shares_in_rollouts
+from slime.data.fields import LOSS_FIELDS, RankBatch, TrainData
 from slime.observability import progress
 from slime.observability.profiler import Profiler
 from slime.observability.progress import Timers
 
-METRICS = tuple(field.name for field in FIELDS if field.metric)
-_REWARDS = ("rewards", "raw_reward")
+if TYPE_CHECKING:
+    from slime.backends.fsdp.backend import FsdpBackend
 
 
 class PhaseTimer:
@@ -54,6 +56,7 @@ def train_on_rollout(
     batch: RankBatch,
     profiler: Profiler | None = None,
     timers: Timers | None = None,
+    parts: Parts | None = None,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Compute log-probs and advantages, and run all optimizer steps of one rollout.
 
@@ -61,6 +64,10 @@ def train_on_rollout(
     batch, unless it has them already: ``ref_log_probs``, ``old_log_probs`` (if they are
     recomputed), ``old_values`` (of the critic, from before the update), ``kl``, ``advantages`` and
     ``returns``.
+
+    Args:
+        parts: The parts of the rollout that were trained while it was generated
+            (``--train-during-rollout``).
 
     Returns:
         The metrics and the seconds per phase. Metrics ``train/…`` and ``train/critic-…`` are means
@@ -72,9 +79,43 @@ def train_on_rollout(
         NonFiniteError: The loss or gradient of a step is not finite.
     """
     timer = PhaseTimer(profiler, timers)
-    critic = backend.role == "critic"
     if args.reset_optimizer_states:
         backend.reset_optimizer()
+    critic = backend.role == "critic"
+    name = f"{backend.role}_train"
+    # Optimizer steps. The metrics of a step are equal on all ranks, so their mean is, too.
+    if args.train_during_rollout > 1:
+        parts = Parts() if parts is None else parts
+        early = float(sum(len(part["tokens"]) for part in parts.batches))
+        results = [train_parts(cast("FsdpBackend", backend), batch, parts, timer)]
+    else:
+        prepare(backend, batch, timer)
+        steps = len(batch["num_microbatches"])
+        with timer.phase(name):
+            results = []
+            for step in range(steps):
+                progress.report(name.replace("_", " "), step, steps)
+                results.append(backend.train_step(batch, step))
+    prefix = "train/critic-" if critic else "train/"
+    metrics = {
+        prefix + key: value for key, value in divide_by_weights(_mean_over_steps(results)).items()
+    }
+    if not critic:
+        metrics |= rollout_metrics(backend, batch)
+        if args.log_correct_samples:
+            metrics |= correct_sample_metrics(backend, batch)
+        tokens = backend.reduce.total([float(sum(batch["total_lengths"]))])[0]
+        metrics["perf/actor_train_tok_per_s"] = tokens / max(timer.seconds[name], 1e-9)
+    if args.train_during_rollout > 1:
+        early, count = backend.reduce.total([early, float(len(batch["tokens"]))])
+        metrics["perf/trained_during_rollout_ratio"] = early / count
+    return metrics, timer.seconds
+
+
+def prepare(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
+    """Compute all that the first optimizer step needs: log-probs and advantages."""
+    args = backend.args
+    critic = backend.role == "critic"
     # Forward passes of the other models and of the old policy, each only if the loss needs it.
     score(backend, batch, timer)
     if args.use_critic and batch.get("old_values") is None:
@@ -91,25 +132,121 @@ def train_on_rollout(
                 load_function(args.rollout_data_postprocess_path)(
                     args, batch.get("rollout_id"), view
                 )
-    # Optimizer steps. The metrics of a step are equal on all ranks, so their mean is, too.
-    steps = len(batch["num_microbatches"])
-    name = f"{backend.role}_train"
-    with timer.phase(name):
-        results = []
-        for step in range(steps):
-            progress.report(name.replace("_", " "), step, steps)
-            results.append(backend.train_step(batch, step))
-    prefix = "train/critic-" if critic else "train/"
-    metrics = {
-        prefix + key: value for key, value in divide_by_weights(_mean_over_steps(results)).items()
+
+
+# --- a rollout that is trained in parts while it is generated (--train-during-rollout) -------------
+
+
+@dataclass
+class Parts:
+    """What a rank keeps of the parts of a rollout that it has trained, until the last is there.
+
+    Attributes:
+        batches: Its batch of each part, with what was computed for it.
+        shares: Sums of its shares of loss and metrics, as its gradients are sums.
+        seconds: By phase.
+    """
+
+    batches: list[RankBatch] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def train_early_part(
+    backend: FsdpBackend, batch: RankBatch, parts: Parts, timers: Timers | None = None
+) -> None:
+    """Add the gradients of a part while the rest of its rollout is generated, without an optimizer
+    step.
+    """
+    timer = PhaseTimer(None, timers)
+    timer.seconds = parts.seconds
+    if not parts.batches:
+        backend.optimizer.zero_grad()
+    parts.batches.append(batch)
+    # The number of tokens of the rollout is not known yet: a sum over tokens is divided by that of
+    # rollouts, which is.
+    batch["global_token_counts"] = batch["global_batch_sizes"]
+    prepare(backend, batch, timer)
+    with timer.phase("actor_train"):
+        backend.accumulate(batch, 0, shares=parts.shares)
+
+
+def train_parts(
+    backend: FsdpBackend, batch: RankBatch, parts: Parts, timer: PhaseTimer
+) -> dict[str, float]:
+    """Train the parts of a rollout that were not trained early, and run its optimizer step.
+
+    Args:
+        batch: The whole rollout, with a part in place of each optimizer step. It gets what was
+            computed for all parts, and is then the batch of one step.
+        parts: Those that were trained early, to which the others are added.
+
+    Returns:
+        The metrics of the step.
+
+    Raises:
+        ValueError: Some parts have an entry for the loss that others lack.
+    """
+    early = len(parts.batches)
+    if not early:
+        backend.optimizer.zero_grad()
+    timer.seconds |= parts.seconds
+    sent = {*batch}
+    rollouts = batch["global_batch_sizes"]
+    tokens = sum(batch["global_token_counts"])
+    batch["global_token_counts"] = rollouts
+    parts.batches += [part_of(batch, i) for i in range(early, len(rollouts))]
+    first = 0
+    for number, part in enumerate(parts.batches):
+        if number >= early:
+            prepare(backend, part, timer)
+        if different := (part.keys() ^ parts.batches[0].keys()) & {*LOSS_FIELDS}:
+            raise ValueError(
+                f"not all samples of the rollout have {', '.join(sorted(different))}, but some are "
+                "trained already: leave --train-during-rollout out"
+            )
+        # The micro-batches of the whole rollout have positions in the whole batch.
+        after = first + len(part["tokens"])
+        assert part["sample_indices"] == batch["sample_indices"][first:after]
+        for name in part.keys() - sent:
+            batch.setdefault(name, [None] * len(batch["tokens"]))[first:after] = part[name]
+        first = after
+        if number >= early:
+            with timer.phase("actor_train"):
+                backend.accumulate(batch, number, shares=parts.shares)
+    batch |= {
+        "num_microbatches": [sum(batch["num_microbatches"])],
+        "global_batch_sizes": rollouts[:1],
+        "global_token_counts": [tokens],
     }
-    if not critic:
-        metrics |= rollout_metrics(backend, batch)
-        if args.log_correct_samples:
-            metrics |= correct_sample_metrics(backend, batch)
-        tokens = backend.reduce.total([float(sum(batch["total_lengths"]))])[0]
-        metrics["perf/actor_train_tok_per_s"] = tokens / max(timer.seconds[name], 1e-9)
-    return metrics, timer.seconds
+    factor = rollouts[0] / tokens if backend.loss_settings.per_token else 1.0
+    shares = {n: x if is_max_metric(n) else x * factor for n, x in parts.shares.items()}
+    with timer.phase("actor_train"):
+        added = shares, *backend.scheduled_and_trained(batch, 0)
+        return backend.update(batch, 0, added, factor)
+
+
+def part_of(batch: RankBatch, number: int) -> RankBatch:
+    """Return one part of a whole rollout as the batch of one step."""
+    packs = mb.of_step(batch, number)
+    # A schedule puts the samples of a part behind those of the parts before it.
+    first, after = packs[0][0], packs[-1][-1] + 1
+    part = RankBatch(added=batch.added)
+    for name, entry in batch.items():
+        per_sample = isinstance(entry, list) and len(entry) == len(batch["tokens"])
+        part[name] = entry[first:after] if per_sample else entry
+    part.update(
+        {
+            "micro_batch_indices": [[i - first for i in pack] for pack in packs],
+            "num_microbatches": [len(packs)],
+            "global_batch_sizes": batch["global_batch_sizes"][:1],
+            "global_token_counts": batch["global_token_counts"][:1],
+        }
+    )
+    return part
+
+
+# --- forward passes -------------------------------------------------------------------------------
 
 
 def score_rollout(
@@ -178,83 +315,6 @@ def _combined(name: str, values: list[float]) -> float:
     if name.endswith("_max"):
         return max(values)
     return values[-1] if name.startswith("lr-") else sum(values) / len(values)
-
-
-def rollout_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:
-    """Return ``rollout/<entry>``, the mean over the samples of all ranks. For a per-token entry it
-    is the mean of the samples' masked means, for a reward the mean over rollouts."""
-    return _means(backend, batch, METRICS, [True] * len(batch["tokens"]), "rollout/")
-
-
-def correct_sample_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:
-    """Return ``rollout/correct-<entry>`` for the samples whose raw reward counts as a pass, and
-    their fraction.
-
-    This is for ``--log-correct-samples``. If no sample is correct, there are no such entries.
-    """
-    chosen = [float(reward) > PASS_ABOVE for reward in batch["raw_reward"]]
-    shares = _shares(batch)
-    right = math.fsum(share for share, correct in zip(shares, chosen, strict=True) if correct)
-    correct, count = backend.reduce.total([right, math.fsum(shares)])
-    names = [
-        name
-        for name in METRICS
-        if BY_NAME[name].per != "sample" or name in ("response_lengths", "truncated")
-    ]
-    means = _means(backend, batch, names, chosen, "rollout/correct-")
-    return {"rollout/correct_ratio": correct / max(count, 1.0), **(means if correct else {})}
-
-
-def _shares(batch: RankBatch) -> list[float]:
-    shares: list[float] | None = batch.get("rollout_shares")
-    raw = batch["raw_reward"]
-    return (
-        shares_in_rollouts(batch.get("rollout_ids") or range(len(raw)), raw)
-        if shares is None
-        else shares
-    )
-
-
-def _means(
-    backend: TrainBackend,
-    batch: RankBatch,
-    keys: Sequence[str],
-    chosen: Sequence[bool],
-    prefix: str,
-) -> dict[str, float]:
-    # Sums of each entry over the samples of this rank, and by what they are divided: samples, or
-    # rollouts for rewards.
-    names = []
-    numbers = []
-    masks = [torch.as_tensor(mask) for mask in batch["loss_masks"]]
-    for key in keys:
-        if batch.get(key) is None:
-            continue
-        entries = [
-            (x, mask) for x, mask, wanted in zip(batch[key], masks, chosen, strict=True) if wanted
-        ]
-        if key in _REWARDS:
-            weights = [
-                share for share, wanted in zip(_shares(batch), chosen, strict=True) if wanted
-            ]
-            # Where the share is 0, the raw reward is NaN: the verifier gave no result.
-            values = [
-                float(x) * share for (x, _), share in zip(entries, weights, strict=True) if share
-            ]
-        elif BY_NAME[key].per == "sample":
-            values = [float(x) for x, _ in entries]
-        else:
-            tensors = ((torch.as_tensor(x), mask) for x, mask in entries if bool(mask.any()))
-            values = [float(x[mask != 0].double().mean()) for x, mask in tensors]
-        names.append(BY_NAME[key].public_name)
-        # Sums and counts instead of means, because ranks have different numbers of samples. One
-        # collective at the end reduces all metrics.
-        numbers += [sum(values), math.fsum(weights) if key in _REWARDS else float(len(values))]
-    totals = backend.reduce.total(numbers)
-    return {
-        f"{prefix}{name}": totals[2 * i] / max(totals[2 * i + 1], 1.0)
-        for i, name in enumerate(names)
-    }
 
 
 def score_probe(backend: TrainBackend, tokens: Sequence[int]) -> list[float]:

@@ -68,16 +68,25 @@ class Run:
         with self.log.phase("rollout"), self.stop.deferred(False):
             if rollout_id not in self.asked:
                 self.asked[rollout_id] = self.manager.start(RolloutManager.generate, rollout_id)
-            # The trainer is idle here, so engines that were restarted can get the weights during
-            # this wait.
+            # Until its next step, the trainer keeps its weights, so engines that were restarted can
+            # get them during this wait.
             batch = self.manager.wait(
                 self.asked[rollout_id],
                 f"rollout {rollout_id} to be generated",
-                meanwhile=self.pool.sync_recovered_engines,
+                meanwhile=partial(self._during_rollout, rollout_id),
             )
             del self.asked[rollout_id]
         self.log.add_rollout(batch)
         return batch
+
+    def _during_rollout(self, rollout_id: int) -> None:
+        self.pool.sync_recovered_engines()
+        if self.args.train_during_rollout == 1 or self.trainer.actor is None:
+            return
+        what = f"a part of rollout {rollout_id}"
+        take = RolloutManager.take_part
+        while refs := self.manager.call(what, take, rollout_id, len(self.trainer.parts)):
+            self.trainer.train_early_part(refs)
 
     def prefetch(self) -> Prefetcher:
         """Generate all rollouts of the asynchronous loop on a separate thread."""

@@ -28,6 +28,7 @@ from slime.cluster.ray_wait import wait_for
 from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.config.hooks import load_function
 from slime.data.convert import parts_of_ranks
+from slime.data.parts import ready
 from slime.data.sample import Group, Sample, flatten
 from slime.data.source import DataSource, rollouts_of_epochs
 from slime.data.staleness import staleness_metrics
@@ -185,7 +186,10 @@ class RolloutManager:
             stored: list[Ref[Wire]] = []
             used: set[int] = set()
             numbered = True
-            for part in parts_of_ranks(self.args, rollout.groups, rollout_id, *self.layouts):
+            finished = self.state.finished_groups(rollout_id)
+            for part in parts_of_ranks(
+                self.args, rollout.groups, rollout_id, *self.layouts, finished=finished
+            ):
                 stored.append(door().put(part))
                 used.update(map(int, part.get("group_indices", ())))
                 numbered = numbered and "group_indices" in part
@@ -198,13 +202,25 @@ class RolloutManager:
                 stored[:of_actor], metrics, texts, take_warnings(), stored[of_actor:]
             )
 
+    def take_part(self, rollout_id: int, number: int) -> list[Ref[Wire]]:
+        """Part ``number`` of a rollout that is being generated (``--train-during-rollout``), one
+        object per data-parallel rank; none if groups of it are not finished, or if it is the last
+        one.
+        """
+        layout = self.layouts[0]
+        groups = self.state.finished_groups(rollout_id)
+        part = ready(groups, self.args, layout.dp, number)
+        with self.generation.call():
+            parts = parts_of_ranks(self.args, part, rollout_id, layout) if part else ()
+            return [door().put(one) for one in parts]
+
     def _new_rollout(self, rollout_id: int) -> Rollout:
         """Call the rollout function, and record in ledger and state that this rollout is
         complete.
         """
         start = time.perf_counter()
         args = self.args
-        self.state.begun = rollout_id
+        self.state.begin(rollout_id)
         self._generate_state().observer = self.state.observe
         if args.load_debug_rollout_data:
             subsample = args.load_debug_rollout_data_subsample

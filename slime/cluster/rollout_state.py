@@ -73,6 +73,7 @@ class RolloutState:
         self.ahead: dict[int, Rollout] = {}  # complete rollouts that are not trained yet
         self.newest = -1  # the newest complete rollout
         self.begun = -1  # the newest rollout for which the data source was asked
+        self._finished: list[Group] = []  # its accepted groups, for --train-during-rollout
         # from the snapshot: used instead of generating these rollouts
         self.restored: dict[int, Rollout] = {}
         self.schedule: WeightTimeline | None = None  # of an asynchronous run
@@ -104,9 +105,22 @@ class RolloutState:
         self.schedule.step = step
         return self.schedule
 
+    def begin(self, rollout_id: int) -> None:
+        """Note that the data source is asked for a rollout."""
+        self._finished = []
+        self.begun = rollout_id
+
+    def finished_groups(self, rollout_id: int) -> list[Group]:
+        """The groups of a rollout that are accepted so far, in the order in which they were; none
+        of one that was generated before this process.
+        """
+        return self._finished if rollout_id == self.begun else []
+
     def observe(self, event: str, group: Group, facts: Mapping[str, object]) -> None:
         """Record an event of a group, which the rollout loops report."""
         self.ledger(event, group, facts)
+        if event == "accepted" and self.args.train_during_rollout > 1:
+            self._finished.append(group)
         for listen in self.listeners:
             listen(self.args, self.source, event, group)
         if self.schedule is not None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from slime.backends.base import ModelTag, TrainBackend
     from slime.backends.fsdp.backend import FsdpBackend
+    from slime.backends.train_loop import Parts
     from slime.config.args import Args
     from slime.data.fields import RankBatch, TrainData, Wire
     from slime.engines.keys import ServerKeys
@@ -91,6 +92,8 @@ class TrainActor:
         self.profiler = Profiler(
             f"{role}-{rank}", traces, profiled, args.profile_target, memory_until, memory_folder
         )
+        # of the rollout that is generated
+        self.parts: Parts | None = None
         # until init, the checkpoint in the memory of the CPU
         self.read: PreTrainedModel | None = None
         self.backend: TrainBackend  # created by init
@@ -167,9 +170,11 @@ class TrainActor:
         from slime.observability.debug_data import save_train_batches
 
         batch = self._batch(batch_ref, entries)
+        parts = self.parts
+        self.parts = None
         with self.profiler.rollout(rollout_id):
             metrics, timings = train_on_rollout(
-                self.backend, self.args, batch, self.profiler, self.timers
+                self.backend, self.args, batch, self.profiler, self.timers, parts
             )
         # After a step, since the first one creates the optimizer's state, of which the memory must
         # hold a copy.
@@ -189,6 +194,15 @@ class TrainActor:
             else []
         )
         return {"metrics": metrics, "timings": timings, "entries": values}
+
+    def train_early_part(self, batch_ref: Batches, number: int) -> TrainResult:
+        """Train on this rank's share of part ``number`` of a rollout, without an optimizer step."""
+        from slime.backends.train_loop import Parts, train_early_part
+
+        if self.parts is None or number == 0:
+            self.parts = Parts()
+        train_early_part(self._fsdp(), self._batch(batch_ref), self.parts, self.timers)
+        return {"metrics": {}, "timings": {}, "entries": []}
 
     # --- the primitives of slime.Session -----------------------------------------------------
 

@@ -3,11 +3,12 @@ and which weights the copy ``old_actor`` holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from slime.backends.token_budget import Measurement, budget, explanation
 from slime.cluster.rollout_manager import RolloutManager
+from slime.cluster.train_actor import TrainActor
 from slime.config.hf_config import lookup_dimension, model_config
 from slime.config.rollout import (
     is_fully_async,
@@ -20,6 +21,7 @@ from slime.weights.update import parse_version
 if TYPE_CHECKING:
     from slime.backends.base import ModelTag
     from slime.checkpoint.manifest import Manifest, OldActorFacts
+    from slime.cluster.actors import Ref
     from slime.cluster.phases import StepLog
     from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.stop_signals import StopSignals
@@ -163,6 +165,7 @@ class Trainer:
         critic: None in a run without a critic.
         trained: The last rollout whose training is complete, also before a resume; None before the
             first.
+        parts: The training of each part of the rollout in progress (``--train-during-rollout``).
         offloads: Whether training ranks move to CPU memory between their phases
             (``--offload-train``).
         colocated: Whether they or the engines do so, because both share accelerators.
@@ -177,6 +180,7 @@ class Trainer:
     log: StepLog
     stop: StopSignals
     trained: int | None = None
+    parts: list[list[Ref[TrainResult]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.offloads = self.cluster.offload_train
@@ -185,6 +189,12 @@ class Trainer:
         self.side_by_side = self.critic is not None and bool(self.cluster.critic_num_nodes)
         # Those that share accelerators with others.
         self.taking_turns = self.groups[: 1 if self.side_by_side else None]
+
+    def train_early_part(self, refs: Batches) -> None:
+        """Start to train on the next part of a rollout that is still generated."""
+        assert self.actor is not None, "nothing trains with --debug-rollout-only"
+        number = len(self.parts)
+        self.parts.append(self.actor.start_on_parts(TrainActor.train_early_part, refs, number))
 
     def train(self, rollout_id: int, refs: Batches, critic_refs: Batches = ()) -> None:
         """Train on a rollout: first the critic, because the actor's advantages need its values,
@@ -202,6 +212,9 @@ class Trainer:
         # the snapshot before the stop would hold weights of this rollout but count it as untrained,
         # and a resumed run would repeat it.
         with self.stop.deferred():
+            for part in self.parts:  # an error of one must end the run before the rest is trained
+                self.groups[0].finish(part, rollout_id)
+            self.parts = []
             if self.side_by_side:
                 self._train_side_by_side(rollout_id, refs, critic_refs or refs)
             else:

@@ -34,6 +34,10 @@ class BatchConfig(Section):
     / --num-steps-per-rollout"""
     num_steps_per_rollout: int = flag(DERIVED, low=1)
     """Number of optimizer steps per rollout. Default: 1, or what --global-batch-size implies"""
+    train_during_rollout: int = flag(1, low=1)
+    """Most parts into which the groups of a rollout are divided, in the order in which they finish.
+    Each but the last is trained once its groups are finished, while the rest is generated; the
+    optimizer's step follows the last. 1 trains after the rollout"""
     micro_batch_size: int = flag(1, low=1)
     """Number of samples per micro-batch; giving this flag disables --use-dynamic-batch-size"""
     use_dynamic_batch_size: bool = flag(DERIVED, kind="toggle")

@@ -332,6 +332,13 @@ FACTS: dict[str, Callable[[Run], object]] = {
     ),
     "evaluation data": _evaluates,
     "use_rs of --custom-config-path": lambda run: vars(run.args).get("use_rs"),
+    "tis_batch_normalize of --custom-config-path": lambda run: vars(run.args).get(
+        "tis_batch_normalize"
+    ),
+    "an estimator that compares all groups of a rollout": lambda run: (
+        run.algorithm.over_ranks is not Algorithm.over_ranks
+        or run.algorithm.batch_baseline is not Algorithm.batch_baseline
+    ),
     "a critic": lambda run: run.args.use_critic,
     "an estimator that compares the samples of a group": lambda run: run.algorithm.needs_group,
     "an estimator that discounts": lambda run: run.algorithm.discounts,

@@ -22,6 +22,7 @@ from slime.data.fields import (
     pack_part,
 )
 from slime.data.packing import shared_beginnings
+from slime.data.parts import cut
 from slime.data.rewards import post_process_rewards, shares_in_rollouts
 from slime.data.sample import Group, Sample, flatten
 from slime.data.schedule import PackingSettings, build_dp_schedule
@@ -91,7 +92,11 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
 
 
 def parts_of_ranks(
-    args: Args, groups: Sequence[Group | Sample], rollout_id: int, *layouts: ParallelLayout
+    args: Args,
+    groups: Sequence[Group | Sample],
+    rollout_id: int,
+    *layouts: ParallelLayout,
+    finished: Sequence[Group | Sample] | None = None,
 ) -> Iterator[Wire]:
     """Convert the samples of a rollout, and yield the part of each data-parallel rank of each
     layout.
@@ -99,14 +104,26 @@ def parts_of_ranks(
     A part copies the tokens of its samples. It is made when it is asked for, so that a caller that
     passes on one after the other never holds a second copy of the whole rollout.
 
+    Args:
+        finished: The groups in the order in which ``--train-during-rollout`` divides them, if it is
+            another one.
+
     Raises:
         ValueError: As for :func:`samples_to_train_data`, before the first part.
     """
+    samples = flatten(groups)
     train_data = samples_to_train_data(args, groups)
-    add_staleness(train_data, flatten(groups), rollout_id)
+    add_staleness(train_data, samples, rollout_id)
     packing = PackingSettings.from_args(args)
+    together: list[list[int]] | None = None
     for layout in layouts:
-        for part in each_part(packing, train_data, layout.dp, layout.schedule()):
+        if args.train_during_rollout > 1:
+            place = {id(sample): position for position, sample in enumerate(samples)}
+            together = [
+                sorted(place[id(sample)] for sample in flatten(part))
+                for part in cut(finished or groups, args, layout.dp)
+            ]
+        for part in each_part(packing, train_data, layout.dp, layout.schedule(), together):
             yield {**part, "rollout_id": rollout_id}
 
 
@@ -131,8 +148,13 @@ def each_part(
     train_data: TrainData,
     dp_size: int,
     parallel: Mapping[str, int] | None = None,
+    trained_parts: Sequence[list[int]] | None = None,
 ) -> Iterator[Wire]:
-    """As :func:`split_train_data`, but a part is made when it is asked for."""
+    """As :func:`split_train_data`, but a part is made when it is asked for.
+
+    Args:
+        trained_parts: See ``parts`` of :func:`build_dp_schedule`.
+    """
     lengths = [len(t) for t in train_data["tokens"]]
     global_batch_size = settings.global_batch_size
     if settings.steps:
@@ -145,6 +167,7 @@ def each_part(
         global_batch_size=global_batch_size,
         rollout_indices=train_data["rollout_ids"],
         prompts=shared_prompts(settings, train_data, (parallel or {}).get("cp_size", 1)),
+        parts=trained_parts,
     )
     # The global normalizer of each step is computed here, where the samples of all ranks are known.
     tokens_of = [max(int(np.sum(mask)), 1) for mask in train_data["loss_masks"]]

@@ -87,6 +87,7 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: Sequence[int],
     prompts: Sequence[tuple[Hashable, int]] | None = None,
+    parts: Sequence[list[int]] | None = None,
 ) -> Schedule:
     """Split a rollout's samples into optimizer steps, micro-batches and ranks.
 
@@ -102,6 +103,8 @@ def build_dp_schedule(
         prompts: For each sample, the key of its prompt and the prompt's number of tokens. Samples
             with equal keys in a micro-batch store the prompt once. None: nothing is shared. Only
             the lock-step packing uses it.
+        parts: The positions of the samples of each part of the rollout, which are scheduled in
+            place of optimizer steps (``--train-during-rollout``).
 
     Returns:
         ``partitions[rank]``: sample positions in training order; ``micro_batch_indices[rank]``: for
@@ -117,7 +120,7 @@ def build_dp_schedule(
         return _schedule_whole(
             settings, train_parallel_config, total_lengths, global_batch_size, rollout_indices
         )
-    steps = _steps(rollout_indices, len(total_lengths), global_batch_size)
+    steps = parts or _steps(rollout_indices, len(total_lengths), global_batch_size)
     dp_size = train_parallel_config["dp_size"]
     vpp_size = train_parallel_config.get("vpp_size") or 1
     vpp_group = train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1

@@ -293,14 +293,14 @@ class RolloutLoop:
             self._notify("replaced", group)
             return
         reason = self._why_not(group if len(valid) == len(group) else valid)
+        # again: a filter that reads per-token fields turns them back into Python lists
+        packed(group)
         if reason is None:
             self.accepted.append(group)
             self._notify("accepted", group, rollout_id=self.rollout_id)
         else:
             self.counts.dropped[reason] += 1
             self._notify("filtered", group, reason=reason)
-        # again: a filter that reads per-token fields turns them back into Python lists
-        packed(group)
 
     def _drop_too_long(self, leaves: list[Sample]) -> None:
         self.counts.dropped[TOO_LONG] += 1

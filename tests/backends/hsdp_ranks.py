@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slime.backends.collectives import local
 from slime.backends.create import create_backend
 from slime.backends.fsdp.backend import FsdpBackend
+from slime.backends.train_loop import Parts, part_of, train_early_part, train_on_rollout
 
 Result = dict[str, Any]
 MICRO_BATCHES = 3
@@ -113,6 +114,29 @@ def several_steps(ranks: Rank, **flags: Any) -> Result:
     )
 
 
+def in_parts(ranks: Rank, early: int | None, **flags: Any) -> Result:
+    """Two steps of three parts each, of which ``early`` are trained before the whole rollout is
+    there; None: in one piece. Two groups have no advantage, so that ranks lack samples of a part.
+    """
+    parts = 1 if early is None else MICRO_BATCHES
+    backend = ranks.make("llama", train_during_rollout=parts, **flags)
+    metrics = []
+    for step in range(2):
+        everyone = make_samples(groups=4 * MICRO_BATCHES, seed=step, zero_groups=2)
+        batch = rank_batch(everyone, backend.data_parallel_rank, backend.data_parallel_size)
+        done = Parts() if early else None
+        if early is not None:
+            count = len(batch["micro_batch_indices"]) // parts
+            batch["num_microbatches"] = [count] * parts
+            batch["global_batch_sizes"] = batch["global_batch_sizes"] * parts
+            batch["global_token_counts"] = [batch["global_token_counts"][0] / parts] * parts
+            for number in range(early):
+                assert done is not None
+                train_early_part(backend, part_of(batch, number), done)
+        metrics.append(train_on_rollout(backend, backend.args, batch, parts=done)[0])
+    return dict(metrics=metrics, weights=weights_of(backend))
+
+
 def others(ranks: Rank, **flags: Any) -> dict[str, Result]:
     """Roles, dtypes and layouts that have a mesh of their own."""
     found: dict[str, Result] = {}
@@ -172,6 +196,12 @@ def loaded(ranks: Rank, name: str, **flags: Any) -> Result:
 def four_ranks(ranks: Rank) -> Result:
     variants = VARIANTS if ALL else OF_EACH_COMMIT
     results: Result = {name: several_steps(ranks, **VARIANTS[name]) for name in variants}
+    for name in variants:
+        for per_token in (False, True):
+            flags = VARIANTS[name] | {"calculate_per_token_loss": per_token}
+            results[f"parts_{name}_{per_token}"] = [
+                in_parts(ranks, early, **flags) for early in (None, 0, 2)
+            ]
     results |= {"others_flat": others(ranks), "others_hybrid": others(ranks, **HYBRID)}
     for name, flags in ("flat", {}), ("hybrid", HYBRID), ("async", HYBRID | {"async_save": True}):
         results[f"saved_{name}"] = saved(ranks, f"snapshot_{name}", **flags)

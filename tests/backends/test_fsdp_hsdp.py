@@ -55,6 +55,26 @@ def test_every_way_to_communicate_gives_the_same_steps(ranks: Ranks, variant: st
     )
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("variant", [variant(name) for name in VARIANTS])
+def test_a_rollout_that_is_trained_in_parts_is_the_same_step(
+    ranks: Ranks, variant: str, per_token: bool
+) -> None:
+    for rank in ranks:
+        whole, late, early = rank[f"parts_{variant}_{per_token}"]
+        for mine, theirs in zip(late["metrics"], whole["metrics"], strict=True):
+            ratio = {"perf/trained_during_rollout_ratio": 0.0}
+            assert_same_metrics(mine, theirs | ratio, rel=2e-5)
+        assert_close(late["weights"], whole["weights"], rtol=1e-5)
+        # When a part is trained changes nothing.
+        assert_equal(early["weights"], late["weights"])
+        assert [step["train/grad_norm"] for step in early["metrics"]] == [
+            step["train/grad_norm"] for step in late["metrics"]
+        ]
+        ratios = [run["metrics"][1]["perf/trained_during_rollout_ratio"] for run in (late, early)]
+        assert ratios == [0.0, 2 / 3]
+
+
 @pytest.mark.parametrize("variant", ["hybrid", "replicas_of_one", "hybrid_accumulate_keep"])
 def test_replicas_stay_equal_to_the_bit(ranks: Ranks, variant: str) -> None:
     size = VARIANTS[variant]["fsdp_shard_size"]

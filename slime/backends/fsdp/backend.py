@@ -51,6 +51,8 @@ from slime.models.loading import decoder_layers
 from slime.models.scorer import PolicyScorer, ValueScorer
 from slime.registry import find
 
+Accumulated = tuple[dict[str, float], MicroBatches, MicroBatches]
+
 
 class FsdpBackend(SharedBackend):
     """One rank of an actor or critic. All ranks must call every method together."""
@@ -226,48 +228,47 @@ class FsdpBackend(SharedBackend):
     # --- training -------------------------------------------------------------------------------
 
     def train_step(self, batch: RankBatch, step: int) -> Metrics:
-        """Run one optimizer step. Loss and gradient are sums of shares over micro-batches and
-        ranks.
+        """Run one optimizer step. Loss and gradient are sums over micro-batches and ranks.
 
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite. The weights are unchanged.
         """
         self.optimizer.zero_grad()
-        shares, scheduled, trained = self.accumulate(batch, step)
-        # In float16 a step whose gradients overflowed is left out, and the scale of the next loss
-        # is halved.
+        return self.update(batch, step, self.accumulate(batch, step))
+
+    def update(
+        self, batch: RankBatch, step: int, added: Accumulated, factor: float = 1.0
+    ) -> Metrics:
+        """Update the weights with the gradients of :meth:`accumulate` times ``factor``."""
+        self.optimizer.unscale(factor)
+        metrics = self.finish_step(added[0], batch, step, *added[1:])
         scale = self.optimizer.loss_scale
-        self.optimizer.unscale()
-        metrics = self.finish_step(shares, batch, step, scheduled, trained)
-        if scale is None:
-            return metrics
-        if "grad_norm" in metrics:
-            scale.note_step()
-        else:
-            scale.note_overflow()
-        return metrics | {
-            "loss_scale": scale.value,
-            "skipped_step": float("grad_norm" not in metrics),
-        }
+        return metrics if scale is None else metrics | scale.after_step(metrics)
 
     def accumulate(
-        self, batch: RankBatch, step: int, log_probs: ResponseValues | None = None
-    ) -> tuple[dict[str, float], MicroBatches, MicroBatches]:
+        self,
+        batch: RankBatch,
+        step: int,
+        log_probs: ResponseValues | None = None,
+        shares: dict[str, float] | None = None,
+    ) -> Accumulated:
         """Add the gradients of all micro-batches of a step to those that are there.
 
         Args:
             log_probs: Gets the log-probs of the samples that were computed.
+            shares: Those of other parts of the step, to which those of this one are added.
 
         Returns:
-            The rank's shares of loss and metrics, the scheduled micro-batches, and the computed
-            ones.
+            The rank's shares of loss and metrics, and the scheduled and the computed micro-batches.
         """
         # All backward passes are queued before any number is read, so that the accelerator never
         # waits for the host.
         scheduled, trained = self.scheduled_and_trained(batch, step)
-        shares: dict[str, float] = {}
         parts = []
         micro_batches = self.aligned(trained)
+        # Of another part, a rank may have had no samples, and so other metrics than this one.
+        self._uneven |= shares is not None
+        shares = {} if shares is None else shares
         with self._in_pass_dtype(), self._replayed(batch):
             for number, indices in enumerate(micro_batches, start=1):
                 self.communicate_for(last=number == len(micro_batches))

@@ -61,15 +61,19 @@ class LossScale:
     def can_be_lowered(self) -> bool:
         return self.window is not None and self.value > self.smallest
 
-    def note_overflow(self) -> None:
-        self.value = max(self.value / 2, self.smallest)
-        self.passed = 0
-
-    def note_step(self) -> None:
+    def after_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Choose the next scale, and return what is logged of the step with these metrics. A step
+        that was left out, because its gradients overflowed, has no ``grad_norm``.
+        """
+        if "grad_norm" not in metrics:
+            self.value = max(self.value / 2, self.smallest)
+            self.passed = 0
+            return {"loss_scale": self.value, "skipped_step": 1.0}
         self.passed += 1
         if self.window is not None and self.passed >= self.window:
             self.value = self.value * 2
             self.passed = 0
+        return {"loss_scale": self.value, "skipped_step": 0.0}
 
     def state(self) -> dict[str, float]:
         """Return what a snapshot must contain."""
@@ -270,11 +274,12 @@ class ScheduledAdamW:
         self.adam.zero_grad(set_to_none=not self.keeps_gradients)
 
     @torch.no_grad()
-    def unscale(self) -> None:
-        """Divide the gradients by the scale of the loss."""
+    def unscale(self, factor: float = 1.0) -> None:
+        """Multiply the gradients by ``factor``, and divide them by the scale of the loss."""
         gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
-        if self.loss_scale is not None and gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.value)
+        factor /= 1.0 if self.loss_scale is None else self.loss_scale.value
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
 
     @torch.no_grad()
     def grad_norm(self) -> float:

@@ -345,7 +345,7 @@ class Trainer:
     """
 
     def __init__(self, args: Args, world: World, tables: dict[str, Tensor]) -> None:
-        self.args = args
+        self.args = args = args.with_values(train_during_rollout=1)
         self.layout = ParallelLayout.from_args(args)
         ranks = args.world_size
         device = torch.device("cpu")

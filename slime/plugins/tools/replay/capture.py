@@ -179,7 +179,8 @@ def _in_loss(
     gradient = torch.zeros_like(log_probs) if log_probs.grad is None else log_probs.grad
     index = torch.arange(lengths[place]) if own is None else own[place].cpu()
     return InLoss(
-        step,
+        # With --train-during-rollout, it is a part of the only step.
+        step if backend.args.train_during_rollout == 1 else 0,
         float(loss.detach()),
         log_probs.detach().float().cpu(),
         gradient.float().cpu(),
