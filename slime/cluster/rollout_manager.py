@@ -45,6 +45,7 @@ from slime.observability.trace_file import TraceFiles
 from slime.rollout.abort import abort
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.evaluate import NotCompleted, Prompt, complete
+from slime.rollout.group import index_of
 from slime.rollout.metrics import all_failed, eval_metrics, is_untrainable, rollout_metrics
 from slime.rollout.state import GenerateState
 
@@ -209,7 +210,8 @@ class RolloutManager:
         """
         layout = self.layouts[0]
         groups = self.state.finished_groups(rollout_id)
-        part = ready(groups, self.args, layout.dp, number)
+        # In the order that they will have in the whole rollout, on which the packs depend.
+        part = sorted(ready(groups, self.args, layout.dp, number), key=index_of)
         with self.generation.call():
             parts = parts_of_ranks(self.args, part, rollout_id, layout) if part else ()
             return [door().put(one) for one in parts]

@@ -111,8 +111,8 @@ def parts_of_ranks(
     Raises:
         ValueError: As for :func:`samples_to_train_data`, before the first part.
     """
-    samples = flatten(groups)
     train_data = samples_to_train_data(args, groups)
+    samples = flatten(groups)
     add_staleness(train_data, samples, rollout_id)
     packing = PackingSettings.from_args(args)
     together: list[list[int]] | None = None

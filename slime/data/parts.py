@@ -32,11 +32,11 @@ def cut(groups: Sequence[T], batch: BatchConfig, ranks: int) -> list[Sequence[T]
     return [*(groups[i * size : (i + 1) * size] for i in range(last)), groups[last * size :]]
 
 
-def ready(groups: Sequence[T], batch: BatchConfig, ranks: int, number: int) -> Sequence[T] | None:
-    """Return part ``number`` of a rollout of which only these groups are finished; None if it lacks
-    some, or is the last one.
+def ready(groups: Sequence[T], batch: BatchConfig, ranks: int, number: int) -> list[T]:
+    """Return part ``number`` of a rollout of which only these groups are finished; nothing if it
+    lacks some, or is the last one.
     """
     whole = cut(range(batch.rollout_batch_size), batch, ranks)
     if number + 1 >= len(whole) or whole[number][-1] >= len(groups):
-        return None
+        return []
     return [groups[i] for i in whole[number]]
