@@ -60,7 +60,8 @@ def row_of(paths: list[Path], reason: str = "") -> Row:
     if not parts:
         raise SystemExit(f"no part of {', '.join(map(str, paths))} that the pages show has ended")
     row = {key: tables[0][key] for key in ("commit", "date", "card")}
-    row |= {"files": [path.name for path in paths], "parts": parts}
+    ordered = {name: parts[name] for name in (*LABELS, "step") if name in parts}
+    row |= {"files": [path.name for path in paths], "parts": ordered}
     return {**row, "reason": reason} if reason else row
 
 

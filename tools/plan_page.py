@@ -118,6 +118,10 @@ def _rows() -> Iterator[Row]:
             overlapped = "--tp-comm-overlap" in row.get("flags", ())
             if row["shape"] in SHAPES and not overlapped and not row.get("disturbed"):
                 yield from _training(name.partition(".")[0], row)
+    for path in sorted(RESULTS.glob("h200_release_*.json")):
+        for part in json.loads(path.read_text(encoding="utf-8"))["parts"].values():
+            if part["status"] == "exit 0" and part["figures"]["benchmark"] == "train_mfu":
+                yield from _training(path.stem, part["figures"])
     yield from _decoding()
     yield from _colocated_step()
     yield from _recipe()
