@@ -10,6 +10,7 @@ that has fewer heads and gets the exchanged projections.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,11 +33,15 @@ class Shares:
     Attributes:
         counts: The attributes of the module that a rank has its share of.
         sections: For projections and convolutions of several parts that each have all heads, the
-            attributes with their widths; "" for that of the input of ``out_proj``.
+            attributes with their widths, or the product of two (``a * b``); "" for that of the input
+            of ``out_proj``.
+        norms: Its norms whose weights are divided. Each must have a ``group_size``: one that looks
+            at all channels cannot be divided.
     """
 
     counts: tuple[str, ...] = ()
     sections: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    norms: tuple[str, ...] = ()
 
 
 def can_divide(mixer: nn.Module, shares: Shares, pack: PackSegments) -> bool:
@@ -44,6 +49,8 @@ def can_divide(mixer: nn.Module, shares: Shares, pack: PackSegments) -> bool:
     describes and as many heads for each rank."""
     output = mixer._modules.get(OUTPUT)
     if pack.group is None or pack.whole is None or not isinstance(output, nn.Linear):
+        return False
+    if not all(hasattr(mixer._modules.get(name), "group_size") for name in shares.norms):
         return False
     counts = [output.in_features, *(vars(mixer).get(name, 1) for name in shares.counts)]
     return all(count % pack.group.size() == 0 for count in counts)
@@ -64,7 +71,12 @@ def run_by_heads(mixer: nn.Module, shares: Shares, rows: Tensor, pack: PackSegme
 
     def parts(name: str, x: Tensor, axis: int) -> tuple[Tensor, ...]:
         widths = shares.sections.get(name, ())
-        sizes = [vars(mixer)[width] if width else output.in_features for width in widths]
+        sizes = [
+            math.prod(vars(mixer)[attribute] for attribute in width.split(" * "))
+            if width
+            else output.in_features
+            for width in widths
+        ]
         return x.split(sizes, axis) if sizes else (x,)
 
     def share(name: str, x: Tensor | None) -> Tensor | None:
@@ -84,10 +96,11 @@ def run_by_heads(mixer: nn.Module, shares: Shares, rows: Tensor, pack: PackSegme
         if name.startswith("in_proj"):
             columns = [x.unflatten(1, (ranks, -1)) for x in parts(name, part(rows), 1)]
             projected[name] = rows_to_heads(torch.cat(columns, 2), group).squeeze(1)
-        elif isinstance(part, nn.Conv1d):
+        elif isinstance(part, nn.Conv1d) or name in shares.norms:
             made[name] = copy.copy(part)
-            vars(made[name])["groups"] //= ranks
             vars(made[name]).update({x: share(name, y) for x, y in part._parameters.items()})
+            if isinstance(part, nn.Conv1d):
+                made[name].groups //= ranks
     mixed = rows.new_zeros(ranks * len(rows), output.in_features // ranks)
     for block in whole.sequences:
         for name, columns_of_rank in projected.items():

@@ -93,14 +93,11 @@ def with_state(
     dealt out among the ranks, or with Ulysses the heads. Engine: each slot has a state, and a
     prefix is shared only if a slot has the state at its end.
     """
-    return LayerKind(
-        name,
-        lambda place: bool(place.modules(*mixers)),
-        types,
-        mixers,
-        serve=serve,
-        shares=shares,
-    )
+
+    def is_at(place: Place) -> bool:
+        return bool(place.modules(*mixers))
+
+    return LayerKind(name, is_at, types, mixers, serve=serve, shares=shares)
 
 
 def all_before(config: PretrainedConfig, query: Tensor, key: Tensor) -> Tensor:
@@ -245,7 +242,19 @@ def _bound_time_steps(mixer: nn.Module) -> None:
 
 
 MAMBA2_MIXERS = ("Mamba2Mixer", "MambaLayer", "BambaMixer", "FalconH1Mixer")
-MAMBA2 = with_state("Mamba-2", ("linear_attention", "hybrid"), MAMBA2_MIXERS, _bound_time_steps)
+_STATES = "n_groups * ssm_state_size"
+# Where the norm looks at all channels, or there is one group, ranks cannot divide the mixer.
+MAMBA2 = with_state(
+    "Mamba-2",
+    ("linear_attention", "hybrid"),
+    MAMBA2_MIXERS,
+    _bound_time_steps,
+    Shares(
+        ("num_heads", "n_groups", "intermediate_size", "conv_dim"),
+        {"in_proj": ("", "", _STATES, _STATES, "num_heads"), "conv1d": ("", _STATES, _STATES)},
+        ("norm",),
+    ),
+)
 
 
 # Layers that compute each token alone, where a model lists them as layers of their own

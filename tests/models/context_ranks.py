@@ -26,6 +26,9 @@ from slime.models.scorer import PolicyScorer
 COUNTS = (10, 1)
 """Samples of a pack. Of two ranks, one gets no sequence of the second."""
 
+ONE_GROUP = ("MambaLayer", "BambaMixer", "FalconH1Mixer")
+"""Those of Mamba-2 whose norm looks at all channels."""
+
 
 def worker(rank: int, port: int, folders: dict[str, Path], output: Path) -> None:
     """Write by family what went wrong; "" if nothing did."""
@@ -94,7 +97,8 @@ def _watch_projections(model: PreTrainedModel, rows: int) -> None:
     def watch(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         assert inputs[0].shape[:-1].numel() == rows, inputs[0].shape
 
-    for kind, _, mixer in layers_of(model, "").mixers():
-        for name, part in mixer.named_children() if kind.shares is not None else ():
+    for _, _, mixer in layers_of(model, "").mixers():
+        divided = not type(mixer).__name__.endswith(ONE_GROUP)
+        for name, part in mixer.named_children() if divided else ():
             if name.startswith("in_proj"):
                 part.register_forward_pre_hook(watch)
