@@ -243,7 +243,6 @@ def _bound_time_steps(mixer: nn.Module) -> None:
 
 MAMBA2_MIXERS = ("Mamba2Mixer", "MambaLayer", "BambaMixer", "FalconH1Mixer")
 _STATES = "n_groups * ssm_state_size"
-# Where the norm looks at all channels, or there is one group, ranks cannot divide the mixer.
 MAMBA2 = with_state(
     "Mamba-2",
     ("linear_attention", "hybrid"),
@@ -252,7 +251,7 @@ MAMBA2 = with_state(
     Shares(
         ("num_heads", "n_groups", "intermediate_size", "conv_dim"),
         {"in_proj": ("", "", _STATES, _STATES, "num_heads"), "conv1d": ("", _STATES, _STATES)},
-        ("norm",),
+        ("norm",),  # ranks cannot divide one that looks at all channels, nor one group
     ),
 )
 
