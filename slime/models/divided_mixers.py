@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,7 @@ def run_by_heads(mixer: nn.Module, shares: Shares, rows: Tensor, pack: PackSegme
     made = vars(own)
     made |= {name: made[name] // ranks for name in shares.counts}
     made |= {name: share(name, x) for name, x in mixer._parameters.items()}
-    made[OUTPUT] = lambda mixed: mixed
+    made[OUTPUT] = _Instead(output.weight)
     projected = {}
     for name, part in mixer.named_children():
         if name.startswith("in_proj"):
@@ -104,7 +104,7 @@ def run_by_heads(mixer: nn.Module, shares: Shares, rows: Tensor, pack: PackSegme
     mixed = rows.new_zeros(ranks * len(rows), output.in_features // ranks)
     for block in whole.sequences:
         for name, columns_of_rank in projected.items():
-            made[name] = _giving(block.gather(columns_of_rank))
+            made[name] = _Instead(output.weight, block.gather(columns_of_rank))
         # The forward reads the sizes of its input, and the values of the projections.
         sizes = rows.new_zeros(()).expand(block.n, block.length, rows.shape[1])
         result = type(own).forward(own, hidden_states=sizes).flatten(0, 1)
@@ -113,5 +113,13 @@ def run_by_heads(mixer: nn.Module, shares: Shares, rows: Tensor, pack: PackSegme
     return outputs
 
 
-def _giving(output: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda _: output
+class _Instead:
+    """What stands for a projection: it returns ``output``, or its input. Forwards of some releases
+    ask for the dtype and the device of the ``weight``."""
+
+    def __init__(self, weight: Tensor, output: Tensor | None = None) -> None:
+        self.weight = weight
+        self.output = output
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x if self.output is None else self.output
