@@ -51,7 +51,10 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=5, help="counted steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before, which compile")
     parser.add_argument(
-        "--warmup-tokens", type=int, help="of a micro-batch of these steps; default: --tokens"
+        "--warmup-tokens",
+        type=int,
+        help="of a micro-batch of the first of these steps, twice as many in the second and so on; "
+        "default: --tokens",
     )
     parser.add_argument("--recompute", action="store_true", help="recompute activations")
     parser.add_argument(
@@ -401,12 +404,13 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     score = lambda: backend.log_probs(batch)  # noqa: E731
     started = time.perf_counter()
     warm = batch
-    if options.warmup_tokens:
-        fewer = argparse.Namespace(**vars(options) | {"tokens": options.warmup_tokens})
-        fewer.sample_tokens = min(options.sample_tokens, options.warmup_tokens)
-        warm = make_batch(fewer, config.vocab_size, backend.data_parallel_rank, data_parallel)
-        compute_advantages(AdvantageSettings.from_args(args), warm, backend.reduce)
-    for _ in range(options.warmup):
+    for number in range(1, options.warmup + 1):
+        if options.warmup_tokens:  # of another length each time, so that none is compiled for one
+            fewer = argparse.Namespace(**vars(options))
+            fewer.tokens = number * options.warmup_tokens
+            fewer.sample_tokens = min(options.sample_tokens, fewer.tokens)
+            warm = make_batch(fewer, config.vocab_size, backend.data_parallel_rank, data_parallel)
+            compute_advantages(AdvantageSettings.from_args(args), warm, backend.reduce)
         backend.train_step(warm, 0)
         backend.log_probs(warm)
     warming = time.perf_counter() - started
