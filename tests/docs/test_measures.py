@@ -36,7 +36,7 @@ TOKENS = {
     "data": 40_258,
     "engines": 15_165,
     "environments": 45,
-    "models": 38_070,
+    "models": 38_109,
     "observability": 15_781,
     "ray": 25,
     "rollout": 31_337,
