@@ -78,6 +78,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-4b": (
         "Qwen3_5TextConfig", dict(hidden_size=2560, intermediate_size=9216, tie_word_embeddings=True),
     ),
+    "llama-8-layers": (
+        "LlamaConfig",
+        dict(
+            hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
+            head_dim=64, vocab_size=32000, initializer_range=0.05, max_position_embeddings=8192,
+        ),
+    ),
+    "tiny-llama": (
+        "LlamaConfig",
+        dict(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=16, vocab_size=512, initializer_range=0.2,
+        ),
+    ),
     "tiny-gpt-oss": (
         "GptOssConfig",
         dict(

@@ -41,6 +41,8 @@ KINDS = {
     "RunningEngine",
     "options": "a slime.config.passthrough.ProgramOptions: flags --NAME-… for the program of this name, "
     "such as the server of an engine",
+    "kernels": "a function use(model) that exchanges the kernels of a Hugging Face model, as trainer and as "
+    "embedded engine, and returns slime.models.token_log_probs.Kernels",
     "rules": "a slime.config.rules.RuleSet, or a table of rows (package:rules.json): which flags exclude "
     "or need each other",
     "groups": "a function read(file, hf_checkpoint, num_gpus_per_engine) that returns the "
@@ -100,7 +102,7 @@ class Part:
             None for none.
         package: The module that the part needs, which may be missing, and what ``pip install`` gets
             it.
-        when: For a check or a group listener: it is called only if one of these arguments is set, or
+        when: For a check, a group listener or kernels: it is called only if one of these arguments is set, or
             has the value after ``=``; always without any.
     """
 
@@ -164,13 +166,18 @@ def find(kind: str, name: str) -> Any:
 
 def called_for(kind: str, args: object) -> list[Any]:
     """Import the parts of a kind whose :attr:`Part.when` holds, and return them."""
+    return [find(kind, name) for name in names_called_for(kind, args)]
+
+
+def names_called_for(kind: str, args: object) -> list[str]:
+    """Return the names of the parts of a kind whose :attr:`Part.when` holds."""
 
     def holds(condition: str) -> bool:
         name, _, value = condition.partition("=")
         return bool(getattr(args, name)) if not value else getattr(args, name) == value
 
     known = parts(kind).values()
-    return [load(part.target) for part in known if not part.when or any(map(holds, part.when))]
+    return [part.name for part in known if not part.when or any(map(holds, part.when))]
 
 
 @functools.cache

@@ -120,15 +120,16 @@ class TrainActor:
         """Import what :meth:`init` needs, and read the checkpoint into the memory of the CPU, if
         the backend can. The GPU may belong to an engine that is still starting."""
         progress.report("import the training backend")
+        # In one process, an engine loads its model meanwhile, and transformers cannot load two.
         with ONE_AT_A_TIME:
             backend = backend_class(self.args.train_backend)
-        if self.args.compile_layers:
-            with large_imports():
-                # takes seconds, which would be those of init
-                importlib.import_module("torch._inductor.compile_fx")
-        if backend.read_ahead is not None and self.rank == 0 and door().own_gpus():
-            progress.report("read the checkpoint")
-            self.read = backend.read_ahead(self.args)
+            if self.args.compile_layers:
+                with large_imports():
+                    # takes seconds, which would be those of init
+                    importlib.import_module("torch._inductor.compile_fx")
+            if backend.read_ahead is not None and self.rank == 0 and door().own_gpus():
+                progress.report("read the checkpoint")
+                self.read = backend.read_ahead(self.args)
 
     def init(self, master_addr: str, master_port: int, load_path: str | None) -> None:
         """Join the process group, build the model, and load a snapshot if ``load_path`` names

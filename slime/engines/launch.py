@@ -23,7 +23,7 @@ from slime.config.rollout import samples_whole_vocabulary
 from slime.config.weight_sync import transport_part
 from slime.engines.keys import NO_KEYS, RunKeys, ServerKeys
 from slime.models.fp8_format import Fp8Format
-from slime.registry import find, load
+from slime.registry import find, load, names_called_for
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -56,6 +56,7 @@ class EngineSettings:
         whole_vocabulary: Whether no flag asks for top-p or top-k sampling.
         adapter_rank: The rank of the adapters that an engine shall load by name; 0 for none.
         adapter_targets: The projections that these adapters may change.
+        kernels: The part of the kind ``kernels`` that the embedded engine uses.
         inline: Whether the embedded engine runs on threads of this process: ``port`` with a port as
             well, ``None`` in a process of its own.
     """
@@ -82,6 +83,7 @@ class EngineSettings:
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
     inline: Literal["no port", "port"] | None = None
+    kernels: str | None = None
 
     @classmethod
     def from_args(cls, args: Args, keys: ServerKeys = NO_KEYS) -> EngineSettings:
@@ -113,6 +115,7 @@ class EngineSettings:
             if named is not None
             else (),
             inline=inline_engine(args),
+            kernels=next(iter(names_called_for("kernels", args)), None),
         )
 
 

@@ -71,6 +71,7 @@ class PolicyScorer(nn.Module):
         super().__init__()
         self.hf = model
         self.chunk_size = chunk_size
+        self.token_log_probs = token_log_probs
         self.fused = False  # set to True when the layers are compiled, too
         self.logit_scale = _logit_scale(model.config)
         self.logit_cap: float | None = getattr(
@@ -114,7 +115,7 @@ class PolicyScorer(nn.Module):
             # each of them.
             options |= {"fused": self.fused, "nuclei": inputs.nuclei}
             targets = (distinct or inputs).targets
-            scores = token_log_probs(hidden, head.weight, targets, divisor, **options)
+            scores = self.token_log_probs(hidden, head.weight, targets, divisor, **options)
         else:
             scores = capped_log_probs(hidden, head.weight, inputs.targets, divisor, cap, **options)
         if distinct is not None:

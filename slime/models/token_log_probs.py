@@ -47,6 +47,17 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None
 
 
+class Kernels(NamedTuple):
+    """How tokens of a model are scored after a part of the kind ``kernels`` has exchanged those of
+    its layers."""
+
+    token_log_probs: Callable[..., TokenScores]
+    """As :func:`token_log_probs`."""
+    score: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+    """From logits ``[r, vocab]``, targets ``[r]`` and temperatures ``[r]`` the log-probs ``[r]`` of
+    the targets first."""
+
+
 class Nuclei(NamedTuple):
     """The tokens from which each row was sampled (top-p, top-k). Its log-prob is normalized over
     these tokens only.
@@ -58,7 +69,9 @@ class Nuclei(NamedTuple):
     """``[R + 1]``. A row without tokens is not restricted."""
 
 
-class _Options(NamedTuple):
+class ScoreOptions(NamedTuple):
+    """How :func:`token_log_probs` is computed; see its arguments."""
+
     inverse_temperature: float
     chunk_size: int
     with_entropy: bool
@@ -119,15 +132,15 @@ def token_log_probs(
     )
     size = chunk_size if chunk_size > 0 else default
     if nuclei is not None:
-        options = _Options(scale, size, False, False, nuclei)
+        options = ScoreOptions(scale, size, False, False, nuclei)
         log_probs, _ = _TokenScores.apply(hidden, weight, bias, targets, options)
         if not with_entropy:
             return TokenScores(log_probs, None)
         whole = token_log_probs(hidden, weight, targets, temperature, bias=bias, chunk_size=chunk_size,
                                 with_entropy=True, entropy_grad=entropy_grad, fused=fused)  # fmt: skip
         return TokenScores(log_probs, whole.entropy)
-    function = _FusedTokenScores if fused else _TokenScores
-    options = _Options(scale, size, with_entropy, entropy_grad, None)
+    function = FusedTokenScores if fused else _TokenScores
+    options = ScoreOptions(scale, size, with_entropy, entropy_grad, None)
     log_probs, entropy = function.apply(hidden, weight, bias, targets, options)
     if not with_entropy:
         return TokenScores(log_probs, None)
@@ -142,7 +155,7 @@ class _TokenScores(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        options: _Options,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor]:
         inverse_temperature, chunk_size, with_entropy, entropy_grad, nuclei = options
         rows = hidden.shape[0]
@@ -201,7 +214,7 @@ class _TokenScores(torch.autograd.Function):
         return chunks.hidden, chunks.weight, chunks.bias, None, None
 
 
-class _FusedTokenScores(torch.autograd.Function):
+class FusedTokenScores(torch.autograd.Function):
     """As :class:`_TokenScores`, but the operations on a chunk are compiled to one kernel in forward
     and in backward.
     """
@@ -213,7 +226,7 @@ class _FusedTokenScores(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        options: _Options,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor]:
         inverse_temperature, chunk_size, with_entropy = options[:3]
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)

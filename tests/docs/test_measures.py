@@ -16,27 +16,27 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "files_above_400_lines": 52,
-    "functions_above_60_lines": 18,
+    "functions_above_60_lines": 19,
     "getattr_of_args_with_default": 0,
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
     "functions_that_take_args": 280,
-    "files": 611,
+    "files": 616,
 }
 
 TOKENS = {
     "agent": 116,
     "algorithms": 7_236,
     "api": 10_099,
-    "backends": 41_942,
+    "backends": 41_981,
     "checkpoint": 8_338,
     "cli": 694,
     "cluster": 34_508,
     "config": 30_232,
     "data": 40_258,
-    "engines": 15_165,
+    "engines": 15_191,
     "environments": 45,
-    "models": 38_109,
+    "models": 38_149,
     "observability": 15_781,
     "ray": 25,
     "rollout": 31_337,
@@ -46,7 +46,7 @@ TOKENS = {
     "plugins/compat": 11_682,
     "plugins/delta": 6_732,
     "plugins/distillation": 4_152,
-    "plugins/embedded": 41_311,
+    "plugins/embedded": 41_539,
     "plugins/estimators": 6_205,
     "plugins/launch": 2_073,
     "plugins/mixture": 4_947,
@@ -65,6 +65,7 @@ TOKENS = {
     "plugins/gap": 7_283,
     "plugins/actors": 5_117,
     "plugins/restarts": 3_297,
+    "plugins/true_on_policy": 6_004,
 }
 """The most tokens of each room and plug-in."""
 

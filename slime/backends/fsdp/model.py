@@ -62,6 +62,7 @@ from slime.models.loading import (
 )
 from slime.models.packed_layers import prepare_packing
 from slime.models.scorer import PolicyScorer, ValueScorer, check_backward, check_scorer
+from slime.registry import called_for
 
 Scorer = PolicyScorer | ValueScorer
 COMPILED_VARIANTS = 32  # with and without gradient, shared prompts or none, sliding windows, ...
@@ -102,6 +103,9 @@ def build_scorer(
         _check(policy, _builder(model, check_device(device, stateful), *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         _use_kernels(model, stateful, bool(args.compile_layers))
+    exact = called_for("kernels", args) if role == "actor" else []
+    for use in exact:
+        policy.token_log_probs = use(model).token_log_probs
     # Adapters derive from the classes of experts, so these are divided before.
     replica = args.fsdp_shard_size or world_size
     divided = _divide(model, device, world_size, replica, args.fsdp_expert_parallel_size)
@@ -116,7 +120,7 @@ def build_scorer(
     # Recomputation goes inside of compiled layers, and both inside of FSDP's hooks.
     if args.gradient_checkpointing:
         _checkpoint_layers(model, args.megatron, args.offload_activations)
-    if args.compile_layers:
+    if args.compile_layers and not exact:
         compile_layers(model)
         policy.fused = True
     mesh = None if world_size == 1 else shard_mesh(device, world_size, args.fsdp_shard_size)

@@ -369,7 +369,7 @@ class Engine:
             ):
                 # All rows are wanted and in order, as in every plain decode step: sample without a
                 # copy of the logits.
-                return sample_tokens(logits.values, plan.sampled, self.scheduler.eos_token_ids)
+                return self._sample(logits.values, plan)
         picked = [
             rows[i]
             for i, work in enumerate(plan.works)
@@ -378,7 +378,11 @@ class Engine:
         ]
         if not picked:
             return []
-        return sample_tokens(self.runner.stack(picked), plan.sampled, self.scheduler.eos_token_ids)
+        return self._sample(self.runner.stack(picked), plan)
+
+    def _sample(self, logits: torch.Tensor, plan: Plan) -> list[SampledToken]:
+        ends = self.scheduler.eos_token_ids
+        return sample_tokens(logits, plan.sampled, ends, self.runner.kernels)
 
     def _score(self, plan: Plan, logits: Logits) -> None:
         """Compute the prompt log-probs of the sequences whose requests ask for them."""
@@ -398,6 +402,7 @@ class Engine:
                     logits.values[[row for row, _ in mine]],
                     sequence,
                     [position for _, position in mine],
+                    self.runner.kernels,
                 )
 
     # --- results -------------------------------------------------------------------------------

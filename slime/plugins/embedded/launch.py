@@ -65,6 +65,7 @@ def start_embedded_engine(
         "--max-running-requests": settings.max_running_requests,
         "--max-total-tokens": settings.max_total_tokens,
         "--threads": settings.threads,
+        "--kernels": settings.kernels,
     }
     for name, value in options.items():
         if value is not None:
@@ -152,6 +153,7 @@ class EngineThread:
                 max_total_tokens=settings.max_total_tokens,
                 deterministic=settings.deterministic,
                 trust_remote_code=settings.trust_remote_code,
+                kernels=settings.kernels,
             )
             loaded = load_engine(options)
         # Serve it: to clients of this process without a port, and on a port if asked.

@@ -39,6 +39,7 @@ from slime.plugins.embedded.scheduler import Scheduler, Work
 from slime.plugins.embedded.sequence import Detokenizer, Sequence
 from slime.plugins.embedded.states import use_slots
 from slime.plugins.embedded.weights import Weights
+from slime.registry import find
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -227,6 +228,7 @@ class EngineOptions:
     trust_remote_code: bool = False
     weight_version: str = "default"
     random_seed: int = 0
+    kernels: str | None = None
 
     @classmethod
     def of(cls, **values: Any) -> EngineOptions:
@@ -290,6 +292,9 @@ def load_engine(options: EngineOptions) -> Loaded:
     # before _set_attention(), with the attention of transformers
     reference = plain_logits(model, vocab_size)
     _set_attention(model)
+    if options.kernels:
+        runner.kernels = find("kernels", options.kernels)(model)
+        runner.packed = None
     stateful = use_slots(model)
     try:
         _check_against(reference, runner, dtype)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slime.models.masked_attention import image_blocks_of, images_see_ahead
+from slime.models.token_log_probs import Kernels
 from slime.plugins.embedded import attention
 from slime.plugins.embedded.attention import RowGroup, Segment, StateRun, StepContext
 from slime.plugins.embedded.kv_cache import Copy, KVCache
@@ -259,6 +260,7 @@ class Runner:
         self.deterministic = deterministic
         self.cache = KVCache(dtype, device)
         self.adapters = NamedAdapters(model)
+        self.kernels: Kernels | None = None
         self.packed = PackedLinears(model) if PackedLinears.available(device, dtype) else None
         self.row_counts: tuple[int, ...] = (max(FIXED_ROWS),)
         self.attend_alone = False

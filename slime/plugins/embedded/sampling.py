@@ -14,6 +14,7 @@ from collections.abc import Sequence as Rows
 import numpy as np
 import torch
 
+from slime.models.token_log_probs import Kernels
 from slime.plugins.embedded.scheduler import SampledToken
 from slime.plugins.embedded.sequence import Sequence
 
@@ -46,7 +47,10 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 @torch.inference_mode()
 def sample_tokens(
-    logits: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]
+    logits: torch.Tensor,
+    sequences: Rows[Sequence],
+    eos: frozenset[int],
+    kernels: Kernels | None = None,
 ) -> list[SampledToken]:
     """Sample one token per sequence.
 
@@ -54,6 +58,7 @@ def sample_tokens(
         logits: ``[rows ≥ len(sequences), vocab]``. Rows after those of the sequences are padding.
             May be overwritten.
         eos: The end-of-sequence tokens, which are not sampled before ``min_new_tokens``.
+        kernels: What computes the log-probs, without penalties and biases; None for this module.
     """
     scores = logits.float()
     count = len(sequences)
@@ -67,9 +72,12 @@ def sample_tokens(
     probs = torch.softmax(scores, dim=-1)
     best = scores.argmax(dim=-1)
     tokens, nuclei = _choose(probs, best, sequences)
-    logprobs = token_logprobs(
-        scores, probs, best, torch.tensor(tokens, device=probs.device)
-    ).tolist()
+    chosen = torch.tensor(tokens, device=probs.device)
+    if kernels is None:
+        logprobs = token_logprobs(scores, probs, best, chosen).tolist()
+    else:
+        divisors = torch.tensor(temperatures, device=logits.device)
+        logprobs = kernels.score(logits[:count], chosen, divisors)[0].tolist()
     sampled = [
         SampledToken(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)
     ]
@@ -244,7 +252,9 @@ def _filtered(probs: torch.Tensor, seq: Sequence, uniform: float) -> tuple[int, 
 
 
 @torch.inference_mode()
-def score_prompt(logits: torch.Tensor, seq: Sequence, positions: Rows[int]) -> None:
+def score_prompt(
+    logits: torch.Tensor, seq: Sequence, positions: Rows[int], kernels: Kernels | None = None
+) -> None:
     """Append the log-probs of the prompt tokens after ``positions`` to the sequence, at temperature
     1.
 
@@ -256,8 +266,12 @@ def score_prompt(logits: torch.Tensor, seq: Sequence, positions: Rows[int]) -> N
     tokens = torch.tensor(
         [request.input_ids[position + 1] for position in positions], device=scores.device
     )
-    probs = torch.softmax(scores, dim=-1)
-    seq.input_logprobs += token_logprobs(scores, probs, scores.argmax(dim=-1), tokens).tolist()
+    if kernels is None:
+        probs = torch.softmax(scores, dim=-1)
+        found = token_logprobs(scores, probs, scores.argmax(dim=-1), tokens)
+    else:
+        found = kernels.score(logits[: len(positions)], tokens, scores.new_ones(len(tokens)))[0]
+    seq.input_logprobs += found.tolist()
     if request.top_logprobs_num:
         for row in scores:
             seq.input_top.append(

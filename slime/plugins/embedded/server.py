@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, else the cores"
     )
+    parser.add_argument("--kernels", help="a registered part of the kind `kernels`")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--random-seed", type=int, default=0)

@@ -29,10 +29,10 @@ def one(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    def faulty(logits: Any, sequences: list[Any], eos: Any) -> Any:
+    def faulty(logits: Any, sequences: list[Any], *rest: Any) -> Any:
         if fault(list(sequences)):
             raise ZeroDivisionError("injected")
-        return sample_tokens(logits, sequences, eos)
+        return sample_tokens(logits, sequences, *rest)
 
     monkeypatch.setattr(engine_module, "sample_tokens", faulty)
 
