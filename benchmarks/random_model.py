@@ -81,8 +81,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-8-layers": (
         "LlamaConfig",
         dict(
-            hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
-            head_dim=64, vocab_size=32000, initializer_range=0.05, max_position_embeddings=8192,
+            hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
+            num_key_value_heads=4, head_dim=64, vocab_size=32000, initializer_range=0.05, max_position_embeddings=8192,
         ),
     ),
     "tiny-llama": (

@@ -17,7 +17,7 @@ from slime.models.cpu_kernels import linear
 from slime.models.inputs import Distinct, InputBuilder, ModelInputs
 from slime.models.loading import ModelError, backbone_of, plain_attention
 from slime.models.packed_attention import NAME as PACKED
-from slime.models.token_log_probs import TokenScores, default_chunk_size, token_log_probs
+from slime.models.token_log_probs import Kernels, TokenScores, default_chunk_size, token_log_probs
 
 
 def capped_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, cap: float) -> Tensor:
@@ -71,7 +71,7 @@ class PolicyScorer(nn.Module):
         super().__init__()
         self.hf = model
         self.chunk_size = chunk_size
-        self.token_log_probs = token_log_probs
+        self.kernels: Kernels | None = None
         self.fused = False  # set to True when the layers are compiled, too
         self.logit_scale = _logit_scale(model.config)
         self.logit_cap: float | None = getattr(
@@ -115,7 +115,8 @@ class PolicyScorer(nn.Module):
             # each of them.
             options |= {"fused": self.fused, "nuclei": inputs.nuclei}
             targets = (distinct or inputs).targets
-            scores = self.token_log_probs(hidden, head.weight, targets, divisor, **options)
+            score = self.kernels.token_log_probs if self.kernels else token_log_probs
+            scores = score(hidden, head.weight, targets, divisor, **options)
         else:
             scores = capped_log_probs(hidden, head.weight, inputs.targets, divisor, cap, **options)
         if distinct is not None:

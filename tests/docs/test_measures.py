@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "files_above_400_lines": 52,
-    "functions_above_60_lines": 19,
+    "functions_above_60_lines": 18,
     "getattr_of_args_with_default": 0,
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
@@ -28,7 +28,7 @@ TOKENS = {
     "agent": 116,
     "algorithms": 7_236,
     "api": 10_099,
-    "backends": 41_981,
+    "backends": 41_978,
     "checkpoint": 8_338,
     "cli": 694,
     "cluster": 34_508,
@@ -36,7 +36,7 @@ TOKENS = {
     "data": 40_258,
     "engines": 15_191,
     "environments": 45,
-    "models": 38_149,
+    "models": 38_166,
     "observability": 15_781,
     "ray": 25,
     "rollout": 31_337,

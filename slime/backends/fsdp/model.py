@@ -103,9 +103,7 @@ def build_scorer(
         _check(policy, _builder(model, check_device(device, stateful), *layout))
     if device.type == "cuda" and args.train_dtype == "bfloat16":
         _use_kernels(model, stateful, bool(args.compile_layers))
-    exact = called_for("kernels", args) if role == "actor" else []
-    for use in exact:
-        policy.token_log_probs = use(model).token_log_probs
+    policy.kernels = next((use(model) for use in called_for("kernels", args)), None)
     # Adapters derive from the classes of experts, so these are divided before.
     replica = args.fsdp_shard_size or world_size
     divided = _divide(model, device, world_size, replica, args.fsdp_expert_parallel_size)
@@ -120,7 +118,7 @@ def build_scorer(
     # Recomputation goes inside of compiled layers, and both inside of FSDP's hooks.
     if args.gradient_checkpointing:
         _checkpoint_layers(model, args.megatron, args.offload_activations)
-    if args.compile_layers and not exact:
+    if args.compile_layers and policy.kernels is None:
         compile_layers(model)
         policy.fused = True
     mesh = None if world_size == 1 else shard_mesh(device, world_size, args.fsdp_shard_size)
