@@ -46,7 +46,7 @@ TOKENS = {
     "plugins/compat": 11_682,
     "plugins/delta": 6_732,
     "plugins/distillation": 4_152,
-    "plugins/embedded": 41_539,
+    "plugins/embedded": 41_550,
     "plugins/estimators": 6_205,
     "plugins/launch": 2_073,
     "plugins/mixture": 4_947,
