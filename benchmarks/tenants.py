@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import train_mfu
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
 GIB = 2**30
@@ -62,7 +64,6 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
 def adapters(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     """Rounds in which each of N adapters gets a request and a step."""
     import torch
-    import train_mfu
     from random_model import make_config
 
     from slime.backends import primitives
@@ -317,6 +318,7 @@ def main() -> None:
     line = json.dumps(result)
     (options.output / f"tenants_{options.part}.json").write_text(line + "\n", encoding="utf-8")
     print(line, flush=True)
+    train_mfu._leave()
 
 
 if __name__ == "__main__":
