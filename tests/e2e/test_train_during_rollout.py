@@ -175,3 +175,24 @@ def test_an_error_in_a_part_ends_the_run(runner, long_last) -> None:
         *long_last, *PARTS, "--use-tis", "--custom-tis-function-path", f"{file}:weigh"
     )
     assert run.code == 1 and "no weights today" in run.output
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages"),
+        ("--advantage-estimator", "ppo"),
+        ("--advantage-estimator", "gdpo"),
+        ("--num-steps-per-rollout", 2),
+        ("--partial-rollout",),
+        ("--over-sampling-batch-size", 8),
+        ("--fp16",),
+        ("--offload-train",),
+        ("--rollout-function-path", "own.py:generate"),
+        ("--loss-type", "sft_loss"),
+    ],
+    ids=str,
+)
+def test_what_needs_the_whole_rollout_first_is_refused(runner, flags, more) -> None:
+    run = runner.inline(*flags, *PARTS, *more)
+    assert run.code == 2 and "--train-during-rollout 4" in run.output, run.output
