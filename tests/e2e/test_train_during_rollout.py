@@ -168,6 +168,41 @@ def test_two_ranks_of_a_run_with_ray(runner, long_last) -> None:
     assert_early(parts, 0.75)
 
 
+KILLS = """
+import os
+import signal
+
+calls = 0
+
+def weigh(*, pg_loss, loss_masks, **given):
+    global calls
+    calls += 1
+    # once, in the first part of the second step
+    if STRUCK is not None and calls == 5 and not os.path.exists(STRUCK):
+        open(STRUCK, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pg_loss, loss_masks, {}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_rank_that_is_lost_in_a_part_is_replaced(runner, long_last) -> None:
+    file = runner.tmp / "kills.py"
+    struck = runner.tmp / "struck"
+    flags = (
+        *(*long_last, *PARTS, "--micro-batch-size", 4, "--no-skip-zero-advantage-groups"),
+        *("--use-tis", "--custom-tis-function-path", f"{file}:weigh", "--use-fault-tolerance"),
+    )
+    file.write_text("STRUCK = None\n" + KILLS)
+    whole = trained(runner, "whole", *flags, ray=True)
+    file.write_text(f"STRUCK = {str(struck)!r}\n" + KILLS)
+    run = trained(runner, "run", *flags, ray=True)
+    assert struck.exists() and "the engines stayed" in run.output
+    assert numbers(run)[-1] == numbers(whole)[-1]
+    assert all(torch.equal(weights(run)[name], x) for name, x in weights(whole).items())
+
+
 def test_an_error_in_a_part_ends_the_run(runner, long_last) -> None:
     file = runner.tmp / "weights.py"
     file.write_text("def weigh(**given):\n    raise ValueError('no weights today')\n")
