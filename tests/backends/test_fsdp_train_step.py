@@ -26,7 +26,13 @@ from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.loss_inputs import TokenBatch
 from slime.backends.shared import NonFiniteError
-from slime.backends.train_loop import score_rollout, train_on_rollout
+from slime.backends.train_loop import (
+    Parts,
+    part_of,
+    score_rollout,
+    train_early_part,
+    train_on_rollout,
+)
 from slime.models.loading import decoder_layers
 
 
@@ -452,3 +458,33 @@ def test_the_padding_tokens_embedding_is_trained_as_any_other(
     assert embedding is not None and embedding[5].any()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_that_are_trained_early_give_the_same_bits(llama: Path, dtype: str) -> None:
+    """With a reference, and log-probs of a copy, for which the weights change between the parts."""
+    flags = dict(train_dtype=dtype, use_kl_loss=True, kl_loss_coef=0.1, keep_old_actor=True)
+    results = []
+    for early in (None, 0, 3):
+        backend = make_backend(
+            make_args(llama, train_during_rollout=1 if early is None else 4, **flags)
+        )
+        backend.copy_weights("actor", "old_actor")
+        metrics = []
+        for seed in range(2):
+            batch = whole_batch(make_samples(groups=4, seed=seed))
+            parts = Parts()
+            if early is not None:
+                for name in ("global_batch_sizes", "global_token_counts"):
+                    batch[name] = batch[name] * 4
+                batch["num_microbatches"] = [1] * 4
+            for number in range(early or 0):
+                train_early_part(backend, part_of(batch, number), parts)
+            trained = train_on_rollout(backend, backend.args, batch, parts=parts)[0]
+            metrics.append({n: x for n, x in trained.items() if not n.startswith("perf/")})
+        results.append((metrics, weights_of(backend)))
+    whole, *divided = results
+    assert whole[0][1]["train/grad_norm"] > 0.1
+    for metrics, weights in divided:
+        assert metrics == whole[0]
+        assert all(torch.equal(weights[name], tensor) for name, tensor in whole[1].items())
