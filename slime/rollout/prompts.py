@@ -11,6 +11,7 @@ import numpy as np
 from slime.data.media import encode_image_for_rollout_engine, load_image, processor_inputs
 from slime.data.sample import Message, Sample
 from slime.data.tokenizers import render_chat, render_prompt
+from slime.observability.best_effort import warn
 from slime.rollout.state import GenerateState
 from slime.types import GenerateBody, Tokenizer
 
@@ -100,7 +101,10 @@ def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
     """Return the token ids of a text that refers to the media of ``sample``."""
     if not sample.multimodal_inputs:
         if state.encoded[0] != text:  # the samples of a group share a prompt: tokenize it once
-            state.encoded = text, encode(state.tokenizer, text)
+            ids = encode(state.tokenizer, text)
+            if not state.encoded[0]:
+                _warn_without_bos(state.tokenizer, text, ids)
+            state.encoded = text, ids
         return list(state.encoded[1])
     processor = _processor(state, sample)
     media = processor_inputs(sample.multimodal_inputs)
@@ -109,6 +113,16 @@ def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
     made.pop("attention_mask", None)
     sample.multimodal_train_inputs = made or None
     return ids
+
+
+def _warn_without_bos(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
+    """Warn if a prompt lacks the token that the tokenizer itself puts in front of texts."""
+    first = list(tokenizer(text)["input_ids"][:1])
+    if first == [tokenizer.bos_token_id] != ids[:1]:
+        warn(
+            f"prompts do not begin with {tokenizer.decode(first)}, with which this model's "
+            "tokenizer begins texts; some base models are lost without it: write it into the prompts"
+        )
 
 
 def add_media(fields: GenerateBody, sample: Sample) -> None:

@@ -39,7 +39,7 @@ TOKENS = {
     "models": 38_166,
     "observability": 15_781,
     "ray": 25,
-    "rollout": 31_337,
+    "rollout": 31_424,
     "utils": 924,
     "weights": 19_117,
     "plugins/agents": 49_930,

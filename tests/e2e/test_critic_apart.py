@@ -26,6 +26,7 @@ def test_the_numbers_are_those_of_a_critic_that_takes_turns(runner, flags) -> No
     assert runner.wait_gone() == []
 
 
+@pytest.mark.long
 def test_the_asynchronous_loop(runner, flags) -> None:
     script = "train_async.py"
     apart = runner.run(*flags, *PPO, *ONE, name="apart", script=script)
