@@ -193,6 +193,19 @@ def small_disk() -> Iterator[Callable[[int], None]]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """What the imports have created stays frozen, although a run within a quick test thaws it.
+
+    Otherwise, each full collection of all later tests visits half a million objects.
+    """
+    if item.get_closest_marker("real") or item.get_closest_marker("slow"):
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        return (yield)
+
+
 TOLD_ONCE = (
     ("slime.observability.best_effort", "_told"),
     ("slime.observability.best_effort", "_failures"),

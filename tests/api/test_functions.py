@@ -155,6 +155,7 @@ def _made(bonus: int):  # type: ignore[no-untyped-def]
     return named
 
 
+@pytest.mark.real
 def test_a_function_of_a_program_reaches_another_process(tmp_path: Path) -> None:
     """Of the program itself, and of a module that only the program's import path has."""
     (tmp_path / "lib").mkdir()

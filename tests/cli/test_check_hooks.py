@@ -771,6 +771,7 @@ def test_the_command_itself(smollm2: Path, tmp_path: Path) -> None:
     assert "ok    --custom-rm-path hooks:rm" in done.stdout and "artificial prompt" in done.stdout
 
 
+@pytest.mark.real
 def test_the_command_ends_though_a_function_never_returns(smollm2: Path, tmp_path: Path) -> None:
     (tmp_path / "hooks.py").write_text("import time\ndef rm(args, sample):\n    time.sleep(1000)\n")
     flags = [

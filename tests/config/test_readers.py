@@ -151,27 +151,19 @@ def sections_of(tree: ast.AST) -> frozenset[str]:
     section(...)``).
     """
     bases = {base.__name__ for base in (*Args.__mro__, *sections())}
-    stored = {
-        target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
-        and ast.unparse(node.value.func).rpartition(".")[2] == "section"
-        for target in node.targets
-    }
-    parameters = (
-        node for node in ast.walk(tree) if isinstance(node, ast.arg) and node.annotation is not None
-    )
-    fields = {
-        node.target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and ast.unparse(node.annotation) in bases
-    }
-    return frozenset(
-        node.arg for node in parameters if node.annotation and ast.unparse(node.annotation) in bases
-    ) | frozenset(stored | fields)
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            if getattr(node.annotation, "id", None) in bases:
+                found.add(node.arg)
+        elif isinstance(node, ast.AnnAssign):
+            if isinstance(node.target, ast.Name) and getattr(node.annotation, "id", None) in bases:
+                found.add(node.target.id)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            if "section" in (getattr(called, "attr", None), getattr(called, "id", None)):
+                found |= {getattr(x, "attr", None) or getattr(x, "id", "") for x in node.targets}
+    return frozenset(found)
 
 
 def test_every_flag_that_works_is_read_somewhere() -> None:

@@ -277,6 +277,7 @@ def test_every_argument_that_this_room_reads_exists() -> None:
     assert read - known == {"num_layers", "moe_router_topk", "sglang_speculative_algorithm"}
 
 
+@pytest.mark.real
 def test_no_torch_and_no_transformers(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "p", "label": "4"}])
     code = f"""

@@ -263,6 +263,7 @@ def peak_mib(path: Path, rollouts: int) -> float:
     return float(done.stdout.split()[2])
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, suffix: str) -> None:
     """A file a hundred times as large, also larger than all the process holds."""

@@ -104,6 +104,7 @@ def test_whatever_is_not_in_the_table_is_left_to_autotokenizer(
     assert load_tokenizer(folder) == "theirs" and asked == [str(folder)]
 
 
+@pytest.mark.real
 def test_neither_torch_nor_modeling_code_is_imported_for_it(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", "llama", "PreTrainedTokenizerFast")
     code = (

@@ -55,6 +55,7 @@ def test_pip_installs_as_typed(tmp_path: Path) -> None:
     assert str(checkout / "slime" / "__init__.py") in done.stdout and "fetch-model" in done.stdout
 
 
+@pytest.mark.real
 def test_the_hub_client_knows_the_command() -> None:
     """No hub is asked: the command of huggingface_hub takes the words as they are typed."""
     command = [str(Path(sys.executable).with_name("hf")), "download", "--help"]

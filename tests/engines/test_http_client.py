@@ -232,6 +232,7 @@ async def test_all_tries_of_a_users_request_have_one_limit(
     assert 1 < flaky.calls < 10_000
 
 
+@pytest.mark.real
 def test_a_process_with_a_request_under_way_ends_without_a_complaint() -> None:
     """Its retries would open a new pool of connections after the old one was closed."""
     program = (

@@ -187,6 +187,7 @@ def _nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.mark.real
 def test_what_was_accepted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The question takes an import of SGLang, 8 to 20 s on a machine with a GPU."""
     asked = []
@@ -210,6 +211,7 @@ def test_what_was_accepted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     assert problems(policy="manual") == problems(policy="manual") == [] and len(asked) == 7
 
 
+@pytest.mark.real
 def test_the_router_is_asked_before_anything_starts() -> None:
     def problems(**router: str) -> list[str]:
         return check_launch(engine_settings(Path("/m")), RouterSettings(options=router), [])
@@ -237,6 +239,7 @@ def test_the_installed_sglang_is_asked_before_anything_starts() -> None:
     assert unknown.endswith("mean --sglang-max-running-requests?")
 
 
+@pytest.mark.real
 def test_real_kernels_win_over_the_stand_ins(tmp_path: Path) -> None:
     """In a process of its own: with triton and sgl_kernel present nothing is put into the import
     system.
@@ -253,6 +256,7 @@ def test_real_kernels_win_over_the_stand_ins(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
 
 
+@pytest.mark.real
 def test_memory_that_is_pinned_without_an_accelerator_is_a_copy() -> None:
     """As with one: SGLang pins the factors of an adapter, and must not keep the trainer's shared
     memory.
@@ -267,6 +271,7 @@ def test_memory_that_is_pinned_without_an_accelerator_is_a_copy() -> None:
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
 
 
+@pytest.mark.real
 def test_stand_ins_for_absent_kernels(tmp_path: Path) -> None:
     """SGLang's own stubs serve for triton; a kernel that is called says that it is not there."""
     if any(installed(name) for name in PACKAGES):

@@ -43,6 +43,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "10.98.7.6"], ids=["loopback", "an address of the machine"]
 )

@@ -17,6 +17,7 @@ from slime.models.cpu_memory import (
 )
 
 
+@pytest.mark.real
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_freed_memory_is_used_again() -> None:
     """In a process of its own, since what a process allocated before decides which arena the memory
@@ -44,6 +45,7 @@ def test_freed_memory_is_used_again() -> None:
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+@pytest.mark.real
 @pytest.mark.skipif(
     not HUGE.exists() or "[never]" in HUGE.read_text(), reason="this system has no huge pages"
 )
@@ -76,6 +78,7 @@ print(products(2, 82), products(82, 482))
 """
 
 
+@pytest.mark.real
 @pytest.mark.skipif(
     not (sys.platform.startswith("linux") and onednn_available()), reason="/proc, oneDNN"
 )
@@ -97,6 +100,7 @@ def test_a_users_own_cache_capacity_has_precedence(monkeypatch: pytest.MonkeyPat
     assert os.environ[mine] == "512" and int(os.environ[other]) < 100
 
 
+@pytest.mark.real
 def test_large_imports_are_made_without_the_collector_and_frozen() -> None:
     code = (
         "import gc\nfrom slime.models.cpu_memory import large_imports\n"

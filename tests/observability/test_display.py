@@ -237,6 +237,7 @@ sys.exit(130)
 """
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("how", ["a full disk", "a pipe without a reader", "no stdout", "ascii"])
 def test_output_that_cannot_be_written_does_not_end_the_run(how: str) -> None:
     """Ctrl-C ends the ``tee`` of ``train.py | tee FILE`` as well, before the run has saved its

@@ -219,6 +219,7 @@ def test_trackers_are_told_that_an_error_ended_the_run(
     assert (run.path / "lines.txt").read_text().endswith("failed: True\n")
 
 
+@pytest.mark.real
 def test_trackio_has_the_curve_and_the_table(tmp_path: Path) -> None:
     pytest.importorskip("trackio", reason="pip install 'slime-rl[trackio]'")
     here = Path(__file__).parent

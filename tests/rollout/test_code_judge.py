@@ -13,6 +13,8 @@ from slime.data.sample import Sample
 from slime.plugins.agents.sandbox import Sandbox, SandboxUnavailable
 from slime.rollout.rm_hub import async_rm, check_label
 
+pytestmark = pytest.mark.real
+
 MBPP = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 HUMAN_EVAL = {
     "prompt": "def add(a: int, b: int) -> int:\n    '''Add.'''\n",

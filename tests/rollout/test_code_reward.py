@@ -68,6 +68,7 @@ def isolated() -> None:
         pytest.skip(str(error))
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("label", "right", "metadata"),
     [
@@ -90,6 +91,7 @@ async def test_a_right_answer_passes_and_one_for_the_first_test_alone_does_not(
     assert sample.reward == 0.0 and sample.metadata["code_outcome"] == "wrong"
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("code", "outcome"),
     [
@@ -107,6 +109,7 @@ async def test_a_program_that_fails_gets_zero_and_is_counted(code: str, outcome:
     assert sample_metrics([sample])[f"code/{outcome}_count"] == 1.0
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     "code",
     [
@@ -119,12 +122,14 @@ async def test_programs_that_read_the_input_fail_alike(code: str) -> None:
     assert (await score(code, APPS)).reward == 0.0
 
 
+@pytest.mark.real
 async def test_a_program_cannot_read_what_is_expected_of_it() -> None:
     spy = "import sys, gc\nf = sys._getframe(1)\nprint([*f.f_globals.get('_order', {}).values()])"
     sample = await score(spy, {"inputs": ["1"], "outputs": ["secret-output"]})
     assert sample.reward == 0.0
 
 
+@pytest.mark.real
 async def test_many_are_scored_at_once() -> None:
     samples = await asyncio.gather(
         *(score(f"def add(a, b): return a + b + {i % 2}", MBPP, reward_workers=2) for i in range(6))
@@ -132,6 +137,7 @@ async def test_many_are_scored_at_once() -> None:
     assert [sample.reward for sample in samples] == [1.0, 0.0] * 3
 
 
+@pytest.mark.real
 async def test_the_limits_are_those_of_the_flags() -> None:
     hungry = "x = bytearray(200 << 20)\ndef add(a, b): return a + b"
     assert (await score(hungry, MBPP)).reward == 1.0
@@ -161,6 +167,7 @@ async def test_a_sandbox_that_fails_gives_no_reward(monkeypatch: pytest.MonkeyPa
     )
 
 
+@pytest.mark.real
 async def test_a_sandbox_that_starts_too_late_gives_no_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -255,6 +262,7 @@ def test_a_label_that_nests_too_deeply_is_told() -> None:
         read_tests('{"a":' * 3000, {})
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     "code",
     [
@@ -272,11 +280,13 @@ async def test_a_program_reads_its_input_and_ends_as_a_script_does(code: str) ->
     assert (await score(code, APPS)).metadata["code_outcome"] == "passed"
 
 
+@pytest.mark.real
 async def test_an_input_that_is_longer_than_a_pipe_is_read_whole() -> None:
     label = {"inputs": ["1 " * 100_000], "outputs": ["100000"]}
     assert (await score("print(sum(map(int, open(0).read().split())))", label)).reward == 1.0
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     "label", [["assert total(1, 2) == 3"], {"fn_name": "total", "inputs": [[1, 2]], "outputs": [3]}]
 )
@@ -289,6 +299,7 @@ async def test_a_function_may_use_dataclasses(label: Any) -> None:
     assert (await score(code, label)).metadata["code_outcome"] == "passed"
 
 
+@pytest.mark.real
 async def test_a_whole_function_can_use_the_helpers_of_its_prompt() -> None:
     """As those of HumanEval/38, whose test calls a function that the prompt defines."""
     label = {
@@ -303,6 +314,7 @@ async def test_a_whole_function_can_use_the_helpers_of_its_prompt() -> None:
         assert (await score(code, label)).metadata["code_outcome"] == "passed"
 
 
+@pytest.mark.real
 async def test_numbers_in_dicts_are_compared_as_others_are() -> None:
     label = {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": 0.3}]}
     assert (await score("def f(x):\n    return {'a': 0.1 + 0.2}\n", label)).reward == 1.0
