@@ -60,7 +60,7 @@ def tokenizer(smollm2: Path) -> Any:
 
 
 def with_template(tokenizer: Any, template: str) -> Any:
-    other = copy.copy(tokenizer)
+    other = copy.deepcopy(tokenizer)
     other.chat_template = template
     return other
 
