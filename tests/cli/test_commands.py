@@ -138,6 +138,7 @@ def test_a_damaged_snapshot_is_not_merged(lora: dict[str, object], tmp_path: Pat
         merge_lora(tmp_path, None, tmp_path / "out")
 
 
+@pytest.mark.real
 def test_without_a_registry_the_download_fails_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -241,6 +241,7 @@ async def test_a_reward_of_a_generate_function_becomes_a_plain_one(tokenizer_dir
     assert type(sample.reward) is float and sample.reward == 1.0
 
 
+@pytest.mark.real
 async def test_a_model_that_hangs_is_killed_and_made_anew(tmp_path):
     (tmp_path / "model.py").write_text(
         "import os, time\n"

@@ -171,6 +171,7 @@ def run_pytest(*arguments: str, code: int = 0, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.real
 def test_the_long_circle_is_left_out_unless_all_tests_are_asked_for(tmp_path: Path) -> None:
     file = CHECKOUT / "tests" / "scripts" / "test_ci_stages.py"
     chosen = f"{file}::test_of_the_long_circle"

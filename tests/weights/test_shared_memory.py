@@ -142,6 +142,7 @@ def as_user(uid: int, call: Callable[[], object]) -> None:
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
 
 
+@pytest.mark.real
 @as_root
 @pytest.mark.parametrize("sweeper", [0, VICTIM])
 def test_another_users_list_removes_nothing_and_stops_nobody(folder: Path, sweeper: int) -> None:

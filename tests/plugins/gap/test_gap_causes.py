@@ -174,9 +174,9 @@ def test_a_head_in_bfloat16(llama, samples) -> None:
                 "model.layers.0.self_attn.v_proj.weight",
                 "model.layers.0.mlp.up_proj.weight",
                 "model.layers.1.post_attention_layernorm.weight",
+                "model.norm.weight",
             )
         ),
-        "model.norm.weight",
     ],
 )
 def test_a_wrong_single_tensor(llama, name: str) -> None:

@@ -37,12 +37,14 @@ def _import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.real
 def test_results_come_in_the_order_of_the_ranks(tmp_path: Path) -> None:
     name = f"{__name__}:place_and_environment"
     found = run_ranks(name, 2, "given", tmp_path / "new", threads=3, variables={"OWN": "x"})
     assert found == [(0, 2, "given", "3x"), (1, 2, "given", "3x")]
 
 
+@pytest.mark.real
 def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(
         RankError, match=r"rank 1 of 2 failed \(exit code 1\)(.|\n)*no checkpoint here"
@@ -50,12 +52,14 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path) -> None:
         run_ranks(f"{__name__}:one_fails", 2, "checkpoint", tmp_path)
 
 
+@pytest.mark.real
 def test_a_refusal_of_slime_comes_without_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(RankError) as error:
         run_ranks(f"{__name__}:refuses", 2, "layers", tmp_path)
     assert str(error.value) == "this model has no layers: use another one"
 
 
+@pytest.mark.real
 def test_a_rank_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 0 of 1 did.*0\.5 s"):
         run_ranks(f"{__name__}:never_ends", 1, "", tmp_path, seconds=0.5)

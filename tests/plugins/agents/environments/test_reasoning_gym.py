@@ -91,6 +91,7 @@ def test_sizes_that_fit_and_other_mistakes_pass_on() -> None:
     assert "allow_negation" in problem
 
 
+@pytest.mark.real
 async def test_a_scorer_that_hangs_is_killed_and_counted(
     play: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

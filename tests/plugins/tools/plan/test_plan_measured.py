@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.slow  # the rows simulate some thirty thousand samples
+
 ROOT = Path(__file__).resolve().parents[4]
 
 
