@@ -83,9 +83,12 @@ class Run:
         self.pool.sync_recovered_engines()
         if self.args.train_during_rollout == 1 or self.trainer.actor is None:
             return
-        what = f"a part of rollout {rollout_id}"
-        take = RolloutManager.take_part
-        while refs := self.manager.call(what, take, rollout_id, len(self.trainer.parts)):
+        while refs := self.manager.call(
+            f"a part of rollout {rollout_id}",
+            RolloutManager.take_part,
+            rollout_id,
+            len(self.trainer.parts),
+        ):
             self.trainer.train_early_part(refs)
 
     def prefetch(self) -> Prefetcher:

@@ -8,10 +8,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slime.cluster.actors import NoAnswer, door
+from slime.cluster.actors import door
 from slime.cluster.ray_wait import WaitExpired
 from slime.cluster.rollout_manager import RolloutBatch, RolloutManager
 from slime.rollout.admission import Admission
@@ -141,16 +142,17 @@ class Prefetcher:
                     # Under it as well, so that no rollout is asked for after the end of the block
                     # in __exit__: the run may go on from a snapshot, with another prefetcher.
                     asked = manager.start(RolloutManager.generate, rollout_id)
-                try:
-                    batch = door().get([asked], timeout=limit)[0]
-                except NoAnswer:
+                # Not in a call of Ray, which can crash this process if it is shut down meanwhile.
+                if not wait([asked.future()], limit).done:
                     raise WaitExpired(
                         f"waited {limit:.0f} s (deadline {limit:.0f} s, --phase-timeout) for rollout "
                         f"{rollout_id} to be generated"
-                    ) from None
+                    )
+                if self.closed:
+                    return
                 with self.changed:
+                    self.finished += door().get([asked])
                     self.generating = False
-                    self.finished.append(batch)
                     self.changed.notify_all()
         except BaseException as error:  # The main thread raises it in its next wait.
             with self.changed:

@@ -209,9 +209,9 @@ class RolloutManager:
         one.
         """
         layout = self.layouts[0]
-        groups = self.state.finished_groups(rollout_id)
+        part = ready(self.state.finished_groups(rollout_id), self.args, layout.dp, number)
         # In the order that they will have in the whole rollout, on which the packs depend.
-        part = sorted(ready(groups, self.args, layout.dp, number), key=index_of)
+        part.sort(key=index_of)
         with self.generation.call():
             parts = parts_of_ranks(self.args, part, rollout_id, layout) if part else ()
             return [door().put(one) for one in parts]

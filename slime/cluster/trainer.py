@@ -193,8 +193,8 @@ class Trainer:
     def train_early_part(self, refs: Batches) -> None:
         """Start to train on the next part of a rollout that is still generated."""
         assert self.actor is not None, "nothing trains with --debug-rollout-only"
-        number = len(self.parts)
-        self.parts.append(self.actor.start_on_parts(TrainActor.train_early_part, refs, number))
+        part = self.actor.start_on_parts(TrainActor.train_early_part, refs, len(self.parts))
+        self.parts.append(part)
 
     def train(self, rollout_id: int, refs: Batches, critic_refs: Batches = ()) -> None:
         """Train on a rollout: first the critic, because the actor's advantages need its values,
