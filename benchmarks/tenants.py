@@ -50,9 +50,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--output", type=Path, required=True, help="folder for the JSON and logs")
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the script")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a trial")
-    own = sys.argv[1:]
-    rest = own[own.index("--") + 1 :] if "--" in own else []
-    options = parser.parse_args(own[: own.index("--")] if "--" in own else own)
+    options, rest = train_mfu.parse_words(parser)
     if options.tiny:
         options.shape, options.tokens, options.sample_tokens = "tiny", 256, 64
         options.prompt_tokens, options.answers, options.rounds = 16, 4, 2

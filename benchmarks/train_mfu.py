@@ -35,6 +35,13 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
 GIB = 2**30
 
 
+def parse_words(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a script, and the words after ``--``."""
+    own = sys.argv[1:]
+    rest = own[own.index("--") + 1 :] if "--" in own else []
+    return parser.parse_args(own[: own.index("--")] if "--" in own else own), rest
+
+
 def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -72,9 +79,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--name", help="of the files in it")
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the script")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a trial")
-    own = sys.argv[1:]
-    rest = own[own.index("--") + 1 :] if "--" in own else []
-    options = parser.parse_args(own[: own.index("--")] if "--" in own else own)
+    options, rest = parse_words(parser)
     if options.tiny:
         tiny = {"a3b": "tiny-experts", "gpt-oss": "tiny-gpt-oss", "qwen3.5": "tiny-qwen3.5"}
         options.shape = next(

@@ -54,7 +54,7 @@ TOKENS = {
     "plugins/preference": 3_401,
     "plugins/quantized": 3_512,
     "plugins/rewards": 20_883,
-    "plugins/serve": 17_193,
+    "plugins/serve": 17_183,
     "plugins/sglang": 5_194,
     "plugins/tools": 103_306,
     "plugins/trackers": 2_193,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from slime.cli.errors import CommandError
 from slime.cli.ranges import whole
+from slime.config.lora import PROJECTIONS
 from slime.plugins.serve.limits import Limits
 
 if TYPE_CHECKING:
@@ -23,10 +24,7 @@ LOG = "log.jsonl"
 SGLANG_ADAPTERS = {
     "sglang_enable_lora": True,
     "sglang_max_lora_rank": 64,
-    "sglang_lora_target_modules": [
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
-    ],
+    "sglang_lora_target_modules": list(PROJECTIONS),
 }
 """What lets SGLang load adapters by name."""
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
