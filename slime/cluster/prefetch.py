@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime.cluster.actors import door
-from slime.cluster.ray_wait import WaitExpired
+from slime.cluster.ray_wait import POLL_SECONDS, T, WaitExpired
 from slime.cluster.rollout_manager import RolloutBatch, RolloutManager
 from slime.rollout.admission import Admission
 
 if TYPE_CHECKING:
     from slime.cluster.phases import Run
-
-POLL_SECONDS = 0.25
 
 
 @dataclass
@@ -80,9 +78,7 @@ class Prefetcher:
             version=run.pool.clock.step,
         )
         # whether a recorded schedule decides when rollouts start
-        self.replays = bool(args.replay_schedule)
-        # whether an update waits for the groups in progress
-        self.drains = args.update_weight_pause_mode == "drain"
+        self.replays = args.replay_schedule
         self.thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
 
     def __enter__(self) -> Prefetcher:
@@ -120,38 +116,25 @@ class Prefetcher:
         try:
             # Not with the driver's Waiter: signals and the progress display belong to the main
             # thread.
-            manager = self.run.manager
-            limit = manager.timeout
             for rollout_id in self.rollouts:
                 # A replay starts each rollout under the recorded weights. A standing pool does that
                 # for its groups.
                 if self.replays and not self.in_flight:
-                    door().get(
-                        [manager.start(RolloutManager.await_recorded, rollout_id)], timeout=limit
-                    )
+                    self._answer(RolloutManager.await_recorded, rollout_id, "start as recorded")
                 with self.changed:
                     self.changed.wait_for(
                         lambda: self.closed or (self.admission.room() > 0 and not self.holding)
                     )
-                    if self.closed:
-                        return
                     # Under the lock that the wait above has taken again, so that _hold cannot miss
                     # this rollout.
                     self.admission.admit()
                     self.generating = True
-                    # Under it as well, so that no rollout is asked for after the end of the block
-                    # in __exit__: the run may go on from a snapshot, with another prefetcher.
-                    asked = manager.start(RolloutManager.generate, rollout_id)
-                # Not in a call of Ray, which can crash this process if it is shut down meanwhile.
-                if not wait([asked.future()], limit).done:
-                    raise WaitExpired(
-                        f"waited {limit:.0f} s (deadline {limit:.0f} s, --phase-timeout) for rollout "
-                        f"{rollout_id} to be generated"
-                    )
-                if self.closed:
+                if not (
+                    batches := self._answer(RolloutManager.generate, rollout_id, "be generated")
+                ):
                     return
                 with self.changed:
-                    self.finished += door().get([asked])
+                    self.finished += batches
                     self.generating = False
                     self.changed.notify_all()
         except BaseException as error:  # The main thread raises it in its next wait.
@@ -159,6 +142,31 @@ class Prefetcher:
                 self.generating = False
                 self.error = error
                 self.changed.notify_all()
+
+    def _answer(
+        self, method: Callable[[RolloutManager, int], T], rollout_id: int, what: str
+    ) -> list[T]:
+        """Ask the manager, and return its answer in a list, which is empty after the end of the
+        block.
+
+        Then the run may go on from a snapshot, with another prefetcher, or shut Ray down, and a
+        call of Ray meanwhile can crash this process. So nothing is called after it, and the thread
+        does not wait within such a call.
+        """
+        manager = self.run.manager
+        limit = manager.timeout
+        with self.changed:
+            if self.closed:
+                return []
+            asked = manager.start(method, rollout_id)
+            answer = asked.future()
+        if wait([answer], limit).not_done:
+            raise WaitExpired(
+                f"waited {limit:.0f} s (deadline {limit:.0f} s, --phase-timeout) for rollout "
+                f"{rollout_id} to {what}"
+            )
+        with self.changed:
+            return [] if self.closed else door().get([asked])
 
     def _wait(self, ready: Callable[[], object], what: str) -> None:
         """Wait until ``ready()`` is true; the caller holds the condition.
@@ -249,11 +257,13 @@ class Prefetcher:
             )
         if not self.in_flight:
             self._hold()
-        elif self.drains:
+        elif self.run.args.update_weight_pause_mode == "drain":
             with self.run.log.phase("drain"):
-                drained = self.run.manager.start(RolloutManager.drain_pool)
-                what = "the groups in progress to finish"
-                self.run.manager.wait(drained, what, meanwhile=self.run.pool.sync_recovered_engines)
+                self.run.manager.wait(
+                    self.run.manager.start(RolloutManager.drain_pool),
+                    "the groups in progress to finish",
+                    meanwhile=self.run.pool.sync_recovered_engines,
+                )
         try:
             self.run.pool.update_weights()
             # The version first: _step_is_over makes room, and what starts then must count for the
@@ -306,6 +316,10 @@ class Prefetcher:
             self._tell_manager()
 
     def _tell_manager(self, taken: bool = False, trained: bool = False) -> None:
-        what = "the rollout manager to note how far training is"
-        step = self.run.pool.clock.step
-        self.run.manager.call(what, RolloutManager.advance, step, taken, trained)
+        self.run.manager.call(
+            "the rollout manager to note how far training is",
+            RolloutManager.advance,
+            self.run.pool.clock.step,
+            taken,
+            trained,
+        )

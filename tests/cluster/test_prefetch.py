@@ -50,12 +50,16 @@ class Manager:
         self.in_flight, self.asked, self.told = in_flight, [], []
         self.go: dict[int, threading.Event] = {}
         self.fails = -1
+        self.recorded, self.calls = threading.Event(), 0
+        self.recorded.set()
         self.drained: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(
-            remote=lambda *given: Ref(lambda: getattr(type(self), f"_{name}")(self, *given))
-        )
+        def remote(*given: Any) -> Ref:
+            self.calls += 1
+            return Ref(lambda: getattr(type(self), f"_{name}")(self, *given))
+
+        return SimpleNamespace(remote=remote)
 
     def _generate(self, rollout_id: int) -> RolloutBatch:
         self.asked.append(rollout_id)
@@ -63,6 +67,9 @@ class Manager:
         if rollout_id == self.fails:
             raise RuntimeError("the verifier is broken")
         return RolloutBatch([], {"id": float(rollout_id)})
+
+    def _await_recorded(self, rollout_id: int) -> None:
+        assert self.recorded.wait(10)
 
     def _open_pool(self, first: int, last: int, held: int) -> bool:
         return self.in_flight
@@ -305,3 +312,32 @@ def test_no_rollout_starts_between_a_snapshot_and_the_update_after_it(
         assert events_of(run) == [("save", 1), "update"] and not rollouts.holding
         for rollout_id in range(3, 8):
             manager.let_go(rollout_id)
+
+
+def test_after_the_end_of_a_replay_its_thread_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends while the thread waits for the recorded start of a rollout: a call of Ray that is shut
+    down could crash the process.
+    """
+    import ray
+
+    manager = Manager(in_flight=False)
+    manager.recorded.clear()
+    with Run(manager, replay_schedule="schedule.jsonl").prefetch() as rollouts:
+        assert settled(lambda: manager.calls == 2), "open_pool and await_recorded"
+        monkeypatch.setattr(ray, "get", lambda refs, timeout=None: pytest.fail("a call of Ray"))
+    manager.recorded.set()
+    rollouts.thread.join(10)
+    assert not rollouts.thread.is_alive() and rollouts.error is None
+    assert manager.calls == 2 and not manager.asked
+
+
+def test_an_error_before_the_recorded_start_reaches_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the recording is broken")
+
+    monkeypatch.setattr(Manager, "_await_recorded", broken)
+    run = Run(Manager(in_flight=False), replay_schedule="schedule.jsonl")
+    with run.prefetch() as rollouts, pytest.raises(RuntimeError, match="the recording is broken"):
+        rollouts.next()

@@ -31,7 +31,7 @@ TOKENS = {
     "backends": 41_978,
     "checkpoint": 8_338,
     "cli": 694,
-    "cluster": 34_508,
+    "cluster": 34_549,
     "config": 30_232,
     "data": 40_258,
     "engines": 15_191,
