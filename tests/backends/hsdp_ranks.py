@@ -37,6 +37,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 OF_EACH_COMMIT = ("flat", "hybrid", "replicas_of_one", "hybrid_accumulate_keep")
 """The others differ from one of these in a single flag."""
+PARTS = [(name, per_token) for name in VARIANTS for per_token in (False, True)]
+"""What trains in parts: each variant, with the mean of samples and of tokens."""
+PARTS_OF_EACH_COMMIT = list(zip(OF_EACH_COMMIT, (False, True, True, False), strict=True))
 READERS = {"flat": ["hybrid"], "hybrid": ["hybrid", "replicas_of_one"], "async": ["flat"]}
 """Which layouts read the snapshot of each; in the long circle, every layout reads every
 snapshot.
@@ -196,12 +199,11 @@ def loaded(ranks: Rank, name: str, **flags: Any) -> Result:
 def four_ranks(ranks: Rank) -> Result:
     variants = VARIANTS if ALL else OF_EACH_COMMIT
     results: Result = {name: several_steps(ranks, **VARIANTS[name]) for name in variants}
-    for name in variants:
-        for per_token in (False, True):
-            flags = VARIANTS[name] | {"calculate_per_token_loss": per_token}
-            results[f"parts_{name}_{per_token}"] = [
-                in_parts(ranks, early, **flags) for early in (None, 0, 2)
-            ]
+    for name, per_token in PARTS if ALL else PARTS_OF_EACH_COMMIT:
+        flags = VARIANTS[name] | {"calculate_per_token_loss": per_token}
+        results[f"parts_{name}_{per_token}"] = [
+            in_parts(ranks, early, **flags) for early in (None, 0, 2)
+        ]
     results |= {"others_flat": others(ranks), "others_hybrid": others(ranks, **HYBRID)}
     for name, flags in ("flat", {}), ("hybrid", HYBRID), ("async", HYBRID | {"async_save": True}):
         results[f"saved_{name}"] = saved(ranks, f"snapshot_{name}", **flags)

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hsdp_ranks import MICRO_BATCHES, OF_EACH_COMMIT, READERS, VARIANTS, worker
+from hsdp_ranks import (
+    MICRO_BATCHES,
+    OF_EACH_COMMIT,
+    PARTS,
+    PARTS_OF_EACH_COMMIT,
+    READERS,
+    VARIANTS,
+    worker,
+)
 from rank_processes import results_of_ranks, save_models
 from safetensors.torch import load_file
 from test_fsdp_ranks import assert_close, assert_equal, assert_same_metrics
@@ -55,8 +63,13 @@ def test_every_way_to_communicate_gives_the_same_steps(ranks: Ranks, variant: st
     )
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("variant", [variant(name) for name in VARIANTS])
+@pytest.mark.parametrize(
+    ("variant", "per_token"),
+    [
+        pytest.param(*part, marks=[] if part in PARTS_OF_EACH_COMMIT else [pytest.mark.long])
+        for part in PARTS
+    ],
+)
 def test_a_rollout_that_is_trained_in_parts_is_the_same_step(
     ranks: Ranks, variant: str, per_token: bool
 ) -> None:

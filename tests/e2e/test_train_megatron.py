@@ -16,11 +16,16 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def on_cpu() -> list[object]:
-    """Flags of a run whose trainers find megatron-core ready for the CPU."""
+def on_cpu(compiled: bool = False) -> list[object]:
+    """Flags of a run whose trainers find megatron-core ready for the CPU.
+
+    Args:
+        compiled: Whether each rank compiles what Megatron compiles, which takes most of the time.
+    """
     site = CHECKOUT / "tests" / "plugins" / "megatron" / "cpu_site"
     paths = os.pathsep.join([str(site), str(CHECKOUT)])
-    return ["--train-backend", "megatron", "--train-env-vars", json.dumps({"PYTHONPATH": paths})]
+    variables = {"PYTHONPATH": paths} | ({} if compiled else {"TORCHDYNAMO_DISABLE": "1"})
+    return ["--train-backend", "megatron", "--train-env-vars", json.dumps(variables)]
 
 
 ADAPTER = ["--lora-rank", 4, "--lr", 1e-3]

@@ -26,6 +26,7 @@ from slime.models.scorer import PolicyScorer
 COUNTS = (10, 1)
 """Samples of a pack. Of two ranks, one gets no sequence of the second."""
 
+Wanted = tuple[torch.Tensor, dict[str, torch.Tensor]]
 ONE_GROUP = ("MambaLayer", "BambaMixer", "FalconH1Mixer")
 """Those of Mamba-2 whose norm looks at all channels."""
 
@@ -41,10 +42,11 @@ def worker(rank: int, port: int, folders: dict[str, Path], output: Path) -> None
     found = {}
     for number, (family, folder) in enumerate(folders.items()):
         try:
-            for count in COUNTS:
-                for by_heads in (False, True):
-                    compares = (number + by_heads) % 2 == rank
-                    check(folder, dist.group.WORLD, count, by_heads, compares)
+            # Both ranks have the sums, so one of them compares; they take turns.
+            mine = [count for i, count in enumerate(COUNTS) if (number + i) % 2 == rank]
+            wanted = {count: one_at_a_time(folder, count) for count in mine}
+            for by_heads in (False, True):
+                check(folder, dist.group.WORLD, by_heads, wanted)
             found[family] = ""
         except Exception:
             found[family] = traceback.format_exc()
@@ -52,11 +54,12 @@ def worker(rank: int, port: int, folders: dict[str, Path], output: Path) -> None
     dist.destroy_process_group()
 
 
-def check(folder: Path, group: ProcessGroup, count: int, by_heads: bool, compares: bool) -> None:
-    """Log-probs and summed gradients of a pack of ``count`` samples are those of each sample alone
-    on one rank.
+def check(folder: Path, group: ProcessGroup, by_heads: bool, wanted: dict[int, Wanted]) -> None:
+    """Log-probs and summed gradients of a pack are those of each sample alone on one rank.
 
-    Both ranks have the sums, so one of them compares; the ranks take turns with the families.
+    Args:
+        wanted: Those of each sample alone, by the number of samples, for the packs that this rank
+            compares.
     """
     model = load_hf_model(folder, torch.float32, "cpu", NAME)
     scorer = PolicyScorer(model)
@@ -67,35 +70,39 @@ def check(folder: Path, group: ProcessGroup, count: int, by_heads: bool, compare
         by_heads=by_heads,
         stateful=prepare_packing(model),
     )
-    tokens, responses, groups = (part[:count] for part in samples())
-    inputs = builder.build(tokens, responses, groups, [None] * count)
-    assert inputs.response_index is not None
+    rows: list[int] = []
     if by_heads:
-        _watch_projections(model, len(inputs.kwargs["input_ids"][0]))
-    firsts = torch.tensor([0, *responses]).cumsum(0)[:-1].tolist()
-    places = torch.cat(
-        [first + index for first, index in zip(firsts, inputs.response_index, strict=True)]
-    )
-    own = scorer(inputs)[0].log_probs
-    # 0 for the tokens of the other rank
-    log_probs = torch.zeros(sum(responses)).index_copy(0, places, own)
-    loss_of(log_probs, 0).backward()
-    got = gradients(scorer)
-    total = log_probs.detach()
-    for tensor in (total, *got.values()):
-        dist.all_reduce(tensor, group=group)
-    if not compares:
-        return
-    want = one_at_a_time(folder, count)
-    assert float((total - want[0]).abs().max()) < 1e-5
-    assert_same_gradients(got, want[1])
+        _watch_projections(model, rows)
+    for count in COUNTS:
+        tokens, responses, groups = (part[:count] for part in samples())
+        inputs = builder.build(tokens, responses, groups, [None] * count)
+        assert inputs.response_index is not None
+        rows.append(len(inputs.kwargs["input_ids"][0]))
+        firsts = torch.tensor([0, *responses]).cumsum(0)[:-1].tolist()
+        places = torch.cat(
+            [first + index for first, index in zip(firsts, inputs.response_index, strict=True)]
+        )
+        own = scorer(inputs)[0].log_probs
+        # 0 for the tokens of the other rank
+        log_probs = torch.zeros(sum(responses)).index_copy(0, places, own)
+        loss_of(log_probs, 0).backward()
+        got = gradients(scorer)
+        total = log_probs.detach()
+        for tensor in (total, *got.values()):
+            dist.all_reduce(tensor, group=group)
+        if count in wanted:
+            alone, alone_gradients = wanted[count]
+            assert float((total - alone).abs().max()) < 1e-5
+            assert_same_gradients(got, alone_gradients)
 
 
-def _watch_projections(model: PreTrainedModel, rows: int) -> None:
-    """Fail where a module with a state that can be divided projects other rows than this rank's."""
+def _watch_projections(model: PreTrainedModel, rows: list[int]) -> None:
+    """Fail where a module with a state that can be divided projects other rows than this rank's,
+    the last of ``rows``.
+    """
 
     def watch(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        assert inputs[0].shape[:-1].numel() == rows, inputs[0].shape
+        assert inputs[0].shape[:-1].numel() == rows[-1], inputs[0].shape
 
     for _, _, mixer in layers_of(model, "").mixers():
         divided = not type(mixer).__name__.endswith(ONE_GROUP)
