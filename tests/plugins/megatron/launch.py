@@ -61,8 +61,8 @@ def _server() -> subprocess.Popen[str]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
     }
-    # A whole run (tests/e2e/test_train_megatron.py) compiles what Megatron compiles; here each rank
-    # would do so.
+    # A whole run (tests/e2e/test_preference_megatron.py) compiles what Megatron compiles; here each
+    # rank would do so.
     environment["TORCHDYNAMO_DISABLE"] = "1"
     command = [sys.executable, "-W", "ignore", str(HERE / "launch.py")]
     return subprocess.Popen(
