@@ -1,26 +1,29 @@
-"""Recipes with results: a real model, SmolLM2-135M-Instruct, learns arithmetic with each kind of
-training that slime has.
+"""Recipes with results: a real model, SmolLM2-135M-Instruct, learns with each kind of training that
+slime has.
 
     python benchmarks/recipes.py --model FOLDER --output DIR                     # all, one after the other
     python benchmarks/recipes.py --model FOLDER --output DIR --only grpo,lora --seeds 1,2,3
     python benchmarks/recipes.py --model FOLDER --output DIR --gpus 0,1 --at-once 3
     python benchmarks/recipes.py --page benchmarks/results/h200_recipes.jsonl    # docs/en/recipes.md
 
-The task is a mixture of sums of two-digit numbers, of three digits, products, word problems and the
-largest of four numbers, 48 tokens at most; 128 questions that no run trains on are answered before
-and after, four times each at temperature 1. Each run is ``python train.py`` with a deadline and a
-folder of its own; one that fails costs its own row only. With ``--at-once``, runs share a GPU, so
-their seconds are those of a busy machine. ``recipes.jsonl`` in DIR has a line for each run and
-``recipes.png`` the curves; the last line is JSON. ``--page`` writes the table of such a file into the page.
+The task of most is a mixture of sums of two-digit numbers, of three digits, products, word problems
+and the largest of four numbers, 48 tokens at most; two have tasks of their own (``recipe_data.py``,
+``recipe_tasks.py``). 128 questions that no run trains on are answered before and after, four times
+each at temperature 1. Each run is ``python train.py`` with a deadline and a folder of its own, some
+after a short supervised fine-tuning; one that fails costs its own row only. With ``--at-once``, runs
+share a GPU, so their seconds are those of a busy machine. ``recipes.jsonl`` in DIR has a line for
+each run and ``recipes.png`` the curves; the last line is JSON. ``--page`` writes the table of such a
+file into the page, and its curves beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import random
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -30,15 +33,25 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipe_data import (
+    GUESSES,
+    drop_layers,
+    write_answers,
+    write_calculations,
+    write_calls,
+    write_data,
+    write_games,
+)
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 PAGE = CHECKOUT / "docs" / "en" / "recipes.md"
+PICTURE = CHECKOUT / "docs" / "images" / "recipes.png"
+HOOKS = CHECKOUT / "benchmarks" / "recipe_tasks.py"
 BEGIN, END = "<!-- table: python benchmarks/recipes.py --page FILE -->", "<!-- end of the table -->"
-SYSTEM = "Answer with a number."
-HELD_OUT = 128
 GRACE_SECONDS = 40.0
 
 
@@ -51,7 +64,11 @@ class Recipe:
     script: str = "train.py"
     gpus: int = 1
     engine: str = "sglang"
-    batch: dict[str, int] = field(default_factory=dict)
+    task: str = "arithmetic"
+    warm_up: int = 0
+    """Steps of supervised fine-tuning before, of 64 conversations each."""
+    teacher: bool = False
+    """The fine-tuned model is the teacher of a smaller one, and not what is trained further."""
 
 
 COLOCATED = "--colocate --no-offload-train --no-offload-rollout"
@@ -59,9 +76,15 @@ FULLY_ASYNC = (
     "--rollout-num-gpus 1 --async-buffer-size 2 --max-weight-staleness 2 --rollout-function-path "
     "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 )
+IN_8_BITS = "--rollout-quantization fp8 --rollout-quantization-scale channel"
 RECIPES = {
     "grpo": Recipe("GRPO", COLOCATED),
     "grpo_embedded": Recipe("GRPO in one process", f"--inline {COLOCATED}", engine="embedded"),
+    "fp8": Recipe(
+        "the same, the engine's weights in 8 bits",
+        f"--inline {COLOCATED} {IN_8_BITS}",
+        engine="embedded",
+    ),
     "dapo": Recipe(
         "DAPO, groups without a signal are replaced",
         f"{COLOCATED} --recipe dapo --over-sampling-batch-size 24",
@@ -75,66 +98,26 @@ RECIPES = {
         "the same, only the adapter is sent",
         f"{COLOCATED} --lora-rank 16 --lr 2e-4 --lora-sync adapter",
     ),
+    "four_updates": Recipe(
+        "GRPO, four optimizer steps a rollout", f"{COLOCATED} --num-steps-per-rollout 4"
+    ),
+    "one_step": Recipe(
+        "GRPO, one step behind",
+        "--rollout-num-gpus 1 --async-buffer-size 1",
+        "train_async.py",
+        gpus=2,
+    ),
     "async": Recipe("GRPO, fully asynchronous", FULLY_ASYNC, "train_async.py", gpus=2),
     "megatron": Recipe("GRPO with Megatron", f"{COLOCATED} --train-backend megatron"),
+    "calculator": Recipe("tool use: a calculator", COLOCATED, task="calculator", warm_up=16),
+    "guess": Recipe("several turns: a guessing game", COLOCATED, task="guess"),
+    "distill": Recipe(
+        "distillation into 24 of the 30 layers",
+        f"{COLOCATED} --loss-type distill --lr 1e-4",
+        warm_up=120,
+        teacher=True,
+    ),
 }
-
-
-def sums(rng: random.Random) -> tuple[str, int]:
-    a, b = rng.randint(10, 99), rng.randint(10, 99)
-    return f"What is {a} + {b}?", a + b
-
-
-def sums_of_three(rng: random.Random) -> tuple[str, int]:
-    terms = [rng.randint(1, 9) for _ in range(3)]
-    return f"What is {' + '.join(map(str, terms))}?", sum(terms)
-
-
-def products(rng: random.Random) -> tuple[str, int]:
-    a, b = rng.randint(2, 9), rng.randint(2, 19)
-    return f"What is {a} times {b}?", a * b
-
-
-def word_problems(rng: random.Random) -> tuple[str, int]:
-    name, thing = rng.choice(("Tom", "Ann", "Sara")), rng.choice(("apples", "books", "coins"))
-    kept, moved = rng.randint(5, 20), rng.randint(2, 15)
-    if rng.random() < 0.5:
-        text = f"{name} has {kept} {thing} and buys {moved} more. How many {thing} does {name} have now?"
-        return text, kept + moved
-    text = f"{name} has {kept + moved} {thing} and gives away {moved}. How many {thing} are left?"
-    return text, kept
-
-
-def largest(rng: random.Random) -> tuple[str, int]:
-    numbers = rng.sample(range(1, 1000), 4)
-    return f"Which is the largest of {', '.join(map(str, numbers))}?", max(numbers)
-
-
-KINDS = (sums, sums_of_three, products, word_problems, largest)
-
-
-def write_data(folder: Path, rows: int = 6000, seed: int = 1) -> tuple[Path, Path]:
-    """Rows to train on, and 128 held-out questions, none of which is among them."""
-    rng = random.Random(seed)
-    questions: dict[str, int] = {}
-    while len(questions) < HELD_OUT + rows // 3:
-        text, answer = rng.choice(KINDS)(rng)
-        questions.setdefault(text, answer)
-    made = [
-        {
-            "prompt": [
-                {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": text},
-            ],
-            "label": str(answer),
-        }
-        for text, answer in questions.items()
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / "train.jsonl", folder / "held_out.jsonl"
-    for path, part in zip(paths, (made[HELD_OUT:], made[:HELD_OUT]), strict=True):
-        path.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
-    return paths
 
 
 def parse_options() -> argparse.Namespace:
@@ -164,65 +147,160 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def command(
-    options: argparse.Namespace, name: str, seed: int, data: tuple[Path, Path]
-) -> list[str]:
-    """The whole command of one run."""
+def task_flags(options: argparse.Namespace, task: str) -> tuple[dict[str, Any], list[str]]:
+    """The flags of a task, and its evaluation; writes its rows."""
+    folder = options.output.resolve() / "data" / task
+    flags: dict[str, Any] = {}
+    if task == "guess":
+        flags["environment"] = f"{HOOKS}:Guess"
+        held_out = write_games(folder, flags["environment"])
+        flags |= {"max-turns": GUESSES, "rollout-max-response-len": 128}
+    elif task == "calculator":
+        train, held_out = write_calculations(folder)
+        flags |= {"prompt-data": train, "custom-rm-path": f"{HOOKS}:last_turn"}
+        flags |= {"custom-generate-function-path": f"{HOOKS}:calculate", "max-turns": 3}
+        flags |= {"rollout-max-response-len": 128}
+    else:
+        train, held_out = write_data(folder)
+        flags |= {"prompt-data": train, "rm-type": "last_number", "rollout-max-response-len": 48}
+    return flags, ["--eval-prompt-data", task, str(held_out)]
+
+
+def command(options: argparse.Namespace, name: str, seed: int) -> list[str]:
+    """The whole command of one run, without its warm-up."""
     recipe = RECIPES[name]
     on_cuda = options.device == "cuda"
-    prompts, samples, tokens = (16, 16, 16384) if on_cuda else (4, 4, 2048)
+    prompts, samples = (16, 16) if on_cuda else (4, 4)
+    own_flags, evaluation = task_flags(options, recipe.task)
     flags: dict[str, Any] = {
-        "hf-checkpoint": options.model.resolve(),
-        "prompt-data": data[0],
-        "rm-type": "last_number",
+        **of_all(options),
+        **own_flags,
         "rollout-batch-size": prompts,
         "n-samples-per-prompt": samples,
-        "rollout-max-response-len": 48,
         "num-rollout": options.steps,
         "eval-interval": options.steps,
-        "n-samples-per-eval-prompt": 4 if on_cuda else 1,
-        "eval-temperature": 1,
         "advantage-estimator": "grpo",
         "lr": 2e-5,
-        "max-tokens-per-gpu": tokens,
-        "train-dtype": "bfloat16" if on_cuda else "float32",
-        "rollout-dtype": "bfloat16" if on_cuda else "float32",
-        "train-backend": "fsdp",
         "rollout-backend": recipe.engine if on_cuda else "embedded",
         "seed": seed,
         "rollout-seed": seed,
-        "output-dir": options.output.resolve(),
         "run-name": f"{name}-seed{seed}",
-        "phase-timeout": options.seconds,
     }
+    before = options.output.resolve() / f"{name}-seed{seed}-before"
+    if recipe.teacher:
+        flags |= {"distill-teacher": before / "model", "hf-checkpoint": before / "student"}
+    elif recipe.warm_up:
+        flags["load"] = before / "checkpoints"
     own = shlex.split(recipe.flags) + shlex.split(options.flags)
-    set_here = {word.removeprefix("--") for word in own}
-    words = [
-        word
-        for flag, value in flags.items()
-        if flag not in set_here
-        for word in (f"--{flag}", str(value))
-    ]
-    words += ["--eval-prompt-data", "arithmetic", str(data[1]), "--apply-chat-template"]
-    words += ["--rollout-shuffle", "--use-dynamic-batch-size", "--actor-num-gpus-per-node", "1"]
+    words = [*listed(flags, own), *evaluation, "--rollout-shuffle", "--use-dynamic-batch-size"]
+    words += ["--finetune"] if recipe.warm_up and not recipe.teacher else []
     if on_cuda and recipe.engine == "sglang":
         words += ["--sglang-attention-backend", "triton", "--sglang-mem-fraction-static", "0.2"]
+        # Little, so that several runs may start on a GPU at once.
+        words += ["--sglang-max-total-tokens", "131072"]
         words += ["--sglang-cuda-graph-max-bs-decode", str(2 * prompts * samples)]
         words += ["--sglang-disable-prefill-cuda-graph"]
     return [sys.executable, str(CHECKOUT / recipe.script), *words, *own]
 
 
-def run(
-    options: argparse.Namespace, name: str, seed: int, data: tuple[Path, Path], gpus: list[str]
-) -> dict[str, Any]:
+def of_all(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of every run and of every warm-up."""
+    on_cuda = options.device == "cuda"
+    return {
+        "hf-checkpoint": options.model.resolve(),
+        "n-samples-per-eval-prompt": 4 if on_cuda else 1,
+        "eval-temperature": 1,
+        "max-tokens-per-gpu": 16384 if on_cuda else 2048,
+        "train-dtype": "bfloat16" if on_cuda else "float32",
+        "rollout-dtype": "bfloat16" if on_cuda else "float32",
+        "train-backend": "fsdp",
+        "actor-num-gpus-per-node": 1,
+        "output-dir": options.output.resolve(),
+        "phase-timeout": options.seconds,
+    }
+
+
+def listed(flags: dict[str, Any], own: list[str]) -> list[str]:
+    """The words of ``flags``, without those that a recipe sets itself."""
+    words: list[str] = []
+    for flag, value in flags.items():
+        if f"--{flag}" not in own:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def warm_up_command(options: argparse.Namespace, name: str, seed: int) -> list[str]:
+    """Supervised fine-tuning in one process, with an evaluation before and after."""
+    recipe = RECIPES[name]
+    run_name = f"{name}-seed{seed}-before"
+    folder = options.output.resolve() / run_name
+    own_flags, evaluation = task_flags(options, recipe.task)
+    write = write_answers if recipe.teacher else write_calls
+    steps = recipe.warm_up if options.device == "cuda" else min(recipe.warm_up, 8)
+    flags: dict[str, Any] = {
+        **of_all(options),
+        **own_flags,
+        "prompt-data": write(options.output.resolve() / "data" / recipe.task),
+        "input-key": "messages",
+        "loss-type": "sft_loss",
+        "rollout-function-path": "slime.rollout.sft_rollout.generate_rollout",
+        "eval-function-path": "slime.rollout.sglang_rollout.generate_rollout",
+        "eval-input-key": "prompt",
+        "rollout-batch-size": 64 if options.device == "cuda" else 16,
+        "num-rollout": steps,
+        "eval-interval": steps,
+        "save-interval": steps,
+        "save": folder / "checkpoints",
+        "save-hf": folder / "model",
+        "lr": 5e-5,
+        "rollout-backend": "embedded",
+        "seed": seed,
+        "run-name": run_name,
+    }
+    words = [*listed(flags, []), *evaluation, "--rollout-shuffle", "--use-dynamic-batch-size"]
+    words += ["--inline", "--no-compile-layers", "--no-save-optim", *shlex.split(COLOCATED)]
+    words += ["--disable-compute-advantages-and-returns"]
+    return [sys.executable, str(CHECKOUT / "train.py"), *words]
+
+
+def run(options: argparse.Namespace, name: str, seed: int, gpus: list[str]) -> dict[str, Any]:
     """One run to its end or its deadline, and its row of the table."""
-    words = command(options, name, seed, data)
-    folder = options.output / f"{name}-seed{seed}"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
-    log = options.output / f"{name}-seed{seed}.log"
+    recipe, run_name = RECIPES[name], f"{name}-seed{seed}"
     started = time.monotonic()
+    row: dict[str, Any] = {"recipe": name, "seed": seed, "exit_code": 0, "flags": recipe.flags}
+    row |= {"steps": options.steps}
+    commands = {run_name: command(options, name, seed)}
+    if recipe.warm_up:
+        commands = {f"{run_name}-before": warm_up_command(options, name, seed), **commands}
+    if recipe.teacher:
+        student = options.output / f"{run_name}-before" / "student"
+        drop_layers(options.model, student, lambda number: number % 5 != 3)
+    with peak_gib(gpus) as peak:
+        for part, words in commands.items():
+            left = options.seconds - (time.monotonic() - started)
+            row["exit_code"] = start(options, words, options.output / f"{part}.log", gpus, left)
+            found = figures(options.output / part)
+            if part != run_name:
+                row["warm_up"] = [found.get("accuracy_before"), found.get("accuracy_after")]
+            else:
+                row |= found
+            if row["exit_code"] != 0:
+                break
+    row |= {"seconds": round(time.monotonic() - started, 1), "gpu_gib": max(peak, default=None)}
+    print(json.dumps({key: value for key, value in row.items() if key != "rewards"}), flush=True)
+    return row
+
+
+def start(
+    options: argparse.Namespace, words: list[str], log: Path, gpus: list[str], seconds: float
+) -> int:
+    """One process to its end or its deadline; its exit code."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    folders = [str(CHECKOUT), str(HOOKS.parent), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(folders)
     with open(log, "w", encoding="utf-8") as file:
+        file.write(shlex.join(words) + "\n")
+        file.flush()
         child = subprocess.Popen(
             words,
             env=environment,
@@ -231,22 +309,42 @@ def run(
             start_new_session=True,
             cwd=options.output,
         )
-        try:
-            code = child.wait(options.seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGTERM)
+        code = None
+        for wait, number in ((seconds, signal.SIGTERM), (GRACE_SECONDS, signal.SIGKILL)):
             try:
-                code = child.wait(GRACE_SECONDS)
+                code = child.wait(max(wait, 1.0))
+                break
             except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
-                code = child.wait()
-    row = {"recipe": name, "seed": seed, "exit_code": code, "flags": RECIPES[name].flags}
-    row |= {"steps": options.steps, "seconds": round(time.monotonic() - started, 1)}
-    row |= figures(folder)
-    print(json.dumps({key: value for key, value in row.items() if key != "rewards"}), flush=True)
+                os.killpg(child.pid, number)
+        code = child.wait() if code is None else code
     if code != 0:
         print(log.read_text(encoding="utf-8", errors="replace")[-1500:], flush=True)
-    return row
+    return code
+
+
+@contextlib.contextmanager
+def peak_gib(gpus: list[str]) -> Iterator[list[float]]:
+    """Meanwhile, each two seconds, the memory in use on the fullest of these GPUs, with all that
+    runs there."""
+    seen: list[float] = []
+    ended = threading.Event()
+    query = ["nvidia-smi", "-i", ",".join(gpus)]
+    query += ["--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+
+    def watch() -> None:
+        while not ended.wait(2.0):
+            said = subprocess.run(query, capture_output=True, text=True).stdout.split()
+            seen.extend(round(int(word) / 1024, 1) for word in said if word.isdigit())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if shutil.which("nvidia-smi") is not None:
+        thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        if thread.is_alive():
+            thread.join()
 
 
 def figures(folder: Path) -> dict[str, Any]:
@@ -266,12 +364,6 @@ def figures(folder: Path) -> dict[str, Any]:
         values = [row[key] for row in steps[1:] if row.get(key) is not None]
         return round(statistics.median(values), 3) if values else None
 
-    used = [
-        value
-        for row in rows
-        for key, value in row.items()
-        if key.startswith("memory/") and key.endswith("/process") and value is not None
-    ]
     return found | {
         "rewards": [round(row["rollout/raw_reward"], 4) for row in steps],
         "step_seconds": median("perf/step_time"),
@@ -279,7 +371,6 @@ def figures(folder: Path) -> dict[str, Any]:
         "rollout_seconds": median("perf/rollout_time"),
         "tokens_per_gpu_per_second": median("perf/tokens_per_gpu_per_sec"),
         "logprob_gap": median("train/train_rollout_logprob_abs_diff"),
-        "trainer_gib": round(max(used), 1) if used else None,
     }
 
 
@@ -309,36 +400,43 @@ class Slots:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Mean reward of each rollout, one line a run."""
-    from matplotlib.figure import Figure
+    """Mean reward of each rollout, one line a run: the recipes of the first task, and the others."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture without matplotlib", flush=True)
+        return
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    colors = {name: f"C{index}" for index, name in enumerate(RECIPES)}
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    panels = figure.subplots(1, 2)
+    colors = {name: f"C{index % 10}" for index, name in enumerate(RECIPES)}
     named: set[str] = set()
     for row in rows:
-        rewards = row.get("rewards") or []
-        window = 5
+        name, rewards = row["recipe"], row.get("rewards") or []
+        recipe, window = RECIPES[name], 5
         smooth = [
             statistics.fmean(rewards[max(0, at + 1 - window) : at + 1])
             for at in range(len(rewards))
         ]
-        name = row["recipe"]
-        label = None if name in named else RECIPES[name].what
+        label = None if name in named else recipe.what
         named.add(name)
-        axes.plot(smooth, color=colors[name], label=label, linewidth=1.2)
-    axes.set_xlabel("rollout")
-    axes.set_ylabel("mean reward (mean of five rollouts)")
-    axes.set_ylim(0, 1)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+        panels[recipe.task != "arithmetic" or recipe.teacher].plot(
+            smooth, color=colors[name], label=label, linewidth=1.2
+        )
+    for axes in panels:
+        axes.set_xlabel("rollout")
+        axes.set_ylabel("mean reward (mean of five rollouts)")
+        axes.set_ylim(0, 1)
+        if axes.lines:
+            axes.legend(fontsize=7)
+    figure.savefig(path, dpi=100)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows of the page, one for each recipe; several seeds are separated by commas."""
     lines = [
-        "| recipe | GPUs | flags | held out, before → after | curve | seconds of a step | of the run |",
-        "|---|---|---|---|---|---|---|",
+        "| recipe | flags | held out, before → after | curve | mean | gap | tokens/s | GiB | step | run |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, recipe in RECIPES.items():
         own = [row for row in rows if row["recipe"] == name and row["exit_code"] == 0]
@@ -347,12 +445,20 @@ def table(rows: list[dict[str, Any]]) -> str:
         accuracy = ", ".join(
             f"{row['accuracy_before']:.2f} → {row['accuracy_after']:.2f}" for row in own
         )
-        steps = statistics.median(row["step_seconds"] for row in own)
+        mean = ", ".join(f"{statistics.fmean(row['rewards']):.2f}" for row in own)
+        middle = {
+            key: statistics.median(values)
+            if (values := [r[key] for r in own if r.get(key)])
+            else None
+            for key in ("step_seconds", "logprob_gap", "tokens_per_gpu_per_second", "gpu_gib")
+        }
         seconds = ", ".join(f"{row['seconds']:.0f}" for row in own)
         start = "" if recipe.script == "train.py" else f"`{recipe.script}` "
+        gap, rate, gib = (middle[key] for key in list(middle)[1:])
         lines.append(
-            f"| {recipe.what} | {recipe.gpus} | {start}`{recipe.flags}` | {accuracy} | "
-            f"{curve(own[0]['rewards'])} | {steps:.2f} | {seconds} |"
+            f"| {recipe.what} | {start}`{recipe.flags}` | {accuracy} | {curve(own[0]['rewards'])} | "
+            f"{mean} | {gap or 0:.3f} | {(rate or 0) / 1000:.1f}k | {f'{gib:.0f}' if gib else ''} | "
+            f"{middle['step_seconds']:.2f} | {seconds} |"
         )
     return "\n".join(lines)
 
@@ -370,6 +476,7 @@ def write_page(path: Path) -> None:
     before, rest = text.split(BEGIN)
     after = rest.split(END, 1)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}", encoding="utf-8")
+    draw([row for row in rows if row["exit_code"] == 0], PICTURE)
 
 
 def main() -> None:
@@ -378,7 +485,6 @@ def main() -> None:
         write_page(options.page)
         return
     options.output.mkdir(parents=True, exist_ok=True)
-    data = write_data(options.output / "data")
     jobs = [
         (name, int(seed)) for seed in options.seeds.split(",") for name in options.only.split(",")
     ]
@@ -386,7 +492,7 @@ def main() -> None:
 
     def one(job: tuple[str, int]) -> dict[str, Any]:
         with slots.take(RECIPES[job[0]].gpus) as gpus:
-            row = run(options, *job, data, gpus)
+            row = run(options, *job, gpus)
         with open(options.output / "recipes.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         return row

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from recipe_data import HELD_OUT
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWERS: dict[str, Callable[[list[int]], int]] = {
@@ -42,7 +43,7 @@ def test_no_held_out_question_is_trained_on(recipes: ModuleType, tmp_path: Path)
         for path in recipes.write_data(tmp_path)
     )
     asked = {row["prompt"][-1]["content"] for row in train}
-    assert len(held_out) == recipes.HELD_OUT and len(train) > 1000
+    assert len(held_out) == HELD_OUT and len(train) > 1000
     assert not asked & {row["prompt"][-1]["content"] for row in held_out}
 
 

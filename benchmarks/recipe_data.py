@@ -1,0 +1,179 @@
+"""The questions of ``recipes.py``, their right answers, and the smaller student of its distillation.
+
+Nothing here imports slime. What else a run imports is in ``recipe_tasks.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HELD_OUT = 128
+SYSTEM = "Answer with a number."
+CALCULATOR = "Answer with a number. You can calculate: <calc>1 + 1</calc>"
+NUMBERS, GUESSES = 15, 4
+"""Of the guessing game: with a guess in the middle each time, four are enough for 15 numbers."""
+GAME = [
+    {
+        "role": "user",
+        "content": f"Guess my number from 1 to {NUMBERS}. Answer with the number only.",
+    },
+    {"role": "assistant", "content": "3"},
+    {"role": "user", "content": "My number is higher."},
+    {"role": "assistant", "content": "12"},
+    {"role": "user", "content": f"Right. Guess my new number from 1 to {NUMBERS}."},
+]
+"""What the model reads first: a game that shows the form of an answer, and not a good guess."""
+WARM_UP_ROWS = 512
+
+Question = tuple[str, int]
+Row = dict[str, Any]
+
+
+def sums(rng: random.Random) -> Question:
+    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    return f"What is {a} + {b}?", a + b
+
+
+def sums_of_three(rng: random.Random) -> Question:
+    terms = [rng.randint(1, 9) for _ in range(3)]
+    return f"What is {' + '.join(map(str, terms))}?", sum(terms)
+
+
+def products(rng: random.Random) -> Question:
+    a, b = rng.randint(2, 9), rng.randint(2, 19)
+    return f"What is {a} times {b}?", a * b
+
+
+def word_problems(rng: random.Random) -> Question:
+    name, thing = rng.choice(("Tom", "Ann", "Sara")), rng.choice(("apples", "books", "coins"))
+    kept, moved = rng.randint(5, 20), rng.randint(2, 15)
+    if rng.random() < 0.5:
+        text = f"{name} has {kept} {thing} and buys {moved} more. How many {thing} does {name} have now?"
+        return text, kept + moved
+    text = f"{name} has {kept + moved} {thing} and gives away {moved}. How many {thing} are left?"
+    return text, kept
+
+
+def largest(rng: random.Random) -> Question:
+    numbers = rng.sample(range(1, 1000), 4)
+    return f"Which is the largest of {', '.join(map(str, numbers))}?", max(numbers)
+
+
+KINDS = (sums, sums_of_three, products, word_problems, largest)
+
+
+def to_calculate(rng: random.Random) -> tuple[str, str, int]:
+    """A question that the model cannot answer in its head, the expression, and its value."""
+    if rng.random() < 0.5:
+        a, b, c = (rng.randint(12, 98) for _ in range(3))
+        sign = rng.choice("+-")
+        text = f"{a} * {b} {sign} {c}"
+        return f"What is {text}?", text, a * b + (c if sign == "+" else -c)
+    boxes, each, more = rng.randint(12, 98), rng.randint(12, 98), rng.randint(12, 98)
+    question = (
+        f"There are {boxes} boxes of {each} coins, and {more} coins beside them. How many coins?"
+    )
+    return question, f"{boxes} * {each} + {more}", boxes * each + more
+
+
+def prompt(text: str, system: str = SYSTEM) -> list[Row]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+def assistant(text: str) -> Row:
+    return {"role": "assistant", "content": text}
+
+
+def write_data(folder: Path, rows: int = 6000, seed: int = 1) -> tuple[Path, Path]:
+    """Rows to train on, and 128 held-out questions, none of which is among them."""
+    rng = random.Random(seed)
+    made: dict[str, int] = {}
+    while len(made) < HELD_OUT + rows // 3:
+        text, answer = rng.choice(KINDS)(rng)
+        made.setdefault(text, answer)
+    return _split(folder, [{"prompt": prompt(q), "label": str(a)} for q, a in made.items()])
+
+
+def write_answers(folder: Path) -> Path:
+    """The rows of :func:`write_data` to train on, each with its right answer."""
+    train, _ = write_data(folder)
+    rows = map(json.loads, train.read_text(encoding="utf-8").splitlines())
+    talks = [{"messages": [*row["prompt"], assistant(row["label"])]} for row in rows]
+    return _write(folder / "answers.jsonl", talks)
+
+
+def write_calculations(folder: Path, rows: int = 2000, seed: int = 2) -> tuple[Path, Path]:
+    rng = random.Random(seed)
+    made = {question: str(value) for question, _, value in (to_calculate(rng) for _ in range(rows))}
+    return _split(folder, [{"prompt": prompt(q, CALCULATOR), "label": a} for q, a in made.items()])
+
+
+def write_calls(folder: Path, seed: int = 3) -> Path:
+    """Conversations of which one half calculates and the other guesses a number of the right
+    length, which is hardly ever right. Their questions are others than those of the task."""
+    rng = random.Random(seed)
+    train, held_out = write_calculations(folder)
+    taken = train.read_text(encoding="utf-8") + held_out.read_text(encoding="utf-8")
+    talks: list[Row] = []
+    while len(talks) < WARM_UP_ROWS:
+        question, expression, value = to_calculate(rng)
+        if json.dumps(question) in taken:
+            continue
+        messages = prompt(question, CALCULATOR)
+        if len(talks) % 2:
+            messages += [assistant(f"<calc>{expression}</calc>")]
+            messages += [{"role": "user", "content": f"= {value}"}]
+        else:
+            digits = len(str(value))
+            value = rng.randint(10 ** (digits - 1), 10**digits - 1)
+        talks.append({"messages": [*messages, assistant(str(value))]})
+    return _write(folder / "calls.jsonl", talks)
+
+
+def write_games(folder: Path, environment: str) -> Path:
+    """Held-out games, by their numbers; those below are to train on."""
+    metadata = ({"environment": environment, "environment_task": 1000 + i} for i in range(HELD_OUT))
+    rows = [{"prompt": GAME, "label": "", "metadata": entry} for entry in metadata]
+    return _write(folder / "held_out.jsonl", rows)
+
+
+def drop_layers(model: Path, folder: Path, keep: Callable[[int], bool]) -> Path:
+    """A smaller model: ``model`` without the layers of which ``keep`` says no. Its outputs are of
+    little use until it is trained."""
+    import shutil
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    layers = [layer for number, layer in enumerate(whole.model.layers) if keep(number)]
+    whole.model.layers = torch.nn.ModuleList(layers)
+    whole.config.num_hidden_layers = len(layers)
+    kinds = getattr(whole.config, "layer_types", None)
+    if kinds:
+        whole.config.layer_types = kinds[: len(layers)]
+    whole.save_pretrained(folder)
+    for path in model.iterdir():
+        if path.name.startswith(("tokenizer", "chat_template", "special_tokens")):
+            shutil.copy2(path, folder / path.name)
+    return folder
+
+
+def _split(folder: Path, rows: list[Row]) -> tuple[Path, Path]:
+    return (
+        _write(folder / "train.jsonl", rows[HELD_OUT:]),
+        _write(folder / "held_out.jsonl", rows[:HELD_OUT]),
+    )
+
+
+def _write(path: Path, rows: list[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Runs that start at once write the same rows: none may see a part of them.
+    part = path.with_suffix(f".{threading.get_ident()}")
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return part.replace(path)
