@@ -7,7 +7,8 @@ table at the end.
     python benchmarks/h200.py --parts curve,step --smollm2 FOLDER --gsm8k train.jsonl --output results
     python benchmarks/h200.py --parts mfu,start,adapter,mfu_experts_gpus --at-once 4 --output results
 
-With ``--at-once N`` parts share N GPUs, each as soon as those that it needs are free, so the seconds
+With ``--at-once N`` parts share N GPUs (the first of CUDA_VISIBLE_DEVICES, if it is set), each as
+soon as those that it needs are free, so the seconds
 of a start, which need many CPU cores, are those of a busy machine.
 ``--release`` measures, in at most 30 minutes, what the pages show: the parts for one GPU one after
 the other, and with ``--gpus 2`` or more those for several; or those of ``--parts``. Its table is
@@ -110,12 +111,18 @@ def step(options: argparse.Namespace, folder: Path) -> list[Any]:
     return [*words, "--prompts", options.gsm8k] if options.gsm8k else words
 
 
+def machine_gpus(count: int) -> list[str]:
+    """The numbers of the first ``count`` GPUs of this machine, or of those that this process may
+    see."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return seen.split(",")[:count] if seen else [str(number) for number in range(count)]
+
+
 def recipes(options: argparse.Namespace, folder: Path) -> list[Any]:
     """A real model on the GPUs of the part; the runs share them."""
     words: list[Any] = ["--model", options.smollm2, "--at-once", 2]
     if options.at_once == 1:  # otherwise the one that this part may see
-        gpus = range(options.gpus if options.release else 1)
-        words += ["--gpus", ",".join(map(str, gpus))]
+        words += ["--gpus", ",".join(machine_gpus(options.gpus if options.release else 1))]
     words += ["--only", "grpo,lora,ppo", "--output", folder, "--seconds", 480]
     words += ["--device", options.device] + (["--steps", 2] if options.device == "cpu" else [])
     return [sys.executable, BENCHMARKS / "recipes.py", *words]
@@ -462,12 +469,9 @@ def wait_for_memory(gpu: str | None) -> None:
     """
     if shutil.which("nvidia-smi") is None:
         return
-    query = [
-        "nvidia-smi",
-        "--query-gpu=memory.used",
-        "--format=csv,noheader,nounits",
-        *(["-i", gpu] if gpu else []),
-    ]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if gpus := gpu or os.environ.get("CUDA_VISIBLE_DEVICES"):
+        query += ["-i", gpus]
     until = time.monotonic() + MEMORY_SECONDS
     while time.monotonic() < until:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()
@@ -539,7 +543,7 @@ def main() -> None:
     results: dict[str, Figures] = {}
     kept = threading.Lock()
 
-    slots = Slots([str(gpu) for gpu in range(options.at_once)], 1)
+    slots = Slots(machine_gpus(options.at_once), 1)
 
     def measure(name: str) -> None:
         wanted = options.gpus if name.endswith("_gpus") else 1

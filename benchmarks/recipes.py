@@ -163,7 +163,8 @@ def task_flags(options: argparse.Namespace, task: str) -> tuple[dict[str, Any], 
     else:
         train, held_out = write_data(folder)
         flags |= {"prompt-data": train, "rm-type": "last_number", "rollout-max-response-len": 48}
-    return flags, ["--eval-prompt-data", task, str(held_out)]
+    part = "" if options.device == "cuda" else "@[:8]"
+    return flags, ["--eval-prompt-data", task, f"{held_out}{part}"]
 
 
 def command(options: argparse.Namespace, name: str, seed: int) -> list[str]:
@@ -274,7 +275,7 @@ def run(options: argparse.Namespace, name: str, seed: int, gpus: list[str]) -> d
         commands = {f"{run_name}-before": warm_up_command(options, name, seed), **commands}
     if recipe.teacher:
         student = options.output / f"{run_name}-before" / "student"
-        drop_layers(options.model, student, lambda number: number % 5 != 3)
+        drop_layers(options.model, student)
     with peak_gib(gpus) as peak:
         for part, words in commands.items():
             left = options.seconds - (time.monotonic() - started)
@@ -409,7 +410,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     panels = figure.subplots(1, 2)
-    colors = {name: f"C{index % 10}" for index, name in enumerate(RECIPES)}
+    looks = {name: (f"C{at % 10}", "--" if at > 9 else "-") for at, name in enumerate(RECIPES)}
     named: set[str] = set()
     for row in rows:
         name, rewards = row["recipe"], row.get("rewards") or []
@@ -420,8 +421,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         ]
         label = None if name in named else recipe.what
         named.add(name)
-        panels[recipe.task != "arithmetic" or recipe.teacher].plot(
-            smooth, color=colors[name], label=label, linewidth=1.2
+        panels[int(recipe.task != "arithmetic" or recipe.teacher)].plot(
+            smooth, color=looks[name][0], ls=looks[name][1], label=label, linewidth=1.2
         )
     for axes in panels:
         axes.set_xlabel("rollout")
@@ -458,7 +459,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {recipe.what} | {start}`{recipe.flags}` | {accuracy} | {curve(own[0]['rewards'])} | "
             f"{mean} | {gap or 0:.3f} | {(rate or 0) / 1000:.1f}k | {f'{gib:.0f}' if gib else ''} | "
-            f"{middle['step_seconds']:.2f} | {seconds} |"
+            f"{middle['step_seconds'] or 0:.2f} | {seconds} |"
         )
     return "\n".join(lines)
 
