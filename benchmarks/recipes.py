@@ -114,7 +114,7 @@ RECIPES = {
     "distill": Recipe(
         "distillation into 24 of the 30 layers",
         f"{COLOCATED} --loss-type distill --lr 1e-4",
-        warm_up=120,
+        warm_up=80,
         teacher=True,
     ),
 }
@@ -253,7 +253,7 @@ def warm_up_command(options: argparse.Namespace, name: str, seed: int) -> list[s
         "save-interval": steps,
         "save": folder / "checkpoints",
         "save-hf": folder / "model",
-        "lr": 5e-5,
+        "lr": 1e-4 if recipe.teacher else 5e-5,
         "rollout-backend": "embedded",
         "seed": seed,
         "run-name": run_name,
