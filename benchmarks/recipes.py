@@ -237,7 +237,7 @@ def warm_up_command(options: argparse.Namespace, name: str, seed: int) -> list[s
     folder = options.output.resolve() / run_name
     own_flags, evaluation = task_flags(options, recipe.task)
     write = write_answers if recipe.teacher else write_calls
-    steps = recipe.warm_up if options.device == "cuda" else min(recipe.warm_up, 8)
+    steps = recipe.warm_up if options.device == "cuda" else 2
     flags: dict[str, Any] = {
         **of_all(options),
         **own_flags,
@@ -247,7 +247,7 @@ def warm_up_command(options: argparse.Namespace, name: str, seed: int) -> list[s
         "rollout-function-path": "slime.rollout.sft_rollout.generate_rollout",
         "eval-function-path": "slime.rollout.sglang_rollout.generate_rollout",
         "eval-input-key": "prompt",
-        "rollout-batch-size": 64 if options.device == "cuda" else 16,
+        "rollout-batch-size": 64 if options.device == "cuda" else 8,
         "num-rollout": steps,
         "eval-interval": steps,
         "save-interval": steps,
