@@ -15,7 +15,7 @@ import operator
 import random
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipe_data import GAME, GUESSES, NUMBERS
 
@@ -23,7 +23,9 @@ from slime.environments.base import Environment, Episode, Step, StepLimits, Task
 from slime.rollout.multi_turn import TURNS, Conversation
 
 if TYPE_CHECKING:
-    from slime.utils.types import Sample
+    from slime.config.args import Args
+    from slime.data.sample import Sample
+    from slime.types import SamplingParams
 
 CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -52,7 +54,7 @@ def _value(node: ast.expr) -> int:
 
 
 async def calculate(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
 ) -> Sample:
     talk = Conversation(args, sample, sampling_params, evaluation)
     while (said := await talk.turn(stop=["</calc>"])) is not None:
@@ -62,7 +64,7 @@ async def calculate(
     return sample
 
 
-async def last_turn(args: Any, sample: Sample, **_: Any) -> float:
+async def last_turn(args: Args, sample: Sample, **_: object) -> float:
     numbers = re.findall(r"-?\d+", sample.metadata[TURNS][-1]["text"].replace(",", ""))
     return float(numbers[-1:] == [sample.label])
 

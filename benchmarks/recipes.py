@@ -33,7 +33,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,78 +45,12 @@ from recipe_data import (
     write_data,
     write_games,
 )
+from recipe_kinds import COLOCATED, RECIPES
+from recipe_page import draw, table, write_page
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-PAGE = CHECKOUT / "docs" / "en" / "recipes.md"
-PICTURE = CHECKOUT / "docs" / "images" / "recipes.png"
 HOOKS = CHECKOUT / "benchmarks" / "recipe_tasks.py"
-BEGIN, END = "<!-- table: python benchmarks/recipes.py --page FILE -->", "<!-- end of the table -->"
 GRACE_SECONDS = 40.0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One kind of training: what it needs beside the flags of all."""
-
-    what: str
-    flags: str = ""
-    script: str = "train.py"
-    gpus: int = 1
-    engine: str = "sglang"
-    task: str = "arithmetic"
-    warm_up: int = 0
-    """Steps of supervised fine-tuning before, of 64 conversations each."""
-    teacher: bool = False
-    """The fine-tuned model is the teacher of a smaller one, and not what is trained further."""
-
-
-COLOCATED = "--colocate --no-offload-train --no-offload-rollout"
-FULLY_ASYNC = (
-    "--rollout-num-gpus 1 --async-buffer-size 2 --max-weight-staleness 2 --rollout-function-path "
-    "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-)
-IN_8_BITS = "--rollout-quantization fp8 --rollout-quantization-scale channel"
-RECIPES = {
-    "grpo": Recipe("GRPO", COLOCATED),
-    "grpo_embedded": Recipe("GRPO in one process", f"--inline {COLOCATED}", engine="embedded"),
-    "fp8": Recipe(
-        "the same, the engine's weights in 8 bits",
-        f"--inline {COLOCATED} {IN_8_BITS}",
-        engine="embedded",
-    ),
-    "dapo": Recipe(
-        "DAPO, groups without a signal are replaced",
-        f"{COLOCATED} --recipe dapo --over-sampling-batch-size 24",
-    ),
-    "ppo": Recipe(
-        "PPO with a critic",
-        f"{COLOCATED} --advantage-estimator ppo --normalize-advantages --critic-lr 5e-5",
-    ),
-    "lora": Recipe("GRPO, LoRA of rank 16", f"{COLOCATED} --lora-rank 16 --lr 2e-4"),
-    "lora_adapter": Recipe(
-        "the same, only the adapter is sent",
-        f"{COLOCATED} --lora-rank 16 --lr 2e-4 --lora-sync adapter",
-    ),
-    "four_updates": Recipe(
-        "GRPO, four optimizer steps a rollout", f"{COLOCATED} --num-steps-per-rollout 4"
-    ),
-    "one_step": Recipe(
-        "GRPO, one step behind",
-        "--rollout-num-gpus 1 --async-buffer-size 1",
-        "train_async.py",
-        gpus=2,
-    ),
-    "async": Recipe("GRPO, fully asynchronous", FULLY_ASYNC, "train_async.py", gpus=2),
-    "megatron": Recipe("GRPO with Megatron", f"{COLOCATED} --train-backend megatron"),
-    "calculator": Recipe("tool use: a calculator", COLOCATED, task="calculator", warm_up=16),
-    "guess": Recipe("several turns: a guessing game", COLOCATED, task="guess"),
-    "distill": Recipe(
-        "distillation into 24 of the 30 layers",
-        f"{COLOCATED} --loss-type distill --lr 1e-4",
-        warm_up=80,
-        teacher=True,
-    ),
-}
 
 
 def parse_options() -> argparse.Namespace:
@@ -398,86 +331,6 @@ class Slots:
                 for gpu in chosen:
                     self.free[gpu] += 1
                 self.changed.notify_all()
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Mean reward of each rollout, one line a run: the recipes of the first task, and the others."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture without matplotlib", flush=True)
-        return
-
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    panels = figure.subplots(1, 2)
-    looks = {name: (f"C{at % 10}", "--" if at > 9 else "-") for at, name in enumerate(RECIPES)}
-    named: set[str] = set()
-    for row in rows:
-        name, rewards = row["recipe"], row.get("rewards") or []
-        recipe, window = RECIPES[name], 5
-        smooth = [
-            statistics.fmean(rewards[max(0, at + 1 - window) : at + 1])
-            for at in range(len(rewards))
-        ]
-        label = None if name in named else recipe.what
-        named.add(name)
-        panels[int(recipe.task != "arithmetic" or recipe.teacher)].plot(
-            smooth, color=looks[name][0], ls=looks[name][1], label=label, linewidth=1.2
-        )
-    for axes in panels:
-        axes.set_xlabel("rollout")
-        axes.set_ylabel("mean reward (mean of five rollouts)")
-        axes.set_ylim(0, 1)
-        if axes.lines:
-            axes.legend(fontsize=7)
-    figure.savefig(path, dpi=100)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows of the page, one for each recipe; several seeds are separated by commas."""
-    lines = [
-        "| recipe | flags | held out, before → after | curve | mean | gap | tokens/s | GiB | step | run |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, recipe in RECIPES.items():
-        own = [row for row in rows if row["recipe"] == name and row["exit_code"] == 0]
-        if not own:
-            continue
-        accuracy = ", ".join(
-            f"{row['accuracy_before']:.2f} → {row['accuracy_after']:.2f}" for row in own
-        )
-        mean = ", ".join(f"{statistics.fmean(row['rewards']):.2f}" for row in own)
-        middle = {
-            key: statistics.median(values)
-            if (values := [r[key] for r in own if r.get(key)])
-            else None
-            for key in ("step_seconds", "logprob_gap", "tokens_per_gpu_per_second", "gpu_gib")
-        }
-        seconds = ", ".join(f"{row['seconds']:.0f}" for row in own)
-        start = "" if recipe.script == "train.py" else f"`{recipe.script}` "
-        gap, rate, gib = (middle[key] for key in list(middle)[1:])
-        lines.append(
-            f"| {recipe.what} | {start}`{recipe.flags}` | {accuracy} | {curve(own[0]['rewards'])} | "
-            f"{mean} | {gap or 0:.3f} | {(rate or 0) / 1000:.1f}k | {f'{gib:.0f}' if gib else ''} | "
-            f"{middle['step_seconds'] or 0:.2f} | {seconds} |"
-        )
-    return "\n".join(lines)
-
-
-def curve(rewards: list[float]) -> str:
-    """The mean reward of five rollouts at the start, at each quarter of the run, and at its end."""
-    last = len(rewards) - 5
-    at = [last * quarter // 4 for quarter in range(5)]
-    return " → ".join(f"{statistics.fmean(rewards[first : first + 5]):.2f}" for first in at)
-
-
-def write_page(path: Path) -> None:
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END, 1)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}", encoding="utf-8")
-    draw([row for row in rows if row["exit_code"] == 0], PICTURE)
 
 
 def main() -> None:

@@ -1,0 +1,70 @@
+"""The recipes of ``recipes.py``: the flags of each kind of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One kind of training: what it needs beside the flags of all."""
+
+    what: str
+    flags: str = ""
+    script: str = "train.py"
+    gpus: int = 1
+    engine: str = "sglang"
+    task: str = "arithmetic"
+    warm_up: int = 0
+    """Steps of supervised fine-tuning before, of 64 conversations each."""
+    teacher: bool = False
+    """The fine-tuned model is the teacher of a smaller one, and not what is trained further."""
+
+
+COLOCATED = "--colocate --no-offload-train --no-offload-rollout"
+FULLY_ASYNC = (
+    "--rollout-num-gpus 1 --async-buffer-size 2 --max-weight-staleness 2 --rollout-function-path "
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+)
+IN_8_BITS = "--rollout-quantization fp8 --rollout-quantization-scale channel"
+RECIPES = {
+    "grpo": Recipe("GRPO", COLOCATED),
+    "grpo_embedded": Recipe("GRPO in one process", f"--inline {COLOCATED}", engine="embedded"),
+    "fp8": Recipe(
+        "the same, the engine's weights in 8 bits",
+        f"--inline {COLOCATED} {IN_8_BITS}",
+        engine="embedded",
+    ),
+    "dapo": Recipe(
+        "DAPO, groups without a signal are replaced",
+        f"{COLOCATED} --recipe dapo --over-sampling-batch-size 24",
+    ),
+    "ppo": Recipe(
+        "PPO with a critic",
+        f"{COLOCATED} --advantage-estimator ppo --normalize-advantages --critic-lr 5e-5",
+    ),
+    "lora": Recipe("GRPO, LoRA of rank 16", f"{COLOCATED} --lora-rank 16 --lr 2e-4"),
+    "lora_adapter": Recipe(
+        "the same, only the adapter is sent",
+        f"{COLOCATED} --lora-rank 16 --lr 2e-4 --lora-sync adapter",
+    ),
+    "four_updates": Recipe(
+        "GRPO, four optimizer steps a rollout", f"{COLOCATED} --num-steps-per-rollout 4"
+    ),
+    "one_step": Recipe(
+        "GRPO, one step behind",
+        "--rollout-num-gpus 1 --async-buffer-size 1",
+        "train_async.py",
+        gpus=2,
+    ),
+    "async": Recipe("GRPO, fully asynchronous", FULLY_ASYNC, "train_async.py", gpus=2),
+    "megatron": Recipe("GRPO with Megatron", f"{COLOCATED} --train-backend megatron"),
+    "calculator": Recipe("tool use: a calculator", COLOCATED, task="calculator", warm_up=16),
+    "guess": Recipe("several turns: a guessing game", COLOCATED, task="guess"),
+    "distill": Recipe(
+        "distillation into 24 of the 30 layers",
+        f"{COLOCATED} --loss-type distill --lr 1e-4",
+        warm_up=80,
+        teacher=True,
+    ),
+}
