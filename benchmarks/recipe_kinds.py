@@ -48,9 +48,6 @@ RECIPES = {
         "the same, only the adapter is sent",
         f"{COLOCATED} --lora-rank 16 --lr 2e-4 --lora-sync adapter",
     ),
-    "four_updates": Recipe(
-        "GRPO, four optimizer steps a rollout", f"{COLOCATED} --num-steps-per-rollout 4"
-    ),
     "one_step": Recipe(
         "GRPO, one step behind",
         "--rollout-num-gpus 1 --async-buffer-size 1",
