@@ -11,7 +11,8 @@ data-parallel rank (its context-parallel ranks divide them):
 samples of unequal length, of which the response alone is scored, with the loss of GRPO. Utilisation
 is the model's FLOPs (no recomputation, padding or unscored row counts; causal attention counts
 half) over the step's seconds, over the rate at which this GPU multiplies large bf16 matrices,
-measured first. Words after ``--`` are flags of train.py. The last line is JSON.
+measured first. Words after ``--`` are flags of train.py. The last line is JSON. Lines on stderr say when each
+part ended and what it measured, so that a run that is ended early says how far it came.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,13 @@ if TYPE_CHECKING:
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
 GIB = 2**30
+STARTED = time.perf_counter()
+
+
+def progress(what: str) -> None:
+    """Write a line of the first rank to stderr, with the seconds since the script started."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"{time.perf_counter() - STARTED:7.1f} s: {what}", file=sys.stderr, flush=True)
 
 
 def parse_words(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
@@ -394,41 +403,56 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     if options.no_checkpoint:
         build_without_checkpoint()
+    progress("building the model")
     started = time.perf_counter()
     backend: Any = create_backend(
         args, "actor", rank, world, address, port + (1 if world > 1 else 0), local_rank
     )
     loading = time.perf_counter() - started
+    progress(f"loaded in {loading:.1f} s")
     device = getattr(backend, "device", torch.device(options.device))
     rate = matmul_rate(device)
     config = make_config(options.shape)
     data_parallel = backend.data_parallel_size
     batch = make_batch(options, config.vocab_size, backend.data_parallel_rank, data_parallel)
     compute_advantages(AdvantageSettings.from_args(args), batch, backend.reduce)
-    step = lambda: backend.train_step(batch, 0)  # noqa: E731 - a name for what is timed
-    score = lambda: backend.log_probs(batch)  # noqa: E731
-    started = time.perf_counter()
-    warm = batch
-    for number in range(1, options.warmup + 1):
-        if options.warmup_tokens:  # of another length each time, so that none is compiled for one
-            fewer = argparse.Namespace(**vars(options))
-            fewer.tokens = number * options.warmup_tokens
-            fewer.sample_tokens = min(options.sample_tokens, fewer.tokens)
-            warm = make_batch(fewer, config.vocab_size, backend.data_parallel_rank, data_parallel)
-            compute_advantages(AdvantageSettings.from_args(args), warm, backend.reduce)
-        backend.train_step(warm, 0)
-        backend.log_probs(warm)
-    warming = time.perf_counter() - started
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    step_seconds = [timed(step, device) for _ in range(options.steps)]
+    flops = forward_flops(config, batch) * data_parallel / world
+
+    def passes(name: str, work: Callable[[RankBatch], object], share: float) -> list[float]:
+        """Warm up, and return the seconds of each counted pass, whose FLOPs are ``share``."""
+        nonlocal warming
+        for number in range(1, options.warmup + 1):
+            warm = batch
+            if options.warmup_tokens:  # of another length each, so that none is compiled for one
+                fewer = argparse.Namespace(**vars(options))
+                fewer.tokens = number * options.warmup_tokens
+                fewer.sample_tokens = min(options.sample_tokens, fewer.tokens)
+                rank = backend.data_parallel_rank
+                warm = make_batch(fewer, config.vocab_size, rank, data_parallel)
+                compute_advantages(AdvantageSettings.from_args(args), warm, backend.reduce)
+            seconds = timed(lambda warm=warm: work(warm), device)  # type: ignore[misc]
+            warming += seconds
+            progress(f"{name} to warm up: {seconds:.2f} s")
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        found = []
+        for _ in range(options.steps):
+            found.append(timed(lambda: work(batch), device))
+            used = share * flops / found[-1] / rate
+            progress(f"{name}: {found[-1]:.4f} s, MFU {used:.1%} of {rate / 1e12:.1f} TFLOP/s")
+        return found
+
+    # The log-prob pass comes first, because a training step compiles more.
+    warming = 0.0
+    step = lambda batch: backend.train_step(batch, 0)  # noqa: E731 - a name for what is timed
+    score_seconds = passes("log-prob pass", backend.log_probs, 1.0)
+    step_seconds = passes("training step", step, 3.0)
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
-    score_seconds = [timed(score, device) for _ in range(options.steps)]
     rate_after = matmul_rate(device)
     if options.profile:
-        write_profile(options, {"step": step, "log-prob pass": score}, world)
+        works = {"step": lambda: step(batch), "log-prob pass": lambda: backend.log_probs(batch)}
+        write_profile(options, works, world)
     seconds, scoring = statistics.median(step_seconds), statistics.median(score_seconds)
-    flops = forward_flops(config, batch) * data_parallel / world
     tokens = options.tokens * options.micro_batches * data_parallel / world
     result = {
         "benchmark": "train_mfu",
