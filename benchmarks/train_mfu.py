@@ -26,6 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -418,9 +419,10 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     compute_advantages(AdvantageSettings.from_args(args), batch, backend.reduce)
     flops = forward_flops(config, batch) * data_parallel / world
 
+    warming: list[float] = []
+
     def passes(name: str, work: Callable[[RankBatch], object], share: float) -> list[float]:
         """Warm up, and return the seconds of each counted pass, whose FLOPs are ``share``."""
-        nonlocal warming
         for number in range(1, options.warmup + 1):
             warm = batch
             if options.warmup_tokens:  # of another length each, so that none is compiled for one
@@ -430,20 +432,18 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
                 rank = backend.data_parallel_rank
                 warm = make_batch(fewer, config.vocab_size, rank, data_parallel)
                 compute_advantages(AdvantageSettings.from_args(args), warm, backend.reduce)
-            seconds = timed(lambda warm=warm: work(warm), device)  # type: ignore[misc]
-            warming += seconds
-            progress(f"{name} to warm up: {seconds:.2f} s")
+            warming.append(timed(partial(work, warm), device))
+            progress(f"{name} to warm up: {warming[-1]:.2f} s")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         found = []
         for _ in range(options.steps):
-            found.append(timed(lambda: work(batch), device))
+            found.append(timed(partial(work, batch), device))
             used = share * flops / found[-1] / rate
             progress(f"{name}: {found[-1]:.4f} s, MFU {used:.1%} of {rate / 1e12:.1f} TFLOP/s")
         return found
 
     # The log-prob pass comes first, because a training step compiles more.
-    warming = 0.0
     step = lambda batch: backend.train_step(batch, 0)  # noqa: E731 - a name for what is timed
     score_seconds = passes("log-prob pass", backend.log_probs, 1.0)
     step_seconds = passes("training step", step, 3.0)
@@ -477,7 +477,7 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         "train_tokens_per_gpu_per_second": round(tokens / seconds, 1),
         "log_probs_tokens_per_gpu_per_second": round(tokens / scoring, 1),
         "loading_seconds": round(loading, 1),
-        "warmup_seconds": round(warming, 1),
+        "warmup_seconds": round(sum(warming), 1),
         "peak_gib": round(peak, 2),
         "expected_gib": expected_memory(backend, config, options, rest),
         "torch": torch.__version__,

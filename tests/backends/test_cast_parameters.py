@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from slime.backends.fsdp import cast_parameters
+from slime.backends.fsdp import gradients
 from slime.backends.fsdp.cast_parameters import CastParameters
 
 
@@ -146,7 +146,7 @@ def test_gradients_on_a_gpu_are_added_bit_for_bit(shape: tuple[int, ...], turned
     if turned:
         grad = grad.transpose(0, -1).contiguous().transpose(0, -1)
     expected = total + grad.float()
-    cast_parameters.add_gradient(total, grad)
+    gradients.add_gradient(total, grad)
     assert torch.equal(total, expected)
 
 

@@ -23,6 +23,7 @@ from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DTYPES, DataParallelReduce
 from slime.backends.fsdp.cast_parameters import CastParameters
 from slime.backends.fsdp.checkpoint import FsdpState
+from slime.backends.fsdp.gradients import ShardGradients
 from slime.backends.fsdp.hf_weights import (
     ModelFormat,
     iter_hf_weights,
@@ -71,8 +72,7 @@ class FsdpBackend(SharedBackend):
         read: PreTrainedModel | None = None,
     ) -> None:
         super().__init__(args, role, rank, world_size, device)
-        # Groups of ranks: those with other samples, and with context parallelism those with other
-        # tokens of them.
+        # Ranks with other samples, and with context parallelism those with other tokens of them.
         layout = ParallelLayout(world_size=world_size, cp=ParallelLayout.from_args(args).cp)
         self.data_parallel_rank = layout.data_rank(rank)
         self.data_parallel_size = layout.dp
@@ -103,16 +103,16 @@ class FsdpBackend(SharedBackend):
         if args.use_rollout_routing_replay and role == "actor":
             assert isinstance(model, PreTrainedModel)
             self.replay = RoutingReplay(decoder_layers(model))
-        self.cast: CastParameters | None = None
-        """What replaces FSDP's mixed precision on one rank."""
-        if world_size == 1 and (args.train_dtype != "float32" or args.fsdp_cpu_offload):
+        # What replaces FSDP's mixed precision on one rank, or adds its gradients on the CPU.
+        self.cast: CastParameters | ShardGradients | None = None
+        away = device if args.fsdp_cpu_offload else None
+        if world_size == 1 and (args.train_dtype != "float32" or away):
             assert isinstance(model, PreTrainedModel)
-            layers = decoder_layers(model)
-            keep = not args.fsdp_reshard_after_forward
-            away = device if args.fsdp_cpu_offload else None
+            layers, keep = decoder_layers(model), not args.fsdp_reshard_after_forward
             self.cast = CastParameters(self.scorer, DTYPES[args.train_dtype], layers, keep, away)
-        # The optimizer comes before the copies, because these stay on the accelerator only if there
-        # is room beside it.
+        elif away:
+            self.cast = ShardGradients(list(self.scorer.parameters()))
+        # The optimizer comes before the copies, which stay on the accelerator only beside it.
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
         kind = find("optimizer", args.optimizer)

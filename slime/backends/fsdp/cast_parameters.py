@@ -6,9 +6,10 @@ rank are only copied to another place. Here each gradient is added to that of it
 soon as a layer is done, and with ``--no-fsdp-reshard-after-forward`` weights are cast once for all
 micro-batches of a step.
 
-With ``--fsdp-cpu-offload`` the masters, their gradients and the optimizer are in CPU memory. At the
-start of a pass the weights are cast there, into pinned memory, from which each layer is copied to
-the GPU when it is needed.
+With ``--fsdp-cpu-offload`` the masters, their gradients and the optimizer are in CPU memory. When a
+pass needs a layer for the first time, its weights are cast there, into pinned memory, from which
+they are copied to the GPU. Gradients are copied to the CPU by a stream of their own, and a thread
+adds them to those of the masters (``gradients.py``), while the GPU computes the next ones.
 """
 
 from __future__ import annotations
@@ -19,47 +20,27 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from slime.models.fused import fused_on_cuda
-
-ROW = 1024
-"""Elements of a row, as which gradients are added on a GPU."""
-LARGE = 2**24
-"""Elements from which that is faster: up to 1.5 times on an H200. The call itself takes 0.05 ms
-longer.
-"""
-
-
-@fused_on_cuda
-def _add_rows(total: Tensor, grad: Tensor) -> None:
-    total.add_(grad)
-
-
-def add_gradient(total: Tensor, grad: Tensor) -> None:
-    """Add ``grad`` to ``total``, of any shape and dtype, as ``total.add_(grad)`` does.
-
-    torch's own kernel for two dtypes loads one element at a time. On a GPU large gradients go
-    through a compiled one, with the same results, as rows of a fixed length: only so does its
-    compiler know that loads are aligned.
-    """
-    rows = grad.is_contiguous() and total.is_contiguous() and grad.numel() % ROW == 0
-    if grad.is_cuda and grad.numel() >= LARGE and rows:
-        _add_rows(total.view(-1, ROW), grad.view(-1, ROW))
-    else:
-        total.add_(grad)
+from slime.backends.fsdp.gradients import HostGradients, add_all
 
 
 class _Group:
     """Parameters whose copies are made, and whose gradients are collected, together."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(
+        self, device: torch.device | None = None, gradients: HostGradients | None = None
+    ) -> None:
         """
         Args:
             device: The device of the copies, if it is another one than that of the masters, which
                 are in CPU memory.
+            gradients: What adds them to those of such masters.
         """
         self.device = device
+        self.gradients = gradients
         self.host: list[Tensor] = []
         """With ``device``, the values of the copies in CPU memory."""
+        self.fresh = False
+        """Whether these are the values of the masters, which do not change while a pass runs."""
         self.masters: list[nn.Parameter] = []
         self.copies: list[nn.Parameter] = []
         self.filled = self.in_backward = False
@@ -88,17 +69,14 @@ class _Group:
         return copy
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Cast masters in CPU memory there. They do not change while a pass runs."""
-        if self.host:
-            torch._foreach_copy_(self.host, [x.detach() for x in self.masters])
-
-    @torch.no_grad()
     def fill(self) -> None:
         """Give the copies memory and the values of the masters."""
         if self.filled or not self.copies:
             return
         self.filled = True
+        if self.host and not self.fresh:
+            torch._foreach_copy_(self.host, [x.detach() for x in self.masters])
+            self.fresh = True
         for copy, master in zip(self.copies, self.masters, strict=True):
             if copy.shape != master.shape:  # an adapter of another rank is in the layers
                 copy.data = torch.empty_like(master, dtype=copy.dtype, device=copy.device)
@@ -138,31 +116,11 @@ class _Group:
             for x, copy in zip(self.masters, self.copies, strict=True)
             if copy.grad is not None
         ]
-        if self.device is not None:
-            done = self._on_cpu(done)
-        first = [(x, grad) for x, grad in done if x.grad is None]
-        if first:
-            wide = [torch.empty_like(x) for x, _ in first]
-            torch._foreach_copy_(wide, [grad for _, grad in first])  # one kernel for many casts
-        for master, grad in done:
-            if master.grad is not None:
-                add_gradient(master.grad, grad)
-        for i, (master, _) in enumerate(first):
-            master.grad = wide[i]
+        if self.gradients is None:
+            add_all(done)
+        elif done:
+            self.gradients.add(done)
         self.end_backward()
-
-    def _on_cpu(
-        self, gradients: list[tuple[nn.Parameter, Tensor]]
-    ) -> list[tuple[nn.Parameter, Tensor]]:
-        assert self.device is not None
-        on_cuda = self.device.type == "cuda"
-        found = []
-        for master, grad in gradients:
-            host = torch.empty(grad.shape, dtype=grad.dtype, device="cpu", pin_memory=on_cuda)
-            found.append((master, host.copy_(grad, non_blocking=True)))
-        if on_cuda:
-            torch.cuda.current_stream(self.device).synchronize()
-        return found
 
     def end_backward(self) -> None:
         for copy in self.copies:
@@ -198,11 +156,11 @@ class CastParameters:
             device: The device of the passes if all parameters are in CPU memory; None if they are
                 on that device.
         """
-        self._keep = keep
         self._active = False
         self._offloaded_on_cuda = device is not None and device.type == "cuda"
-        self.layers = [_Group(device) for _ in layers]
-        self.rest = _Group(device)
+        self._gradients = None if device is None else HostGradients(device, len(layers) + 1)
+        self.layers = [_Group(device, self._gradients) for _ in layers]
+        self.rest = _Group(device, self._gradients)
         """What belongs to no layer, or to several: it has copies for the whole pass."""
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Each module and name that has a parameter, tied ones several times, with the parameter
@@ -225,19 +183,20 @@ class CastParameters:
             for x, found in groups.items()
         }
         self._places = [(owner, name, master, copies[master]) for owner, name, master in names]
-        for layer, group in zip(layers, self.layers, strict=True) if not keep else ():
-            group.frees = True
+        for layer, group in zip(layers, self.layers, strict=True):
+            group.frees = not keep
             self._follow(layer, group)
 
     def _follow(self, layer: nn.Module, group: _Group) -> None:
-        """Fill the copies of a layer before its forward and backward, and free them afterwards."""
+        """Fill the copies of a layer before its forward, and, unless they are kept, free them
+        afterwards and fill them again before its backward."""
 
         def before(*_: object) -> None:
             if self._active:
                 group.fill()
 
         def after(module: nn.Module, inputs: object, output: object) -> None:
-            if not self._active:
+            if not self._active or not group.frees:
                 return
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Tensor) and first.requires_grad:
@@ -255,9 +214,8 @@ class CastParameters:
         context.
         """
         for group in [*self.layers, self.rest]:
-            group.refresh()
-        for group in [*self.layers, self.rest] if self._keep else [self.rest]:
-            group.fill()
+            group.fresh = False
+        self.rest.fill()
         for owner, name, _, copy in self._places:
             owner._parameters[name] = copy
         self._active = True
@@ -270,6 +228,8 @@ class CastParameters:
             for group in [*self.layers, self.rest]:
                 group.end_backward()
                 group.free()
+            if self._gradients is not None:
+                self._gradients.wait()
             if self._offloaded_on_cuda:
                 # the next pass writes the memory from which copies may still be in progress
                 torch.cuda.synchronize()
