@@ -27,6 +27,7 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
 from slime.backends.lr_schedule import LrSchedule, planned_steps
+from slime.backends.offload import host_tensors
 from slime.config.args import Args
 from slime.plugins.megatron.config import DTYPES, optimizer_config
 
@@ -264,8 +265,10 @@ class StreamedGradients:
 
     Megatron copies all gradients of a ``--grad-reduce-in-bf16`` buffer to float32 at once, which
     takes another four bytes per parameter. Here the norm is that of the buffer, and one piece after
-    the other is copied, used and freed for the step. Gradients of main parameters in CPU memory
-    (``--optimizer-cpu-offload``) are copied through a pinned buffer of the size of a piece.
+    the other is copied, used and freed for the step. While Adam computes a piece of main parameters
+    in CPU memory (``--optimizer-cpu-offload``), the gradients of the next piece are copied to one of
+    two pinned buffers, and the piece before is copied to the model. Megatron would convert those to
+    bfloat16 on the CPU, into pageable memory, and wait for the copy of each.
 
     Args:
         optimizer: One of Megatron's distributed optimizers.
@@ -273,7 +276,9 @@ class StreamedGradients:
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self.optimizer = optimizer
-        self._host: Tensor | None = None
+        self._host: dict[int, Tensor] = {}
+        # Megatron calls it after a step, by which time all pieces have been copied.
+        optimizer._copy_main_params_to_model_params = lambda: None
 
     @property
     def pieces(self) -> list[list[_Pair]]:
@@ -308,43 +313,51 @@ class StreamedGradients:
         )
 
     def step(self, scale: float) -> None:
-        """Update the main parameters with the gradients times ``scale``. The parameters of the
-        model do not change.
+        """Update the main parameters with the gradients times ``scale``, and copy them to the
+        parameters of the model.
         """
-        for _ in self._in_turn(scale):
+        for piece in self._in_turn(scale):
             self.optimizer.optimizer.step()
+            for pair in piece:
+                model = pair.model.detach().view(-1)[pair.start : pair.end]
+                model.copy_(pair.main.to(model.device, non_blocking=True).view(-1))
 
-    def _in_turn(self, scale: float) -> Iterator[None]:
-        """Yield once per piece, while the main parameters of the piece have their gradients, on
-        their own device.
+    def _in_turn(self, scale: float) -> Iterator[list[_Pair]]:
+        """Yield each piece while its main parameters have their gradients, on their own device. The
+        copies for the next piece have started then.
         """
-        for piece in self.pieces:
-            start = 0
-            for pair, gradient in zip(
-                piece, _scaled([pair.gradient() for pair in piece], scale), strict=True
-            ):
-                if gradient.device != pair.main.device:
-                    host = self._host_memory(piece)[start : start + gradient.numel()]
-                    start += gradient.numel()
-                    pair.main.grad = host.copy_(gradient, non_blocking=True)
-                else:
-                    pair.main.grad = gradient
-            # The optimizer runs on the CPU and would read the pinned buffer before the copies have
-            # arrived.
-            if start:
-                torch.cuda.current_stream().synchronize()
-            yield
+        pieces = self.pieces
+        started = [self._start(piece, scale, 0) for piece in pieces[:1]]
+        for number, piece in enumerate(pieces, start=1):
+            gradients, copied = started.pop()
+            started += [self._start(after, scale, number % 2) for after in pieces[number:][:1]]
+            if copied is not None:
+                copied.synchronize()
+            for pair, gradient in zip(piece, gradients, strict=True):
+                pair.main.grad = gradient
+            yield piece
             for pair in piece:
                 pair.main.grad = None
 
-    def _host_memory(self, piece: list[_Pair]) -> Tensor:
-        """Return a pinned float32 buffer for the gradients of a piece. All pieces use the same
-        buffer.
-        """
+    def _start(
+        self, piece: list[_Pair], scale: float, buffer: int
+    ) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """Return the gradients of a piece times ``scale``, and when those in CPU memory are there."""
+        gradients = _scaled([pair.gradient() for pair in piece], scale)
+        start = 0
+        for place, pair in enumerate(piece):
+            if gradients[place].device != pair.main.device:
+                host = self._host_memory(piece, buffer)[start : start + pair.main.numel()]
+                start += pair.main.numel()
+                gradients[place] = host.copy_(gradients[place], non_blocking=True)
+        return gradients, torch.cuda.current_stream().record_event() if start else None
+
+    def _host_memory(self, piece: list[_Pair], buffer: int) -> Tensor:
+        """Return one of two pinned float32 buffers for the gradients of a piece."""
         numel = sum(pair.main.numel() for pair in piece)
-        if self._host is None or self._host.numel() < numel:
-            self._host = torch.empty(numel, dtype=torch.float32, pin_memory=True)
-        return self._host
+        if buffer not in self._host or self._host[buffer].numel() < numel:
+            self._host[buffer] = torch.empty(numel, dtype=torch.float32, pin_memory=True)
+        return self._host[buffer]
 
 
 def _scaled(gradients: list[Tensor], scale: float) -> list[Tensor]:
@@ -378,13 +391,17 @@ def offload_main_parameters(optimizer: DistributedOptimizer, fraction: float) ->
         return 0
     groups = [*optimizer.shard_fp32_groups, *optimizer.shard_fp32_from_float16_groups]
     wanted = fraction * sum(main.numel() for group in groups for main in group)
-    moved: dict[int, Tensor] = {}
+    mains: list[Tensor] = []
     count = 0
+    for main in (main for group in groups for main in group):
+        if count < wanted:
+            mains.append(main)
+            count += main.numel()
+    moved = {
+        id(main): _copied(main, host) for main, host in zip(mains, host_tensors(mains), strict=True)
+    }
     for group in groups:
-        for place, main in enumerate(group):
-            if count < wanted:
-                group[place] = moved[id(main)] = _on_cpu(main)
-                count += main.numel()
+        group[:] = [moved.get(id(main), main) for main in group]
     # Megatron keeps the groups from which it created torch's optimizer. They would keep the old
     # parameters in memory.
     made_from = [ranges["orig_group"] for ranges in optimizer.opt_group_ranges]
@@ -396,9 +413,9 @@ def offload_main_parameters(optimizer: DistributedOptimizer, fraction: float) ->
     return count
 
 
-def _on_cpu(main: Tensor) -> Tensor:
-    """Copy a main parameter to the CPU, with the attributes that Megatron's gradient norm needs."""
-    copy = main.detach().to("cpu", copy=True)
+def _copied(main: Tensor, copy: Tensor) -> Tensor:
+    """Copy a main parameter, with the attributes that Megatron's gradient norm needs."""
+    copy.copy_(main)
     tensor_parallel.copy_tensor_model_parallel_attributes(copy, main)
     if hasattr(main, "shared"):
         copy.shared = main.shared  # type: ignore[attr-defined]
