@@ -277,8 +277,6 @@ class StreamedGradients:
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self.optimizer = optimizer
         self._host: dict[int, Tensor] = {}
-        # Megatron calls it after a step, by which time all pieces have been copied.
-        optimizer._copy_main_params_to_model_params = lambda: None
 
     @property
     def pieces(self) -> list[list[_Pair]]:
@@ -321,6 +319,8 @@ class StreamedGradients:
             for pair in piece:
                 model = pair.model.detach().view(-1)[pair.start : pair.end]
                 model.copy_(pair.main.to(model.device, non_blocking=True).view(-1))
+        # Megatron would copy all of them again.
+        self.optimizer._copy_main_params_to_model_params = lambda: None
 
     def _in_turn(self, scale: float) -> Iterator[list[_Pair]]:
         """Yield each piece while its main parameters have their gradients, on their own device. The

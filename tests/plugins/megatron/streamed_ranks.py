@@ -103,8 +103,11 @@ def moved_shares(rank: int, ports: Any, path: Path) -> None:
     from slime.plugins.megatron import optimizer
 
     replaced: list[Any] = []
-    copy_to_cpu = optimizer._on_cpu
-    optimizer._on_cpu = lambda main: (replaced.append(weakref.ref(main)), copy_to_cpu(main))[1]
+    copied = optimizer._copied
+    optimizer._copied = lambda main, copy: (
+        replaced.append(weakref.ref(main)),
+        copied(main, copy),
+    )[1]
 
     for number, dtype in enumerate(("float32", "bfloat16")):
         for other, (given, low, high) in enumerate(
