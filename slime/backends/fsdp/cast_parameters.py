@@ -26,19 +26,14 @@ from slime.backends.fsdp.gradients import HostGradients, add_all
 class _Group:
     """Parameters whose copies are made, and whose gradients are collected, together."""
 
-    def __init__(
-        self, device: torch.device | None = None, gradients: HostGradients | None = None
-    ) -> None:
+    def __init__(self, gradients: HostGradients | None) -> None:
         """
         Args:
-            device: The device of the copies, if it is another one than that of the masters, which
-                are in CPU memory.
-            gradients: What adds them to those of such masters.
+            gradients: What adds them if the masters are in CPU memory and the copies on its device.
         """
-        self.device = device
         self.gradients = gradients
         self.host: list[Tensor] = []
-        """With ``device``, the values of the copies in CPU memory."""
+        """The values of such copies in CPU memory."""
         self.fresh = False
         """Whether these are the values of the masters, which do not change while a pass runs."""
         self.masters: list[nn.Parameter] = []
@@ -52,12 +47,12 @@ class _Group:
         """Whether the copies are freed when all gradients are there."""
 
     def add(self, master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-        empty = torch.empty_like(master, dtype=dtype, device=self.device, requires_grad=False)
-        if self.device is not None:
-            pinned = self.device.type == "cuda"
-            self.host.append(
-                torch.empty(master.shape, dtype=dtype, device=master.device, pin_memory=pinned)
-            )
+        device = master.device
+        if self.gradients is not None:
+            device = self.gradients.device
+            pinned = device.type == "cuda"
+            self.host.append(torch.empty(master.shape, dtype=dtype, pin_memory=pinned))
+        empty = torch.empty_like(master, dtype=dtype, device=device, requires_grad=False)
         copy = nn.Parameter(empty, requires_grad=master.requires_grad)
         copy.untyped_storage().resize_(0)
         if master.requires_grad:
@@ -84,7 +79,7 @@ class _Group:
         # Autograd has saved the copies for the backward pass, and must not take the same values,
         # written once more, for a change.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.copies)):
-            if self.device is None:
+            if self.gradients is None:
                 torch._foreach_copy_(
                     [copy.detach() for copy in self.copies], [x.detach() for x in self.masters]
                 )
@@ -157,10 +152,9 @@ class CastParameters:
                 on that device.
         """
         self._active = False
-        self._offloaded_on_cuda = device is not None and device.type == "cuda"
         self._gradients = None if device is None else HostGradients(device, len(layers) + 1)
-        self.layers = [_Group(device, self._gradients) for _ in layers]
-        self.rest = _Group(device, self._gradients)
+        self.layers = [_Group(self._gradients) for _ in layers]
+        self.rest = _Group(self._gradients)
         """What belongs to no layer, or to several: it has copies for the whole pass."""
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Each module and name that has a parameter, tied ones several times, with the parameter
@@ -229,10 +223,7 @@ class CastParameters:
                 group.end_backward()
                 group.free()
             if self._gradients is not None:
-                self._gradients.wait()
-            if self._offloaded_on_cuda:
-                # the next pass writes the memory from which copies may still be in progress
-                torch.cuda.synchronize()
+                self._gradients.finish()
 
     def end_backward(self) -> None:
         """Collect the gradients of groups of which not every parameter got one."""

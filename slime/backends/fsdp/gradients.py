@@ -92,9 +92,17 @@ class HostGradients(_Adder):
                 because theirs is pinned memory.
         """
         super().__init__()
-        self._device = device
+        self.device = device
         self._calls = calls
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def finish(self) -> None:
+        """Wait for all gradients, and for the device: the next pass writes the pinned memory from
+        which weights are copied to it.
+        """
+        self.wait()
+        if self._stream is not None:
+            torch.cuda.synchronize()
 
     def add(self, gradients: Gradients) -> None:
         """Start to add. The gradients are copied to pinned memory after the work that is queued
@@ -104,7 +112,7 @@ class HostGradients(_Adder):
         if self._stream is None:
             self._start(partial(add_all, gradients))
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         found: Gradients = []
         with torch.cuda.stream(self._stream):
             for parameter, grad in gradients:
