@@ -58,8 +58,8 @@ class LayerKind:
             (:mod:`slime.models.packed_layers`), and the embedded engine keeps its state in each
             slot. A module may do anything that is causal and depends only on the sequence's hidden
             states. Without mixers, the kind is a form of attention over the rows of a pack.
-        sees: For attention that can only be computed for whole sequences, whose modules are the
-            mixers: a function of the config, the position of each query ``[L, 1]`` and that of each
+        sees: For attention that can only be computed for whole sequences, or with indexers, whose
+            modules are the mixers: a function of the config, the position of each query ``[L, 1]`` and that of each
             key ``[1, L]`` that returns which keys before a query it may attend to, ``[L, L]``
             (:mod:`slime.models.packed_layers`).
         indexers: The endings of the class names of modules that select the keys of each query, with
@@ -112,7 +112,6 @@ def whole_attention(
     is_at: Callable[[Place], bool],
     types: tuple[str, ...],
     sees: Sees = all_before,
-    indexers: tuple[str, ...] = (),
 ) -> LayerKind:
     """Return a kind of attention that depends on the whole sequence: on a mask over it, or on the
     index of a row.
@@ -122,7 +121,7 @@ def whole_attention(
     Context parallelism: whole sequences are dealt out among the ranks. Engine: as full attention,
     with the positions in the slots; what is selected and masked depends on them only.
     """
-    return LayerKind(name, is_at, types, ("Attention",), sees, indexers)
+    return LayerKind(name, is_at, types, ("Attention",), sees)
 
 
 def is_windowed(place: Place) -> bool:
@@ -265,18 +264,19 @@ NO_MIXING = LayerKind("no mixing", lambda place: place.type in WITHOUT_MIXING, W
 
 # Attention to the tokens that an indexer selects (DeepSeek V3.2, GLM-5).
 #
-# The indexer of transformers scores all tokens of a row. So the attention runs on whole sequences,
-# and the indexer's scores need memory for ``index_n_heads`` values for each pair of tokens of a
-# sequence. The indexer itself gets no gradient in transformers, so it keeps its weights. Source:
-# https://arxiv.org/abs/2512.02556.
+# Packing: blocks of queries of a segment (``slime/models/sparse_attention.py``). Prompt sharing: as full
+# attention. Context parallelism: each rank selects for its queries, from the indexer's keys of all
+# ranks. Engine: see ``indexers``. The second name is that of transformers before 5.18.
+
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 
 
 def has_indexer(place: Place) -> bool:
-    return place.type == "indexed_attention" or bool(place.modules("Indexer"))
+    return place.type in INDEXED or bool(place.modules("Indexer"))
 
 
-SPARSE_INDEXER = whole_attention(
-    "sparse indexer", has_indexer, ("indexed_attention",), indexers=("Indexer",)
+SPARSE_INDEXER = LayerKind(
+    "sparse indexer", has_indexer, INDEXED, ("Attention",), all_before, ("Indexer",)
 )
 
 
@@ -346,7 +346,7 @@ class ModelLayers:
                     yield from ((kind, layer, module) for module in _ending(layer, kind.mixers))
 
     def whole_attentions(self) -> Iterator[tuple[list[Sees], nn.Module, nn.Module]]:
-        """The attention modules that need whole sequences, each after what bounds the keys that it
+        """The attention modules whose kinds have ``sees``, each after what bounds the keys that it
         sees and its decoder layer."""
         for layer, kinds in self.layers:
             sees = [kind.sees for kind in kinds if kind.sees]

@@ -32,6 +32,7 @@ from slime.models.layer_kinds import window_of
 from slime.models.loading import ModelError
 from slime.models.masked_attention import UNCHANGED, ScoreChanges, masked_attention, same_image
 from slime.models.segments import PackSegments, gather_rows, heads_to_rows, rows_to_heads
+from slime.models.sparse_attention import attend_to_selected
 
 NAME = "slime_packed"
 # torch 2.11 has no such parameter
@@ -58,21 +59,24 @@ def packed_attention(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    indices: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The AttentionInterface function: query ``[1, H, T, d]``, key/value ``[1, H_kv, T, d]`` ->
-    ``[1, T, H, d]``.
+    ``[1, T, H, d]``. ``indices`` are the keys that an indexer selects, which replace the mask.
 
     Raises:
         ModelError: The model needs a kind of attention that is not supported.
     """
-    _check(module, query, attention_mask, dropout, slime_pack, kwargs)
+    mask = attention_mask if indices is None else None
+    _check(module, query, mask, dropout, slime_pack, kwargs)
     assert slime_pack is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     seen = window_of(module, sliding_window)
     window = -1 if seen is None else int(seen) - 1
-    out = attend(q, k, v, slime_pack, scale, window, ScoreChanges(s_aux, softcap))
+    selected = indices[0] if indices is not None and indices.shape[2] else None
+    out = attend(q, k, v, slime_pack, scale, window, ScoreChanges(s_aux, softcap), selected)
     return out.unsqueeze(0), None
 
 
@@ -84,14 +88,16 @@ def attend(
     scale: float,
     window: int = -1,
     changes: ScoreChanges = UNCHANGED,
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Compute exact attention over a pack with the fastest kernel that supports it.
 
     Args:
         q: ``[T, H, d]``; k: ``[T, H_kv, d]``; v: ``[T, H_kv, d_v]``. With context parallelism, the
-            rows of this rank.
+            rows of this rank; keys and values may be gathered already.
         window: Maximum number of keys before a query that it attends to; -1: all.
         changes: Attention sinks and the soft cap of the scores.
+        selected: The keys that an indexer selects (:mod:`slime.models.sparse_attention`).
 
     Returns:
         ``[T, H, d_v]``.
@@ -101,12 +107,14 @@ def attend(
     if pack.image_blocks is not None:
         return padded_attention(q, k, v, pack, scale, window, changes)
     if pack.whole is not None:
-        return _attend_by_heads(q, k, v, pack, scale, window, changes)
-    if pack.group is not None:
+        return _attend_by_heads(q, k, v, pack, scale, window, changes, selected)
+    if pack.group is not None and len(k) == len(q):
         # Queries stay where they are: with grouped-query attention keys and values are several
         # times smaller.
         k = gather_rows(k, pack.group)
         v = gather_rows(v, pack.group)
+    if selected is not None:
+        return attend_to_selected(q, k, v, pack, scale, selected)
     size = v.shape[-1]
     if has_varlen_kernel(q) and size <= k.shape[-1] and not changes.softcap:
         if size < k.shape[-1]:
@@ -132,6 +140,7 @@ def _attend_by_heads(
     scale: float,
     window: int,
     changes: ScoreChanges,
+    selected: Tensor | None,
 ) -> Tensor:
     """Attend over the rows of all context-parallel ranks with this rank's share of the heads, and
     return all heads of its rows.
@@ -155,7 +164,9 @@ def _attend_by_heads(
         k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
     q, k, v = (rows_to_heads(x, group) for x in (q, k, v))
     own = sinks if sinks is None else sinks.chunk(size)[group.rank()]
-    out = attend(q, k, v, pack.whole, scale, window, ScoreChanges(own, changes.softcap))
+    selected = None if selected is None else gather_rows(selected, group)
+    changes = ScoreChanges(own, changes.softcap)
+    out = attend(q, k, v, pack.whole, scale, window, changes, selected)
     return heads_to_rows(out, group)
 
 
@@ -250,25 +261,22 @@ def padded_attention(
         window: Maximum number of keys before a query that it attends to; -1: all.
         changes: Attention sinks and the soft cap of the scores.
     """
-    q_starts = pack.cu_seqlens_q.tolist()
-    k_starts = pack.cu_seqlens_k.tolist()
     blocks = key_blocks = pack.image_blocks
     if pack.kv_index is not None:
         k = k.index_select(0, pack.kv_index)
         v = v.index_select(0, pack.kv_index)
         key_blocks = None if blocks is None else blocks.index_select(0, pack.kv_index)
     # Segments of equal sizes share one mask and one call, and need no padding.
-    buckets: dict[tuple[int, int], list[int]] = {}
-    for i in range(len(q_starts) - 1):
-        sizes = (q_starts[i + 1] - q_starts[i], k_starts[i + 1] - k_starts[i])
-        buckets.setdefault(sizes, []).append(i)
+    buckets: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    for span in pack.spans:
+        buckets.setdefault((span[1] - span[0], span[3] - span[2]), []).append(span)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     for segments in buckets.values():
         rows = torch.cat(
-            [torch.arange(q_starts[i], q_starts[i + 1], device=q.device) for i in segments]
+            [torch.arange(start, end, device=q.device) for start, end, _, _ in segments]
         )
         keys = torch.cat(
-            [torch.arange(k_starts[i], k_starts[i + 1], device=q.device) for i in segments]
+            [torch.arange(start, end, device=q.device) for _, _, start, end in segments]
         )
         queries, *keys_values = (
             x.index_select(0, index).unflatten(0, (len(segments), -1)).transpose(1, 2)

@@ -8,11 +8,10 @@ state at each of them, and no token sees the padding after it. This is exact for
 module, with the kernels that it has. Sequences of similar length form a batch, so at most
 :data:`slime.models.segments.MAX_PADDING_SHARE` of it is padding.
 
-The attention of DeepSeek V3.2 and GLM-5 selects tokens with a mask over the row, and that of Llama
-4 counts chunks and scales queries by the index of a row. In a pack this would mix samples. So such
-a module is run on batches of whole sequences in the same way, with the SDPA of transformers, the
-rotary embeddings and a mask of these sequences. Memory and time grow with the square of a
-sequence's length.
+The attention of Llama 4 counts chunks and scales queries by the index of a row. In a pack this would
+mix samples. So such a module is run on batches of whole sequences in the same way, with the SDPA of
+transformers, the rotary embeddings and a mask of these sequences. Memory and time grow with the
+square of a sequence's length. Attention with an indexer: :mod:`slime.models.sparse_attention`.
 
 With context parallelism, each rank gathers the rows of all ranks, computes the sequences that are
 dealt to it, and gives the outputs back to the ranks of the rows. With Ulysses, ranks divide the heads
@@ -34,6 +33,7 @@ from slime.models.divided_mixers import Shares, can_divide, run_by_heads
 from slime.models.layer_kinds import Sees, layers_of
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments, SequenceBlock
+from slime.models.sparse_attention import select_in_blocks
 
 _KNOWN = (
     "position_embeddings",
@@ -48,11 +48,6 @@ _KNOWN = (
 Rotary = Tensor | tuple[Tensor, ...]
 Outputs = tuple[Any, ...]
 Attention = Callable[..., Outputs]
-
-
-class PerBlock(list[Tensor]):
-    """Further outputs of a module, one per block of sequences: the tokens that an indexer has
-    selected (GLM-5). The model passes them to the next layer without looking into them."""
 
 
 def run_attention(
@@ -73,13 +68,11 @@ def run_attention(
         kwargs: The arguments that the decoder layer passes.
 
     Returns:
-        The outputs of the module: ``[1, T, H]``, None for its weights, and further ones as
-            :class:`PerBlock`.
+        The outputs of the module: ``[1, T, H]``, and None for its weights.
 
     Raises:
         ModelError: The layer passes a tensor whose meaning for a sequence is not known.
     """
-    per_block = {name: value for name, value in kwargs.items() if isinstance(value, PerBlock)}
     for name, value in kwargs.items():
         if (name not in _KNOWN and isinstance(value, Tensor)) or (
             name == "attention_mask" and value is not None
@@ -91,20 +84,15 @@ def run_attention(
     rotary = _rotary_of_all(cast(Rotary, kwargs["position_embeddings"]), pack)
     rows = pack.rows_of_all(rows)
     out = torch.zeros_like(rows)
-    further = list[PerBlock]()
-    for i, block in enumerate(pack.sequences):
+    for block in pack.sequences:
         result = plain(
             hidden_states=block.gather(rows),
             position_embeddings=_of_block(rotary, block),
             position_ids=torch.arange(block.length, device=rows.device).expand(block.n, -1),
             attention_mask=_mask(module, sees, block, rows.device),
-            **{name: value[i] for name, value in per_block.items()},
         )
         out = out.index_copy(0, block.own, result[0].flatten(0, 1).index_select(0, block.picks))
-        further = further or [PerBlock() for _ in result[2:]]
-        for values, value in zip(further, result[2:], strict=True):
-            values.append(value)
-    return (pack.own_rows(out).unsqueeze(0), None, *further)
+    return pack.own_rows(out).unsqueeze(0), None
 
 
 def use_sdpa(module: nn.Module) -> None:
@@ -166,7 +154,9 @@ def prepare_packing(model: PreTrainedModel) -> bool:
     """
     layers = layers_of(model, PADDED)
     mixers = list(layers.mixers())
-    whole = list(layers.whole_attentions())
+    # The indexer may be that of another layer.
+    indexed = [layer for layer, kinds in layers.layers if any(kind.indexers for kind in kinds)]
+    whole = [found for found in layers.whole_attentions() if found[1] not in indexed]
     if not (model._supports_attention_backend or mixers):
         raise ModelError(
             f"{type(model).__name__} does not support the AttentionInterface of transformers: "
@@ -178,6 +168,9 @@ def prepare_packing(model: PreTrainedModel) -> bool:
         mixer.forward = torch.compiler.disable(
             types.MethodType(_per_sequence(mixer.forward, kind.shares), mixer)
         )
+    for _, layer, attention in layers.whole_attentions():
+        if layer in indexed:
+            select_in_blocks(attention)
     for sees, layer, attention in whole:
         use_sdpa(attention)
         layer.register_forward_pre_hook(_remember_pack(attention), with_kwargs=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -277,6 +278,12 @@ class PackSegments:
             else [],
             group=group,
         )
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """Where the queries and the keys of each segment begin and end (the host waits for this)."""
+        q, k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        return list(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
 
     def rows_of_all(self, rows: Tensor) -> Tensor:
         """Return the rows of all context-parallel ranks, to which ``sequences`` refer."""

@@ -71,8 +71,7 @@ def check(folder: Path, group: ProcessGroup, by_heads: bool, wanted: dict[int, W
         stateful=prepare_packing(model),
     )
     rows: list[int] = []
-    if by_heads:
-        _watch_projections(model, rows)
+    _watch_projections(model, rows, by_heads)
     for count in COUNTS:
         tokens, responses, groups = (part[:count] for part in samples())
         inputs = builder.build(tokens, responses, groups, [None] * count)
@@ -96,15 +95,22 @@ def check(folder: Path, group: ProcessGroup, by_heads: bool, wanted: dict[int, W
             assert_same_gradients(got, alone_gradients)
 
 
-def _watch_projections(model: PreTrainedModel, rows: list[int]) -> None:
-    """Fail where a module with a state that can be divided projects other rows than this rank's,
-    the last of ``rows``.
+def _watch_projections(model: PreTrainedModel, rows: list[int], by_heads: bool) -> None:
+    """Fail where an indexer, or by heads a module with a state that can be divided, projects other
+    rows than this rank's, the last of ``rows``.
     """
 
     def watch(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         assert inputs[0].shape[:-1].numel() == rows[-1], inputs[0].shape
 
-    for _, _, mixer in layers_of(model, "").mixers():
+    def watch_block(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        assert inputs[0].shape[:-1].numel() <= rows[-1], inputs[0].shape
+
+    layers = layers_of(model, "")
+    for indexer in layers.indexers():
+        for part in indexer.children():
+            part.register_forward_pre_hook(watch_block)
+    for _, _, mixer in layers.mixers() if by_heads else ():
         divided = not type(mixer).__name__.endswith(ONE_GROUP)
         for name, part in mixer.named_children() if divided else ():
             if name.startswith("in_proj"):

@@ -40,6 +40,12 @@ def test_layers_that_share_the_selection_of_an_indexer(tmp_path: Path) -> None:
     check_packed(save_tiny("GLM-5", tmp_path, **types))
 
 
+def test_layers_with_an_indexer_have_another_name_in_older_transformers() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("GLM-5"))
+    model.config.layer_types = ["deepseek_sparse_attention"] * 2
+    assert [kind.name for kind in layers_of(model, "").kinds] == ["sparse indexer"]
+
+
 def test_a_tensor_that_cannot_be_divided_among_sequences_is_refused(tmp_path: Path) -> None:
     model = load_hf_model(save_tiny("Llama 4", tmp_path), torch.float32, "cpu", NAME)
     builder = InputBuilder(backbone_of(model), CPU, stateful=prepare_packing(model))

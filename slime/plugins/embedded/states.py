@@ -288,9 +288,11 @@ def _select_of_segment(
         part = Segment(
             segment.start + first, segment.start + last, segment.slot, segment.length - rows + last
         )
-        mask = (
+        sees = (
             torch.arange(part.length, device=device) <= step.positions[part.start : part.end, None]
         )
+        # added to the scores: transformers 5.12 takes no booleans
+        mask = torch.zeros(sees.shape, device=device).masked_fill_(~sees, -torch.inf)
         chosen = select(part.start, part.end, False, _IndexKeys(step, part), mask[None])[0].long()
         selected[first:last].scatter_(1, chosen, True)
         most = chosen.shape[-1]

@@ -8,6 +8,7 @@ _FAMILIES = {
     ),
     "experts": ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "minimax_m2", "gpt_oss"),
     "delta_nets": ("qwen3_next", "qwen3_5"),
+    "sparse": ("deepseek_v32", "glm_moe_dsa"),
 }  # fmt: skip
 """The weight maps by their modules in ``maps``. A map has the name of its family in capitals."""
 

@@ -43,6 +43,7 @@ NEUTRAL: Settings = {
     "use_gated_attention": False,
     "linear_attention_freq": None,
     "moe_shared_expert_gate": False,
+    "experimental_attention_variant": None,
     **dict.fromkeys(("window_size", "window_attn_skip_freq", "softmax_scale", "no_rope_freq")),
 }
 """The values of flags that a family's settings leave out, so that a flag cannot change the
@@ -175,7 +176,11 @@ def transformer_config(
         fields["microbatch_group_size_per_vp_stage"] = layout.vpp_group
     _adapt_fields(fields, settings)
     fields |= _recompute(settings, args.gradient_checkpointing)
-    return cls(**fields)
+    config = cls(**fields)
+    # Megatron's own layer, whose interface is used, has no context parallelism, so Megatron would
+    # refuse this.
+    config.experimental_attention_variant = settings.get("experimental_attention_variant")
+    return config
 
 
 def _adapt_fields(fields: dict[str, Any], settings: Settings) -> None:
@@ -188,6 +193,7 @@ def _adapt_fields(fields: dict[str, Any], settings: Settings) -> None:
         fields["moe_router_bias_update_rate"] = float(
             settings.get("moe_router_bias_update_rate") or 0.0
         )
+    fields.pop("experimental_attention_variant", None)
     if settings.get("multi_latent_attention"):
         names = ("rope_type", "rotary_base", "rotary_scaling_factor")
         fields |= {name: settings[name] for name in names}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from slime.models.layer_kinds import GATED_DELTA_NET
 from slime.models.packed_layers import run_sequences
@@ -41,6 +39,7 @@ from slime.plugins.megatron.modules import (
     gather_or_copy,
     scatter_or_reduce,
 )
+from slime.plugins.megatron.sparse import module_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -64,13 +63,12 @@ class DeltaNets:
     def make(self, index: int, ranks: int) -> nn.Module:
         """Return the module of transformers for layer ``index``, without memory and with one of
         ``ranks`` equal parts of the heads."""
-        module = inspect.getmodule(AutoModelForCausalLM._model_mapping[type(self.hf_config)])
-        (name,) = (name for name in vars(module) if name.endswith(GATED_DELTA_NET.mixers))
+        cls: Any = module_class(self.hf_config, *GATED_DELTA_NET.mixers)
         config = copy.copy(self.hf_config)
         config.linear_num_key_heads //= ranks
         config.linear_num_value_heads //= ranks
         with torch.device("meta"):
-            net: nn.Module = getattr(module, name)(config, index)
+            net: nn.Module = cls(config, index)
         return net
 
 

@@ -64,6 +64,7 @@ from slime.plugins.megatron.modules import (
     plain_residual,
 )
 from slime.plugins.megatron.rotary import LatentRotary, PackedRotary
+from slime.plugins.megatron.sparse import Indexers, SparseCoreAttention
 from slime.plugins.megatron.vocab_parallel import VocabShard, vocab_parallel_log_probs
 
 EMPTY = torch.zeros(0, dtype=torch.int64)
@@ -225,6 +226,7 @@ def build_chunk(
     rotary: tuple[Tensor, float] | None = None,
     window_rotary: tuple[Tensor, float] | None = None,
     delta_nets: DeltaNets | None = None,
+    indexers: Indexers | None = None,
 ) -> PolicyModel:
     """Build the part of the model on a pipeline rank, or one of its model chunks.
 
@@ -238,7 +240,7 @@ def build_chunk(
         rotary, window_rotary: The results of
             :func:`~slime.plugins.megatron.rotary.scaled_frequencies` and
             :func:`~slime.plugins.megatron.rotary.window_frequencies`.
-        delta_nets: The result of :func:`~slime.plugins.megatron.delta_net.delta_nets`.
+        delta_nets, indexers: What makes these modules; None if the model has none.
     """
     # Without interleaved pipelines, Megatron must not be asked about model chunks.
     stage: dict[str, Any] = (
@@ -246,7 +248,7 @@ def build_chunk(
     )
     model = PolicyModel(
         config,
-        block_spec(config, settings, vp_stage, delta_nets),
+        block_spec(config, settings, vp_stage, delta_nets, indexers),
         vocab_size=padded_vocab_size(settings),
         max_sequence_length=settings.get("max_position_embeddings") or 1,
         pre_process=mpu.is_pipeline_first_stage(**stage),
@@ -312,6 +314,8 @@ def _adapt(model: PolicyModel, config: TransformerConfig) -> None:
     for layer in model.decoder.layers if config.multi_latent_attention else ():
         attention = layer.self_attention
         attention.rotary_pos_emb = LatentRotary(attention.rotary_pos_emb)
+        if isinstance(attention.core_attention, SparseCoreAttention):
+            attention.checkpoint_core_attention = False  # each of its blocks is computed again
         keys = config.kv_lora_rank + config.qk_pos_emb_head_dim
         attention.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, keys)
         if config.q_lora_rank is not None:
@@ -332,6 +336,7 @@ def block_spec(
     settings: Settings,
     vp_stage: int | None,
     delta_nets: DeltaNets | None = None,
+    indexers: Indexers | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the layers of this pipeline rank (and model chunk), and the norm after the last layer
     of the model.
@@ -340,9 +345,13 @@ def block_spec(
     recurrent = settings.get("linear_attention_freq") or [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage))
+    if indexers is not None:
+        indexers.require_stage(here)
     return TransformerBlockSubmodules(
         layer_specs=[
-            layer_spec(config, settings, with_experts[i], delta_nets if recurrent[i] else None)
+            layer_spec(
+                config, settings, with_experts[i], delta_nets if recurrent[i] else None, indexers
+            )
             for i in here
         ],
         layer_norm=RMSNorm,
@@ -354,6 +363,7 @@ def layer_spec(
     settings: Settings,
     with_experts: bool,
     delta_nets: DeltaNets | None = None,
+    indexers: Indexers | None = None,
 ) -> ModuleSpec:
     """Return the specification of a decoder layer. With ``delta_nets``, it has this instead of
     attention.
@@ -361,7 +371,8 @@ def layer_spec(
     if delta_nets is not None:
         attention = ModuleSpec(module=PackedDeltaNet, params={"nets": delta_nets})
     else:
-        attention = _latent_attention() if config.multi_latent_attention else _attention(settings)
+        latent = config.multi_latent_attention
+        attention = _latent_attention(indexers) if latent else _attention(settings)
     plain: ModuleSpec | Callable[..., object] = plain_residual
     if settings.get("residual_scale"):
         plain = ModuleSpec(module=ScaledResidual, params={"scale": settings["residual_scale"]})
@@ -397,7 +408,10 @@ def _attention(settings: Settings) -> ModuleSpec:
     )
 
 
-def _latent_attention() -> ModuleSpec:
+def _latent_attention(indexers: Indexers | None) -> ModuleSpec:
+    core: type[nn.Module] | ModuleSpec = PackedCoreAttention
+    if indexers is not None:
+        core = ModuleSpec(module=SparseCoreAttention, params={"indexers": indexers})
     return ModuleSpec(
         module=MLASelfAttention,
         params=_CAUSAL,
@@ -407,7 +421,7 @@ def _latent_attention() -> ModuleSpec:
             linear_q_up_proj=ColumnParallelLinear,
             linear_kv_down_proj=ColumnParallelLinear,
             linear_kv_up_proj=ColumnParallelLinear,
-            core_attention=PackedCoreAttention,
+            core_attention=core,
             linear_proj=RowParallelLinear,
             q_layernorm=LatentRMSNorm,
             kv_layernorm=LatentRMSNorm,

@@ -4,7 +4,7 @@ and an MLP that saves few tensors for the backward pass."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +60,11 @@ class Pack(PackedSeqParams):
     window_cos_sin: tuple[Tensor, Tensor] | None = None
     """The same for layers with a sliding window, if they have frequencies of their own."""
     segments: PackSegments | None = None
+    index_cos_sin: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines of indexers, each ``[1, T, rotary dims]``."""
+    selected: dict[int, Tensor] = field(default_factory=dict)
+    """What the indexers of layers have selected whose selection later layers share, int32 ``[T,
+    index_topk]``, by the number of the layer from 0."""
 
 
 @fused_on_cuda
@@ -280,10 +285,13 @@ class PackedCoreAttention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None = None,
         packed_seq_params: Pack | None = None,
+        x: Tensor | None = None,
+        qr: Tensor | None = None,
         **_: object,
     ) -> Tensor:
         """Return the attention of a pack, ``[T, 1, H · d_v]``. ``query`` is ``[T, 1, H, d]`` or
-        ``[T, H, d]``. ``key`` and ``value`` have the same layout, but may have fewer heads."""
+        ``[T, H, d]``. ``key`` and ``value`` have the same layout, but may have fewer heads. ``x`` and
+        ``qr`` are for :meth:`select`."""
         assert packed_seq_params is not None and packed_seq_params.segments is not None, (
             "packs only"
         )
@@ -302,8 +310,13 @@ class PackedCoreAttention(MegatronModule):
             scale,
             self.window,
             ScoreChanges(self.softmax_offset),
+            self.select(packed_seq_params, x, qr),
         )
         return out.reshape(out.shape[0], 1, -1)
+
+    def select(self, pack: Pack, x: Tensor | None, qr: Tensor | None) -> Tensor | None:
+        """Return the keys that an indexer selects; None for all."""
+        return None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Any = None

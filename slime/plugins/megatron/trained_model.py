@@ -18,6 +18,7 @@ from slime.config.hf_config import megatron_folder
 from slime.config.layout import ParallelLayout
 from slime.config.run import InitialWeights, other_folder
 from slime.config.seeds import derive_seed
+from slime.models.layer_kinds import freeze_untrained
 from slime.models.loading import check_checkpoint
 from slime.plugins.megatron import rank_files, rotary
 from slime.plugins.megatron.config import ddp_config, merged_settings, transformer_config
@@ -29,6 +30,7 @@ from slime.plugins.megatron.megatron_lm import read_megatron_lm
 from slime.plugins.megatron.model import PolicyModel, build_chunk, unwrapped, with_gradient
 from slime.plugins.megatron.routing import RoutingReplay
 from slime.plugins.megatron.shards import weight_shards
+from slime.plugins.megatron.sparse import Indexers
 from slime.plugins.megatron.torch_dist import RANK_FILES, TENSORS, adapter_only, read_meta
 from slime.plugins.megatron.weights import ModelWeights
 from slime.weights.hf_folder import HfFolder
@@ -66,6 +68,8 @@ class TrainedModel:
         stages = range(layout.vpp) if layout.vpp > 1 else (None,)
         seed = derive_seed(args.seed, "value head")
         nets = delta_nets(self.hf_config, self.family, self.settings)
+        types = self.settings.get("indexer_types")
+        indexers = Indexers(self.hf_config, types) if types else None
         self.has_state = nets is not None
         of = None if self.config.multi_latent_attention else self.hf_config
         frequencies = (
@@ -75,7 +79,9 @@ class TrainedModel:
         self.valued = role == "critic" or (loss is not None and loss.scores_responses)
         # One model chunk, or several with interleaved pipelines. They have no values yet.
         models = [
-            build_chunk(self.config, self.settings, self.valued, stage, seed, *frequencies, nets)
+            build_chunk(
+                self.config, self.settings, self.valued, stage, seed, *frequencies, nets, indexers
+            )
             for stage in stages
         ]
         self.weights = ModelWeights(models, self.family, self.settings, self.valued)
@@ -94,6 +100,8 @@ class TrainedModel:
             *patterns,
             "output_layer." if self.valued else None,
         )
+        for chunk in models:
+            freeze_untrained(chunk)
         # Adapters are added after the base is read, and freeze it.
         lora = lora_settings(args)
         self.adapters: ModelAdapters | None = None

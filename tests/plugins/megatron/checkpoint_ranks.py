@@ -96,6 +96,11 @@ CASES = [
         further=(layout("qwen3_5", **{TP: 2}), layout("qwen3_5", **{CP: 2})),
     ),
     Case(
+        layout("glm_moe_dsa", **{TP: 2}),
+        (layout("glm_moe_dsa", **{PP: 2}),),
+        further=(layout("glm_moe_dsa", **{TP: 2}), layout("glm_moe_dsa", **{CP: 2})),
+    ),
+    Case(
         layout("llama", use_distributed_optimizer=False, **{TP: 2}),
         (layout("llama", use_distributed_optimizer=False, **{TP: 2}), layout("llama", **{PP: 2})),
         further=(layout("llama", **{TP: 2}),),

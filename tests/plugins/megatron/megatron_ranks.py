@@ -61,6 +61,8 @@ EXPERTS = (
     "deepseek_v3",
     "moonlight",
     "minimax_m2",
+    "deepseek_v32",
+    "glm_moe_dsa",
 )
 EXPERTS += ("gpt_oss",)
 DENSE = ("phi3", "olmo3", "granite", "seed_oss", "smollm3")
@@ -96,6 +98,10 @@ PLAN: list[Layout] = [
     Layout("qwen3_moe", 2, {CP: 2, EP: 2}),
     Layout("deepseek_v3", 2, {CP: 2}),
     Layout("moonlight", 2, {CP: 2, EP: 2}),
+    Layout("deepseek_v32", 2, {CP: 2}),
+    Layout("glm_moe_dsa", 2, {CP: 2, **FULL}),
+    Layout("deepseek_v32", 4, {TP: 2, PP: 2}),
+    Layout("glm_moe_dsa", 4, {PP: 2, EP: 2, **FULL}),
     Layout("gpt_oss", 2, {CP: 2}),
     # communication of tensor parallelism with the products of matrices
     # positions that are stretched

@@ -129,6 +129,28 @@ def test_layers_that_more_ranks_than_heads_would_divide_are_refused() -> None:
     )
 
 
+def test_the_flags_of_an_indexer_are_those_of_the_checkpoint() -> None:
+    config, family = CONFIGS["deepseek_v32"], get_family("deepseek_v32")
+    given = {"experimental_attention_variant": "dsa", "dsa_indexer_topk": 4}
+    assert merged_settings(given, "folder", family, config)["dsa_indexer_n_heads"] == 32
+    with pytest.raises(MegatronError, match="--dsa-indexer-topk 5, but"):
+        merged_settings({"dsa_indexer_topk": 5}, "folder", family, config)
+    with pytest.raises(MegatronError, match="nothing trains the indexer"):
+        merged_settings({"dsa_indexer_loss_coeff": 0.1}, "folder", family, config)
+    with pytest.raises(MegatronError, match="dsa, but config"):
+        merged_settings(given, "folder", get_family("llama"), CONFIGS["llama"])
+
+
+def test_a_stage_that_lacks_a_selection_is_refused() -> None:
+    prepare()
+    from slime.plugins.megatron.sparse import Indexers
+
+    indexers = Indexers(CONFIGS["glm_moe_dsa"], CONFIGS["glm_moe_dsa"].indexer_types)
+    indexers.require_stage(range(2, 4))
+    with pytest.raises(MegatronError, match=r"layer 1, which has the selection of layer 0"):
+        indexers.require_stage(range(1, 3))
+
+
 def test_flags_add_no_window_to_a_model_without_one() -> None:
     config = CONFIGS["llama"]
     with pytest.raises(

@@ -11,10 +11,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -127,6 +129,21 @@ CONFIGS |= {
         **{name: value for name, value in LATENT.items() if name != "first_k_dense_replace"} | TIED,
         q_lora_rank=12,
         mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+    ),
+}
+# with few heads, scores tie at 0
+INDEXER: dict[str, Any] = LATENT | dict(
+    q_lora_rank=12, index_n_heads=32, index_head_dim=8, index_topk=4
+)
+CONFIGS |= {
+    "deepseek_v32": DeepseekV32Config(
+        **INDEXER, n_group=2, topk_group=1, rope_parameters=CONFIGS["deepseek_v3"].rope_parameters
+    ),
+    "glm_moe_dsa": GlmMoeDsaConfig(
+        **INDEXER | TIED,
+        n_group=1,
+        topk_group=1,
+        indexer_types=["full", "shared", "full", "shared"],
     ),
 }
 YARN: dict[str, Any] = dict(
