@@ -164,7 +164,7 @@ def test_a_vision_part_is_refused_before_the_start(tmp_path: Path) -> None:
     assert "--train-backend fsdp" in problem
 
 
-NO_PUBLIC_SCRIPT = {"phi3", "olmo3", "granite", "seed_oss", "smollm3"}
+NO_PUBLIC_SCRIPT = {"phi3", "olmo3", "granite", "seed_oss", "smollm3", "deepseek_v32"}
 
 
 def test_every_family_with_a_map_has_a_recipe() -> None:
