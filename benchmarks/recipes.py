@@ -292,14 +292,16 @@ def figures(folder: Path) -> dict[str, Any]:
     if not metrics.is_file():
         return found
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    steps = [row for row in rows if "rollout/raw_reward" in row]
+    steps = [row for row in rows if "rollout/step" in row]
 
     def median(key: str) -> float | None:
         values = [row[key] for row in steps[1:] if row.get(key) is not None]
         return round(statistics.median(values), 3) if values else None
 
     return found | {
-        "rewards": [round(row["rollout/raw_reward"], 4) for row in steps],
+        "rewards": [
+            round(x, 4) for row in steps if (x := row.get("rollout/raw_reward")) is not None
+        ],
         "step_seconds": median("perf/step_time"),
         "train_seconds": median("perf/train_time"),
         "rollout_seconds": median("perf/rollout_time"),

@@ -213,18 +213,15 @@ def compute_mis_weights(
             "mis_tis_changed_frac": ((weight != ratio) | (kept != mask)).to(d.dtype),
         }
         if config.batch_normalize:
-            weight = weight / (
-                mean_weight(config, d, mask, lengths, IDENTITY)
-                if weight_mean is None
-                else weight_mean
-            )
+            if weight_mean is None:
+                weight_mean = mean_weight(config, d, mask, lengths, IDENTITY)
+            weight = weight / weight_mean
         metrics["mis_weight"] = weight
         pg_loss = pg_loss * weight
     # Rejection of tokens by their ratio, and of whole sequences by their worst token.
     if config.use_rs:
-        inside = _inside(
-            ratio_at(config.rs_level, d, mask, lengths, reduce), config.rs_lower, config.rs_upper
-        )
+        ratio = ratio_at(config.rs_level, d, mask, lengths, reduce)
+        inside = _inside(ratio, config.rs_lower, config.rs_upper)
         metrics["mis_rs_rejected_frac"] = 1 - inside
         kept = kept * inside
     if config.veto is not None:
@@ -233,10 +230,8 @@ def compute_mis_weights(
         metrics["mis_veto_frac"] = (count > 0).to(d.dtype)
         kept = kept * (count == 0)
     metrics["mis_rejected_frac"] = mask - kept
-    new_masks = [
-        new.to(old.dtype) for new, old in zip(kept.split(lengths), loss_masks, strict=True)
-    ]
-    return pg_loss, new_masks, metrics
+    pairs = zip(kept.split(lengths), loss_masks, strict=True)
+    return pg_loss, [new.to(old.dtype) for new, old in pairs], metrics
 
 
 def _inside(ratio: Tensor, low: float, high: float) -> Tensor:

@@ -192,8 +192,7 @@ def stand_in(*args: object, **keywords: object) -> float:
     raise AssertionError("the function was refused")
 
 
-# --- rows
-# --------------------------------------------------------------------------------------------
+# --- rows ---
 
 
 class RowsError(ValueError):

@@ -39,6 +39,8 @@ class LossType(ABC):
     log-probs.
     """
 
+    has_rewards: ClassVar[bool] = True
+    """Whether samples have rewards, and not only a mark of which response is the chosen one."""
     needs_logits: ClassVar[bool] = False
     """Whether it reads ``TokenBatch.logits``."""
 

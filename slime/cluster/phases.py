@@ -205,9 +205,11 @@ class StepLog:
         pending: Metrics of the current step, by name.
         last_step, last_evaluation: Metrics of the last complete step and of the last evaluation.
         all_failed: Of each rollout, whether no sample can be trained.
+        left_out: Metrics that mean nothing in this run.
     """
 
     display: Display
+    left_out: Sequence[str] = ()
     pending: dict[str, float] = field(default_factory=dict)
     last_step: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
@@ -302,6 +304,8 @@ class StepLog:
         self.pending["perf/step_time"] = step_seconds
         self.pending["perf/wait_time_ratio"] = min(waited / step_seconds, 1.0)
         self._step_started = now
+        for name in self.left_out:
+            self.pending.pop(name, None)
         self._logger.log(self.pending, rollout_id, "rollout/step")
         self.display.step_line(rollout_id, num_rollout, self.pending, times)
         self.last_step = self.pending

@@ -33,12 +33,13 @@ from slime.config.algorithm import KlConfig
 from slime.config.cluster import ClusterConfig
 from slime.config.layout import ParallelLayout
 from slime.config.parser import ConfigError
+from slime.config.rollout import has_rewards
 from slime.config.run import CheckpointConfig
 from slime.config.settings import role_args
 from slime.config.weight_sync import WeightSyncConfig
 from slime.engines.keys import RunKeys
 from slime.observability.display import Display
-from slime.observability.metrics import MetricsLogger, read_metrics
+from slime.observability.metrics import REWARD_KEYS, MetricsLogger, read_metrics
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import Settled, append_attempt
 from slime.registry import find
@@ -131,7 +132,8 @@ def prepare(args: Args, asynchronous: bool = False, in_program: bool = False) ->
         locks[0].release()
         raise
     # The time of a program before its run does not count as the run's.
-    log = StepLog(Display(folder, since=time.time() if in_program else None))
+    display = Display(folder, since=time.time() if in_program else None)
+    log = StepLog(display, left_out=() if has_rewards(args) else REWARD_KEYS)
     stop = StopSignals(in_program)
     return Parts(args, folder, begin, log, stop, asynchronous, locks, RunKeys.from_args(args))
 

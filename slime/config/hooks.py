@@ -30,7 +30,6 @@ directory.
 """
 
 
-@functools.cache
 def load_function(path: str, default_name: str | None = None) -> Any:
     """Resolve ``pkg.module.function``, ``pkg.module:function``, ``file.py:function`` or
     ``file.py``.
@@ -83,7 +82,6 @@ def _import(module: str, path: str) -> ModuleType:
         raise
 
 
-@functools.cache
 def load_file(path: str) -> ModuleType:
     """Import a Python file as a module, once per process."""
     file = Path(path).expanduser().resolve()
@@ -96,6 +94,7 @@ def load_file(path: str) -> ModuleType:
     return module_of_file(name, file)
 
 
+@functools.cache
 def module_of_file(name: str, file: Path) -> ModuleType:
     """Execute a Python file as a new module with this name, and return the module."""
     spec = importlib.util.spec_from_file_location(name, file)

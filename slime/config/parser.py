@@ -383,7 +383,7 @@ def read_settings(
 
 
 def _apply_override(args: Args, file: str) -> list[str]:
-    before = {**vars(args), **args.megatron}
+    before = passthrough.every_value(vars(args))
     problems = apply_file(args, file, "--override", new_names=False)
     if (
         before["ref_load"] is not None
@@ -391,12 +391,10 @@ def _apply_override(args: Args, file: str) -> list[str]:
     ):
         # --ref-load named the model that the file replaces, so it follows
         args.ref_load = args.hf_checkpoint
-    after = {**vars(args), **args.megatron}
-    hidden = {"explicit", "notices", *passthrough.programs()}
     changed = [
-        f"{name}: {redacted(name, before.get(name))} -> {redacted(name, after.get(name))}"
-        for name in after
-        if name not in hidden and before.get(name) != after[name]
+        f"{name}: {redacted(name, before.get(name))} -> {redacted(name, value)}"
+        for name, value in passthrough.every_value(vars(args)).items()
+        if before.get(name) != value
     ]
     args.notices.append(f"--override {file}: " + ("; ".join(changed) or "it changes nothing"))
     return problems

@@ -176,6 +176,18 @@ def option_value(name: str, attributes: Mapping[str, object]) -> tuple[bool, obj
     return False, None
 
 
+def every_value(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all attributes of the arguments, but with the options of programs that were given by the
+    names that files have for them.
+    """
+    hidden = ("explicit", "notices", *programs())
+    return {name: value for name, value in attributes.items() if name not in hidden} | {
+        prefix_of(program) + name: value
+        for program in programs()
+        for name, value in attributes[program].items()
+    }
+
+
 def given_options(args: Args) -> dict[str, object]:
     """Return the options that were given for the engine of the run; none if it has no own ones."""
     options: dict[str, object] = vars(args).get(args.rollout_backend, {})

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slime.config.algorithm import registered_loss
 from slime.config.engine import ServerGroupError, served_models
 from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
 from slime.config.hf_config import context_length, model_config, rotary_limit
@@ -24,6 +25,13 @@ FULLY_ASYNC_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully
 SFT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
 OWN_FUNCTIONS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_FUNCTION)
 """The rollout functions that account for every group, and that can generate in rollout workers."""
+
+
+def has_rewards(args: Args) -> bool:
+    """Whether samples have rewards. Answers of a data set that are only imitated have none."""
+    loss = registered_loss(args)
+    imitates = (args.loss_type, args.rollout_function_path) == ("sft_loss", SFT_FUNCTION)
+    return bool(loss.has_rewards) if loss else not imitates
 
 
 @dataclass

@@ -12,14 +12,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.config.args import FLAGS, Args, Spelling, spellings, underscored
+from slime.config.args import Args, Spelling, spellings, underscored
 from slime.config.batch import check_split
 from slime.config.files import read_yaml
 from slime.config.flag import OutOfRange, convert, did_you_mean
 from slime.config.flag_support import why_missing
 from slime.config.hf_config import is_hf_folder
 from slime.config.layout import ParallelLayout, check_shard_size
-from slime.config.passthrough import prefix_of, programs
+from slime.config.passthrough import every_value, prefix_of, programs
 
 HIDDEN = "***"
 _SECRET = re.compile(
@@ -178,10 +178,9 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
             name: value for name, value in variables.items() if value != HIDDEN
         }
     for family in programs():
-        prefix = prefix_of(family)
-        given = content.get(family)
-        given = given if isinstance(given, dict) else {}
-        settings |= {f"{prefix}{name}": value for name, value in given.items() if value != HIDDEN}
+        if isinstance(given := content.get(family), dict):
+            prefix = prefix_of(family)
+            settings |= {prefix + name: value for name, value in given.items() if value != HIDDEN}
     return settings
 
 
@@ -254,9 +253,8 @@ def role_args(args: Args, role: str) -> Args:
 def check_roles(args: Args) -> list[str]:
     """Check the file of ``--megatron-config-path``, and how a critic with GPUs of its own is
     divided over them."""
-    if not args.megatron_config_path:
-        return _check_critic(role_args(args, "critic")) if args.critic_gpus else []
-    content, problems = read_yaml(args.megatron_config_path, _ROLES_OPTION)
+    path = args.megatron_config_path
+    content, problems = read_yaml(path, _ROLES_OPTION) if path else ({}, [])
     problems += [
         f"{_ROLES_OPTION}: {name!r} is not {' or '.join(ROLES)}"
         for name in content
@@ -310,17 +308,11 @@ def to_dict(args: Args) -> dict[str, Any]:
     The mapping is also a valid ``--override`` file, except for derived values (``use_critic``,
     ``world_size``). Secrets are None.
     """
-    values = vars(args)
-    known: dict[str, Any] = {name: values[name] for name in FLAGS}
-    passed = {
-        prefix_of(family) + name: value
-        for family in programs()
-        for name, value in values[family].items()
+    return {
+        name: _shown(name, value)
+        for name, value in every_value(vars(args)).items()
+        if name != "override" and _plain(value)
     }
-    skip = {*programs(), "notices", "explicit", "override", *known}
-    others = {name: value for name, value in values.items() if name not in skip and _plain(value)}
-    known.pop("override")
-    return {name: _shown(name, value) for name, value in {**known, **passed, **others}.items()}
 
 
 def _shown(name: str, value: object) -> object:

@@ -107,7 +107,8 @@ class Report:
         for name, key in absent:
             said = f"{spec}: no row has the {name} column {key!r}; the rows have {self.names}"
             if name in ("prompt", "label"):
-                problems.add(said)
+                flag = "--input-key" if name == "prompt" else "--label-key"
+                problems.add(f"{said}: name it with {flag}")
             else:
                 problems.warnings.append(said)
         said_once = any(name in ("prompt", "label") for name, _ in absent)

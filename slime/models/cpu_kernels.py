@@ -378,8 +378,7 @@ def _repeated(x: Tensor, groups: int) -> Tensor:
     return x.unsqueeze(1).expand(-1, groups, -1, -1).contiguous()
 
 
-# --- rows of blocks; x is [H_kv, T, ...]
-# -----------------------------------------------------------
+# --- rows of blocks; x is [H_kv, T, ...] ---
 
 
 def _pick(x: Tensor, block: OwnBlock) -> Tensor:

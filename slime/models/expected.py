@@ -177,7 +177,7 @@ def _dry_load(model: PreTrainedModel, stored: NamedWeights) -> Differences | Non
     """
     # with output_loading_info it returns a pair, which its annotation leaves out
     architecture: Any = type(model)
-    with _quiet():
+    with quiet():
         try:
             _, info = architecture.from_pretrained(
                 None,
@@ -211,9 +211,9 @@ def from_loading_info(model: PreTrainedModel, info: LoadingInfo) -> Differences:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the table of differences that transformers prints, because slime reports them in one
-    message.
+def quiet() -> Iterator[None]:
+    """Suppress the bar and the table of differences that transformers prints, because slime has a
+    terminal output of its own and reports differences in one message.
     """
     loggers = [
         logging.getLogger(f"transformers.{name}")

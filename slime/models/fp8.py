@@ -100,8 +100,7 @@ def block_sizes(shape: Sequence[int], scales: Sequence[int]) -> tuple[int, int] 
     return BLOCK, BLOCK
 
 
-# --- a checkpoint for engines to start from
-# --------------------------------------------------------
+# --- a checkpoint for engines to start from ---
 
 
 def fp8_folder(

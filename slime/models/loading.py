@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from slime.models.cpu_kernels import use_onednn_linears
-from slime.models.expected import compare, from_loading_info, notices, require_fit
+from slime.models.expected import compare, from_loading_info, notices, quiet, require_fit
 from slime.models.shards import (
     UNTIES,
     ModelError,
@@ -344,7 +344,8 @@ def _with_weights(
     common |= {"state_dict": stored.lazy(), "generation_config": generation}
     architecture: Any = type(empty)
     try:
-        model, info = architecture.from_pretrained(None, **common)
+        with quiet():
+            model, info = architecture.from_pretrained(None, **common)
     except Exception as error:
         # transformers raises its own error instead of that of a reading thread
         if stored.fault is not None:

@@ -31,7 +31,11 @@ from slime.observability.run_state import StateFile
 from slime.registry import find
 
 STEP_NUMBERS = (  # metric, label, format; metrics that a step does not have are not shown
-    ("train/loss", "loss", "{:.2g}"),
+    ("train/preference_accuracy", "accuracy", "{:.0%}"),
+    ("train/preference_margin", "margin", "{:.2f}"),
+    ("train/chosen_reward", "chosen", "{:.2f}"),
+    ("train/rejected_reward", "rejected", "{:.2f}"),
+    ("train/loss", "loss", "{:.3g}"),
     ("train/grad_norm", "grad", "{:.2f}"),
     ("rollout/response_len/mean", "length", "{:.1f}"),
     ("rollout/truncated_ratio", "cut", "{:.0%}"),
@@ -217,13 +221,10 @@ class Display:
                 for key, seconds in times.items()
             }
             # Short phases would make the line long and say nothing.
-            shown = {
-                name: s
+            parts = " + ".join(
+                f"{LABELS.get(name, name.replace('_', ' '))} {s:.1f}"
                 for name, s in phases.items()
                 if name in STEP_PHASES or s > LONG_SHARE * total
-            }
-            parts = " + ".join(
-                f"{LABELS.get(name, name.replace('_', ' '))} {s:.1f}" for name, s in shown.items()
             )
             text.append(f"  {total:.1f} s ({parts})", style="dim")
         self.note(text)

@@ -183,8 +183,7 @@ def transformed(
         yield from stage
 
 
-# --- transforms
-# ------------------------------------------------------------------------------------
+# --- transforms ---
 
 
 def cast_floating(dtype: torch.dtype, keep: tuple[str, ...] = FULL_PRECISION) -> Transform:

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import pytest
 
 from slime.cli.errors import CommandError
 from slime.cli.main import main
-from slime.config.hooks import load_file, load_function
+from slime.config.hooks import load_function
 from slime.data.sample import Sample
 from slime.plugins.tools.commands.make_data import STARTERS, TASKS, init
 
@@ -82,18 +81,6 @@ def test_a_folder_with_files_is_left_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-@pytest.fixture
-def hooks_by_their_words() -> Iterator[None]:
-    """A process keeps the function of ``reward.py:reward``, which is another one in another
-    folder.
-    """
-    for load in (load_function, load_file):
-        load.cache_clear()
-    yield
-    for load in (load_function, load_file):
-        load.cache_clear()
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_the_script_passes_every_check(
     task: str,
@@ -101,7 +88,6 @@ def test_the_script_passes_every_check(
     smollm2: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    hooks_by_their_words: None,
 ) -> None:
     init(tmp_path / "mine", task)
     samples = {"preference": 16, "distill": 32}.get(task, 64)

@@ -116,12 +116,15 @@ TRL = """accelerate launch grpo.py --model_name_or_path m --beta 0.04 --num_gene
         ),
         (TRL.replace("0.04", "0.0"), ["--hf-checkpoint m"], ["--use-kl-loss"], []),
         (
-            VERL + " actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.max_num_seqs=64",
-            ["--rollout-backend vllm", "--vllm-max-num-seqs 64"], ["--sglang"], [],
+            VERL + " actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.max_num_seqs=64"
+            " actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
+            ["--rollout-backend vllm", "--vllm-max-num-seqs 64"], ["--sglang", "ulysses"], [],
         ),
         (
-            VERL + " actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.max_num_seqs=64",
-            ["--rollout-backend sglang", "--sglang-max-running-requests 64"], ["--vllm"], [],
+            VERL + " actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.max_num_seqs=64"
+            " actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+            ["--rollout-backend sglang", "--sglang-max-running-requests 64",
+             "--context-parallel-size 2", "--context-parallel-kind ulysses"], ["--vllm"], [],
         ),
         (
             OPENRLHF + " --vllm_sync_backend nccl --vllm_gpu_memory_utilization 0.5",

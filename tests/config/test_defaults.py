@@ -18,6 +18,7 @@ from slime.config import machine as machine_module
 from slime.config.args import Args
 from slime.config.machine import Machine, count_gpus
 from slime.config.resolve import resolve_defaults
+from slime.config.rollout import SFT_FUNCTION, has_rewards
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
 NODE = Machine(gpus=8, cores=64, in_cluster=False)
@@ -293,6 +294,15 @@ def test_the_checkpoint_may_come_by_load_or_ref_load(workplace) -> None:
     args = load_args(["--prompt-data", workplace.data, "--ref-load", workplace.model])
     assert args.hf_checkpoint == workplace.model
     assert any("--hf-checkpoint" in notice for notice in args.notices)
+
+
+def test_answers_that_are_imitated_have_no_rewards() -> None:
+    """Those that the run generates have, whatever the loss."""
+    rollout = {"rollout_function_path": SFT_FUNCTION}
+    for loss, more in (("sft_loss", rollout), ("dpo", {}), ("kto", {}), ("reward_model", {})):
+        assert not has_rewards(make_args(loss_type=loss, **more)), loss
+    for loss in ("sft_loss", "policy_loss"):
+        assert has_rewards(make_args(loss_type=loss)), loss
 
 
 def test_recompute_flags_mean_gradient_checkpointing(workplace) -> None:

@@ -18,7 +18,9 @@ def test_override_beats_custom_config_beats_command_line(workplace) -> None:
         "custom.yaml", "lr: 2.0e-5\nmax_turns: 7\nrollout_batch_size: 16\nmy_tool: search\n"
     )
     override = workplace.write(
-        "laptop.yaml", "rollout_batch_size: 4\nglobal-batch-size: 8\n--n-samples-per-prompt: 2\n"
+        "laptop.yaml",
+        "rollout_batch_size: 4\nglobal-batch-size: 8\n--n-samples-per-prompt: 2\n"
+        "sglang_mem_fraction_static: 0.5\n",
     )
     args = workplace.load(
         f"--lr 1e-3 --rollout-batch-size 32 --custom-config-path {custom} --override {override}"
@@ -27,6 +29,7 @@ def test_override_beats_custom_config_beats_command_line(workplace) -> None:
     assert (args.rollout_batch_size, args.global_batch_size, args.n_samples_per_prompt) == (4, 8, 2)
     (printed,) = [notice for notice in args.notices if notice.startswith("--override")]
     assert "rollout_batch_size: 16 -> 4" in printed and "global_batch_size: None -> 8" in printed
+    assert "sglang_mem_fraction_static: None -> 0.5" in printed
 
 
 def test_custom_config_is_checked_with_everything_else(workplace) -> None:

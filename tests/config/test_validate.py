@@ -10,6 +10,7 @@ from make_args import make_args, rule_problems
 
 from slime.config.cluster import environment_texts
 from slime.config.engine import OUTER_CACHE, OUTER_CACHES
+from slime.config.hooks import load_function
 from slime.config.machine import Machine
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_FUNCTION, may_use_workers
 from slime.config.rules import Run, idle_flags
@@ -274,6 +275,16 @@ def test_hooks_are_found_in_all_forms(workplace) -> None:
         workplace.problems("--custom-rm-path json:dumps --rollout-sample-hook-path json.loads")
         == []
     )
+
+
+def test_a_file_of_hooks_is_that_of_the_working_directory(tmp_path, monkeypatch) -> None:
+    """One process may check or start runs of several folders."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "reward.py").write_text(f"def reward(): return {name!r}\n")
+        monkeypatch.chdir(tmp_path / name)
+        function = load_function("reward.py:reward")
+        assert function() == name and load_function("./reward.py:reward") is function
 
 
 def test_a_hook_whose_file_fails_is_reported(workplace) -> None:

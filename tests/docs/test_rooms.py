@@ -119,7 +119,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "slime.plugins.compat.helpers",
     ): "a documented import path",
     ("slime.utils.misc", "slime.plugins.compat.helpers"): "a documented import path",
-    ("slime.rollout.rm_hub.f1", "slime.plugins.rewards.f1"): "a documented import path",
+    ("slime.rollout.rm_hub.f1", "slime.plugins.rewards.simple"): "a documented import path",
     (
         "slime.rollout.multi_turn",
         "slime.plugins.agents.conversation",

@@ -43,6 +43,7 @@ def test_dpo_learns_to_prefer(runner, tiny_model, pairs):
     )
     assert steps[-1]["train/loss"] < 0.3 and steps[-1]["train/preference_accuracy"] == 1.0
     assert steps[-1]["train/chosen_reward"] > 0 > steps[-1]["train/rejected_reward"]
+    assert "accuracy 100%" in result.output and "rollout/raw_reward" not in steps[-1]
 
 
 def test_kto_learns_what_is_desirable(runner, tiny_model, pairs):

@@ -50,6 +50,10 @@ def test_a_file_gets_one_plain_line_a_phase_and_a_step(tmp_path: Path) -> None:
         and "rollout 0.0 + sync" in lines[2]
     )
     assert set(times) == {"perf/rollout_time", "perf/update_weights_time"}
+    learned = {"train/preference_accuracy": 0.75, "train/preference_margin": -0.125}
+    display.step_line(1, 12, {**learned, "train/loss": 0.6931}, {})
+    said = out.getvalue().splitlines()[-1]
+    assert said == "step 2/12  accuracy 75%  margin -0.12  loss 0.693"
     assert display.pop_times() == {} and display.finish() is None
 
 

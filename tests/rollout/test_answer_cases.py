@@ -7,7 +7,7 @@ from answer_cases import CHOICES, DAPO, F1, LAST_NUMBER, MATH
 from make_args import make_args
 
 from slime.data.sample import Sample
-from slime.plugins.rewards.f1 import f1_score
+from slime.plugins.rewards.simple import f1_score
 from slime.rollout.rm_hub import (
     async_rm,
     check_label,

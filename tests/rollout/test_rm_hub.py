@@ -22,10 +22,10 @@ from slime import registry
 from slime.data.eval_config import BY_TYPE
 from slime.data.sample import Sample
 from slime.plugins.rewards.answers import as_number, last_number, normalize_math
-from slime.plugins.rewards.f1 import f1_score
 from slime.plugins.rewards.gpqa import extract_letter
 from slime.plugins.rewards.math import dapo_reward
 from slime.plugins.rewards.sglang_scorer import judge_text
+from slime.plugins.rewards.simple import f1_score
 from slime.rollout import rm_hub
 from slime.rollout.rm_hub import (
     async_rm,

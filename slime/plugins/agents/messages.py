@@ -173,8 +173,7 @@ def _shown(value: object) -> str:
     return repr(value)[:100]
 
 
-# --- the common form of conversations
-# ---------------------------------------------------------------
+# --- the common form of conversations ---
 
 
 class CalledFunction(TypedDict):

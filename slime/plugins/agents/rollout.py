@@ -76,6 +76,7 @@ async def generate(
             span.set(**session.counts)
     finally:
         server.close(session)
+    seconds = time.monotonic() - began
     # An engine that failed concerns the whole rollout, and an abort leaves the sample for later.
     if session.fault is not None:
         raise session.fault
@@ -85,13 +86,21 @@ async def generate(
     # Each leaf of the tree is a sample with the reward of the session.
     samples = _samples(session)
     for leaf in samples:
-        leaf.metadata[STATISTICS] = {
-            **session.counts,
-            "leaves": len(samples),
-            "seconds": time.monotonic() - began,
-        }
+        leaf.metadata[STATISTICS] = {**session.counts, "leaves": len(samples), "seconds": seconds}
         leaf.reward = copy.copy(reward)
-    # A program that failed has no reward: its samples are counted and left out.
+    await _score(session, samples, reward, failure)
+    return samples[0] if len(samples) == 1 else samples
+
+
+async def _score(
+    session: Session,
+    samples: list[Sample],
+    reward: Reward,
+    failure: tuple[str, str] | None,
+) -> None:
+    """Score samples that have no reward of their program. Those of a program that failed are counted
+    and left out.
+    """
     if not session.tree.turns and failure is None:
         failure = "error", "the agent program ended without any answer from the model"
     if failure is not None:
@@ -100,8 +109,7 @@ async def generate(
             mark_unscored(leaf, *failure)
             leaf.status = status
     elif reward is None:
-        await _score_once(args, samples)
-    return samples[0] if len(samples) == 1 else samples
+        await _score_once(session.state.args, samples)
 
 
 async def _outcome(

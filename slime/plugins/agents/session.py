@@ -261,13 +261,7 @@ class Session:
             params["skip_special_tokens"] = False
         probe = self._probe(parent, added)
         begun = probe.tokens  # generation replaces them by longer lists
-        seed = params.get("sampling_seed")
-        if isinstance(seed, int):
-            # Parallel requests arrive in any order. For reproducible runs, the seed depends on the
-            # conversation (and on how often it was sent), not on the order of arrival.
-            prompt = _digest(probe.tokens)
-            params["sampling_seed"] = derive_seed(seed, "agent", prompt, self.asked[prompt])
-            self.asked[prompt] += 1
+        self._set_seed(params, probe.tokens)
         most, opened = self._room(parent, added, ask), self._opened(added)
         shown = Shown((*parser.marks, *stops), getattr(parser, "opening", ()))
         constraint = self._constraint(ask, opened)
@@ -314,6 +308,15 @@ class Session:
             what = f"--agent-tool-parser {self.parser_name}"
             note(what, "has no grammar, so answers are not constrained but only checked")
         return tag
+
+    def _set_seed(self, params: SamplingParams, prompt_ids: list[int]) -> None:
+        # Parallel requests arrive in any order. For reproducible runs, the seed depends on the
+        # conversation (and on how often it was sent), not on the order of arrival.
+        seed = params.get("sampling_seed")
+        if isinstance(seed, int):
+            prompt = _digest(prompt_ids)
+            params["sampling_seed"] = derive_seed(seed, "agent", prompt, self.asked[prompt])
+            self.asked[prompt] += 1
 
     def _check_demand(self, ask: Ask, turn: Turn) -> None:
         """Raise an error for an answer that does not meet the client's demand, unless it was

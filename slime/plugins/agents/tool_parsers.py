@@ -152,8 +152,7 @@ def tools_in_words(tools: Sequence[Tool]) -> str:
     return HERMES_PREAMBLE.format(tools="\n".join(map(json.dumps, tools)))
 
 
-# --- reasoning: `<think>…</think>` at the beginning of a text, also while it streams
-# --------------------
+# --- reasoning: `<think>…</think>` at the beginning of a text, also while it streams ---
 
 
 def split_reasoning(text: str, tags: Tags | None, opened: bool) -> tuple[str, str]:

@@ -31,7 +31,7 @@ class Framework(TypedDict):
     colon comes what becomes of the value: ``on`` and ``off`` (a switch, if the value is true or
     false), ``given`` (a switch for any value), ``per_group``, ``per_engine``, ``groups``
     (multiplied or divided by the group size or engine size), ``kl`` and ``loss`` (the KL in the
-    loss).
+    loss), ``ulysses`` (ranks that exchange heads).
     ``is_X``: a switch for the value X; ``reward``: see ``rewards``. Two flags with ``+`` between them
     get a value each.
     ``values``: other values, by flag of slime.
@@ -251,12 +251,13 @@ def _add_one(
     # The KL penalty, in the loss or in the reward.
     if form == "loss" and not sizes.in_loss:
         flag = "--kl-coef"  # without its --use_kl_loss, the KL is in the reward
+    if form == "kl" and value in ("0", "0.0"):
+        return
     if form == "kl":
-        if value in ("0", "0.0"):
-            return
         made.flags.append(["--use-kl-loss"])
-    known = table["values"].get(flag, {})
-    new = [known.get(one, one) for one in values]
+    if form == "ulysses" and value != "1":
+        made.flags.append(["--context-parallel-kind", "ulysses"])
+    new = [table["values"].get(flag, {}).get(one, one) for one in values]
     if new != list(values):
         made.changes.append(f"{option} {' '.join(values)}: {flag} {' '.join(new)}")
     taken = FLAGS.get(flag[2:].replace("-", "_"))

@@ -169,8 +169,7 @@ async def loads(request: web.Request) -> web.Response:
     )
 
 
-# --- the application, without the process around it
-# ------------------------------------------------
+# --- the application, without the process around it ---
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_BODY_BYTES_WITH_IMAGES = 256 * 2**20

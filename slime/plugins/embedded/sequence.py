@@ -173,8 +173,7 @@ def version_spans(events: list[VersionEvent], current: str, num_output: int) -> 
     return spans
 
 
-# --- text, for responses, stop strings and streaming
-# ------------------------------------------------
+# --- text, for responses, stop strings and streaming ---
 
 _REPLACEMENT = "�"
 _MOST_BYTES = 4  # the most bytes of one character in UTF-8
@@ -304,8 +303,7 @@ def _overlap(text: str, stop: str) -> int:
     )
 
 
-# --- the JSON responses of /generate, with SGLang's field names
-# -------------------------------------
+# --- the JSON responses of /generate, with SGLang's field names ---
 
 Scored = tuple[float | None, int, str | None]
 """The log-prob of a token, its id, and its text if the request asked for it."""

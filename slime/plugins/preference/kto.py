@@ -101,6 +101,7 @@ class Kto(LossType):
     """``--loss-type kto``."""
 
     needs_reference: ClassVar[bool] = True
+    has_rewards: ClassVar[bool] = False
 
     def compute(
         self, tokens: TokenBatch, mean: Reducer, reduce: Reduce

@@ -47,6 +47,7 @@ class Dpo(LossType):
     """``--loss-type dpo``, on rollouts of two samples: the chosen response and the rejected one."""
 
     whole_rollouts: ClassVar[bool] = True
+    has_rewards: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = True
 
     def compute(
@@ -71,6 +72,7 @@ class BradleyTerry(LossType):
     """
 
     whole_rollouts: ClassVar[bool] = True
+    has_rewards: ClassVar[bool] = False
     scores_responses: ClassVar[bool] = True
 
     def compute(

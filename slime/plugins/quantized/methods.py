@@ -50,8 +50,7 @@ _EXPLAINS = (
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8}
 
 
-# --- 8-bit values and a scale
-# ----------------------------------------------------------------------
+# --- 8-bit values and a scale ---
 
 
 def read_scaled(
@@ -131,8 +130,7 @@ def _store_scaled(
     return {name: values, scale: scales}
 
 
-# --- compressed-tensors
-# ----------------------------------------------------------------------------
+# --- compressed-tensors ---
 
 
 def read_compressed(
@@ -202,8 +200,7 @@ def _packed_weight(
     return Weight((f"{name}_packed", scale, shape), (rows, columns), compute, store)
 
 
-# --- MXFP4
-# -----------------------------------------------------------------------------------------
+# --- MXFP4 ---
 
 
 def read_mxfp4(

@@ -118,11 +118,8 @@ class Trial:
     """
 
     program: str
-    done: str = (
-        # what the program prints when it has come to its end; empty: everything that it prints is
-        # the answer
-        ""
-    )
+    # What the program prints at its end; empty: everything that it prints is the answer.
+    done: str = ""
     case: Case | None = None
     tests: str = ""  # runs beside the program, in a sandbox of its own, and prints ``done``
 
@@ -154,12 +151,8 @@ def trials(tests: CodeTests, code: str, cpu_seconds: int) -> Iterator[Trial]:
     # Marks where the result begins. A program may find it and print it, but what follows is
     # compared all the same.
     done = hashlib.blake2b(f"{code}\0{tests}".encode(), digest_size=16).hexdigest()
-    order: dict[str, Any] = {
-        "cpu": cpu_seconds,
-        "done": done,
-        "module": "solution",
-        "parts": [*before, code],
-    }
+    alone: dict[str, Any] = {"cpu": cpu_seconds, "module": "solution", "parts": [*before, code]}
+    order = {**alone, "done": done}
     # Asserts run in another sandbox and call the program: it cannot change what they mean.
     if tests.asserts:
         names = _names_of_program(tests, code, prompt)
@@ -170,9 +163,7 @@ def trials(tests: CodeTests, code: str, cpu_seconds: int) -> Iterator[Trial]:
             "names": names,
             "asserts": tests.asserts,
         }
-        program = _program(
-            _PROGRAM, {"cpu": cpu_seconds, "module": "solution", "parts": [*before, code]}
-        )
+        program = _program(_PROGRAM, alone)
         yield Trial(_PEER + program, done, tests=_PEER + _program(_TESTS, judge))
     # Inputs go into the program, and its output comes out to be compared here.
     for case in tests.cases:

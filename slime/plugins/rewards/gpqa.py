@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from slime.data.reasoning import after_thinking
 from slime.data.sample import Sample
 from slime.plugins.rewards.answers import without_styles
-from slime.plugins.rewards.f1 import normalize_answer
+from slime.plugins.rewards.simple import normalize_answer
 from slime.rollout.rm_hub.outcome import mark_unscored
 from slime.rollout.rm_hub.reward import Reward, last_boxed
 

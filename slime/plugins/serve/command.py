@@ -123,6 +123,7 @@ def _add_tenants(serve: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the server until it is stopped."""
     from slime.api.session import Session
+    from slime.config.parser import ConfigError
 
     folder = options.state.absolute()
     if options.replay and not (folder / LOG).is_file():
@@ -138,16 +139,20 @@ def run(options: argparse.Namespace) -> int:
     )
     if adapters and options.rollout_backend == "sglang":
         adapters |= SGLANG_ADAPTERS
-    with Session(
-        options.model,
-        **adapters,
-        inline=True,
-        output_dir=str(folder / "runs"),
-        rollout_backend=options.rollout_backend,
-        deterministic=False,
-        audit_weights=False,
-        override=options.override,
-    ) as session:
+    try:
+        session = Session(
+            options.model,
+            **adapters,
+            inline=True,
+            output_dir=str(folder / "runs"),
+            rollout_backend=options.rollout_backend,
+            deterministic=False,
+            audit_weights=False,
+            override=options.override,
+        )
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    with session:
         if options.replay:
             return _replay(session, folder)
         asyncio.run(_serve(session, options, folder, keys, limits, teachers))

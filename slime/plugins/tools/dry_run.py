@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.config.layout import ParallelLayout
 
@@ -61,12 +61,12 @@ def dry_run(args: Args, asynchronous: bool = False) -> Iterator[str]:
         yield from _first_prompt(args, firsts, ids)
 
 
-# --- settings
-# --------------------------------------------------------------------------------------
+# --- settings ---
 
 
 def _settings(args: Args) -> Iterator[str]:
     from slime.config.args import FLAGS
+    from slime.config.passthrough import every_value
     from slime.config.settings import redacted
 
     given = list[str]()
@@ -77,9 +77,10 @@ def _settings(args: Args) -> Iterator[str]:
             continue
         line = _setting(flag, redacted(name, value))
         (given if name in args.explicit else follow).append(line)
-    passed = {**_named("sglang_", args.sglang), **_named("router_", args.router), **args.megatron}
     given += [
-        f"  --{name.replace('_', '-')} {redacted(name, value)}" for name, value in passed.items()
+        f"  --{name.replace('_', '-')} {redacted(name, value)}"
+        for name, value in every_value(vars(args)).items()
+        if name not in vars(args)
     ]
     yield "settings that you gave"
     yield from given or ["  none"]
@@ -100,12 +101,7 @@ def _setting(flag: Flag, value: object) -> str:
     return f"  {flag.option} {shown}{default}"
 
 
-def _named(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
-    return {prefix + name: value for name, value in values.items()}
-
-
-# --- numbers of samples and steps
-# --------------------------------------------------------------------
+# --- numbers of samples and steps ---
 
 
 def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -> Iterator[str]:
@@ -192,8 +188,7 @@ def _micro_batches(args: Args, samples: float, prompt_tokens: int) -> str:
     )
 
 
-# --- the first prompt
-# --------------------------------------------------------------------------------
+# --- the first prompt ---
 
 
 def _source(args: Args) -> DataSource | None:
@@ -290,8 +285,7 @@ def _shortened(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
-# --- the reward of the label
-# -------------------------------------------------------------------------
+# --- the reward of the label ---
 
 
 def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:

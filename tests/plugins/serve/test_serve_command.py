@@ -116,6 +116,13 @@ def test_a_wrong_teacher_is_told_before_anything_is_started(tmp_path: Path, teac
         run("--teacher", teacher, "--state", str(tmp_path / "state"))
 
 
+def test_a_wrong_flag_of_the_run_is_told_without_a_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text("no_such_flag: 1\n")
+    with pytest.raises(CommandError, match="no_such_flag"):
+        run("--override", str(file), "--state", str(tmp_path / "state"))
+
+
 def test_a_replay_needs_a_log(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="replay"):
         run("--replay", "--state", str(tmp_path))

@@ -180,8 +180,7 @@ class SeededTasks(Environment):
         return str(tagged[-1] if tagged else text).strip()
 
 
-# --- the values of --environment
-# ----------------------------------------------------------------------
+# --- the values of --environment ---
 
 
 class Make(Protocol):

@@ -116,8 +116,7 @@ class EnvironmentSource(RolloutDataSourceWithBuffer):
         super().load_state_dict(state)
 
 
-# --- the check of --environment and --mcp-server before any process starts
-# --------------------------
+# --- the check of --environment and --mcp-server before any process starts ---
 
 
 def check_environment(args: Args) -> list[str]:

@@ -177,8 +177,7 @@ def padded_vocab_size(settings: Settings) -> int:
     return math.ceil(settings["vocab_size"] / multiple) * multiple
 
 
-# --- shapes
-# ------------------------------------------------------------------------------------------
+# --- shapes ---
 
 
 def dense_settings(config: HfConfig) -> Settings:
@@ -349,8 +348,7 @@ def parse_layer_frequency(text: str) -> int | list[int]:
     return found
 
 
-# --- entries
-# -----------------------------------------------------------------------------------------
+# --- entries ---
 
 
 def query_key_value(settings: Settings, fused: bool = False) -> QueryKeyValue:

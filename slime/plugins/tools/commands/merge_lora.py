@@ -68,7 +68,7 @@ def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
     from slime.models.loading import load_hf_config, load_hf_model
     from slime.models.lora import attach
     from slime.models.lora_experts import load_expert_lora
-    from slime.models.shards import ModelError, shorten
+    from slime.models.shards import ModelError
 
     if output.exists():
         raise CommandError(f"{output} exists already: name another folder")
@@ -86,28 +86,23 @@ def merge_lora(adapter: Path, base: str | None, output: Path) -> Path:
         raise CommandError(f"the base {path} cannot be read: {error}") from error
     # Experts in one tensor are merged where they are; the factors of all other layers must fit a
     # linear layer.
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
+    modules = model.named_modules()
+    linears = {name: one for name, one in modules if isinstance(one, torch.nn.Linear)}
     try:
         experts = load_expert_lora(model, factors, settings)
     except ModelError as error:
         raise CommandError(f"{path} is not the base of {adapter}: {error}") from error
-    factors = {name: both for name, both in factors.items() if name not in experts}
-    if unknown := [name for name in factors if name not in linears]:
-        raise CommandError(
-            f"{path} is not the base of {adapter}: it has no linear layers {shorten(unknown)}"
-        )
     for name, (a, b) in factors.items():
-        weight = linears[name].weight
-        if weight.shape != (b.shape[0], a.shape[1]):
-            shapes = f"{tuple(weight.shape)}, but the adapter is for {(b.shape[0], a.shape[1])}"
-            raise CommandError(
-                f"{path} is not the base of {adapter}: {name} has the shape {shapes}"
-            )
-        attach(linears[name], a, b, settings)
+        if name in experts:
+            continue
+        if name not in linears:
+            problem = f"it has no linear layer {name}"
+        elif (shape := tuple(linears[name].weight.shape)) != (wanted := (b.shape[0], a.shape[1])):
+            problem = f"{name} has the shape {shape}, but the adapter is for {wanted}"
+        else:
+            attach(linears[name], a, b, settings)
+            continue
+        raise CommandError(f"{path} is not the base of {adapter}: {problem}")
     with writing(output):
         save_hf_checkpoint(model, output, dtype, path, writer=True)
     return output

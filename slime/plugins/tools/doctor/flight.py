@@ -152,14 +152,11 @@ def _compare(role: str, group: str, ranks: Mapping[int, Recording]) -> Finding |
     # The first operation that some rank has begun and not ended, and the ranks that belong to its
     # group.
     begun = {rank: one.operations.get(group, ()) for rank, one in ranks.items()}
-    members = {member for one in ranks.values() for member in one.members.get(group, ())} or set(
-        ranks
-    )
+    members = set().union(*(one.members.get(group, ()) for one in ranks.values())) or set(ranks)
     begun = {rank: some for rank, some in begun.items() if rank in members}
-    open_ = {
-        rank: next((one for one in some if not one.done), None) for rank, some in begun.items()
-    }
-    waiting = [(one.number, rank, one) for rank, one in open_.items() if one is not None]
+    waiting = [
+        (one.number, rank, one) for rank, some in begun.items() for one in some if not one.done
+    ]
     if not waiting:
         return None
     number, asking, operation = min(waiting, key=lambda entry: entry[:2])

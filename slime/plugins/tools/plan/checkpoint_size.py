@@ -80,8 +80,7 @@ def _unpacked(headers: Mapping[str, TensorHeader], bits: int) -> Iterator[tuple[
         yield (*header.shape[:-1], header.shape[-1] * max(share, 1))
 
 
-# --- what a run takes
-# ------------------------------------------------------------------------------
+# --- what a run takes ---
 
 
 def master_bytes(bfloat16: bool) -> int:

@@ -223,10 +223,7 @@ def _extrapolated(run: Run) -> list[str]:
         rows += [
             (new, f"layout {new} with {train.backend}: never measured"),
             (layout.tp > 2, f"TP{layout.tp}: at most TP2 was measured"),
-            (
-                layout.world_size > most,
-                f"{layout.world_size} training GPUs: at most {most} were measured",
-            ),
+            (layout.world_size > most, f"{layout.world_size} training GPUs: measured up to {most}"),
             (
                 train.backend == "fsdp" and model.shape.experts,
                 "a model with experts on fsdp: measured on megatron only",
@@ -246,10 +243,7 @@ def _extrapolated(run: Run) -> list[str]:
     ]
     if run.engine is not None:
         rows += [
-            (
-                run.engine.gpus > 2,
-                f"engines of {run.engine.gpus} GPUs: at most 2 were measured",
-            ),
+            (run.engine.gpus > 2, f"engines of {run.engine.gpus} GPUs: at most 2 were measured"),
             (model.shape.experts, "generation with experts: no measurement"),
             (
                 run.engine.quantized,

@@ -20,6 +20,7 @@ from slime.config.seeds import derive_seed
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.run import RunConfig
     from slime.data.sample import Sample
 
 H200_CURVE = ((1, 271.0), (64, 9690.0), (256, 15660.0))
@@ -240,7 +241,7 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, object
     return sample
 
 
-def drop_some(args: Args, group: list[Sample]) -> bool:
+def drop_some(args: RunConfig, group: list[Sample]) -> bool:
     """A dynamic filter that drops a share of the groups, whatever they hold."""
     fleet = _fleet()
     return derive_seed(args.seed, "dropped", group[0].group_index or 0) / 2**31 >= fleet.drop_share

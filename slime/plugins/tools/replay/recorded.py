@@ -218,8 +218,7 @@ def read_run(
         raise ReplayError(str(error)) from error
     attempts = attempts_of(folder)
     chosen = attempt_of(attempts, step)
-    template = template_of(chosen)
-    if template is None:
+    if (template := template_of(chosen)) is None:
         raise ReplayError(f"{folder} has no dumps of its samples: {_listed([])}")
     # Only data is taken from the folder. Code that it names runs with the consent of the caller.
     settled = chosen.settled
@@ -232,24 +231,12 @@ def read_run(
     if _its_code_runs(list(recorded.lines(directory)), run_its_code):
         modules.append(str(directory))
     sys.path.extend(modules)
-    # The start of a run settles some values by the machine. Those of the run are taken, not those
-    # of this machine.
     args = _arguments(recorded, changes, template, settled.asynchronous)
     if (given := set(changes.get("train_env_vars", ()))) == set(recorded.unrecorded):
         changes.pop("train_env_vars", None)  # no change: what the run had, and did not record
-    fixed: dict[str, Any] = {
-        "num_rollout": settled.num_rollout,
-        "threads_per_process": settled.threads,
-    }
-    fixed |= {
-        "max_tokens_per_gpu": settled.max_tokens,
-        "log_probs_max_tokens_per_gpu": settled.forward_tokens,
-    }
     return RecordedRun(
         folder=folder,
-        args=args.with_values(
-            **{name: value for name, value in fixed.items() if name not in changes}
-        ),
+        args=args.with_values(**_settled(settled, changes)),
         settled=settled,
         begins={one.settled.first_rollout: _loaded(one.settled) for one in attempts},
         earliest=_earliest(attempts, chosen),
@@ -372,6 +359,19 @@ def _changes(flags: Sequence[str]) -> dict[str, Any]:
         raise ReplayError("\n".join(problems))
     changes = {name: value for name, value in vars(given).items() if name in given.explicit}
     return changes | dict(given.megatron)
+
+
+def _settled(settled: Settled, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that the start of the run has settled by its machine, which are taken and
+    not those of this machine.
+    """
+    values: dict[str, Any] = {
+        "num_rollout": settled.num_rollout,
+        "threads_per_process": settled.threads,
+        "max_tokens_per_gpu": settled.max_tokens,
+        "log_probs_max_tokens_per_gpu": settled.forward_tokens,
+    }
+    return {name: value for name, value in values.items() if name not in changes}
 
 
 def _arguments(

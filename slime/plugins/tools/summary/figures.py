@@ -90,7 +90,7 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None, since: float 
     return {
         "run": run_dir.path.name,
         "seed": seed if isinstance(seed, int) else None,
-        "num_rollouts": len(rewards),
+        "num_rollouts": sum("rollout/step" in row for row in rows),
         "accuracy_before": first["values"][0] if first else None,
         "accuracy_after": first["values"][-1] if first else None,
         "reward_per_rollout": rewards,
@@ -118,6 +118,8 @@ def write_summary(run_dir: RunDir, summary: Summary) -> list[str]:
     """
     with best_effort("summary.json"), replacing(run_dir.summary) as temporary:
         temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if not (summary["reward_per_rollout"] or summary["eval"]):
+        return []  # a run on answers of a data set has nothing to draw
     try:
         with best_effort("the reward curve"):
             reward_curve_png(run_dir.reward_curve, summary)
@@ -192,9 +194,10 @@ def _phase_table(summary: Summary) -> Table:
 
 def _hints(run_dir: RunDir, hints: list[str] | None) -> Group:
     folder = _relative(run_dir.path)
+    picture = f"picture      {folder}/{run_dir.reward_curve.name}"
     lines = [
         f"curves       tensorboard --logdir {_relative(run_dir.path.parent)}",
-        f"picture      {folder}/{run_dir.reward_curve.name}",
+        *([picture] if run_dir.reward_curve.is_file() else []),
         f"texts        {folder}/samples/",
         *(hints or []),
     ]

@@ -133,8 +133,7 @@ def doctor(run: Run) -> View:
         return {"findings": [], "problem": str(error)}
 
 
-# --- steps and samples
-# -------------------------------------------------------------------------------
+# --- steps and samples ---
 
 
 def steps(run: Run) -> View:
@@ -276,8 +275,7 @@ def sample(run: Run, kind: str, number: int, position: int) -> View | None:
     }
 
 
-# --- prompts
-# -----------------------------------------------------------------------------------------
+# --- prompts ---
 
 
 def prompts(run: Run) -> View:
@@ -327,8 +325,7 @@ def _add_responses(run: Run, rows: list[Row]) -> None:
         row["response"] = " ".join(text[:_HEAD].split()) if isinstance(text, str) else None
 
 
-# --- evaluations
-# -------------------------------------------------------------------------------------
+# --- evaluations ---
 
 
 def _evaluation_names(run: Run) -> list[str]:
@@ -397,8 +394,7 @@ def _side(rows: list[Row]) -> View:
     }
 
 
-# --- ledger and engines
-# ------------------------------------------------------------------------------
+# --- ledger and engines ---
 
 
 def ledger(run: Run) -> View:
