@@ -17,4 +17,16 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY=PASSIVE
 unset PYTHONDONTWRITEBYTECODE  # as in scripts/test.sh
 
+# Without a file or folder among the arguments: only the files that have such tests are imported, not all.
+files=() ignored="" previous=""
+for word in "$@"; do
+    if [ "$previous" = --ignore ]; then ignored+="$word "; elif [[ "$word" = tests* ]]; then files=("$word"); fi
+    previous="$word"
+done
+if [ "${#files[@]}" -eq 0 ]; then
+    for file in $(grep -rlE 'mark\.sglang\b|getattr\(pytest\.mark|\b(engine_url|contract_engine)\b' tests --include='test_*.py' | sort); do
+        if [[ " $ignored" != *" $file "* ]]; then files+=("$file"); fi
+    done
+    set -- "$@" "${files[@]}"
+fi
 exec "$python" -m pytest -m sglang -rs "$@"  # a later -m wins

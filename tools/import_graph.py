@@ -61,21 +61,23 @@ def resolve(dotted: str, known: dict[str, Path]) -> str | None:
 
 
 def arrows(module: str, known: dict[str, Path]) -> Iterator[Arrow]:
-    tree = ast.parse(known[module].read_text(encoding="utf-8"))
+    nodes = list(ast.walk(ast.parse(known[module].read_text(encoding="utf-8"))))
     guards = [
         n
-        for n in ast.walk(tree)
-        if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
+        for n in nodes
+        if isinstance(n, ast.If)
+        and isinstance(n.test, ast.Name | ast.Attribute)
+        and "TYPE_CHECKING" in ast.unparse(n.test)
     ]
     for_types = {
         id(inner) for guard in guards for statement in guard.body for inner in ast.walk(statement)
     }
     prose = {
         id(n.value)
-        for n in ast.walk(tree)
+        for n in nodes
         if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         kind, names = "type" if id(node) in for_types else "import", []
         if isinstance(node, ast.ImportFrom):
             names = [f"{_origin(module, node, known)}.{alias.name}" for alias in node.names]

@@ -77,10 +77,11 @@ def read_everything(run: Run) -> None:
         for words in COMMANDS:
             assert main([words[0], str(run), *words[1:]]) in (0, 1)
         assert main(["replay", str(run), "--step", "0"]) == 1
-        for page in PAGES:
-            with contextlib.suppress(NotFound, NoRuns):
-                runs = Runs([run], None)
-                as_json(answer(runs, path_of("run", run.name, *page.split("/"))))
+        with contextlib.suppress(NoRuns):
+            runs = Runs([run], None)
+            for page in PAGES:
+                with contextlib.suppress(NotFound, NoRuns):
+                    as_json(answer(runs, path_of("run", run.name, *page.split("/"))))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)
 

@@ -52,13 +52,13 @@ async def listed(args, samples, **kw):
 
 async def busy(args, sample, **kw):
     await asyncio.sleep(0)
-    until = time.thread_time() + 0.05
+    until = time.thread_time() + 0.03
     while time.thread_time() < until:
         pass
     return 1.0
 
 def slow(args, sample):
-    time.sleep(0.05)
+    time.sleep(0.03)
     return 1.0
 
 async def patient(args, sample, **kw):
@@ -149,7 +149,7 @@ async def test_a_batch_that_hangs_marks_all_its_samples(file):
 async def test_waiting_for_others_does_not_count(file, name):
     """All together take longer than the limit of one, on one loop or on two threads; each takes a
     fraction of it, so that a busy machine does not matter."""
-    _, rewards = await score_all(settings(file, name, timeout=2.0), count=50)
+    _, rewards = await score_all(settings(file, name, timeout=1.2), count=50)
     assert rewards == [1.0] * 50
 
 

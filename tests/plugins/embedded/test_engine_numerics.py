@@ -215,7 +215,7 @@ def test_real_model_matches_transformers(smollm2: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     text = "<|im_start|>user\nWhat is 7 times 8?<|im_end|>\n<|im_start|>assistant\n"
     ids = loaded.tokenizer(text)["input_ids"]
-    sequences = [make(ids, str(i), seed=i, max_new_tokens=24) for i in range(8)]
+    sequences = [make(ids, str(i), seed=i, max_new_tokens=24) for i in range(3)]
     sequences.append(
         make(loaded.tokenizer("Once upon a time")["input_ids"], "other", seed=3, max_new_tokens=16)
     )
