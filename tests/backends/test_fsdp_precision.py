@@ -230,8 +230,15 @@ def test_the_input_of_a_layer_is_not_kept() -> None:
 # ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "keep"),
+    [
+        ("float32", False),
+        ("bfloat16", True),
+        pytest.param("float32", True, marks=pytest.mark.long),
+        pytest.param("bfloat16", False, marks=pytest.mark.long),
+    ],
+)
 def test_offloaded_masters_train_as_those_on_the_device(
     dtype: str, keep: bool, llama: Path, tmp_path: Path
 ) -> None:

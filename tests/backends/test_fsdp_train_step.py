@@ -116,21 +116,32 @@ def assert_close(
         )
 
 
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"share_prompt_in_pack": False},
+    {"attn_implementation": "sdpa"},
+    {"attn_implementation": "eager"},
+    {"gradient_checkpointing": True},
+    {"log_probs_chunk_size": 7, "entropy_coef": 0.02},
+    {"rollout_temperature": 0.7, "calculate_per_token_loss": True},
+    {"entropy_coef": 0.02, "share_prompt_in_pack": False},
+]
+
+
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "micro_batch_size"),
     [
-        {},
-        {"share_prompt_in_pack": False},
-        {"attn_implementation": "sdpa"},
-        {"attn_implementation": "eager"},
-        {"gradient_checkpointing": True},
-        {"log_probs_chunk_size": 7, "entropy_coef": 0.02},
-        {"rollout_temperature": 0.7, "calculate_per_token_loss": True},
-        {"entropy_coef": 0.02, "share_prompt_in_pack": False},
+        pytest.param(
+            flags,
+            size,
+            # each layout has one size at each commit
+            marks=[] if i % 2 == j else [pytest.mark.long],
+            id=f"{','.join(flags) or 'shared'}-{size}",
+        )
+        for i, flags in enumerate(LAYOUTS)
+        for j, size in enumerate((16, 3))
     ],
-    ids=lambda flags: ",".join(flags) or "shared",
 )
-@pytest.mark.parametrize("micro_batch_size", [16, 3])
 def test_every_layout_equals_transformers(
     checkpoint: Path,
     flags: dict[str, Any],

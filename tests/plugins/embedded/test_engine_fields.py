@@ -130,12 +130,22 @@ def body_for(route: str, field: str, value: Any) -> dict[str, Any]:
 
 CASES = [
     *(("/generate", field) for field in (*NATIVE, *SAMPLING)),
-    *(("/v1/chat/completions", field) for field in CHAT),
-    *(("/v1/completions", field) for field in COMPLETIONS),
+    *(("/v1/chat/completions", field) for field in CHAT if field not in OPENAI[1::2]),
+    *(("/v1/completions", field) for field in COMPLETIONS if field not in OPENAI[::2]),
 ]
 
 
-@pytest.mark.parametrize(("route", "field"), CASES)
+# Both routes read these fields with the same functions, so each commit has each of them on one.
+LONG_CASES = [
+    *(("/v1/chat/completions", field) for field in OPENAI[1::2]),
+    *(("/v1/completions", field) for field in OPENAI[::2]),
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "field"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)],
+)
 def test_wrong_types_name_the_field_and_harm_nobody(engine: Served, route: str, field: str) -> None:
     before = engine.greedy()
     for value in WRONG:
