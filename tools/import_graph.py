@@ -73,9 +73,7 @@ def arrows(module: str, known: dict[str, Path]) -> Iterator[Arrow]:
         id(inner) for guard in guards for statement in guard.body for inner in ast.walk(statement)
     }
     prose = {
-        id(n.value)
-        for n in nodes
-        if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
+        id(n.value) for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
     }
     for node in nodes:
         kind, names = "type" if id(node) in for_types else "import", []
