@@ -11,6 +11,8 @@ from unittest import mock
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 FAMILY = {
+    "deepseek-v3.2": "deepseek_v32",
+    "glm5": "glm_moe_dsa",
     "deepseek": "deepseek_v3",
     "moonlight": "deepseek_v3",
     "kimi": "deepseek_v3",
@@ -25,6 +27,7 @@ FAMILY = {
     "glm4.": "glm4_moe",
 }
 """How a script's name begins → the family."""
+LATENT = ("deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 
 
 def scripts() -> list[Path]:
@@ -91,7 +94,7 @@ def hf_config(family: str, flags: dict[str, Any]) -> Any:
         fields["shared_expert_intermediate_size"] = flags["moe_shared_expert_intermediate_size"]
     if family == "minimax_m2":
         fields["num_local_experts"] = flags["num_experts"]
-    if family in ("deepseek_v3", "glm4_moe_lite"):
+    if family in LATENT:
         if flags.get("rotary_scaling_factor", 1) > 1:
             rope |= dict(
                 rope_type="yarn",
@@ -114,7 +117,7 @@ def hf_config(family: str, flags: dict[str, Any]) -> Any:
             shared = flags["moe_shared_expert_intermediate_size"]
             fields |= dict(num_experts=experts, shared_expert_intermediate_size=shared)
         return AutoConfig.for_model("qwen3_5_moe_text" if experts else "qwen3_5_text", **fields)
-    if family in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"):
+    if family == "glm4_moe" or family in LATENT:
         fields |= dict(
             n_routed_experts=flags["num_experts"],
             n_shared_experts=flags["moe_shared_expert_intermediate_size"]
@@ -132,7 +135,10 @@ def reduced_config(script: Path) -> Any:
     config = hf_config(family_name(script), flags_of(script))
     config.num_hidden_layers = getattr(config, "first_k_dense_replace", 1) + 1
     if getattr(config, "mlp_layer_types", None):
-        config.mlp_layer_types = ["dense", "sparse"]
+        config.mlp_layer_types = ["dense"] * (config.num_hidden_layers - 1) + ["sparse"]
+    if getattr(config, "index_topk", None):
+        config.layer_types = ["indexed_attention"] * config.num_hidden_layers
+        config.indexer_types = ["full"] * config.num_hidden_layers
     if getattr(config, "linear_num_key_heads", None):
         config.layer_types = ["linear_attention", "full_attention"]
     return config
@@ -153,6 +159,7 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     from slime.plugins.megatron.delta_net import delta_nets
     from slime.plugins.megatron.maps.family import get_family
     from slime.plugins.megatron.model import build_chunk
+    from slime.plugins.megatron.sparse import Indexers
     from slime.plugins.megatron.weights import ModelWeights
 
     family = get_family(family_name(script))
@@ -165,9 +172,11 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     on_meta = mock.patch("slime.plugins.megatron.model.device_of", lambda config: "meta")
     with torch.device("meta"), on_meta:
         nets = delta_nets(reduced, family, settings)
+        types = settings.get("indexer_types")
+        indexers = Indexers(reduced, types) if types else None
         config = transformer_config(args, settings, ParallelLayout(), torch.device("cpu"))
         weights = ModelWeights(
-            [build_chunk(config, settings, False, None, 0, None, None, nets)],
+            [build_chunk(config, settings, False, None, 0, None, None, nets, indexers)],
             family,
             settings,
             False,
