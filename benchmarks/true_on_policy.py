@@ -568,7 +568,9 @@ def speed(options: argparse.Namespace, shape: str) -> None:
         tell(options, part="speed", shape=shape, times_slower=ratios)
 
 
-def check_run(options: argparse.Namespace) -> None:
+def check_run(
+    options: argparse.Namespace, backend: str = "embedded", *more: object, seconds: float = 150.0
+) -> None:
     """Three rollouts in one process: the importance ratios of each first step are exactly 1."""
     from random_model import write_model
 
@@ -607,12 +609,11 @@ def check_run(options: argparse.Namespace) -> None:
         "--train-backend",
         "fsdp",
         "--rollout-backend",
-        "embedded",
+        backend,
         "--train-dtype",
         "bfloat16",
         "--colocate",
-        "--no-offload-train",
-        "--no-offload-rollout",
+        *(more or ("--no-offload-train", "--no-offload-rollout")),
         "--actor-num-gpus-per-node",
         1,
         "--true-on-policy",
@@ -620,6 +621,7 @@ def check_run(options: argparse.Namespace) -> None:
         options.output,
         "--run-name",
         name,
+        seconds=seconds,
     )
     files = list((options.output / name).rglob("metrics.jsonl"))
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
@@ -631,7 +633,8 @@ def check_run(options: argparse.Namespace) -> None:
     if code or not gaps:
         print(said[-4000:], flush=True)
     exact = len(gaps) >= 3 and not any(gaps)
-    tell(options, part="train", shape=shape, exit_code=code, largest_gaps=gaps, ratios_are_1=exact)
+    result = dict(exit_code=code, largest_gaps=gaps, ratios_are_1=exact)
+    tell(options, part="train", backend=backend, flags=more, shape=shape, **result)
 
 
 WORK = {

@@ -43,6 +43,8 @@ KINDS = {
     "such as the server of an engine",
     "kernels": "a function use(model) that exchanges the kernels of a Hugging Face model, as trainer and as "
     "embedded engine, and returns slime.models.token_log_probs.Kernels",
+    "served kernels": "the options and the environment of SGLang servers in which the kernels of this name "
+    "compute",
     "rules": "a slime.config.rules.RuleSet, or a table of rows (package:rules.json): which flags exclude "
     "or need each other",
     "groups": "a function read(file, hf_checkpoint, num_gpus_per_engine) that returns the "

@@ -18,6 +18,7 @@ from slime.engines.keys import send_key
 from slime.engines.launch import EngineSettings, EngineSpec
 from slime.engines.process import EngineProcess, ServerFailed, free_port, without_proxy
 from slime.plugins.sglang.options import keyless_options
+from slime.registry import find
 
 CPU_DEFAULTS: dict[str, object] = {
     "attention_backend": "torch_native",
@@ -101,6 +102,8 @@ def server_options(
         if settings.fp8 is not None:
             # as config.json says; named, so that /server_info reports it
             ours["quantization"] = "fp8"
+        if settings.kernels is not None:
+            ours |= find("served kernels", settings.kernels)[0]
     if settings.adapter_rank and spec.updates:
         ours |= {
             "enable_lora": True,
@@ -161,6 +164,8 @@ def server_environment(settings: EngineSettings, spec: EngineSpec) -> dict[str, 
     if settings.colocated and BALANCE_CHECK not in os.environ:
         # the ranks of a trainer that loads at the same time are not equally far
         env[BALANCE_CHECK] = "0"
+    if settings.kernels is not None and spec.updates:
+        env |= find("served kernels", settings.kernels)[1]
     if threads:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(threads)
     return env

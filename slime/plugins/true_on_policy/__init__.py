@@ -1,4 +1,4 @@
-"""``--true-on-policy``: the trainer and the embedded engine compute the same bits."""
+"""``--true-on-policy``: the trainer and the engines compute the same bits."""
 
 from slime.registry import register
 
@@ -13,4 +13,5 @@ def parts() -> None:
         flags=f"{here}.config:TrueOnPolicyFlags",
         when=("true_on_policy",),
     )
+    register("served kernels", "exact", f"{here}.config:SERVED")
     register("rules", "true_on_policy", f"{here}.config:RULES")

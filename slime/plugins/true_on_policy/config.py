@@ -13,9 +13,17 @@ class TrueOnPolicyFlags:
     _title = "true on policy"
 
     true_on_policy: bool = False
-    """Trainer (FSDP) and embedded engine compute the log-probs of tokens with the same kernels, in
-    which batches do not change a row, so that they are equal bit for bit; dense Llama, Qwen2 and
-    Qwen3 models in bfloat16"""
+    """Trainer (FSDP) and engines (embedded or SGLang) compute the log-probs of tokens with the same
+    kernels, in which batches do not change a row, so that they are equal bit for bit; dense Llama,
+    Qwen2 and Qwen3 models in bfloat16"""
+
+
+SERVED = (
+    # Its CUDA graphs are of decode, and it prepares little that is not used. Graphs of prefill
+    # would be compiled from the layers that the mode exchanges.
+    {"attention_backend": "triton", "disable_prefill_cuda_graph": True},
+    {"SGLANG_EXTERNAL_MODEL_PACKAGE": "slime.plugins.true_on_policy.served"},
+)
 
 
 def _unknown(run: Run) -> bool:

@@ -138,6 +138,7 @@ def attend(
     longest: tuple[int, int],
     scale: float,
     starts: tuple[Tensor, Tensor] | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Attend causally over segments; see :func:`slime.plugins.true_on_policy.triton_kernels.attend`
     for the other arguments.
@@ -149,10 +150,10 @@ def attend(
     """
     kernels = kernels_for(q)
     if kernels is None:
-        return _attend_in_float64(q, k, v, spans, scale)
+        return _attend_in_float64(q, k, v, spans, scale, table)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        out, lse = kernels.attend(q, k, v, spans, longest[0], scale)
+        out, lse = kernels.attend(q, k, v, spans, longest[0], scale, table)
         return out, q, k, v, out, lse
 
     def gradients(*rows: Tensor) -> Gradients:
@@ -170,12 +171,16 @@ def attend(
     return out
 
 
-def _attend_in_float64(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
+def _attend_in_float64(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float, table: Tensor | None
+) -> Tensor:
     group = q.shape[1] // k.shape[1]
     out = torch.zeros_like(q)
     for first, queries, first_key, keys in spans.t().tolist():
         mine = q[first : first + queries].double().transpose(0, 1)
-        seen = slice(first_key, first_key + keys)
+        seen: slice | Tensor = slice(first_key, first_key + keys)
+        if table is not None:
+            seen = table[seen].long()
         k_seen, v_seen = (
             x[seen].double().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v)
         )

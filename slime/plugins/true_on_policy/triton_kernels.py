@@ -93,9 +93,11 @@ def _attend(
     out,
     lse,
     spans,
+    table,
     scale,
     total,
     count,
+    HAS_TABLE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
@@ -112,7 +114,6 @@ def _attend(
     if first < q_len * GROUP:
         # A row of the tile is one query of one head: all heads that share the keys, then the next
         # query.
-        kv_heads: tl.constexpr = HEADS // GROUP
         row = first + tl.arange(0, BM)
         query = row // GROUP
         head = kv_head * GROUP + row % GROUP
@@ -129,26 +130,32 @@ def _attend(
         last = min((first + BM - 1) // GROUP, q_len - 1)
         for start in range(0, k_len - q_len + last + 1, BN):
             key = start + tl.arange(0, BN)
-            at = ((k_start + key) * kv_heads + kv_head)[:, None] * SIZE + size[None, :]
-            there = (key < k_len)[:, None]
-            keys = tl.load(k + at, mask=there, other=0.0)
-            scores = tl.dot(queries, tl.trans(keys)) * scale
+            there = key < k_len
+            slot = tl.load(table + k_start + key, there, 0) if HAS_TABLE else k_start + key
+            at = (slot.to(tl.int64) * (HEADS // GROUP) + kv_head)[:, None] * SIZE + size[None, :]
+            scores = tl.dot(queries, tl.trans(tl.load(k + at, there[:, None], 0.0))) * scale
             scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
             larger = tl.maximum(largest, tl.max(scores, 1))
             factor = tl.exp2(largest - larger)
             p = tl.exp2(scores - larger[:, None])
             weight = weight * factor + tl.sum(p, 1)
-            values = tl.load(v + at, mask=there, other=0.0)
+            values = tl.load(v + at, there[:, None], 0.0)
             mean = tl.dot(p.to(values.dtype), values, mean * factor[:, None])
             largest = larger
-        mean = mean / weight[:, None]
-        tl.store(out + place, mean.to(out.dtype.element_ty), mask=valid[:, None])
+        mean = (mean / weight[:, None]).to(out.dtype.element_ty)
+        tl.store(out + place, mean, mask=valid[:, None])
         log_sum = (largest + tl.log2(weight)) * 0.6931471805599453
         tl.store(lse + head * total + q_start + query, log_sum, mask=valid)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, longest: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor,
+    longest: int,
+    scale: float,
+    table: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend causally over segments, whose queries are the last of their tokens.
 
@@ -157,6 +164,8 @@ def attend(
         spans: int64 ``[4, segments]``: the first query, the number of queries, the first key and
             the number of keys.
         longest: The largest number of queries.
+        table: int32, the places of consecutive keys in ``k`` and ``v``, into which the spans then
+            point; None if keys are consecutive there.
 
     Returns:
         ``[T, H, d]``, and the log-sum-exp of the scores, float32 ``[H, T]``; 0 for rows of no
@@ -174,14 +183,12 @@ def attend(
         out,
         lse,
         spans,
+        table,
         scale * 1.4426950408889634,
-        rows,
-        spans.shape[1],
-        heads,
-        group,
-        size,
-        QUERIES,
-        KEYS,
+        *(rows, spans.shape[1]),
+        table is not None,
+        *(heads, group, size),
+        *(QUERIES, KEYS),
         num_warps=4,
         num_stages=3,
     )

@@ -107,6 +107,24 @@ def test_decode_over_slots_is_prefill() -> None:
         assert torch.equal(out[0], whole[first + position]), count
 
 
+def test_keys_may_be_anywhere() -> None:
+    """As in SGLang's cache, in which a table says where each token of a request is."""
+    q, k, v = CASES["attention"][1]
+    places = torch.randperm(200, generator=torch.Generator().manual_seed(0))[:TOKENS].to(DEVICE)
+    stores = [torch.full((200, 2, 16), torch.nan).to(x).index_copy(0, places, x) for x in (k, v)]
+    spans, table = SPANS.to(DEVICE), places.int()
+    out = functions.attend(q, stores[0], stores[1], spans, (80, 80), 0.25, table=table)
+    assert torch.equal(out, attended(q, k, v))
+
+
+def test_stacked_weights_give_the_same_columns() -> None:
+    """SGLang keeps those of q, k and v, and of gate and up, in one tensor."""
+    x, parts = draw(70, 96), [draw(n, 96) for n in (304, 80, 80)]
+    stacked = functions.linear(x, torch.cat(parts)).split([len(part) for part in parts], -1)
+    for part, columns in zip(parts, stacked, strict=True):
+        assert torch.equal(functions.linear(x, part), columns)
+
+
 @pytest.mark.parametrize("wanted", ["log_probs", "entropy"])
 def test_scores(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from slime.models import token_log_probs as usual

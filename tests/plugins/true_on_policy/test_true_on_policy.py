@@ -25,12 +25,12 @@ LLAMA3 = dict(
 )  # fmt: skip
 
 
-def save_tiny_qwen2(path: Path) -> Path:
+def save_tiny_qwen2(path: Path, seed: int = 0, **changes: Any) -> Path:
     """With biases of the projections, which are not zero."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.2,
+        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.2, **changes,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
@@ -158,7 +158,9 @@ def test_the_flag_reaches_the_engine() -> None:
     "flags",
     [
         dict(train_backend="megatron"),
-        dict(rollout_backend="sglang"),
+        dict(rollout_backend="vllm"),
+        dict(rollout_backend="sglang", rollout_num_gpus_per_engine=2),
+        dict(rollout_backend="sglang", sglang={"kv_cache_dtype": "fp8_e5m2"}),
         dict(train_dtype="float32"),
         dict(rollout_dtype="float32"),
         dict(lora_rank=8),
