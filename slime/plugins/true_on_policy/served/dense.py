@@ -217,7 +217,8 @@ class _Exact:
         model: Any = self.model  # type: ignore[attr-defined]
         # A GPU may compute other frequencies than the CPU, on which the trainer's are made. All
         # three families have the same embeddings.
-        rotary = LlamaRotaryEmbedding(config, device="cpu")
+        with torch.device("cpu"):
+            rotary = LlamaRotaryEmbedding(config)
         model.exact_rotary = rotary.to(model.embed_tokens.weight.device)
         model.forward = types.MethodType(_forward, model)
         self.logits_processor = _Logits(config)
