@@ -48,20 +48,24 @@ def save(kind: str, path: Path, seed: int) -> Path:
     return folder
 
 
-async def _generate(engine: EngineHandle, prompts: list[list[int]], **params: Any) -> list[Any]:
-    """Samples of requests that begin at different times, as a trainer gets them."""
+async def _generate(
+    engine: EngineHandle, prompts: list[list[int]], start: int = -1, **params: Any
+) -> list[Any]:
+    """Samples of requests that begin at different times, as a trainer gets them, and the log-probs
+    of prompts from the token ``start`` on, for which SGLang computes the whole prompt."""
 
     async def one(i: int, prompt: list[int]) -> Any:
         await asyncio.sleep(0.02 * i)
         settings = {"max_new_tokens": 3 + 5 * (i % 4), "ignore_eos": True, **params}
         body = {"input_ids": prompt, "sampling_params": settings, "return_logprob": True}
-        found = (await engine.generate({**body, "logprob_start_len": 0}))["meta_info"]
+        found = (await engine.generate({**body, "logprob_start_len": start}))["meta_info"]
         output = found["output_token_logprobs"]
         return SimpleNamespace(
             request=SimpleNamespace(input_ids=prompt),
             output_ids=[entry[1] for entry in output],
             output_logprobs=[entry[0] for entry in output],
             input_logprobs=[entry[0] for entry in found["input_token_logprobs"]],
+            cached=found["cached_tokens"],
         )
 
     return await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
@@ -110,6 +114,7 @@ def test_log_probs_of_sglang_are_the_trainers(served: Any) -> None:
     args, models, engine = served
     samples = run(_generate(engine, make_prompts(), temperature=TEMPERATURE))
     assert sum(len(sample.output_ids) for sample in samples) > 100
+    assert sum(sample.cached for sample in samples) > 100, "some continue from cached prefixes"
     assert differences(models[0], samples) == []
     assert differences(models[1], samples), "the two models differ"
 
@@ -117,7 +122,7 @@ def test_log_probs_of_sglang_are_the_trainers(served: Any) -> None:
     first = run(_generate(engine, make_prompts(), temperature=1.0))
     assert differences(models[0], first, rollout_temperature=1.0) == []
     longer = [sample.request.input_ids + sample.output_ids for sample in first]
-    for sample, again in zip(first, run(_generate(engine, longer)), strict=True):
+    for sample, again in zip(first, run(_generate(engine, longer, 0)), strict=True):
         assert again.input_logprobs[-len(sample.output_ids) :] == sample.output_logprobs
 
     # A greedy request, as health checks are, beside others.
@@ -131,7 +136,7 @@ def test_log_probs_of_sglang_are_the_trainers(served: Any) -> None:
         for name, tensor in trained.state_dict().items()
         if name != "lm_head.weight" or not trained.config.tie_word_embeddings
     ]
-    sync_weights(settings, iter(weights), [engine], transport, "1", True)
+    sync_weights(settings, iter(weights), [engine], transport, "0.1", True)
     run(transport.close())
     samples = run(_generate(engine, make_prompts(), temperature=TEMPERATURE))
     assert differences(models[1], samples) == []
