@@ -218,7 +218,7 @@ class _Exact:
         # A GPU may compute other frequencies than the CPU, on which the trainer's are made. All
         # three families have the same embeddings.
         with torch.device("cpu"):
-            rotary = LlamaRotaryEmbedding(config)
+            rotary = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
         model.exact_rotary = rotary.to(model.embed_tokens.weight.device)
         model.forward = types.MethodType(_forward, model)
         self.logits_processor = _Logits(config)
