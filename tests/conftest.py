@@ -112,7 +112,8 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark by fixture, so that ``-m 'not needs_model'`` works without a mark on every test.
+    """Mark by fixture, so that ``-m 'not needs_model'`` and ``-k torchao`` work without a mark on
+    every test.
 
     Tests of the long circle are left out unless ``$SLIME_TESTS`` is ``all``.
     """
@@ -127,6 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.needs_model)
         if "datasets_dir" in names:
             item.add_marker(pytest.mark.needs_datasets)
+        if "torchao" in names:
+            item.extra_keyword_matches.add("torchao")
 
 
 @pytest.hookimpl(optionalhook=True)

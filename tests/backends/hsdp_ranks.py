@@ -39,7 +39,7 @@ OF_EACH_COMMIT = ("flat", "hybrid", "replicas_of_one", "hybrid_accumulate_keep")
 """The others differ from one of these in a single flag."""
 PARTS = [(name, per_token) for name in VARIANTS for per_token in (False, True)]
 """What trains in parts: each variant, with the mean of samples and of tokens."""
-PARTS_OF_EACH_COMMIT = list(zip(OF_EACH_COMMIT, (False, True, True, False), strict=True))
+PARTS_OF_EACH_COMMIT = [("flat", False), ("hybrid", True), ("hybrid_accumulate_keep", False)]
 READERS = {"flat": ["hybrid"], "hybrid": ["hybrid", "replicas_of_one"], "async": ["flat"]}
 """Which layouts read the snapshot of each; in the long circle, every layout reads every
 snapshot.
