@@ -28,7 +28,7 @@ TOKENS = {
     "agent": 116,
     "algorithms": 7_239,
     "api": 10_099,
-    "backends": 42_599,
+    "backends": 42_811,
     "checkpoint": 8_338,
     "cli": 694,
     "cluster": 34_600,

@@ -18,6 +18,10 @@ from slime.models.fused import fused_on_cuda
 
 ROW = 1024
 """Elements of a row, as which gradients are added on a GPU."""
+PIECE = 2**22
+"""Elements that are cast at once on the CPU. torch would cast a whole gradient into new memory, which
+the kernel clears page by page: some 45 ms for a layer of Qwen3-4B, of which a backward takes 14.
+"""
 LARGE = 2**24
 """Elements from which that is faster: up to 1.5 times on an H200. The call itself takes 0.05 ms
 longer.
@@ -61,11 +65,6 @@ def add_all(gradients: Gradients) -> None:
         parameter.grad = wide[i]
 
 
-def _add_copied(copied: torch.cuda.Event, gradients: Gradients) -> None:
-    copied.synchronize()
-    add_all(gradients)
-
-
 class _Adder:
     """Work for a thread, in the order in which it is given."""
 
@@ -94,6 +93,9 @@ class HostGradients(_Adder):
         super().__init__()
         self.device = device
         self._calls = calls
+        self._wide = torch.empty(PIECE)
+        self._memory: dict[nn.Parameter, Tensor] = {}
+        """Gradients, whose memory is used again in the next step."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def finish(self) -> None:
@@ -109,17 +111,31 @@ class HostGradients(_Adder):
         now, so the caller may drop them.
         """
         self.wait(self._calls - 1)
-        if self._stream is None:
-            self._start(partial(add_all, gradients))
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        found: Gradients = []
-        with torch.cuda.stream(self._stream):
-            for parameter, grad in gradients:
-                host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True)
-                found.append((parameter, host.copy_(grad, non_blocking=True)))
-                grad.record_stream(self._stream)
-        self._start(partial(_add_copied, self._stream.record_event(), found))
+        copied = None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            found: Gradients = []
+            with torch.cuda.stream(self._stream):
+                for parameter, grad in gradients:
+                    host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True)
+                    found.append((parameter, host.copy_(grad, non_blocking=True)))
+                    grad.record_stream(self._stream)
+            gradients, copied = found, self._stream.record_event()
+        self._start(partial(self._add, gradients, copied))
+
+    @torch.no_grad()
+    def _add(self, gradients: Gradients, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        for parameter, grad in gradients:
+            if parameter.grad is None:
+                if parameter not in self._memory:
+                    self._memory[parameter] = torch.empty_like(parameter)
+                parameter.grad = self._memory[parameter].copy_(grad)
+                continue
+            pieces = parameter.grad.view(-1).split(PIECE), grad.reshape(-1).split(PIECE)
+            for total, piece in zip(*pieces, strict=True):
+                total += self._wide[: len(piece)].copy_(piece)
 
 
 class ShardGradients(_Adder):

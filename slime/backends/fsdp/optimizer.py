@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -220,9 +222,8 @@ class ScheduledAdamW:
         self.over_ranks = over_ranks
         self.loss_scale = LossScale.from_args(args)
         """The scale of the gradients until :meth:`unscale`; None for 1."""
-        self.keeps_gradients = args.fsdp_cpu_offload
-        """Whether their memory is kept from step to step. The kernel clears new CPU memory page by
-        page, which takes seconds for a large model."""
+        self.threads = ThreadPoolExecutor() if args.fsdp_cpu_offload else None
+        """What computes norms on the CPU, for each of which torch uses one thread."""
         self.steps = 0
         self.stateless = args.use_stateless_adam
         # Vectors (norms, biases) get no weight decay, as in Megatron. torch refuses a group without
@@ -271,7 +272,7 @@ class ScheduledAdamW:
         return self.schedule.lr(self.steps)
 
     def zero_grad(self) -> None:
-        self.adam.zero_grad(set_to_none=not self.keeps_gradients)
+        self.adam.zero_grad()
 
     @torch.no_grad()
     def unscale(self, factor: float = 1.0) -> None:
@@ -291,7 +292,11 @@ class ScheduledAdamW:
         gradients = [g for g in gradients if g.numel()]
         squares = 0.0
         if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+            norm = partial(torch._foreach_norm, ord=2, dtype=torch.float32)
+            if self.threads is None:
+                norms = torch.stack(norm(gradients))
+            else:
+                norms = torch.cat(list(map(torch.stack, self.threads.map(norm, zip(gradients)))))
             squares = float(norms.double().square().sum())
         return math.sqrt(self.over_ranks(squares))
 
