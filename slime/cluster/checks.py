@@ -103,9 +103,11 @@ def _check_all(args: Args, asynchronous: bool) -> list[str]:
         partial(check_snapshots, asynchronous=asynchronous),
     )
     # Without its model, the other checks of a run would wait for the hub again.
-    return _check_hub(_named_checkpoints(args)) or [
-        problem for check in checks for problem in check(args)
-    ]
+    if problems := _check_hub(_named_checkpoints(args)):
+        return problems
+    # A check may go on in another process until its problems are read.
+    started = [check(args) for check in checks]
+    return [problem for problems in started for problem in problems]
 
 
 def _check_hub(named: dict[str, str]) -> list[str]:

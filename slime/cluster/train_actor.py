@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar
 
 from slime.backends.create import backend_class, create_backend
-from slime.backends.token_budget import CudaMeter, Measurement, measure
+from slime.backends.token_budget import SAMPLE_TOKENS, CudaMeter, Measurement, measure
 from slime.checkpoint.files import Answer, FileEntry, answer
 from slime.cluster.actors import ActorProcess, Ref, door
 from slime.config.process import ONE_AT_A_TIME
@@ -145,6 +145,17 @@ class TrainActor:
         self.read = None
         if load_path is not None:
             self.backend.load(Path(load_path))
+        if self.args.compile_layers and self.backend.device.type == "cuda":
+            # While engines start: the pass of the first weight sync compiles the layers without
+            # gradients. Passes of two sizes compile them for all sizes, but take memory, which an
+            # engine on the same GPU measures, and a replay makes none.
+            progress.report("compile the layers")
+            if self.role == "actor":
+                self._score_probe()
+            if not (self.args.colocate or self.args.deterministic):
+                for tokens in (SAMPLE_TOKENS, 2 * SAMPLE_TOKENS):
+                    self.backend.rehearse(tokens)
+            self.backend.clear_memory()
         self.weight_sync = self.weight_sync.for_adapter(self.backend.adapter_sync)
 
     def score(self, rollout_id: int, batch_ref: Batches, entries: Entries = ()) -> TrainResult:

@@ -145,7 +145,7 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
         (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
     )
     # More requests than sockets would fail one by one in the middle of a rollout.
-    asked = args.sglang_server_concurrency * engines
+    asked = (args.sglang_server_concurrency or 0) * engines
     most = connection_limit(args.sglang_router_ip)
     if asked > most and not machine.in_cluster:
         args.notices.append(

@@ -37,8 +37,9 @@ class EngineConfig(Section):
     """Port of the router at --sglang-router-ip"""
     sglang_router_request_timeout_secs: int = flag(14400, low=1)
     """Deadline of a request to the router in seconds"""
-    sglang_server_concurrency: int = flag(512, low=1)
-    """Maximum number of concurrent requests per engine"""
+    sglang_server_concurrency: int | None = flag(None, low=1)
+    """Maximum number of concurrent requests per engine. Default: at first 512, then as many as the
+    KV caches of the engines hold"""
     rollout_external_engine_addrs: list[str] | None = None
     """Addresses host:port of inference servers that already run, which slime never stops. Default:
     slime starts the engines"""
@@ -54,6 +55,8 @@ class EngineConfig(Section):
     """
 
 
+FIRST_CONCURRENCY = 512
+"""Concurrent requests per engine, before the engines have shown how many they can run."""
 OUTER_CACHES = ("hicache_storage_backend", "enable_lmcache", "enable_unified_cache_external_linker")
 OUTER_CACHE = (
     "this cache keeps the KV of prompts when the weights change, and SGLang finds it by their "

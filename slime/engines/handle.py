@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from slime.engines.http import HttpError, request, request_seconds
+from slime.engines.http import HttpError, request, request_seconds, retrying
 from slime.engines.keys import ServerKeys, send_key
 from slime.engines.local import is_local
 from slime.engines.payload import AdapterPayload, AdapterRequest, handles, payload, sglang_config
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 CONTROL_SECONDS = 120.0
+LIST_SECONDS = 10.0
 UPDATE_SECONDS = 600.0
 
 
@@ -170,10 +171,6 @@ class EngineHandle:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        if mode == "retract" and not (await self.connect()).capabilities.retract:
-            raise EngineError(
-                f"{self.url} cannot update weights in pause mode retract; use abort or in_place"
-            )
         await self._post("/pause_generation", {"mode": mode})
 
     async def continue_generation(self, empty_device_cache: bool = True) -> None:
@@ -466,3 +463,25 @@ async def _limited(
             return await call(engine)
     except TimeoutError as error:
         raise EngineError(f"{engine.url} did not {what} within {deadline:.0f} s") from error
+
+
+async def worker_urls(base: str) -> list[str]:
+    """Return the URLs of all engines behind the router at ``base``.
+
+    Without a router the address is that of the only engine, which has no ``/workers``; the list is
+    then this address.
+    """
+    from slime.engines.router import engine_url
+
+    base = base.rstrip("/")
+    try:
+        listed = await retrying(lambda: request("GET", f"{base}/workers", None, LIST_SECONDS), 3)
+    except HttpError as error:
+        if error.status in (404, 405):
+            return [base]
+        raise
+    urls = [
+        worker["url"] if isinstance(worker, dict) else worker
+        for worker in listed.get("workers", [])
+    ]
+    return list(dict.fromkeys(map(engine_url, urls))) or [base]

@@ -145,10 +145,10 @@ SGLANG_0_5_15 = ApiVersion(
     kind="sglang", capabilities=Capabilities(weight_comparison=True, adapter_cache_keys=True)
 )
 """This version has no calls to begin and end an update. Its scheduler supports ``retract``, but an
-assertion in it fails if weights or cache change before retracted requests have run again. So
-``retract`` is never used: an update in flight aborts the requests, and the client continues them
-with the tokens generated so far. A response names only one weight version, so the version of each
-token is derived from the requests that were sent again."""
+assertion in it fails if weights or cache change before retracted requests have run again. So none
+of them stays: an update in flight aborts the requests, and the client continues them with the
+tokens generated so far. A response names only one weight version, so the version of each token is
+derived from the requests that were sent again."""
 
 _API_VERSIONS: tuple[tuple[tuple[int, ...], ApiVersion], ...] = (
     ((0, 5, 23), SGLANG_0_5_23),

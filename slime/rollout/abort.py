@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection
 
 from slime.data.sample import Group
-from slime.engines.http import HttpError, request, retrying
+from slime.engines.http import HttpError, request
 from slime.rollout.generate import get_model_url
 from slime.rollout.state import GenerateState
 
@@ -20,28 +20,6 @@ _MOST_TRIES = 10
 _LONGEST_DELAY_SECONDS = 5.0
 
 
-async def worker_urls(base: str) -> list[str]:
-    """Return the URLs of all engines behind the router at ``base``.
-
-    Without a router the address is that of the only engine, which has no ``/workers``; the list is
-    then this address.
-    """
-    from slime.engines.router import engine_url
-
-    base = base.rstrip("/")
-    try:
-        listed = await retrying(lambda: request("GET", f"{base}/workers", None, ANSWER_SECONDS), 3)
-    except HttpError as error:
-        if error.status in (404, 405):
-            return [base]
-        raise
-    urls = [
-        worker["url"] if isinstance(worker, dict) else worker
-        for worker in listed.get("workers", [])
-    ]
-    return list(dict.fromkeys(map(engine_url, urls))) or [base]
-
-
 async def abort(state: GenerateState) -> None:
     """Set the abort flag and tell every engine to abort all requests; they reply with the tokens so
     far.
@@ -49,6 +27,8 @@ async def abort(state: GenerateState) -> None:
     An engine or router that cannot be reached is only logged, because its requests fail without an
     abort.
     """
+    from slime.engines.handle import worker_urls
+
     state.aborted = True  # first: tasks that continue after the abort must not send new requests
     if state.generator is not None:
         await state.generator.abort()

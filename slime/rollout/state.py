@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from slime.config.engine import FIRST_CONCURRENCY
 from slime.config.hf_config import media_token_ids, model_config
 from slime.config.lora import engine_adapter
 from slime.config.machine import connection_limit
@@ -112,6 +113,8 @@ order:
 
 # a process cannot have many more; further calls of synchronous functions wait in a queue
 _MOST_THREADS = 4096
+_GROWTH_SECONDS = 1.0
+_MORE_SLOTS = 128
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """Whether the current task generates for an evaluation. Both go through the same functions, with
 the same ``args``.
@@ -208,6 +211,8 @@ class GenerateState:
         self._semaphores: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, asyncio.Semaphore
         ] = weakref.WeakKeyDictionary()
+        self._spare = 0  # slots that may be added
+        self._growth: asyncio.Task[None] | None = None
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -278,14 +283,40 @@ class GenerateState:
     def semaphore(self) -> asyncio.Semaphore:
         """Limits the number of samples that are generated at once.
 
-        The limit is ``--sglang-server-concurrency`` per engine, or the number of connections that
-        this machine's ports and open files allow, whichever is smaller.
+        The limit is ``--sglang-server-concurrency`` per engine, by default what their KV caches
+        hold, but never more than the connections that this machine's ports and open files allow.
         """
         # a semaphore works in one event loop only; users may run several
         loop = asyncio.get_running_loop()
         if loop not in self._semaphores:
             self._semaphores[loop] = asyncio.Semaphore(self._in_flight)
-        return self._semaphores[loop]
+        slots = self._semaphores[loop]
+        if slots.locked() and (self._growth is None or self._growth.done()):
+            self._growth = loop.create_task(self._grow(slots))
+        return slots
+
+    async def _grow(self, slots: asyncio.Semaphore) -> None:
+        """Add slots each second, as long as all are taken and no engine has a queue.
+
+        SGLang queues a request if with it a running one may have to be retracted for its KV cache.
+        There is no use in more requests than it runs, and some harm: a queued request stays with
+        its engine when another one has room, and loses its place when weights are updated.
+        """
+        from slime.engines import handle
+
+        while self._spare >= _MORE_SLOTS and slots.locked():
+            await asyncio.sleep(_GROWTH_SECONDS)
+            try:
+                urls = await handle.worker_urls(
+                    f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
+                )
+                loads = await asyncio.gather(*(handle.EngineHandle(url).load() for url in urls))
+            except (handle.EngineError, handle.HttpError):
+                continue
+            if not any(load["waiting"] for load in loads):
+                self._spare -= _MORE_SLOTS
+                for _ in range(_MORE_SLOTS):
+                    slots.release()
 
     @functools.cached_property
     def threads(self) -> Executor:
@@ -295,20 +326,24 @@ class GenerateState:
         Such functions mostly wait for engines. The default executor of the event loop is sized by
         the number of cores, which would limit generation. Threads start when they are needed.
         """
-        return ThreadPoolExecutor(min(self._in_flight, _MOST_THREADS), thread_name_prefix="hook")
+        most = self._in_flight + self._spare
+        return ThreadPoolExecutor(min(most, _MOST_THREADS), thread_name_prefix="hook")
 
     @functools.cached_property
     def _in_flight(self) -> int:
         args = self.args
         share = math.ceil(concurrency(args, engine_count(args)) * self.share)
-        return min(share, connection_limit(args.sglang_router_ip))
+        most = connection_limit(args.sglang_router_ip)
+        first = min(share, most)
+        self._spare = 0 if args.sglang_server_concurrency else most - first
+        return first
 
 
 def concurrency(engines: EngineConfig, count: int) -> int:
-    """Maximum number of requests in flight over the ``count`` engines that serve the trained
-    model.
+    """Number of requests in flight over the ``count`` engines that serve the trained model, at
+    first if it is not given.
     """
-    return max(1, engines.sglang_server_concurrency * count)
+    return max(1, (engines.sglang_server_concurrency or FIRST_CONCURRENCY) * count)
 
 
 def _reference(shared: T) -> Callable[[], T | None]:

@@ -3,6 +3,7 @@ which they are paused, with the outcome on each of them."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
@@ -176,8 +177,8 @@ class UpdateWindow:
             if self.ends_requests or await self._has_requests(engine)
             else None
         )
-        await engine.pause(mode or "in_place")
         if mode is None:
+            await engine.pause("in_place")
             try:
                 await engine.flush_cache()
                 return
@@ -187,7 +188,16 @@ class UpdateWindow:
                     # SGLang ends an aborted request after its next pass, and a paused engine has
                     # none: it would wait for the request for ever.
                     await engine.continue_generation(False)
-                await engine.pause(mode)
+        if mode == "abort" and not (self.ends_requests or engine.capabilities.retract):
+            # SGLang's mode ``abort`` looks whether the requests have ended before the pass in which
+            # they end, and then waits for a second. ``retract`` completes that pass. Requests that
+            # came meanwhile are queued then, where an abort ends them at once.
+            await engine.abort()
+            await engine.pause("retract")
+            await engine.abort()
+            with contextlib.suppress(EngineError):  # one was still being tokenized
+                return await engine.flush_cache()
+        await engine.pause(mode)
         if mode != "in_place":  # requests that continue in place keep their KV cache
             await engine.flush_cache()
 
@@ -200,12 +210,16 @@ class UpdateWindow:
         if the engine supports it and ``abort`` otherwise. Both keep the tokens generated so far.
 
         Raises:
-            EngineError: The flag asks for ``in_place``, and the engine does not report the weight
-                version of tokens.
+            EngineError: The flag asks for a mode that the engine cannot use for updates.
         """
         # after a drain, only requests of other clients can be running
         if self.pause_mode in (None, "drain"):
             return "retract" if engine.capabilities.retract else "abort"
+        if self.pause_mode == "retract" and not engine.capabilities.retract:
+            raise EngineError(
+                f"{engine.url} cannot update weights in pause mode retract: use "
+                "--update-weight-pause-mode abort"
+            )
         if self.pause_mode == "in_place" and not engine.capabilities.version_spans:
             raise EngineError(
                 f"{engine.url} does not report the weight version of each token, so responses "

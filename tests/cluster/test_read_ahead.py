@@ -1,4 +1,6 @@
-"""Colocated on GPUs, rank 0 reads the checkpoint while the engines start."""
+"""What a training rank does while engines start: colocated on GPUs, rank 0 reads the checkpoint; on
+GPUs of its own, each compiles its layers.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,13 @@ def test_the_rank_that_reads_hands_the_model_over(
 
     def create(*given: object) -> SimpleNamespace:
         made.append(given)
-        return SimpleNamespace(adapter_sync=None)
+        return SimpleNamespace(adapter_sync=None, device=SimpleNamespace(type="cpu"))
 
     monkeypatch.setattr("slime.cluster.train_actor.create_backend", create)
     actor: Any = TrainActor.__new__(TrainActor)
-    actor.args = SimpleNamespace(train_backend=backend, compile_layers=reads)
+    actor.args = SimpleNamespace(
+        train_backend=backend, compile_layers=reads, colocate=True, deterministic=False
+    )
     actor.role, actor.rank, actor.world_size = "actor", rank, 2
     actor.read, actor.weight_sync = None, SimpleNamespace(for_adapter=lambda sync: None)
     monkeypatch.setattr(train_actor, "importlib", SimpleNamespace(import_module=imported.append))
@@ -42,3 +46,35 @@ def test_the_rank_that_reads_hands_the_model_over(
     actor.init("127.0.0.1", 1, None)
     assert made[0][-1] == ("model of fsdp" if reads and backend == "fsdp" else None)
     assert actor.read is None, "it is held once"
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "passes"),
+    [
+        ({}, "cuda", ["probe", 1024, 2048]),
+        ({"colocate": True}, "cuda", ["probe"]),  # an engine that starts measures the memory
+        ({"compile_layers": False}, "cuda", []),
+        ({"deterministic": True}, "cuda", ["probe"]),  # a replay does not rehearse
+        ({}, "cpu", []),
+    ],
+)
+def test_layers_are_compiled_beside_engines_that_start(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, bool], device: str, passes: list[int | str]
+) -> None:
+    made: list[int | str] = []
+    backend = SimpleNamespace(
+        adapter_sync=None,
+        device=SimpleNamespace(type=device),
+        rehearse=made.append,
+        clear_memory=lambda: None,
+    )
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [0])
+    monkeypatch.setattr("slime.cluster.train_actor.create_backend", lambda *_: backend)
+    monkeypatch.setattr(TrainActor, "_score_probe", lambda self: made.append("probe"))
+    actor: Any = TrainActor.__new__(TrainActor)
+    usual = {"compile_layers": True, "colocate": False, "deterministic": False}
+    actor.args = SimpleNamespace(**usual | flags)
+    actor.role, actor.rank, actor.world_size, actor.read = "actor", 0, 1, None
+    actor.weight_sync = SimpleNamespace(for_adapter=lambda sync: None)
+    actor.init("127.0.0.1", 1, None)
+    assert made == passes

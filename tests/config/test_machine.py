@@ -44,7 +44,9 @@ def test_a_limit_of_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("slime.config.cluster.connection_limit", lambda router: 25_000)
     here = Machine(gpus=64, cores=8, in_cluster=False)
     for engines, told in ((48, False), (56, True)):
-        args = make_args(rollout_num_gpus=engines, rollout_num_gpus_per_engine=1)
+        args = make_args(
+            rollout_num_gpus=engines, rollout_num_gpus_per_engine=1, sglang_server_concurrency=512
+        )
         check_machine(args, here)
         notices = [
             notice
@@ -58,7 +60,9 @@ async def test_the_client_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from slime.rollout.state import GenerateState
 
     monkeypatch.setattr("slime.rollout.state.connection_limit", lambda router: 3)
-    assert GenerateState(make_args(hf_checkpoint=None, rollout_num_gpus=2)).semaphore._value == 3
+    args = make_args(hf_checkpoint=None, rollout_num_gpus=2)
+    state = GenerateState(args)
+    assert state.semaphore._value == state.threads._max_workers == 3  # type: ignore[attr-defined]
 
 
 def test_the_soft_limit_of_open_files_is_raised() -> None:

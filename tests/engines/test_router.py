@@ -18,12 +18,11 @@ from aiohttp import web
 from engine_parts import engine_args, router_settings
 
 from slime.cluster.health import answers
-from slime.engines.handle import EngineHandle
+from slime.engines.handle import EngineHandle, worker_urls
 from slime.engines.http import HttpError, take_retries
 from slime.engines.launch import RouterSettings
 from slime.engines.process import EngineProcess, ServerFailed, wait_gone, without_proxy
 from slime.engines.router import Router, Routers, Worker, start_router
-from slime.rollout.abort import worker_urls
 from slime.rollout.generate import get_model_url
 from slime.utils.async_utils import run
 from slime.utils.http_utils import get, post

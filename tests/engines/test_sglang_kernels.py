@@ -1,5 +1,5 @@
-"""The kernel that is compiled while SGLang is imported, with a stand-in for FlashInfer that notes
-its compilation.
+"""The kernels that are compiled while SGLang is imported, with stand-ins for FlashInfer and Triton
+that note what they compile.
 """
 
 from __future__ import annotations
@@ -27,6 +27,55 @@ class Kernel:
 def gen_norm_module():
     return Kernel()
 """
+
+TRITON = {
+    "triton/__init__.py": "",
+    "triton/backends/__init__.py": "",
+    "triton/backends/compiler.py": """
+from typing import NamedTuple
+class GPUTarget(NamedTuple):
+    backend: str
+    arch: int
+    warp_size: int
+""",
+    "triton/runtime/__init__.py": """
+from types import SimpleNamespace
+driver = SimpleNamespace(active=None)
+driver.set_active = lambda active: setattr(driver, "active", active)
+""",
+    "triton/runtime/jit.py": """
+class MockTensor:
+    def __init__(self, dtype):
+        self.dtype = dtype
+    def data_ptr(self):
+        return 0
+""",
+    # the parts of SGLang's own that matter: what it asks of the tensor, and of torch
+    "sglang/srt/layers/multimodal.py": """
+import os
+import torch
+from triton.runtime import driver
+class Kernel:
+    def warmup(self, *tensors, grid, count):
+        target = driver.active.get_current_target()
+        with open(os.environ["BUILT"], "a") as file:
+            file.write(f"{target.arch}:{'16' if count % 16 == 0 else '1'}\\n")
+    def __getitem__(self, grid):
+        raise AssertionError("there is no GPU to run it on")
+hash_tiles32_kernel_blocked = Kernel()
+add_tree_reduce_u64_kernel = Kernel()
+def _as_uint32_words(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).view(torch.uint32)
+def gpu_tensor_hash(tensor, *, seed=1, tile_words=8192):
+    assert tensor.is_cuda
+    words = _as_uint32_words(tensor)
+    tiles = words.numel() // tile_words
+    sums = torch.empty(tiles, dtype=torch.int64, device=words.device)
+    hash_tiles32_kernel_blocked[(tiles,)](words, sums, count=words.numel())
+    add_tree_reduce_u64_kernel[(1,)](sums, torch.empty_like(sums), count=sums.numel())
+    return int(sums[0].item())
+""",
+}
 
 WAITS = """
 import os, time
@@ -85,6 +134,20 @@ def test_a_kernel_is_compiled_once_for_each_kind_of_gpu(built: Path) -> None:
     assert not compile_and_wait()
     write_tool(built.parent / "bin" / "nvidia-smi", "10.0")
     assert compile_and_wait() and built.read_text().split() == ["9.0", "10.0"]
+
+
+def test_the_checksums_of_sglang_are_compiled_without_a_gpu(built: Path) -> None:
+    site = built.parent / "site"
+    for name, code in TRITON.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(code)
+    (site / "sglang" / "__init__.py").write_text("raise ImportError('takes seconds')")
+    (site / "sglang-9.dist-info").mkdir()
+    (site / "sglang-9.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 9\n")
+    shutil.rmtree(site / "flashinfer")
+    assert compile_and_wait()
+    assert built.read_text().split() == ["90:16", "90:16", "90:16", "90:1"]
+    assert not compile_and_wait()
 
 
 def test_a_server_on_a_gpu_compiles_while_sglang_starts(

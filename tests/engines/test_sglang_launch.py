@@ -8,16 +8,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_parts import engine_settings
+from engine_parts import engine_args, engine_settings
 
 from slime.config.machine import installed
 from slime.engines import launch, process
 from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
+from slime.plugins.sglang import check
 from slime.plugins.sglang.check import check_launch, problems_of
 from slime.plugins.sglang.kernels import PACKAGES
 from slime.plugins.sglang.launch import (
@@ -209,6 +211,14 @@ def test_what_was_accepted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     assert problems(policy="manual") == [] and len(asked) == 5, "another release may not accept it"
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no-folder")
     assert problems(policy="manual") == problems(policy="manual") == [] and len(asked) == 7
+
+
+def test_other_checks_go_on_while_the_programs_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = threading.Event()
+    monkeypatch.setattr(check, "check_launch", lambda *_: [f"others {others.wait(30)}"])
+    problems = check.check_server_options(engine_args(Path("/m")))
+    others.set()
+    assert list(problems) == ["others True"]
 
 
 @pytest.mark.real

@@ -137,8 +137,14 @@ class SmallEngine:
     """
 
     def __init__(
-        self, jitter: float = 0.02, length: Any = None, slow: Any = None, version: str = "1"
+        self,
+        jitter: float = 0.02,
+        length: Any = None,
+        slow: Any = None,
+        version: str = "1",
+        queue: int = 0,
     ) -> None:
+        self.queue = queue  # requests that it says to have in its queue
         self.jitter, self.version = jitter, version
         self.length = length or (lambda prompt, seed: 1 + seed % 8)
         self.slow = slow or (lambda prompt: False)  # requests that only an abort ends
@@ -158,6 +164,7 @@ class SmallEngine:
         app = web.Application()
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
+        app.router.add_get("/v1/loads", self.loads)
         if self.workers is not None:
             app.router.add_get("/workers", self.list_workers)
         self.runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -181,6 +188,10 @@ class SmallEngine:
         return web.json_response(
             {"workers": [{"url": url, "id": url} for url in self.workers or []]}
         )
+
+    async def loads(self, request: web.Request) -> web.Response:
+        load = {"num_running_reqs": self.running, "num_waiting_reqs": self.queue}
+        return web.json_response({"loads": [load]})
 
     async def abort(self, request: web.Request) -> web.Response:
         assert (await request.json())["abort_all"] is True

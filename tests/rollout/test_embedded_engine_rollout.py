@@ -9,8 +9,8 @@ import pytest
 from rollout_parts import Prompts, arguments, source_of
 
 from slime.data.sample import Sample, flatten
+from slime.engines.handle import worker_urls
 from slime.plugins.agents.conversation import Conversation
-from slime.rollout.abort import worker_urls
 from slime.rollout.evaluate import NotCompleted, complete
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async, get_model_url
 

@@ -13,8 +13,8 @@ from rollout_parts import Prompts, SmallEngine, arguments, source_of, until
 from slime.data.sample import Sample, flatten
 from slime.data.source import RolloutDataSource
 from slime.data.token_fields import Packed
+from slime.engines.handle import worker_urls
 from slime.observability import progress
-from slime.rollout.abort import worker_urls
 from slime.rollout.generate import append_output
 from slime.rollout.group import mask_earlier_rollouts
 from slime.rollout.loop import RolloutLoop
@@ -200,6 +200,20 @@ async def test_requests_in_flight_are_limited(tokenizer_dir):
     async with SmallEngine() as engine:
         await roll(engine.serve(args), source_of(args))
     assert engine.most_running == 3
+
+
+@pytest.mark.parametrize(("queue", "most"), [(0, 4), (1, 2)], ids=["no queue", "a queue"])
+async def test_more_requests_are_sent_while_no_engine_has_a_queue(
+    tokenizer_dir, monkeypatch, queue, most
+):
+    monkeypatch.setattr("slime.rollout.state.FIRST_CONCURRENCY", 2)
+    monkeypatch.setattr("slime.rollout.state.connection_limit", lambda router: 5)
+    monkeypatch.setattr("slime.rollout.state._GROWTH_SECONDS", 0.01)
+    monkeypatch.setattr("slime.rollout.state._MORE_SLOTS", 2)
+    args = arguments(tokenizer_dir, rollout_batch_size=16, sglang_server_concurrency=None)
+    async with SmallEngine(jitter=0.05, queue=queue) as engine:
+        await roll(engine.serve(args), source_of(args))
+    assert engine.most_running == most
 
 
 # --- filter, over-sampling, surplus ----------------------------------------------------------

@@ -23,7 +23,9 @@ class Engine:
         slips_in: bool = False,
         version_spans: bool = True,
         adapter_cache_keys: bool = False,
+        stragglers: int = 0,
     ) -> None:
+        self.stragglers = stragglers
         self.url, self.running, self.slips_in = "engine", running, slips_in
         self.capabilities = Capabilities(
             retract=retract, version_spans=version_spans, adapter_cache_keys=adapter_cache_keys
@@ -39,7 +41,13 @@ class Engine:
     async def flush_cache(self) -> None:
         if self.slips_in and self.asked[-1] == "in_place":
             raise EngineError("not flushed: a request runs")
+        if self.asked[-1] == "end" and self.stragglers:
+            self.stragglers -= 1
+            raise EngineError("not flushed: a request has left the tokenizer")
         self.asked.append("flush")
+
+    async def abort(self) -> None:
+        self.asked.append("end")
 
     async def continue_generation(self, empty_device_cache: bool) -> None:
         self.asked.append(f"continue, empty {empty_device_cache}")
@@ -51,7 +59,12 @@ class Engine:
         (Engine(), None, ["in_place", "flush"]),
         (Engine(), "abort", ["in_place", "flush"]),
         (Engine(running=2), None, ["retract", "flush"]),
-        (Engine(running=2, retract=False), None, ["abort", "flush"]),
+        (Engine(running=2, retract=False), None, ["end", "retract", "end", "flush"]),
+        (
+            Engine(running=2, retract=False, stragglers=1),
+            "abort",
+            ["end", "retract", "end", "abort", "flush"],
+        ),
         (Engine(running=2), "abort", ["abort", "flush"]),
         (Engine(running=2), "in_place", ["in_place"]),
         (Engine(slips_in=True), None, ["in_place", "retract", "flush"]),
@@ -61,7 +74,8 @@ class Engine:
         "idle",
         "idle, flag",
         "busy",
-        "busy, no retract",
+        "busy, whose own abort would wait for a second",
+        "the same, and a request comes late",
         "busy, flag",
         "busy, in place",
         "a request slips in",
@@ -98,6 +112,12 @@ async def test_the_cache_is_kept_if_only_an_adapter_changes(adapter_only: bool, 
         *([] if kept else ["flush"]),
         f"continue, empty {not adapter_only}",
     ]
+
+
+async def test_a_mode_that_the_engine_cannot_use_is_refused() -> None:
+    engine: Any = Engine(running=2, retract=False)
+    with pytest.raises(EngineError, match="--update-weight-pause-mode abort"):
+        await UpdateWindow("0.1", True, False, "retract", 60.0).pause_and_flush(engine)
 
 
 async def test_requests_go_on_in_place_only_where_their_tokens_name_their_weights() -> None:

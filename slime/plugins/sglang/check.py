@@ -16,7 +16,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,8 +33,10 @@ CHECK_SECONDS = 300.0
 _MARK = "@@slime "
 
 
-def check_server_options(args: Args) -> list[str]:
-    """Let the installed SGLang and router check the options of the run's servers."""
+def check_server_options(args: Args) -> Iterable[str]:
+    """Let the installed SGLang and router check the options of the run's servers, while other
+    checks go on: the problems are waited for when they are read.
+    """
     from slime.config.engine import ServerGroupError
     from slime.engines.launch import EngineSettings, RouterSettings, plan_engines
 
@@ -42,7 +46,9 @@ def check_server_options(args: Args) -> list[str]:
         specs = plan_engines(args)
     except (ServerGroupError, OSError):  # The checks of the configuration report a wrong plan.
         return []
-    return check_launch(EngineSettings.from_args(args), RouterSettings.from_args(args), specs)
+    settings = EngineSettings.from_args(args), RouterSettings.from_args(args)
+    asked = ThreadPoolExecutor(1).submit(check_launch, *settings, specs)
+    return chain.from_iterable(answer.result() for answer in (asked,))
 
 
 def check_launch(

@@ -1,4 +1,4 @@
-"""Kernels that SGLang needs: stand-ins for those that a CPU lacks, and one that is compiled while
+"""Kernels that SGLang needs: stand-ins for those that a CPU lacks, and some that are compiled while
 SGLang starts.
 """
 
@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 from slime.config.hooks import module_of_file
@@ -185,31 +185,34 @@ def _sglang_stubs() -> Any:
     return sys.modules[name]
 
 
-# Compile a kernel that SGLang needs while SGLang is still being imported.
+# Compile kernels that SGLang needs while SGLang is still being imported.
 #
 # FlashInfer compiles its kernels at their first call and keeps them in a cache. SGLang calls the
 # norms when it records CUDA graphs, at the end of its start. On a machine with an H200, this
-# compilation took 45 s, and the imports before it 60 s. Nothing depends on this: a kernel that is
-# not in the cache by then is compiled by SGLang itself.
+# compilation took 45 s, and the imports before it 60 s. Triton does the same with the kernels of
+# SGLang's checksums, which the first weight sync asks for: 11 s, of which the trainer would wait for
+# each. Nothing depends on this: a kernel that is not in the cache by then is compiled by SGLang
+# itself.
 
 
 def compile_meanwhile() -> threading.Thread | None:
-    """Start the compilation in a process of its own, unless an earlier one has been completed.
+    """Start the compilations in a process of its own, apart from those that have been completed.
 
     Returns:
         The thread that waits for the process; None if there is nothing to compile or no compiler.
     """
-    if not count_gpus() or not installed("flashinfer") or installed("flashinfer_jit_cache"):
+    if not count_gpus() or (capability := _compute_capability()) is None:
         return None
-    if shutil.which("nvcc") is None or (capability := _compute_capability()) is None:
-        return None
-    done = _mark(capability)
-    if done is None or done.is_file():
+    packages = ["sglang"] if installed("sglang") and installed("triton") else []
+    if installed("flashinfer") and not installed("flashinfer_jit_cache") and shutil.which("nvcc"):
+        packages.insert(0, "flashinfer-python")
+    marks = [str(mark) for name in packages if (mark := _mark(name, capability)) is not None]
+    if not marks:
         return None
     # With the list, FlashInfer does not ask the GPU, which would take memory of it while SGLang
     # measures what is free.
     environment = {"FLASHINFER_CUDA_ARCH_LIST": capability, **os.environ, **import_environment()}
-    command = [*module_command(__name__), str(done)]
+    command = [*module_command(__name__), capability, *marks]
     thread = threading.Thread(
         target=lambda: subprocess.run(command, env=environment, check=False), daemon=True
     )
@@ -217,15 +220,15 @@ def compile_meanwhile() -> threading.Thread | None:
     return thread
 
 
-def _mark(capability: str) -> Path | None:
-    """Return the file that exists after a complete compilation for GPUs of this compute capability.
+def _mark(package: str, capability: str) -> Path | None:
+    """Return the file that will exist after the kernels of a package were compiled for GPUs of this
+    compute capability.
 
-    None if FlashInfer was not installed as a package, so that its version is unknown.
+    None if it exists, or if the package was not installed as one, so that its version is unknown.
     """
-    version = version_of("flashinfer-python")
-    return (
-        None if version is None else cache_folder("kernels") / f"flashinfer-{version}-{capability}"
-    )
+    version = version_of(package)
+    mark = cache_folder("kernels") / f"{package}-{version}-{capability}"
+    return None if version is None or mark.is_file() else mark
 
 
 def _compute_capability() -> str | None:
@@ -246,14 +249,61 @@ def _compute_capability() -> str | None:
     return capabilities.pop() if len(capabilities) == 1 else None
 
 
-def main() -> None:
-    """Compile, and create the file named by the first argument."""
+def compile_norms() -> None:
     from flashinfer.jit.norm import gen_norm_module
 
     kernel = gen_norm_module()
     if not kernel.is_aot:
         kernel.build(verbose=False)
-    remember(Path(sys.argv[1]))
+
+
+def compile_checksums(capability: str) -> None:
+    """Call SGLang's checksum with kernels that are compiled and not run, without opening a GPU."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import MockTensor
+
+    target = GPUTarget("cuda", int(capability.replace(".", "")), 32)
+    device = {
+        "get_current_device": lambda: 0,
+        "get_current_stream": lambda _: 0,
+        "get_current_target": lambda: target,
+    }
+    driver.set_active(SimpleNamespace(**device))
+    package = importlib.util.find_spec("sglang")
+    assert package is not None and package.submodule_search_locations
+    file = Path(package.submodule_search_locations[0]) / "srt" / "layers" / "multimodal.py"
+    checksum: Any = module_of_file("sglang.srt.layers.multimodal", file)
+    checksum._as_uint32_words = lambda tensor: tensor
+    for name in ("hash_tiles32_kernel_blocked", "add_tree_reduce_u64_kernel"):
+        setattr(checksum, name, _CompiledOnly(getattr(checksum, name)))
+    for tiles in (16, 17):  # Triton compiles for numbers divisible by 16, and for others
+        words = MockTensor(torch.uint32)
+        vars(words).update(is_cuda=True, device="cpu", numel=lambda tiles=tiles: 8192 * tiles)
+        checksum.gpu_tensor_hash(words)
+
+
+class _CompiledOnly:
+    """A kernel of Triton that a launch only compiles."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: object) -> Callable[..., object]:
+        return functools.partial(self.kernel.warmup, grid=grid)
+
+
+def main() -> None:
+    """Compile for the compute capability of the first argument what creates the files that the
+    others name."""
+    capability, *marks = sys.argv[1:]
+    for mark in map(Path, marks):
+        if mark.name.startswith("flashinfer"):
+            compile_norms()
+        else:
+            compile_checksums(capability)
+        remember(mark)
 
 
 if __name__ == "__main__":

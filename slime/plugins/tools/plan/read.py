@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from slime.config.engine import FIRST_CONCURRENCY
 from slime.config.layout import ParallelLayout
 from slime.config.lora import EXPERTS
 from slime.data.schedule import PackingSettings
@@ -137,7 +138,7 @@ def _engine(args: Args) -> EngineSetup:
         engines=max((args.rollout_num_gpus or gpus) // gpus, 1),
         gpus=gpus,
         fraction=float(args.sglang.get("mem_fraction_static") or DEFAULT_FRACTION),
-        slots=args.sglang_server_concurrency,
+        slots=args.sglang_server_concurrency or FIRST_CONCURRENCY,
         cuda_graphs=not args.sglang.get("disable_cuda_graph"),
         dtype_bytes=4 if args.rollout_dtype == "float32" else 2,
         quantized=args.rollout_quantization is not None,
