@@ -13,6 +13,7 @@ import torch
 from fsdp_helpers import (
     make_args,
     make_backend,
+    make_batch,
     make_samples,
     save_tiny_llama,
     save_tiny_qwen3,
@@ -343,6 +344,16 @@ def test_copies_are_swapped_in_and_out(llama: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(now, trained, strict=True))
     with pytest.raises(KeyError, match="no 'ref' weights"):
         backend.log_probs(batch, "ref")
+
+
+def test_a_rollout_of_several_steps_tells_the_newest_learning_rate(llama: Path) -> None:
+    """Of other metrics, the mean of its steps."""
+    args = make_args(llama, lr_warmup_iters=2, lr_warmup_init=1e-4)
+    samples = make_samples()
+    half = len(samples) // 2
+    steps = [[list(range(half))], [list(range(half, len(samples)))]]
+    metrics, _ = train_on_rollout(make_backend(args), args, make_batch(samples, steps, samples))
+    assert metrics["train/lr-pg_0"] == pytest.approx(5.5e-4)
 
 
 def test_critic_learns_the_returns(llama: Path) -> None:
