@@ -46,6 +46,16 @@ def test_a_step_is_computed_again_and_a_changed_record_is_named(
     code, said = replay("--step", 2, "--actor-num-gpus-per-node", 2)
     assert code == 0 and "equal within the tolerance" in said and "2 ranks, DP 2" in said, said
 
+    # A run of a GPU is compared bit for bit if that is asked for.
+    attempts = Path(ran.folder) / "attempts.jsonl"
+    recorded = json.loads(attempts.read_text())
+    recorded["settled"]["on_gpu"] = True
+    attempts.write_text(json.dumps(recorded) + "\n")
+    code, said = replay("--step", 2)
+    assert code == 0 and "equal within the tolerance" in said, said
+    code, said = replay("--step", 2, "--tolerance", 0)
+    assert code == 0 and "equal: this step is the recorded one, bit for bit" in said, said
+
     file = tmp_path / "details" / "rollout_data" / "2.pt"
     dump = torch.load(file, weights_only=False)
     dump["samples"][0]["reward"] = dump["samples"][0]["reward"] + 0.5

@@ -302,7 +302,8 @@ def _compared(
     on_gpu = has_gpu()
     # The order in which groups finished is not recorded, and so not that of their gradients.
     ordered = args.deterministic or args.train_during_rollout == 1
-    exact = ordered and not on_gpu and not run.settled.on_gpu and not run.changes
+    on_cpu = not on_gpu and not run.settled.on_gpu
+    exact = ordered and not run.changes and (on_cpu or wanted.tolerance == 0)
     tolerance = wanted.tolerance
     if tolerance is None:
         tolerance = 0.0 if exact else TOLERANCE[args.train_dtype]

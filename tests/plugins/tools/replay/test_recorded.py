@@ -285,3 +285,14 @@ def test_a_line_that_a_full_disk_has_cut_does_not_take_the_next_one_with_it(tmp_
     assert [one.settled.first_rollout for one in read_attempts(run)] == [3]
     assert read_weights(run.weights) == {2: sent[1]}
     assert run.attempts.stat().st_mode & 0o777 == 0o600
+
+
+def test_layers_that_a_gpu_would_compile_do_not_exclude_other_kernels(tmp_path: Path) -> None:
+    """What the machine has chosen is recorded too; it was not typed."""
+    exact: dict[str, object] = {"true_on_policy": True}
+    exact |= {"train_backend": "fsdp", "rollout_backend": "embedded"}
+    exact |= {"train_dtype": "bfloat16", "rollout_dtype": "bfloat16"}
+    resumed(tmp_path, {**exact, "compile_layers": True})
+    model = LlamaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2)
+    model.save_pretrained(tmp_path / "model")
+    assert read_run(tmp_path, 4).args.true_on_policy
