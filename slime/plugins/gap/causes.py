@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from slime.backends.fsdp.routing import Answers
 from slime.models.fp8 import dequantize, quantize
-from slime.models.fp8_format import Fp8Format, Granularity, fp8_layout
+from slime.models.fp8_format import BLOCK, Fp8Format, Granularity, fp8_layout
 from slime.plugins.gap.reference import Reference, Setup, Weights, routers
 from slime.plugins.tools.verify.check import guesses
 
@@ -126,6 +126,11 @@ def _of_numbers() -> Iterator[Cause]:
             "no --rollout-quantization, or a finer --rollout-quantization-scale",
             _converted(_fp8, scale),
         )
+    yield Cause(
+        "fp8 weights and inputs of these layers, a scale for each block",
+        "no --rollout-quantization: SGLang rounds both",
+        _both(_converted(_fp8, "block"), _patched(_fp8_inputs)),
+    )
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         yield Cause(f"head in {name}", DTYPES, _patched(_head, dtype), False)
@@ -145,6 +150,18 @@ def _fp8(weights: Weights, scale: Granularity) -> Weights:
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     names = fp8_layout(shapes, Fp8Format(scale)).names
     return {name: dequantize(*quantize(weights[name], scale)) for name in names}
+
+
+def _fp8_inputs(model: PreTrainedModel, only: Only) -> None:
+    def rounded(_module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        rows = inputs[0].reshape(-1, BLOCK)  # a scale for each 128 values of a token
+        return dequantize(*quantize(rows, "channel")).view_as(inputs[0]).to(inputs[0].dtype)
+
+    named = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    shapes = {name: tuple(module.weight.shape) for name, module in named.items()}
+    for name in fp8_layout(shapes, Fp8Format()).names:
+        if shapes[name][1] % BLOCK == 0 and only(name):
+            named[name].register_forward_pre_hook(rounded)
 
 
 def _head(model: PreTrainedModel, _only: Only, dtype: torch.dtype) -> None:

@@ -80,11 +80,24 @@ class Setup:
     routed: bool = False
 
 
+def load(like: PreTrainedModel, weights: Weights, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model of the config and on the device of another, with other weights."""
+    model: PreTrainedModel = type(like).from_pretrained(
+        None,
+        config=copy.deepcopy(like.config),
+        state_dict=dict(weights),
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    return model.eval().to(like.device)
+
+
 class Reference:
     """Scores samples.
 
     Args:
-        like: A model of the same config as those that are scored.
+        like: A model of :func:`load` with the weights and dtype of ``plain``.
         samples: The samples that are scored.
     """
 
@@ -100,16 +113,20 @@ class Reference:
         self.score = self.scored(plain)
 
     def model(self, setup: Setup) -> PreTrainedModel:
-        """Load the model of a setup."""
-        model = type(self.like).from_pretrained(
-            None,
-            config=copy.deepcopy(self.like.config),
-            state_dict=dict(setup.weights),
-            dtype=setup.dtype,
-            attn_implementation="eager",
-            experts_implementation="eager",
-        )
-        model.eval().to(self.like.device)
+        """Return the model of a setup."""
+        plain = self.plain.weights
+        other = {name: t for name, t in setup.weights.items() if t is not plain.get(name)}
+        if (
+            setup.dtype == self.plain.dtype
+            and other.keys() <= dict(self.like.named_parameters()).keys()
+        ):
+            # Far faster than loading.
+            model = copy.deepcopy(self.like)
+            for name, parameter in model.named_parameters():
+                if name in other:
+                    parameter.data.copy_(other[name])
+        else:
+            model = load(self.like, setup.weights, setup.dtype)
         for patch in setup.patches:
             patch(model)
         return model
@@ -126,7 +143,7 @@ class Reference:
             for some in _batches(self.samples, 1 if setup.routed else MOST_ROWS):
                 if replay is not None:
                     _follow(replay, some[0], model.device)
-                logits += [rows.float().cpu() for rows in logits_of(model, some)]
+                logits += [rows.float() for rows in logits_of(model, some)]
         found = torch.cat(
             [
                 token_scores(rows, one, setup.sampling)
@@ -166,13 +183,13 @@ def logits_of(model: PreTrainedModel, samples: Sequence[GapSample]) -> list[Tens
 
 def token_scores(logits: Tensor, sample: GapSample, sampling: Sampling) -> Tensor:
     """Return the log-probs of the compared tokens of a sample, float64 ``[tokens]``."""
-    targets = sample.tokens[-len(sample.mask) :][sample.mask]
+    targets = sample.tokens[-len(sample.mask) :][sample.mask].to(logits.device)
     z = logits.double() / sampling.temperature
     kept = torch.ones_like(z, dtype=torch.bool)
     if sample.nuclei is not None and not sampling.whole:
         for row, place in enumerate(sample.mask.nonzero()[:, 0].tolist()):
             kept[row] = False
-            kept[row, sample.nuclei[place].long()] = True
+            kept[row, sample.nuclei[place].long().to(logits.device)] = True
     if sampling.top_k or sampling.top_p < 1:
         best, order = z.sort(-1, descending=True)
         before = best.softmax(-1).cumsum(-1) - best.softmax(-1)
@@ -181,7 +198,7 @@ def token_scores(logits: Tensor, sample: GapSample, sampling: Sampling) -> Tenso
         kept &= torch.zeros_like(kept).scatter(1, order, keep)
     kept.scatter_(1, targets[:, None], True)
     z = z.masked_fill(~kept, -torch.inf)
-    return z.gather(1, targets[:, None])[:, 0] - z.logsumexp(-1)
+    return (z.gather(1, targets[:, None])[:, 0] - z.logsumexp(-1)).cpu()
 
 
 # --- routers --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from slime.data.fields import RankBatch
 from slime.engines.process import ServerFailed
 from slime.models.loading import load_hf_model
 from slime.observability.debug_data import load_rollout
-from slime.plugins.gap.reference import GapSample, Reference, Sampling, Setup
+from slime.plugins.gap.reference import GapSample, Reference, Sampling, Setup, load
 from slime.plugins.gap.search import Explained, explain
 from slime.plugins.tools.local_ranks import Place
 from slime.plugins.tools.replay import capture
@@ -145,14 +145,15 @@ def find_gap(run: RecordedRun, step: int) -> Gap:
         what.append(
             "the base without its adapter" if args.lora_rank else "the weights of the run's start"
         )
+        like = load_hf_model(
+            str(args.hf_checkpoint),
+            torch.float32,
+            "cuda" if has_gpu() else "cpu",
+            "eager",
+            bool(args.trust_remote_code),
+        )
         reference = Reference(
-            load_hf_model(
-                str(args.hf_checkpoint),
-                torch.float32,
-                "cuda" if has_gpu() else "cpu",
-                "eager",
-                bool(args.trust_remote_code),
-            ),
+            load(like, now, torch.float32),
             Setup(now, Sampling(temperature=float(args.rollout_temperature))),
             [samples[index] for index in sorted(samples)],
         )
@@ -173,6 +174,8 @@ def _engine_again(run: RecordedRun, reference: Reference, dtype: str, folder: Pa
     if args.rollout_backend != "embedded" or args.rollout_quantization or not like.is_dir():
         return None
     if reference.plain.sampling != Sampling() or reference.samples[0].nuclei is not None:
+        return None
+    if not reference.gap.any():
         return None
     weights = {name: t.to(getattr(torch, dtype)) for name, t in reference.plain.weights.items()}
     write_model(weights, like, folder / "engine")

@@ -83,6 +83,8 @@ class Explained:
         """The first cause."""
         if self.causes:
             return self.causes[0].cause
+        if not self.mean:
+            return "none: the log-probs are equal bit for bit"
         return "rounding: another order of sums" if self.only_rounding else "not found"
 
     @property
@@ -128,7 +130,7 @@ def explain(
     rounding = _mean(whole.scored(replace(whole.plain, dtype=other)) - whole.score)
     small = _mean(whole.gap) <= ROUNDING * rounding
     chosen: list[Effect] = []
-    if not small or coarsest != torch.float32:
+    if whole.gap.any() and not (small and coarsest == torch.float32):
         effects = [_effect(reference, cause) for cause in causes(reference, older)]
         chosen = _choose(effects, reference.gap)
         # Each further search is longer, so it begins only if nothing else explains enough.

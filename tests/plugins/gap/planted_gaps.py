@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from slime.plugins.gap.reference import GapSample, Reference, Sampling, Setup
+from slime.plugins.gap.reference import GapSample, Reference, Sampling, Setup, load
 
 VOCAB = 61
 
@@ -64,7 +64,7 @@ def reference_of(model: PreTrainedModel, samples: Sequence[GapSample]) -> Refere
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
-    return Reference(model, Setup(weights, Sampling()), samples)
+    return Reference(load(model, weights, torch.float32), Setup(weights, Sampling()), samples)
 
 
 def engine_with(model: PreTrainedModel, tmp_path: Path, **config: object) -> PreTrainedModel:
@@ -85,11 +85,33 @@ def changed(model: PreTrainedModel, change: Callable[[str, Tensor], Tensor]) -> 
 
 
 def fp8(_name: str, tensor: Tensor) -> Tensor:
-    """8-bit floats with one scale for the whole tensor."""
+    """8-bit floats with a scale for each 128 x 128 values; small tensors have one."""
     if not _name.endswith("_proj.weight"):
         return tensor
-    scale = tensor.abs().max() / 448
-    return (tensor / scale).to(torch.float8_e4m3fn).float() * scale
+    found = torch.empty_like(tensor)
+    for rows in range(0, tensor.shape[0], 128):
+        for columns in range(0, tensor.shape[1], 128):
+            block = tensor[rows : rows + 128, columns : columns + 128]
+            scale = block.abs().max() / 448
+            values = (block / scale).to(torch.float8_e4m3fn).float() * scale
+            found[rows : rows + 128, columns : columns + 128] = values
+    return found
+
+
+@contextmanager
+def fp8_inputs(model: PreTrainedModel) -> Iterator[None]:
+    """8-bit inputs of the projections, with a scale for each 128 values of a token."""
+
+    def rounded(_module: torch.nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        groups = inputs[0].unflatten(-1, (-1, 128))
+        scales = groups.abs().amax(-1, keepdim=True) / 448
+        return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
+
+    projections = [one for name, one in model.named_modules() if name.endswith("_proj")]
+    hooks = [one.register_forward_pre_hook(rounded) for one in projections]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 @contextmanager

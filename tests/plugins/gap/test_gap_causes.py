@@ -20,6 +20,7 @@ from planted_gaps import (
     engine_with,
     flipped_routes,
     fp8,
+    fp8_inputs,
     nucleus_scores,
     reference_of,
     samples_of,
@@ -127,6 +128,16 @@ def test_fp8_scales(llama, samples) -> None:
     assert found.first == "fp8 weights, a scale for each block" and found.closed > 0.99, found
 
 
+def test_fp8_weights_and_inputs(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}
+    model = plain(save_tiny_llama(tmp_path, tie_word_embeddings=False, **sizes))
+    samples = samples_of(model)
+    engine = changed(model, fp8)
+    with fp8_inputs(engine):
+        found = explained(model, samples, scores(engine, samples))
+    assert found.first.startswith("fp8 weights and inputs") and found.closed > 0.9, found
+
+
 @pytest.mark.parametrize(
     ("rope", "said"),
     [
@@ -204,6 +215,13 @@ def test_flipped_routes(tmp_path: Path) -> None:
 def test_nothing_but_another_order_of_sums(llama, samples) -> None:
     found = explained(llama, samples, [one.engine for one in samples])
     assert not found.causes and found.first.startswith("rounding"), found
+
+
+def test_equal_log_probs_in_bfloat16(llama, samples) -> None:
+    """As of a run with ``--true-on-policy``."""
+    same = [with_values(one, engine=one.trainer) for one in samples]
+    found = explain(reference_of(llama, same), {}, (torch.bfloat16, torch.bfloat16))
+    assert not found.causes and found.first.startswith("none") and found.mean == 0, found
 
 
 def test_two_causes_one_on_each_side(llama, samples, tmp_path: Path) -> None:
