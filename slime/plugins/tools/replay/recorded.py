@@ -227,7 +227,8 @@ def read_run(
     recorded = recorded_settings(chosen.settings, directory, f"{__name__}.{stand_in.__name__}")
     for name in changes:
         recorded.code.pop(name, None)
-    if "compile_layers" not in chosen.settings.get("explicit", ()):
+    typed = chosen.settings.get("explicit")
+    if not isinstance(typed, list) or "compile_layers" not in typed:
         # It follows from the machine, and as a typed flag excludes --true-on-policy.
         recorded.data.pop("compile_layers", None)
     modules = [os.getcwd()] if RUNS_CODE & changes.keys() else []
