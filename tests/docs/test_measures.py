@@ -56,7 +56,7 @@ TOKENS = {
     "plugins/rewards": 20_823,
     "plugins/serve": 17_209,
     "plugins/sglang": 5_643,
-    "plugins/tools": 103_346,
+    "plugins/tools": 103_352,
     "plugins/trackers": 2_193,
     "plugins/vllm": 7_014,
     "plugins/workers": 2_889,

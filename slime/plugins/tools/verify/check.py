@@ -332,7 +332,7 @@ def write_model(weights: dict[str, Tensor], like: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     for file in like.iterdir():
         # the code of the model, if it has its own, is modeling_*.py
-        if ".safetensors" not in file.name:
+        if file.is_file() and ".safetensors" not in file.name:
             shutil.copy(file, folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 

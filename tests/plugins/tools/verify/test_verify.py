@@ -28,6 +28,7 @@ from slime.plugins.tools.verify.check import (
     check_log_probs,
     load_weights,
     parts_of,
+    write_model,
 )
 from slime.plugins.tools.verify.reference import (
     RandomSample,
@@ -459,3 +460,14 @@ def test_layouts_that_cannot_be_are_refused(llama: str) -> None:
     with pytest.raises(VerifyError, match=r"config\.json"):
         verify(target(str(Path(llama) / "missing")))
     assert AutoConfig.from_pretrained(llama).num_hidden_layers == 24
+
+
+def test_folders_of_a_checkpoint_are_left_out(tmp_path: Path) -> None:
+    like = tmp_path / "like"
+    (like / "onnx").mkdir(parents=True)
+    (like / "config.json").write_text("{}")
+    write_model({"one": torch.ones(2)}, like, tmp_path / "other")
+    assert {file.name for file in (tmp_path / "other").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
