@@ -73,7 +73,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         gap, rate, gib = (middle[key] for key in list(middle)[1:])
         lines.append(
             f"| {recipe.what} | {start}`{recipe.flags}` | {accuracy} | {curve(own[0]['rewards'])} | "
-            f"{mean} | {gap or 0:.3f} | {(rate or 0) / 1000:.1f}k | {f'{gib:.0f}' if gib else ''} | "
+            f"{mean} | {f'{gap:.3f}' if gap else ''} | {(rate or 0) / 1000:.1f}k | {f'{gib:.0f}' if gib else ''} | "
             f"{middle['step_seconds'] or 0:.2f} | {seconds} |"
         )
     return "\n".join(lines)
@@ -92,4 +92,4 @@ def write_page(path: Path) -> None:
     before, rest = text.split(BEGIN)
     after = rest.split(END, 1)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}", encoding="utf-8")
-    draw([row for row in rows if row["exit_code"] == 0], PICTURE)
+    draw(rows, PICTURE)

@@ -3,7 +3,7 @@
 - ``recipe_tasks.py:calculate`` is a generate function: what the model writes between ``<calc>`` and
   ``</calc>`` is computed, and the result is the next message of the user.
 - ``recipe_tasks.py:last_turn`` is the reward: 1 if the last number of the model's last turn is the
-  label, so what the calculator said does not count.
+  label, so what the calculator said does not count, and no calculation that only repeats it.
 - ``recipe_tasks.py:Guess`` is an environment: the model guesses a number and is told whether the
   number is higher or lower.
 """
@@ -65,8 +65,8 @@ async def calculate(
 
 
 async def last_turn(args: Args, sample: Sample, **_: object) -> float:
-    numbers = re.findall(r"-?\d+", sample.metadata[TURNS][-1]["text"].replace(",", ""))
-    return float(numbers[-1:] == [sample.label])
+    said = sample.metadata[TURNS][-1]["text"].replace(",", "")
+    return float(re.findall(r"-?\d+", said)[-1:] == [sample.label] and not CALL.search(said))
 
 
 class Guess(Environment):

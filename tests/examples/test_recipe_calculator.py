@@ -27,9 +27,10 @@ async def test_a_calculation_is_read_but_not_trained(
 async def test_what_the_calculator_said_is_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = Script(monkeypatch, byte_tokenizer(tmp_path))
-    script.says = ["<calc>900 + 6</calc>", "I do not know<eos>"]
-    sample = Sample(prompt=prompt("What is 900 + 6?"), label="906", index=0)
-    sample = await calculate(script.args, sample, script.params)
-    assert "= 906" in sample.response
-    assert await last_turn(script.args, sample) == 0.0
+    script = Script(monkeypatch, byte_tokenizer(tmp_path), max_turns=2)
+    for number, end in enumerate(("I do not know<eos>", "<calc>906</calc>")):
+        script.says = ["<calc>900 + 6</calc>", end]
+        sample = Sample(prompt=prompt("What is 900 + 6?"), label="906", index=number)
+        sample = await calculate(script.args, sample, script.params)
+        assert "= 906" in sample.response
+        assert await last_turn(script.args, sample) == 0.0
