@@ -36,7 +36,8 @@ flags=(
     # Everything in one process, where breakpoint() works; without it, on Ray, on any number of GPUs and machines.
     --inline
 
-    # A machine without GPUs. Remove this line on GPUs, and see docs/en/backends.md.
-    --train-backend fsdp --rollout-backend embedded --max-tokens-per-gpu 2048
+    # A machine without GPUs. Remove this line on GPUs, and see docs/en/backends.md. Their default is bfloat16, with which so
+    # few steps with so small a learning rate change little.
+    --train-backend fsdp --rollout-backend embedded --max-tokens-per-gpu 2048 --train-dtype float32 --rollout-dtype float32
 )
 exec slime "$command" "${flags[@]}" "$@"
