@@ -136,25 +136,26 @@ class TrainActor:
         one.
         """
         progress.report(f"load {self.role}")
-        self.master = (master_addr, master_port)
+        args = self.args
+        self.master = master_addr, master_port
         # an actor sees only its own GPU, as device 0.
         local_rank = 0 if door().own_gpus() else self.rank
         with ONE_AT_A_TIME:
             where = self.rank, self.world_size, master_addr, master_port, local_rank
-            self.backend = create_backend(self.args, self.role, *where, self.read)
+            self.backend = create_backend(args, self.role, *where, self.read)
         self.read = None
         if load_path is not None:
             self.backend.load(Path(load_path))
-        if self.args.compile_layers and self.backend.device.type == "cuda":
+        if args.compile_layers and self.backend.device.type == "cuda" and not args.debug_train_only:
             # While engines start: the pass of the first weight sync compiles the layers without
             # gradients. Passes of two sizes compile them for all sizes, but take memory, which an
             # engine on the same GPU measures, and a replay makes none.
             progress.report("compile the layers")
             if self.role == "actor":
                 self._score_probe()
-            if not (self.args.colocate or self.args.deterministic):
-                for tokens in (SAMPLE_TOKENS, 2 * SAMPLE_TOKENS):
-                    self.backend.rehearse(tokens)
+            if not (args.colocate or args.deterministic):
+                for samples in 1, 2:
+                    self.backend.rehearse(samples * SAMPLE_TOKENS)
             self.backend.clear_memory()
         self.weight_sync = self.weight_sync.for_adapter(self.backend.adapter_sync)
 

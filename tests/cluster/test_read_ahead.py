@@ -55,6 +55,7 @@ def test_the_rank_that_reads_hands_the_model_over(
         ({"colocate": True}, "cuda", ["probe"]),  # an engine that starts measures the memory
         ({"compile_layers": False}, "cuda", []),
         ({"deterministic": True}, "cuda", ["probe"]),  # a replay does not rehearse
+        ({"debug_train_only": True}, "cuda", []),  # a reward model has no log-probs to score
         ({}, "cpu", []),
     ],
 )
@@ -72,8 +73,8 @@ def test_layers_are_compiled_beside_engines_that_start(
     monkeypatch.setattr("slime.cluster.train_actor.create_backend", lambda *_: backend)
     monkeypatch.setattr(TrainActor, "_score_probe", lambda self: made.append("probe"))
     actor: Any = TrainActor.__new__(TrainActor)
-    usual = {"compile_layers": True, "colocate": False, "deterministic": False}
-    actor.args = SimpleNamespace(**usual | flags)
+    usual = dict.fromkeys(("colocate", "deterministic", "debug_train_only"), False)
+    actor.args = SimpleNamespace(**{"compile_layers": True} | usual | flags)
     actor.role, actor.rank, actor.world_size, actor.read = "actor", 0, 1, None
     actor.weight_sync = SimpleNamespace(for_adapter=lambda sync: None)
     actor.init("127.0.0.1", 1, None)

@@ -161,6 +161,17 @@ class Runner:
         self.started.append(process)
         return process
 
+    def wait_until(
+        self, process: subprocess.Popen, reached: Callable[[], object], pause: float = 0.05
+    ) -> None:
+        """Wait until a run has come so far; if it ends before, or takes longer, show its output."""
+        until = time.monotonic() + 300
+        while not reached():
+            if process.poll() is not None or time.monotonic() > until:
+                self.stop()  # its output is complete only then
+                pytest.fail(f"not there at its end, or after 300 s:\n{process.communicate()[0]}")
+            time.sleep(pause)
+
     def finish(self, process: subprocess.Popen, name: str, timeout: float = 240) -> Result:
         try:
             output, _ = process.communicate(timeout=timeout)

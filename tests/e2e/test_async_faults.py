@@ -9,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -53,13 +51,6 @@ def asynchronous(tmp_path: Path, tiny_model: Path, prompts: Path) -> list[object
         "--async-buffer-size", 2, "--rollout-function-path", FULLY, "--dynamic-sampling-filter-path",
         "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
     ]  # fmt: skip
-
-
-def wait_until(process: subprocess.Popen, done: Callable[[], object], seconds: float = 240) -> None:
-    until = time.monotonic() + seconds
-    while not done():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
-        time.sleep(0.05)
 
 
 def steps_logged(folder: Path) -> int:
@@ -127,7 +118,7 @@ def test_a_killed_one_step_run_resumes_bit_for_bit(runner, asynchronous) -> None
         "--run-name", "parts", "--inline", *one_step, "--save", saved, script=SCRIPT
     )
     latest = saved / "latest_checkpointed_iteration.txt"
-    wait_until(process, lambda: latest.exists() and latest.read_text().strip() == "1")
+    runner.wait_until(process, lambda: latest.exists() and latest.read_text().strip() == "1")
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert runner.wait_gone(60) == []
@@ -147,7 +138,7 @@ def test_a_killed_fully_asynchronous_run_goes_on_and_its_replay_repeats_it(
     asynchronous += ["--custom-generate-function-path", long_answers]
     flags = [*asynchronous, "--save", saved, "--save-interval", 2]
     process = runner.start("--run-name", "parts", *flags, script=SCRIPT)
-    wait_until(process, lambda: steps_logged(runner.tmp / "outputs" / "parts") >= 4)
+    runner.wait_until(process, lambda: steps_logged(runner.tmp / "outputs" / "parts") >= 4)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert runner.wait_gone(60) == []
@@ -212,7 +203,7 @@ processes.
 def strike(runner, process, victim: str, number: int, steps: int) -> psutil.Process:
     """Send a signal to one process of a run that has made so many steps."""
     folder = runner.tmp / "outputs" / "run"
-    wait_until(process, lambda: steps_logged(folder) >= steps)
+    runner.wait_until(process, lambda: steps_logged(folder) >= steps)
     struck = of_role(runner.marker, victim)[0]
     os.kill(struck.pid, number)
     return struck

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -96,10 +95,7 @@ def test_a_run_on_two_nodes_is_stopped_queued_again_and_ends(
 
     first = start()
     metrics = tmp_path / "outputs" / "run" / "metrics.jsonl"
-    until = time.monotonic() + 300
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert first.poll() is None and time.monotonic() < until, first.communicate()[0]
-        time.sleep(0.05)
+    runner.wait_until(first, lambda: metrics.exists() and metrics.stat().st_size)
     first.send_signal(signal.SIGTERM)
     assert end(first) == 143
     assert (tmp_path / "requeued").read_text().split() == ["5"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -119,10 +118,8 @@ def test_a_whole_run_and_its_result(runner, tiny_model: Path, tmp_path: Path) ->
 
 def test_ctrl_c_leaves_everything_usable(runner, tiny_model: Path, tmp_path: Path) -> None:
     process = runner.spawn([*program(tmp_path, STEPS), str(tiny_model)])
-    metrics, until = tmp_path / "outputs" / "run" / "metrics.jsonl", time.monotonic() + 300
-    while not (metrics.is_file() and metrics.stat().st_size):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
-        time.sleep(0.2)
+    metrics = tmp_path / "outputs" / "run" / "metrics.jsonl"
+    runner.wait_until(process, lambda: metrics.is_file() and metrics.stat().st_size)
     process.send_signal(signal.SIGINT)
     result = runner.finish(process, "run", 400)
     assert result.code == 0, result.output

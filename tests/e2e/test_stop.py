@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -68,12 +67,9 @@ def begin(runner, flags, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]
     return start
 
 
-def signal_when(process: subprocess.Popen[str], reached: Callable[[], object]) -> None:
+def signal_when(runner, process: subprocess.Popen[str], reached: Callable[[], object]) -> None:
     """Send SIGTERM to the process group of a run as soon as it has come so far."""
-    until = time.monotonic() + 200
-    while not reached():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
-        time.sleep(0.002)
+    runner.wait_until(process, reached, pause=0.002)
     os.killpg(process.pid, signal.SIGTERM)
 
 
@@ -112,7 +108,7 @@ def test_a_signal_to_the_process_group_saves_and_ends_in_order(
 ) -> None:
     more = ["--save-interval", 1 if phase == "save" else 150]
     process = begin(script, ranks, *more)
-    signal_when(process, arrives(phase, tmp_path))
+    signal_when(runner, process, arrives(phase, tmp_path))
     assert_saved_in_order(runner, process)
 
 
@@ -121,7 +117,7 @@ def test_the_second_signal_to_the_process_group_ends_the_run_at_once(
 ) -> None:
     """With a supervisor, which gets both signals as well and forwards them."""
     process = begin("train.py", 1, "--max-restarts", 1)
-    signal_when(process, arrives("train", tmp_path))
+    signal_when(runner, process, arrives("train", tmp_path))
     while "press again to kill" not in process.stdout.readline():
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGTERM)
@@ -141,7 +137,7 @@ def test_the_second_signal_to_the_process_group_ends_the_run_at_once(
 def test_a_signal_to_the_process_group_during_the_start_ends_the_run(runner, begin, role) -> None:
     process = begin("train.py", 1)
     signal_when(
-        process, lambda: [one for one in runner.alive() if one.name().startswith(role[:15])]
+        runner, process, lambda: [one for one in runner.alive() if one.name().startswith(role[:15])]
     )
     result = runner.finish(process, "run")
     assert result.code == 143, result.output

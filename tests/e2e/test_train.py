@@ -234,10 +234,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     saved, flags = runner.tmp / "parts", [*flags, "--async-save"]
     process = runner.start("--run-name", "parts", *flags, "--save", saved)
     latest = saved / "latest_checkpointed_iteration.txt"
-    until = time.monotonic() + 200
-    while not (latest.exists() and latest.read_text().strip() == "1"):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
-        time.sleep(0.05)
+    runner.wait_until(process, lambda: latest.exists() and latest.read_text().strip() == "1")
     process.send_signal(signal.SIGKILL)  # the driver dies without a word
     process.wait()
     assert runner.wait_gone() == []
@@ -263,10 +260,7 @@ def test_sigterm_saves_and_ends_in_order(runner, flags, placement) -> None:
     flags = [*flags, *placement, "--num-rollout", 200, "--save", saved, "--save-interval", 150]
     process = runner.start("--run-name", "run", *flags)
     metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
-    until = time.monotonic() + 200
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
-        time.sleep(0.05)
+    runner.wait_until(process, lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
     os.kill(process.pid, signal.SIGTERM)
     result = runner.finish(process, "run")
     assert result.code == 143, result.output
