@@ -31,7 +31,7 @@ TOKENS = {
     "backends": 42_811,
     "checkpoint": 8_338,
     "cli": 694,
-    "cluster": 34_693,
+    "cluster": 34_691,
     "config": 30_232,
     "data": 40_267,
     "engines": 15_293,
@@ -63,7 +63,7 @@ TOKENS = {
     "plugins/megatron": 48_537,
     "plugins/muon": 1_566,
     "plugins/gap": 7_675,
-    "plugins/actors": 5_117,
+    "plugins/actors": 5_140,
     "plugins/restarts": 3_297,
     "plugins/true_on_policy": 7_632,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ctypes
 import gc
 import logging
 import os
@@ -169,6 +170,10 @@ class InlineActors(Actors):
         return self._connected
 
     def connect(self) -> None:
+        # What an earlier run has freed goes back to the system. glibc would keep it, in pieces: six
+        # runs of a model with 135M parameters took 12 GB instead of 6.
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
         self._process = _ProcessState()
         set_compute_variables()
         self._connected = True
