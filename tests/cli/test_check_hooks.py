@@ -46,8 +46,7 @@ def check(
         from slime.config import hooks
 
         sys.modules.pop("hooks", None)
-        hooks.load_function.cache_clear()
-        hooks.load_file.cache_clear()
+        hooks.module_of_file.cache_clear()
         lines: list[str] = []
         common = [
             "--hf-checkpoint",

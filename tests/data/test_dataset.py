@@ -154,11 +154,13 @@ def test_a_wrong_key_is_said_once_with_the_keys_that_are_there(
 ) -> None:
     path = write(file, [{"question": "q", "answer": "a"}] * 50)
     assert problems_of(path) == [
-        f"{path}: no row has the prompt column 'prompt'; the rows have 'question', 'answer'"
+        f"{path}: no row has the prompt column 'prompt'; the rows have 'question', 'answer': name it "
+        "with --input-key"
     ]
     found = problems_of(path, prompt_key="question", label_key="anwser")
     assert found == [
-        f"{path}: no row has the label column 'anwser'; the rows have 'question', 'answer'"
+        f"{path}: no row has the label column 'anwser'; the rows have 'question', 'answer': name it "
+        "with --label-key"
     ]
     with caplog.at_level("WARNING"):
         assert len(Dataset(path, prompt_key="question", metadata_key="info")) == 50
