@@ -223,7 +223,10 @@ def test_all_wrong_rows_are_told_at_once(base: dict[str, Any], tmp_path: Path) -
             [{"prompt": "x"}, {"prompt": 1}],
             "row 2: the prompt 'prompt' must be a text or a list of messages, not int 1",
         ),
-        ([{"question": "x"}], "no row has the prompt column 'prompt'; the rows have 'question'"),
+        (
+            [{"question": "x"}],
+            "no row has the prompt column 'prompt'; the rows have 'question': name it with --input-key",
+        ),
     ],
 )
 def test_problems_with_rows_name_the_keyword_and_not_a_file_of_slime(
