@@ -120,4 +120,5 @@ def test_without_large_imports_nothing_is_frozen_and_an_error_turns_the_collecto
     frozen = gc.get_freeze_count()
     with pytest.raises(ImportError), large_imports():
         raise ImportError
-    assert gc.isenabled() and gc.get_freeze_count() == frozen
+    # The number falls when an object that another test has frozen ends meanwhile.
+    assert gc.isenabled() and gc.get_freeze_count() <= frozen
