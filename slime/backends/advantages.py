@@ -98,10 +98,10 @@ def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Re
     if settings.custom is None:
         own, batch["returns"] = settings.algorithm.advantages(batch)
         batch["advantages"] = settings.algorithm.over_ranks(batch, own, reduce)
-        _check_lengths(batch, f"{type(settings.algorithm).__name__}.advantages")
+        _check_advantages(batch, f"{type(settings.algorithm).__name__}.advantages")
     else:
         settings.custom(settings.args, batch)
-        _check_lengths(
+        _check_advantages(
             batch,
             f"--custom-advantage-function-path {settings.args.custom_advantage_function_path}",
         )
@@ -136,14 +136,18 @@ def _kl_to_reference(settings: AdvantageSettings, batch: RankBatch) -> list[Tens
     return [compute_approx_kl(p, q, settings.kl_type) for p, q in zip(log_probs, ref, strict=True)]
 
 
-def _check_lengths(batch: RankBatch, what: str) -> None:
+def _check_advantages(batch: RankBatch, what: str) -> None:
     for name in ("advantages", "returns"):
-        lengths = [len(x) for x in _require(batch.get(name), name, what)]
-        if lengths != list(batch["response_lengths"]):
+        shapes = [tuple(torch.as_tensor(x).shape) for x in _require(batch.get(name), name, what)]
+        if shapes != [(length,) for length in batch["response_lengths"]]:
             raise ValueError(
-                f"{what} set {name} with lengths {lengths}; the responses have "
+                f"{what} set {name} with shapes {shapes}; the responses have the lengths "
                 f"{batch['response_lengths']}"
             )
+    advantages = flatten([torch.as_tensor(x) for x in batch["advantages"]])
+    mask = flatten(batch["loss_masks"]).to(advantages.device)
+    if not keep_where(mask, advantages).isfinite().all():
+        raise ValueError(f"{what} set an advantage that is NaN or infinite: does it divide by 0?")
 
 
 def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: RankBatch) -> None:

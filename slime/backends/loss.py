@@ -396,9 +396,16 @@ def _custom_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
         "current_log_probs": tokens.log_probs,
         "loss_mask": tokens.loss_mask,
     }
-    loss, metrics = settings.custom_loss(
+    result = settings.custom_loss(
         settings.args, batch, logits, _mean(settings, tokens, tokens.loss_mask)
     )
+    pair = isinstance(result, tuple | list) and len(result) == 2
+    if not pair or not isinstance(result[0], Tensor) or result[0].numel() != 1:
+        raise ValueError(
+            "--custom-loss-function-path must return (loss, metrics), and the loss must be one "
+            "number: reduce it with sum_of_sample_mean"
+        )
+    loss, metrics = result
     # A metric may be a float or a tensor on the CPU. All of them are copied to the host together.
     found = {
         name: torch.as_tensor(x, device=loss.device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime.config.hf_config import model_config
 from slime.config.hooks import load_function
 from slime.data.fields import (
     BY_NAME,
@@ -69,9 +70,11 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
         data = load_function(hook)(args, samples)
         return _complete_custom(hook, data, samples, keys, rollout_ids)
     # From here on only arrays are read: lists of Python numbers would take ten times the memory.
+    vocabulary = model_config(args.hf_checkpoint).get("vocab_size")
     for sample in samples:
         sample.pack()
         _check_lengths(sample)
+        _check_vocabulary(sample, vocabulary)
     masks = [_loss_mask(sample) for sample in samples]
     raw, rewards = post_process_rewards(args, samples, keys, rollout_ids)
     data = {
@@ -314,6 +317,19 @@ def _check_lengths(sample: Sample) -> None:
             raise ValueError(
                 f"sample {sample.index}: {len(value)} {name} for {response} response tokens"
             )
+
+
+def _check_vocabulary(sample: Sample, size: int | None) -> None:
+    """Refuse token ids without a row in the model's embedding: a GPU ends with an assertion that
+    names nothing, and all later work of its process fails."""
+    tokens = sample.array("tokens")
+    assert tokens is not None, "its length was checked"
+    if size is not None and not sample.multimodal_inputs and tokens.max() >= size:
+        raise ValueError(
+            f"sample {sample.index} has the token id {tokens.max()}, but the model of "
+            f"--hf-checkpoint has {size} tokens: use its own tokenizer, or resize its embeddings "
+            "for added tokens (resize_token_embeddings) and save it"
+        )
 
 
 def _loss_mask(sample: Sample) -> np.ndarray:

@@ -312,10 +312,28 @@ def test_custom_function_then_distillation_and_whitening() -> None:
         advantages.compute_advantages(
             replace(settings, custom=forgets), make_batch([3]), Identity()
         )
-    with pytest.raises(ValueError, match=r"mine.py:f.*\[1\]"):
+    with pytest.raises(ValueError, match=r"mine.py:f.*\(1,\)"):
         advantages.compute_advantages(
             replace(settings, custom=shortens), make_batch([3]), Identity()
         )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1.0, r"\(\)"),
+        (torch.ones(3, 1), r"\(3, 1\)"),
+        (torch.full((3,), float("nan")), "divide by 0"),
+    ],
+)
+def test_wrong_advantages_of_a_function_name_it(value: object, message: str) -> None:
+    def fills(args: Any, rollout_data: dict[str, Any]) -> None:
+        rollout_data["advantages"] = rollout_data["returns"] = [value]
+
+    args = make_args().with_values(custom_advantage_function_path="mine.py:f")
+    settings = replace(AdvantageSettings.from_args(make_args()), args=args, custom=fills)
+    with pytest.raises(ValueError, match=rf"mine.py:f.*{message}"):
+        advantages.compute_advantages(settings, make_batch([3]), Identity())
 
 
 def test_disabled_advantages_leave_the_batch_alone() -> None:

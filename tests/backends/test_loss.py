@@ -718,7 +718,9 @@ def test_metrics_of_a_custom_loss_are_numbers_on_its_device(tmp_path: Path) -> N
     hook = tmp_path / "numbers.py"
     hook.write_text(
         "def loss(args, batch, logits, mean):\n    return logits.sum(), {'one': 0.5}\n\n\n"
-        "def long(args, batch, logits, mean):\n    return logits.sum(), {'one': logits[:, 0]}\n"
+        "def long(args, batch, logits, mean):\n    return logits.sum(), {'one': logits[:, 0]}\n\n\n"
+        "def alone(args, batch, logits, mean):\n    return logits.sum()\n\n\n"
+        "def rows(args, batch, logits, mean):\n    return logits.sum(-1), {}\n"
     )
     tokens = TokenBatch(
         [2],
@@ -731,6 +733,9 @@ def test_metrics_of_a_custom_loss_are_numbers_on_its_device(tmp_path: Path) -> N
     assert {x.device for x in [loss, *metrics.values()]} == {torch.device("meta")}
     with pytest.raises(ValueError, match=r"'one'.*\(2,\).*sum_of_sample_mean"):
         compute_loss(custom_loss(f"{hook}:long"), tokens, num_rollouts=1, num_tokens=2)
+    for name in ("alone", "rows"):
+        with pytest.raises(ValueError, match="--custom-loss-function-path must return"):
+            compute_loss(custom_loss(f"{hook}:{name}"), tokens, num_rollouts=1, num_tokens=2)
 
 
 def custom_loss(path: str) -> Any:

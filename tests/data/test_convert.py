@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import make_args as args_for_tests
@@ -253,6 +254,14 @@ def test_samples_that_cannot_be_trained_on(change: dict[str, Any], message: str)
         samples_to_train_data(make_args(), [[make_sample(0), make_sample(1, **change)]])
     with pytest.raises(ValueError, match="without samples"):
         samples_to_train_data(make_args(), [])
+
+
+def test_a_token_that_the_model_does_not_have_names_its_sample(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 101}')
+    args = make_args(hf_checkpoint=str(tmp_path))
+    samples_to_train_data(args, [[make_sample(0), make_sample(0)]])
+    with pytest.raises(ValueError, match=r"sample 1 .*101.*resize_token_embeddings"):
+        samples_to_train_data(args, [[make_sample(0), make_sample(1)]])
 
 
 def test_a_mask_that_a_hook_never_filled_trains_everything() -> None:

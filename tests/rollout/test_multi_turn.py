@@ -214,6 +214,38 @@ async def test_a_reply_closes_the_turn_once(scripted):
         assert GenerateState(args).tokenizer.decode(said) == answer + "c"
 
 
+@pytest.mark.parametrize(
+    ("known", "role", "content", "shown"),
+    [
+        ("user assistant", "tool", "cc", "<user><tool_response>\ncc\n</tool_response>\nb<end>"),
+        ("user assistant observation", "tool", "cc", "<observation>cc<end><user>b<end>"),
+        ("user assistant tool", "tool", {"a": 1}, "leaves out the dict"),
+        ("user assistant tool", "environment", "cc", "leaves out the str"),
+    ],
+)
+async def test_a_reply_is_never_left_out(
+    scripted, monkeypatch, known: str, role: str, content: object, shown: str
+):
+    """Phi-4's template knows no results of tools, GLM-4's knows them by another name, and Qwen3's
+    writes only contents that are texts."""
+    args, _, sample, params = scripted(("ab", "stop"))
+    template = (
+        "{% for m in messages %}{% if m['role'] in '" + known + "'.split() %}<{{ m['role'] }}>"
+        "{{ m['content'] if m['content'] is string else '' }}<end>{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(GenerateState(args).tokenizer, "chat_template", template)
+    talk = Conversation(args, sample, params)
+    await talk.turn()
+    messages = [{"role": role, "content": content}, {"role": "user", "content": "b"}]
+    if "leaves out" in shown:
+        with pytest.raises(ValueError, match=f"{shown}.*role '{role}'"):
+            talk.reply(messages)
+    else:
+        assert talk.reply(messages)
+        # the vocabulary has no "_" and no "p"
+        assert sample.response == f"ab<end>{shown}".replace("_", "").replace("p", "")
+
+
 async def test_turns_have_seeds_of_their_own(scripted):
     args, engine, sample, params = scripted(*[("ab", "stop")] * 3)
     talk = Conversation(args, sample, params)

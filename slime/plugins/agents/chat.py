@@ -6,17 +6,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from slime.data.json_text import clean
+from slime.data.tokenizers import TemplateRefusal, render_chat
 from slime.rollout.prompts import encode
 from slime.types import Tokenizer
 
-from .messages import ApiError, Message, Tool, fold_system
+from .messages import ApiError, Message, Tool, call, fold_system, tool
 from .tool_parsers import tools_in_words
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 # placeholder for the model's last answer when the text after it is rendered
 _MARK = "slime.7c2e.turn"
+_shown: dict[tuple[str, str], bool] = {}
 
 
 class ChatTemplate:
@@ -39,7 +45,7 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.kwargs = kwargs
-        self.knows_tools = "tools" in str(tokenizer.chat_template)
+        self.knows_tools = shows_tools(tokenizer)
 
     def prompt(self, messages: list[Message], tools: list[Tool]) -> list[int]:
         """Return the token ids of a conversation up to the model's turn. If the last message is the
@@ -84,6 +90,9 @@ class ChatTemplate:
         """
         if not self.knows_tools:
             messages = _in_words(messages, tools)
+        if not _shows(self.tokenizer, "system"):
+            messages = fold_system(messages)
+        messages = results_as_shown(self.tokenizer, messages)
         try:
             return self._apply(messages, tools)
         except Exception as error:
@@ -106,6 +115,64 @@ class ChatTemplate:
             **self.kwargs,
         )
         return clean(str(text))
+
+
+def results_as_shown(
+    renderer: Tokenizer | ProcessorMixin, messages: Sequence[Mapping[str, Any]]
+) -> list[Any]:
+    """Return messages whose tool results have a role that the chat template writes: ``tool``, or
+    ``observation`` (GLM-4), or else ``user`` with the tags of the Hermes models.
+
+    Templates of models without tools refuse other roles (Gemma) or leave them out without an error
+    (Phi-4). The results of one turn, and a user's message after them, become one message.
+    """
+    if not any(message["role"] == "tool" for message in messages) or _shows(renderer, "tool"):
+        return [*messages]
+    role = "observation" if _shows(renderer, "observation") else "user"
+    made: list[Any] = []
+    after_result = False
+    for message in messages:
+        content = message["content"]
+        is_result = message["role"] == "tool"
+        if is_result and role == "user" and isinstance(content, str):
+            content = f"<tool_response>\n{content}\n</tool_response>"
+        changed = {**message, "role": role if is_result else message["role"], "content": content}
+        joins = after_result and changed["role"] == "user" and isinstance(content, str)
+        if joins and isinstance(made[-1]["content"], str):
+            changed["content"] = f"{made.pop()['content']}\n{content}"
+        made.append(changed)
+        after_result = role == "user" and (is_result or joins)
+    return made
+
+
+def shows_tools(renderer: Tokenizer | ProcessorMixin) -> bool:
+    """Whether the chat template describes the tools that it gets. Some have the word, but look for
+    tools in the messages (Phi-4-mini)."""
+    template = str(getattr(renderer, "chat_template", None))
+    key = template, "tools"
+    if key not in _shown:
+        asked = [{"role": "user", "content": "-"}]
+        _shown[key] = "tools" in template
+        with contextlib.suppress(TemplateRefusal):
+            _shown[key] &= _MARK in render_chat(renderer, asked, tools=[tool(_MARK, "", {})])
+    return _shown[key]
+
+
+def _shows(renderer: Tokenizer | ProcessorMixin, role: str) -> bool:
+    """Whether the chat template writes a message of this role where it stands, after a turn of the
+    model: some leave out what they do not know, and some move system messages to the beginning.
+    """
+    key = str(getattr(renderer, "chat_template", None)), role
+    if key not in _shown:
+        asked = {"role": "user", "content": "slime.question"}
+        said = {"role": "assistant", "content": "-"}
+        shown = {"role": role, "content": _MARK, "tool_call_id": "000000000"}
+        texts = []
+        for turn in (said, {**said, "content": "", "tool_calls": [call("f", {}, "000000000")]}):
+            with contextlib.suppress(TemplateRefusal):
+                texts.append(render_chat(renderer, [asked, turn, shown]))
+        _shown[key] = any(text.find(_MARK) > text.find("slime.question") for text in texts)
+    return _shown[key]
 
 
 def _in_words(messages: list[Message], tools: list[Tool]) -> list[Message]:

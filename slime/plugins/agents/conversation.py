@@ -27,6 +27,8 @@ from slime.rollout.prompts import encode, prompt_ids, render, text_ids
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
+from .chat import results_as_shown
+
 if TYPE_CHECKING:
     from slime.config.args import Args
 
@@ -189,7 +191,8 @@ class Conversation:
     def reply(self, messages: Sequence[Mapping[str, object]]) -> bool:
         """Close the model's turn and append chat messages, rendered by the chat template.
 
-        The appended text ends where the model's next turn begins. Media parts (``{"type": "image",
+        The appended text ends where the model's next turn begins. Results of tools (role ``tool``)
+        become a user's message if the template does not know them. Media parts (``{"type": "image",
         "image": path, URL, data URI or bytes}``) are added to those of the sample: engine and
         trainer get them from here on.
 
@@ -201,8 +204,8 @@ class Conversation:
             As :meth:`observe`.
 
         Raises:
-            ValueError: The chat template leaves out the assistant's turn, or the model has not
-                finished a turn yet.
+            ValueError: The chat template leaves out the assistant's turn or a message, or the model
+                has not finished a turn yet.
         """
         new = Sample(multimodal_inputs=collect_media(messages))
         tokens, after = self._rendered(messages, new, self.sample.tokens[-1], self.left)
@@ -247,13 +250,27 @@ class Conversation:
         # the placeholder. The real conversation is not rendered again: the template might change
         # earlier turns (drop reasoning, trim text).
         said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-        text = render(renderer, self.sample, [*said, *map(dict, messages)])
+        whole = [*said, *results_as_shown(renderer, messages)]
+        text = render(renderer, self.sample, whole)
         _, found, after = text.partition(_MARK)
         if not found:
             raise ValueError(
                 "the chat template leaves out the assistant's turn: use Conversation.observe "
                 "instead"
             )
+        # Templates drop roles and contents that they do not know without an error. One may write a
+        # text in another way (as JSON), so see whether it makes a difference.
+        for i, message in enumerate(whole[2:], start=2):
+            content = message.get("content")
+            if not content or (isinstance(content, str) and content.strip() in after):
+                continue
+            emptied = [*whole[:i], {**message, "content": type(content)()}, *whole[i + 1 :]]
+            if render(renderer, self.sample, emptied) == text:
+                raise ValueError(
+                    f"the chat template leaves out the {type(content).__name__} that is the "
+                    f"content of a message with the role {message['role']!r}: use another role, "
+                    "or a text (json.dumps)"
+                )
         # The model may have sampled the end-of-turn token itself.
         tokens = text_ids(state, new, after) if new.multimodal_inputs else self._encode(after, room)
         if tokens and tokens[0] == last and tokens[0] in state.tokenizer.all_special_ids:

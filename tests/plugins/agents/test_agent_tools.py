@@ -547,6 +547,48 @@ def test_a_template_without_tools_gets_them_in_words() -> None:
     ) in text
 
 
+PHI_4 = (
+    "{% for m in messages %}{% if m['role'] in ('system', 'user', 'assistant') %}"
+    "<|{{ m['role'] }}|> {{ m['content'] }}<|end|>\n{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|{{ m['role'] }}|> {{ m['content'] | trim }}<|end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [PHI_4, GEMMA, "glm4", "glm_z1", "deepseek_r1_distill", "qwen3"])
+def test_results_of_tools_and_later_instructions_reach_the_model(source: str) -> None:
+    """Some templates leave out results of tools, or refuse them, and some write a later system
+    message before the first turn, where a continuation does not have it."""
+    file = TEMPLATES / f"{source}.jinja"
+    template = ChatTemplate(make_tokenizer(file.read_text() if file.is_file() else source), {})
+    call = {"id": "000000001", "type": "function", "function": {"name": "f", "arguments": {}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    results = [
+        {"role": "tool", "content": f"<{n}>", "tool_call_id": "000000001"} for n in ("one", "two")
+    ]
+    after = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "go on"}]
+    messages = [*QUESTION, answer, *results, *after]
+    added = template.continuation(messages, [], len(QUESTION) + 1, 0)
+    assert added is not None
+    for ids in (added, template.prompt(messages, [])):
+        text = template.tokenizer.decode(ids)
+        places = [text.find(word) for word in ("<one>", "<two>", "be kind", "go on")]
+        assert -1 not in places and places == sorted(places)
+
+
+def test_a_template_that_only_has_the_word_gets_tools_in_words() -> None:
+    """Phi-4-mini's looks for tools in the system message."""
+    source = PHI_4.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['tools'] }}")
+    tools = [
+        {"type": "function", "function": {"name": "add", "description": "", "parameters": ADD}}
+    ]
+    template = ChatTemplate(make_tokenizer(source), {})
+    assert '"name": "add"' in template.tokenizer.decode(template.prompt([*QUESTION], tools))
+
+
 def test_an_answer_that_the_program_began_is_continued() -> None:
     template = ChatTemplate(make_tokenizer(), {})
     ids = template.prompt([*QUESTION, {"role": "assistant", "content": "It is"}], [])

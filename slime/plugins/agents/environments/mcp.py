@@ -25,6 +25,7 @@ from slime.rollout.rm_hub.outcome import mark_unscored
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
+from ..chat import shows_tools
 from ..conversation import Conversation
 from ..messages import RAW_ARGUMENTS, CalledFunction, Tool, ToolCall
 from ..sandbox import Limits, SandboxUnavailable, program_command
@@ -70,7 +71,7 @@ async def _converse(
     args: Args, sample: Sample, servers: Servers, sampling_params: SamplingParams, evaluation: bool
 ) -> Sample:
     tokenizer = GenerateState(args).tokenizer
-    _show_tools(str(tokenizer.chat_template), sample, servers.schemas)
+    _show_tools(shows_tools(tokenizer), sample, servers.schemas)
     talk = Conversation(args, sample, sampling_params, evaluation)
     parser = tool_parser(
         parser_name(args.agent_tool_parser, tokenizer, args.hf_checkpoint), servers.schemas
@@ -275,14 +276,14 @@ def check_servers(addresses: Sequence[str]) -> None:
             raise EnvironmentProblem(f"{address}: {error}") from error
 
 
-def _show_tools(template: str, sample: Sample, schemas: list[Tool]) -> None:
+def _show_tools(by_template: bool, sample: Sample, schemas: list[Tool]) -> None:
     """Put the tools into the prompt, unless the sample has them there already."""
     if sample.tokens:
         return
     prompt: list[Message] = sample.prompt if isinstance(sample.prompt, list) else []
     if not prompt:
         prompt = [{"role": "user", "content": sample.prompt}]
-    if "tools" in template:
+    if by_template:
         sample.metadata = {**sample.metadata, "tools": schemas}
     else:
         description = tools_in_words(schemas)
