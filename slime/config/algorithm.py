@@ -8,11 +8,10 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from slime.algorithms.algorithm import Algorithm, EstimatorSettings, baseline_problem, class_problem
 from slime.config.flag import (
-    DERIVED,
     Section,
     flag,
     flags_of,
@@ -50,15 +49,13 @@ class AlgorithmConfig(Section):
     """Function that averages the policy loss over tokens and samples. Default: the mean over
     samples
     """
-    compute_advantages_and_returns: bool = flag(
-        True, option="--disable-compute-advantages-and-returns", kind="negative"
-    )
+    compute_advantages_and_returns: bool = flag(True, kind="negative")
     """Do not compute advantages and returns, as for SFT or a custom loss"""
     eps_clip: float = flag(0.2, low=0)
     """Lower clip range (epsilon) of the importance ratio in the policy loss"""
-    eps_clip_high: float = flag(DERIVED, low=0, same_as="eps_clip")
+    eps_clip_high: float = flag(low=0, same_as="eps_clip")
     """Upper clip range (epsilon) of the importance ratio. Default: --eps-clip"""
-    eps_clip_c: float | None = flag(None, above=1)
+    eps_clip_c: float | None = flag(above=1)
     """Constant of dual-clip PPO for tokens with negative advantage. Default: no dual clip"""
     value_clip: float = flag(0.2, low=0)
     """Clip range of the critic's values in the value loss"""
@@ -73,13 +70,9 @@ class AlgorithmConfig(Section):
     """Lambda of generalized advantage estimation (GAE)"""
     normalize_advantages: bool = False
     """Whiten advantages over the batch (mean 0, standard deviation 1)"""
-    grpo_std_normalization: bool = flag(
-        True, option="--disable-grpo-std-normalization", kind="negative"
-    )
+    grpo_std_normalization: bool = flag(True, kind="negative")
     """Do not divide rewards by the standard deviation of their group, as in Dr. GRPO"""
-    rewards_normalization: bool = flag(
-        True, option="--disable-rewards-normalization", kind="negative"
-    )
+    rewards_normalization: bool = flag(True, kind="negative")
     """Train on raw rewards, without a group baseline"""
     overlong_buffer_len: int = flag(0, low=0)
     """DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables
@@ -246,7 +239,7 @@ class KlConfig(Section):
     """Add the KL divergence from the reference model to the loss"""
     kl_loss_coef: float = 0.0
     """Coefficient of the KL divergence in the loss; needs --use-kl-loss"""
-    kl_loss_type: str = flag(DERIVED, choices=("k1", "k2", "k3", "low_var_kl"))
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag()
     """Estimator of the KL divergence. Default: low_var_kl in the loss, k1 in the reward
     (--kl-coef). In the loss k1 does not regularise"""
     kl_coef: float = 0.0
@@ -255,7 +248,7 @@ class KlConfig(Section):
     """Multiply the KL divergence in the loss by the importance ratio, which makes the estimate
     unbiased
     """
-    ref_update_interval: int | None = flag(None, low=1)
+    ref_update_interval: int | None = flag(low=1)
     """Number of rollouts between copies of the actor to the reference model. Default: never"""
 
 
@@ -265,7 +258,7 @@ class OffPolicyConfig(Section):
 
     use_rollout_logprobs: bool = False
     """Use the engine's log-probs as the old policy; excludes --use-tis"""
-    use_tis: bool = flag(DERIVED)
+    use_tis: bool = flag()
     """Weigh the loss of each token by the truncated importance ratio (TIS) between trainer and
     engine. Default: on with --rollout-quantization, in train_async.py, and with
     --over-sampling-batch-size or --partial-rollout"""
@@ -296,7 +289,7 @@ class DistillationConfig(Section):
 
     use_opd: bool = False
     """On-policy distillation: train on the reverse KL divergence from a teacher"""
-    opd_type: str | None = flag(None, choices=("sglang", "megatron"))
+    opd_type: Literal["sglang", "megatron"] | None = None
     """Location of the teacher for --use-opd. sglang: a server that is asked over HTTP. megatron:
     the trainer (of either backend) loads it from --opd-teacher-load"""
     opd_kl_coef: float = 1.0
@@ -306,7 +299,6 @@ class DistillationConfig(Section):
     model
     """
     opd_teacher_ckpt_step: int | None = flag(
-        None,
         low=0,
         status="refused",
         reason="name the folder of that iteration with --opd-teacher-load",

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.config.flag import DERIVED, Section, flag
+from slime.config.flag import Section, flag
 from slime.config.layout import ParallelLayout, context_ranks
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, longest_sample, served_context
 
@@ -29,10 +29,10 @@ class BatchConfig(Section):
     """Number of samples per prompt, which form a group. With --loss-type sft_loss the default is
     1
     """
-    global_batch_size: int = flag(DERIVED, low=1)
+    global_batch_size: int = flag(low=1)
     """Number of samples per optimizer step. Default: --rollout-batch-size x --n-samples-per-prompt
     / --num-steps-per-rollout"""
-    num_steps_per_rollout: int = flag(DERIVED, low=1)
+    num_steps_per_rollout: int = flag(low=1)
     """Number of optimizer steps per rollout. Default: 1, or what --global-batch-size implies"""
     train_during_rollout: int = flag(1, low=1)
     """Most parts into which the groups of a rollout are divided, in the order in which they finish.
@@ -40,18 +40,18 @@ class BatchConfig(Section):
     optimizer's step follows the last. 1 trains after the rollout"""
     micro_batch_size: int = flag(1, low=1)
     """Number of samples per micro-batch; giving this flag disables --use-dynamic-batch-size"""
-    use_dynamic_batch_size: bool = flag(DERIVED, kind="toggle")
+    use_dynamic_batch_size: bool = flag()
     """Fill each micro-batch with samples up to --max-tokens-per-gpu tokens. Default: on, unless
     --micro-batch-size is given or batches are padded (--attn-implementation)"""
-    max_tokens_per_gpu: int | None = flag(None, low=1)
+    max_tokens_per_gpu: int | None = flag(low=1)
     """Maximum tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU,
     with --deterministic or in float32, the longest prompt and response that the flags allow, but at
     least 4096"""
-    log_probs_max_tokens_per_gpu: int | None = flag(None, low=1, same_as="max_tokens_per_gpu")
+    log_probs_max_tokens_per_gpu: int | None = flag(low=1, same_as="max_tokens_per_gpu")
     """Maximum tokens of a micro-batch in passes without a backward pass (log-probs, entropy,
     values); 2 to 4 times --max-tokens-per-gpu usually fits. Default: the micro-batches of
     training"""
-    balance_data: bool = flag(DERIVED, kind="toggle")
+    balance_data: bool = flag()
     """Distribute samples so that all ranks have about the same work (estimated FLOPs) in each
     micro-batch. Default:
     on with --use-dynamic-batch-size"""

@@ -17,7 +17,7 @@ from slime.config.engine import (
     served_models,
     total_gpus,
 )
-from slime.config.flag import DERIVED, Section, flag
+from slime.config.flag import Section, flag
 from slime.config.machine import Machine, connection_limit
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ class ClusterConfig(Section):
 
     actor_num_nodes: int = flag(1, low=1, high=MOST)
     """Number of nodes for training"""
-    actor_num_gpus_per_node: int = flag(DERIVED, low=1, high=MOST)
+    actor_num_gpus_per_node: int = flag(low=1, high=MOST)
     """Training GPUs per node; without GPUs, training processes. Default: all GPUs of the node
     (fewer if engines need their own), or 1 without GPUs"""
-    critic_num_nodes: int | None = flag(None, low=1, high=MOST)
+    critic_num_nodes: int | None = flag(low=1, high=MOST)
     """Number of nodes for a critic with GPUs of its own, which trains beside the actor. Default: 1
     with --critic-num-gpus-per-node, otherwise the critic takes turns on the actor's GPUs"""
-    critic_num_gpus_per_node: int | None = flag(None, low=1, high=MOST)
+    critic_num_gpus_per_node: int | None = flag(low=1, high=MOST)
     """The critic's own GPUs per node; without GPUs, processes. Default: as many as the actor with
     --critic-num-nodes, otherwise none"""
-    rollout_num_gpus: int = flag(DERIVED, low=0, high=MOST)
+    rollout_num_gpus: int = flag(low=0, high=MOST)
     """GPUs for inference, in total; without GPUs, engine processes. Default: the training GPUs with
     --colocate, otherwise the GPUs of one engine"""
     rollout_num_gpus_per_engine: int = flag(1, low=1, high=MOST)
@@ -48,13 +48,13 @@ class ClusterConfig(Section):
     """Let the trainer and the engines share the same GPUs and take turns"""
     offload: bool = False
     """Shorthand for --offload-train --offload-rollout"""
-    offload_train: bool = flag(DERIVED, kind="toggle")
+    offload_train: bool = flag()
     """Move the trainer to CPU memory while it is idle. Default: on with --colocate"""
-    offload_rollout: bool = flag(DERIVED, kind="toggle")
+    offload_rollout: bool = flag()
     """Release the engines' GPU memory during training. Default: on with --colocate"""
     distributed_timeout_minutes: int = flag(10, low=1)
     """Deadline in minutes for a collective of torch.distributed"""
-    threads_per_process: int | None = flag(None, low=1)
+    threads_per_process: int | None = flag(low=1)
     """CPU threads of each trainer and engine process. Default: an equal share of the cores"""
     train_env_vars: dict[str, str | float] = flag({})
     """Environment variables of the training processes, as a JSON object"""
@@ -64,7 +64,7 @@ class ClusterConfig(Section):
     use_fault_tolerance: bool = False
     """Continue without engines that die, hang or cannot be reached, and restart them. Without this
     flag the run ends with a report"""
-    max_restarts: int = flag(DERIVED, low=0)
+    max_restarts: int = flag(low=0)
     """Automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or
     the driver has died. Default: 3 with --use-fault-tolerance, otherwise 0"""
     rollout_health_check_interval: float = flag(30.0, above=0)

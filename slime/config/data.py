@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from slime.config.files import NamedDataError, data_name, first_row, lookup
-from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
+from slime.config.flag import Section, flag, hook_flag, path_flag
 from slime.config.rollout import (
     DEFAULT_ROLLOUT_FUNCTION,
     OWN_FUNCTIONS,
@@ -46,21 +46,19 @@ class DataConfig(Section):
     """Render messages with the tokenizer's chat template"""
     apply_chat_template_kwargs: dict[str, Any] = flag({})
     """JSON object of additional chat template arguments"""
-    num_rollout: int | None = flag(None, low=0)
+    num_rollout: int | None = flag(low=0)
     """Total number of rollouts, each generated and then trained. Default: one epoch"""
-    num_epoch: int | None = flag(None, low=1)
+    num_epoch: int | None = flag(low=1)
     """Number of epochs if --num-rollout is not given: the fewest rollouts that use each prompt so
     often. Default: 1
     """
-    start_rollout_id: int | None = flag(None, low=0)
+    start_rollout_id: int | None = flag(low=0)
     """Number of the first rollout. Default: the one after the loaded snapshot, or 0"""
     rollout_shuffle: bool = False
     """Shuffle the prompts in each epoch"""
     rollout_seed: int = 42
     """Random seed for shuffling prompts and for sampling tokens"""
-    rollout_global_dataset: bool = flag(
-        True, option="--disable-rollout-global-dataset", kind="negative"
-    )
+    rollout_global_dataset: bool = flag(True, kind="negative")
     """Do not read --prompt-data; the class in --data-source-path provides the prompts"""
     data_source_path: str = flag(DEFAULT_DATA_SOURCE, kind="hook")
     """Class of the data source, which provides the prompts"""
@@ -75,7 +73,7 @@ class DataConfig(Section):
     streaming_data: bool = False
     """Read the rows of --prompt-data when they are needed, so that memory does not grow with the
     file. Only the first 10,000 rows are checked before the start"""
-    loss_mask_type: str = flag("qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"))
+    loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = "qwen"
     """Chat format by which the loss mask of SFT samples is computed"""
 
 
@@ -136,39 +134,39 @@ def derive_data(args: Args) -> None:
 class EvalConfig(Section):
     _title = "evaluation"
 
-    eval_interval: int | None = flag(None, low=1)
+    eval_interval: int | None = flag(low=1)
     """Number of rollouts between evaluations. Default: no evaluation"""
-    eval_prompt_data: list[str] | None = flag(None, kind="pairs", metavar="NAME PATH")
+    eval_prompt_data: list[str] | None = flag(kind="pairs", metavar="NAME PATH")
     """Evaluation data sets as pairs of name and file, or name and data set by name; may be
     repeated
     """
     eval_config: str | None = path_flag()
     """YAML file of evaluation data sets with their own settings"""
-    eval_function_path: str = flag(DERIVED, kind="hook", same_as="rollout_function_path")
+    eval_function_path: str = flag(kind="hook", same_as="rollout_function_path")
     """Function that runs an evaluation. Default: --rollout-function-path, if it can evaluate"""
     skip_eval_before_train: bool = False
     """Skip the evaluation before the first optimizer step"""
-    eval_input_key: str = flag(DERIVED, same_as="input_key")
+    eval_input_key: str = flag(same_as="input_key")
     """Column of the prompt in evaluation data. Default: --input-key"""
-    eval_label_key: str | None = flag(None, same_as="label_key")
+    eval_label_key: str | None = flag(same_as="label_key")
     """Column of the label in evaluation data. Default: --label-key"""
-    eval_tool_key: str = flag(DERIVED, same_as="tool_key")
+    eval_tool_key: str = flag(same_as="tool_key")
     """Column of the tool schemas in evaluation data. Default: --tool-key"""
     n_samples_per_eval_prompt: int = flag(1, low=1)
     """Number of samples per evaluation prompt"""
-    eval_temperature: float = flag(DERIVED, low=0, same_as="rollout_temperature")
+    eval_temperature: float = flag(low=0, same_as="rollout_temperature")
     """Sampling temperature of evaluations; 0 is greedy. Default: --rollout-temperature"""
-    eval_top_p: float = flag(DERIVED, above=0, high=1, same_as="rollout_top_p")
+    eval_top_p: float = flag(above=0, high=1, same_as="rollout_top_p")
     """Nucleus sampling threshold (top-p) of evaluations. Default: --rollout-top-p"""
-    eval_top_k: int = flag(DERIVED, low=1, off=-1, same_as="rollout_top_k")
+    eval_top_k: int = flag(low=1, off=-1, same_as="rollout_top_k")
     """Top-k of evaluations; -1 disables it. Default: --rollout-top-k"""
-    eval_max_response_len: int = flag(DERIVED, low=1, same_as="rollout_max_response_len")
+    eval_max_response_len: int = flag(low=1, same_as="rollout_max_response_len")
     """Maximum tokens of a response in evaluations. Default: --rollout-max-response-len"""
-    eval_max_prompt_len: int | None = flag(None, low=1, same_as="rollout_max_prompt_len")
+    eval_max_prompt_len: int | None = flag(low=1, same_as="rollout_max_prompt_len")
     """Maximum tokens of a prompt in evaluations. Default: --rollout-max-prompt-len"""
-    eval_min_new_tokens: int | None = flag(None, low=0)
+    eval_min_new_tokens: int | None = flag(low=0)
     """Minimum number of tokens of a response in evaluations. Default: no minimum"""
-    eval_max_context_len: int | None = flag(None, low=2, same_as="rollout_max_context_len")
+    eval_max_context_len: int | None = flag(low=2, same_as="rollout_max_context_len")
     """Maximum number of tokens of prompt and response together in evaluations. Default:
     --rollout-max-context-len
     """
@@ -218,7 +216,7 @@ class RewardConfig(Section):
     r"""Reward by its name, such as math or last_number (docs/en/rewards.md lists them), each also
     with the prefix boxed_ (score the content of \boxed{}). Default: math if the rows have a label
     and no other flag provides rewards"""
-    math_answer: str = flag(DERIVED, choices=("boxed", "any"))
+    math_answer: Literal["boxed", "any"] = flag()
     r"""Where --rm-type math finds the answer: in the last \boxed{} (boxed), or also after the last
     ####, else in the last expression (any). Default: boxed, or any if --rm-type is not given"""
     custom_rm_path: str | None = hook_flag()
@@ -231,7 +229,7 @@ class RewardConfig(Section):
     """Pass all samples of a group to the reward function at once instead of one by one"""
     reward_key: str | None = None
     """Key of the training reward if rewards are dicts"""
-    eval_reward_key: str | None = flag(None, same_as="reward_key")
+    eval_reward_key: str | None = flag(same_as="reward_key")
     """Key of the evaluation reward if rewards are dicts (--reward-key)"""
     reward_weights: dict[str, float] | None = None
     """JSON object of the weights of several rewards, such as {"correct": 1, "format": 0.2}; others
@@ -245,10 +243,10 @@ class RewardConfig(Section):
     """
     reward_timeout: float = flag(30.0, above=0)
     """Deadline in seconds for scoring one sample; a later sample is left out"""
-    verifier_env: list[str] | None = flag(None, kind="list")
+    verifier_env: list[str] | None = None
     """Names of environment variables that verifier processes get beside PATH, HOME, LANG,
     PYTHONPATH and the like, such as HF_TOKEN"""
-    reward_workers: int | None = flag(None, low=1)
+    reward_workers: int | None = flag(low=1)
     """Number of verifier processes. Default: half of the scoring machine's cores, at least 2"""
 
 

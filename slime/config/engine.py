@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.config.flag import DERIVED, Section, flag, path_flag
+from slime.config.flag import Section, flag, path_flag
 from slime.registry import find
 
 if TYPE_CHECKING:
@@ -25,19 +25,17 @@ class EngineConfig(Section):
     _title = "engines and router"
 
     # Engines that compute in another type than the trainer would add to the mismatch of log-probs.
-    rollout_dtype: str = flag(
-        DERIVED, choices=("float32", "bfloat16", "float16"), same_as="train_dtype"
-    )
+    rollout_dtype: Literal["float32", "bfloat16", "float16"] = flag(same_as="train_dtype")
     """Data type of the engines' weights. Default: --train-dtype"""
     use_router: bool = False
     """Use sglang-router even if there is only one engine"""
     sglang_router_ip: str | None = None
     """IP address of a router that already runs. Default: slime starts one"""
-    sglang_router_port: int | None = flag(None, low=1, high=65535)
+    sglang_router_port: int | None = flag(low=1, high=65535)
     """Port of the router at --sglang-router-ip"""
     sglang_router_request_timeout_secs: int = flag(14400, low=1)
     """Deadline of a request to the router in seconds"""
-    sglang_server_concurrency: int | None = flag(None, low=1)
+    sglang_server_concurrency: int | None = flag(low=1)
     """Maximum number of concurrent requests per engine. Default: at first 512, then as many as the
     KV caches of the engines hold"""
     rollout_external_engine_addrs: list[str] | None = None
@@ -47,9 +45,9 @@ class EngineConfig(Section):
     """YAML file that describes several served models, or groups of SGLang servers for prefill and
     decode. Default:
     one model and one kind of server"""
-    prefill_num_servers: int | None = flag(None, low=1, high=MOST)
+    prefill_num_servers: int | None = flag(low=1, high=MOST)
     """Number of SGLang servers that only prefill; the others only decode. Default: all do both"""
-    logprob_gap_threshold: float | None = flag(None, low=0)
+    logprob_gap_threshold: float | None = flag(low=0)
     """Warn if the step's mean log-probs of trainer and engine differ by more. Default: by data
     type
     """

@@ -47,15 +47,6 @@ JSON object; the path of the user's function; a file or folder."""
 _KEY = "flag"
 
 
-class _Derived:
-    """Type of :data:`DERIVED`."""
-
-
-DERIVED = _Derived()
-"""Default of a flag that follows from other flags. The value is None until ``resolve_defaults``
-derives it, and never None afterwards. So the field's type needs no ``| None``."""
-
-
 class Section:
     """Base of the dataclasses whose fields are flags. What :func:`section` returns is frozen; ``Args``,
     which has the fields of all sections, is not."""
@@ -198,32 +189,34 @@ class Properties(TypedDict, total=False):
     same_as: str
 
 
-def flag(default: object, **properties: Unpack[Properties]) -> Any:
+def flag(default: object = None, **properties: Unpack[Properties]) -> Any:
     """Declare a flag as a field of a config dataclass. A field with a plain default and no other
     property than its type needs no call.
 
+    The type says what else is valid: ``Literal`` lists the choices, and with ``| None`` the flag may
+    have no value. Without, and without a default, the value follows from other flags: it is None
+    until ``resolve_defaults`` derives it, and never afterwards.
+
     Args:
-        default: The value if the flag is not given, or :data:`DERIVED` if it follows from other
-            flags. With ``same_as``, it may be None as well.
+        default: The value if the flag is not given.
         properties: See :class:`Flag`. The default of ``help`` is the string below the field; of
             ``option``, the field's name with dashes; of ``kind``, what the annotation implies.
     """
-    meta = {"derived": isinstance(default, _Derived), **properties}
+    meta = {_KEY: properties}
     if isinstance(default, (list, dict)):
-        return dataclasses.field(
-            default_factory=functools.partial(copy.deepcopy, default), metadata={_KEY: meta}
-        )
-    return dataclasses.field(default=None if meta["derived"] else default, metadata={_KEY: meta})
+        copied = functools.partial(copy.deepcopy, default)
+        return dataclasses.field(default_factory=copied, metadata=meta)
+    return dataclasses.field(default=default, metadata=meta)
 
 
 def hook_flag() -> Any:
     """Declare a flag that names the user's own function or class. The default is None."""
-    return flag(None, kind="hook")
+    return flag(kind="hook")
 
 
 def path_flag(valid: Callable[[str], object] | None = None) -> Any:
     """Declare a flag that names a file or folder, which ``valid`` checks. The default is None."""
-    return flag(None, kind="path") if valid is None else flag(None, kind="path", valid=valid)
+    return flag(kind="path") if valid is None else flag(kind="path", valid=valid)
 
 
 def flags_of(cls: type) -> dict[str, Flag]:
@@ -259,19 +252,21 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _make(field: dataclasses.Field[Any], hint: object, section: type) -> Flag:
     meta = dict(field.metadata.get(_KEY, {}))
     default = _default(field)
-    value_type, container, optional = _unwrap(hint)
-    optional = optional or default is None
+    value_type, choices, is_list, optional = _unwrap(hint)
+    kind = meta.pop("kind", None) or _infer_kind(value_type, is_list, default)
+    option = ("disable-" if kind == "negative" else "") + field.name.replace("_", "-")
     return Flag(
         name=field.name,
-        option=meta.pop("option", "--" + field.name.replace("_", "-")),
-        kind=meta.pop("kind", None) or _infer_kind(value_type, container, optional, field.name),
+        option=meta.pop("option", f"--{option}"),
+        kind=kind,
         value_type=value_type,
         default=default,
         group=vars(section).get("_title", section.__name__),
         section=section,
         text=meta.pop("help", ""),
-        fixed_choices=tuple(meta.pop("choices", ())),
-        optional=optional,
+        fixed_choices=tuple(meta.pop("choices", choices)),
+        optional=optional or default is None,
+        derived=default is None and not optional,
         entries=_entry_types(hint) if value_type is dict else (),
         **meta,
     )
@@ -287,32 +282,29 @@ def _entry_types(hint: object) -> tuple[type, ...]:
     return () if Any in members else (*members, *[int] * (float in members))
 
 
-def _unwrap(hint: object) -> tuple[type, type | None, bool]:
-    """Split a type hint: ``list[int] | None`` gives (int, list, True)."""
-    optional = False
-    if get_origin(hint) in (Union, types.UnionType):
-        members = [member for member in get_args(hint) if member is not type(None)]
-        optional = len(members) < len(get_args(hint))
-        hint = members[0]
-    if get_origin(hint) is list:
-        return get_args(hint)[0], list, optional
-    if get_origin(hint) is dict:
-        return dict, dict, optional
-    if not isinstance(hint, type):
+def _unwrap(hint: object) -> tuple[type, tuple[Any, ...], bool, bool]:
+    """Return what a type hint says of a flag: the type of a value, its choices, whether it is a list
+    of them, and whether None is valid. ``list[int] | None`` gives (int, (), True, True).
+    """
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    one = next(member for member in members if member is not type(None))
+    is_list = get_origin(one) is list
+    if is_list:
+        (one,) = get_args(one)
+    choices = get_args(one) if get_origin(one) is Literal else ()
+    value_type: Any = type(choices[0]) if choices else get_origin(one) or one
+    if value_type not in _READERS:
         raise TypeError(f"{hint} cannot be the type of a flag")
-    return hint, None, optional
+    return value_type, choices, is_list, type(None) in members
 
 
-def _infer_kind(value_type: type, container: type | None, optional: bool, name: str) -> Kind:
-    if container is list:
+def _infer_kind(value_type: type, is_list: bool, default: object) -> Kind:
+    if is_list:
         return "list"
-    if container is dict or value_type is dict:
-        return "json"
     if value_type is bool:
-        return "toggle" if optional else "switch"
-    if value_type not in (int, float, str):
-        raise TypeError(f"field {name!r} has the type {value_type}: pass kind= to flag()")
-    return "value"
+        # What is off by default is only turned on.
+        return "toggle" if default is None or default else "switch"
+    return "json" if value_type is dict else "value"
 
 
 def convert(flag: Flag, value: object) -> Any:
@@ -323,7 +315,7 @@ def convert(flag: Flag, value: object) -> Any:
         ValueError: The value is invalid for another reason. The messages do not name the flag.
     """
     if value is None:
-        if flag.optional or flag.default is None:
+        if flag.optional:
             return None
         raise ValueError("needs a value, not null")
     # In a file, a list of one value may be written without brackets.

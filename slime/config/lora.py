@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from slime.config.files import regular_expression
-from slime.config.flag import DERIVED, Section, flag
+from slime.config.flag import Section, flag
 from slime.config.run import InitialWeights, weights_path
 from slime.config.weight_sync import transport_part
 from slime.registry import load
@@ -35,36 +35,36 @@ _IN_FILE = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rsl
 class LoraConfig(Section):
     _title = "LoRA"
 
-    lora_rank: int = flag(DERIVED, low=0)
+    lora_rank: int = flag(low=0)
     """Rank of the LoRA adapter that is trained instead of the weights; 0 trains the weights.
     Default: that of the adapter in --load, otherwise 0"""
-    lora_alpha: float = flag(DERIVED, above=0)
+    lora_alpha: float = flag(above=0)
     """Factor of the adapter, divided by the rank. Default: that of the adapter in --load, otherwise
     32
     """
-    use_rslora: bool = flag(DERIVED, kind="toggle")
+    use_rslora: bool = flag()
     """Divide --lora-alpha by the square root of the rank (rsLoRA). Default: as in the adapter in
     --load, otherwise off"""
     lora_dropout: float = flag(0.0, low=0, high=0.99)
     """Probability with which inputs of the adapter are zeroed in training steps"""
-    lora_target_modules: list[str] = flag(DERIVED, valid=regular_expression)
+    lora_target_modules: list[str] = flag(valid=regular_expression)
     """Linear layers that have an adapter, by the last parts of their names (q_proj, mlp.up_proj),
     or by regular expressions for whole names; experts for all routed experts. Default: those of the
     adapter in --load, otherwise all-linear"""
-    lora_exclude_modules: list[str] | None = flag(None, valid=regular_expression)
+    lora_exclude_modules: list[str] | None = flag(valid=regular_expression)
     """Linear layers that have no adapter, named as in --lora-target-modules. Default: none"""
-    lora_init: str = flag("kaiming", choices=("kaiming", "gaussian"))
+    lora_init: Literal["kaiming", "gaussian"] = "kaiming"
     """Initialization of the adapter's factor A: uniform as in nn.Linear, or normal with standard
     deviation 1/rank
     """
-    lora_base_quantization: str | None = flag(None, choices=("int8", "nf4"))
+    lora_base_quantization: Literal["int8", "nf4"] | None = None
     """FSDP on one rank: keep the weights of the base's linear layers in 8 bits, or in 4 bits
     (NormalFloat), through torchao (QLoRA). Default: the base is in --train-dtype"""
-    lora_sync: str = flag(DERIVED, choices=("adapter", "merged"))
+    lora_sync: Literal["adapter", "merged"] = flag()
     """What a weight sync sends after the first one: the adapter, or weights with the adapter merged
     into them. Default: adapter for embedded engines of the run unless --update-weight-transport is
     disk, otherwise merged"""
-    lora_export: str = flag("peft", choices=("peft", "merged"))
+    lora_export: Literal["peft", "merged"] = "peft"
     """What --save-hf writes: the adapter in the format of PEFT, or the model with the adapter
     merged into its weights"""
 

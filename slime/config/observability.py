@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from slime.config.files import rollout_template
 from slime.config.flag import Section, flag, path_flag
@@ -31,13 +31,13 @@ def log_samples_count(value: str) -> int | None:
 class ObservabilityConfig(Section):
     _title = "observability"
 
-    tracker: list[str] | None = flag(None, kind="list", kind_of_part="tracker", or_hook=True)
+    tracker: list[str] | None = flag(kind_of_part="tracker", or_hook=True)
     """Trackers of the run: any of tensorboard, wandb, mlflow, trackio and swanlab, with spaces or
     commas between them, and classes of your own (file.py:Name). Default: tensorboard, and wandb
     with --use-wandb"""
     tracker_project: str = "slime"
     """Project of the run in Trackio and SwanLab, experiment of it in MLflow"""
-    use_tensorboard: bool = flag(True, kind="toggle")
+    use_tensorboard: bool = True
     """Write TensorBoard events to the run's folder"""
     tb_project_name: str | None = None
     """Folder in tensorboard_log/ for TensorBoard events. Default: the run's folder"""
@@ -57,7 +57,7 @@ class ObservabilityConfig(Section):
     """Number of samples per rollout and evaluation data set whose texts are written to samples/ of
     the run
     """
-    log_keep_last: int | None = flag(None, low=1)
+    log_keep_last: int | None = flag(low=1)
     """Number of rollouts and evaluations whose texts and traces are kept. Default: all"""
     log_compress: bool = False
     """Compress the texts of samples as .jsonl.zst, which zstdcat reads"""
@@ -79,7 +79,7 @@ class DebugConfig(Section):
     """File of saved samples to train on, with {rollout_id} in the path; implies
     --debug-train-only
     """
-    load_debug_rollout_data_subsample: float | None = flag(None, above=0, high=1)
+    load_debug_rollout_data_subsample: float | None = flag(above=0, high=1)
     """Fraction of the samples of --load-debug-rollout-data to train on. Default: all"""
     load_forge_rollout_data: str | None = path_flag(rollout_template)
     """File of saved samples, with {rollout_id} in the path, that slime.rollout.forge_load replays
@@ -93,7 +93,7 @@ class DebugConfig(Section):
     """
     record_memory_history: bool = False
     """Record the trainer's CUDA memory allocations in the first rollouts"""
-    memory_snapshot_num_steps: int | None = flag(None, low=1)
+    memory_snapshot_num_steps: int | None = flag(low=1)
     """Number of rollouts for which --record-memory-history records. Default: 1"""
     memory_snapshot_dir: str | None = path_flag()
     """Folder for the files of --record-memory-history. Default: traces/ of the run"""
@@ -103,8 +103,8 @@ class DebugConfig(Section):
     """First rollout that --use-pytorch-profiler records"""
     profile_step_end: int = flag(2, low=0)
     """First rollout that --use-pytorch-profiler no longer records"""
-    profile_target: list[str] = flag(
-        ["train_overall"], choices=("train_overall", "train_actor", "train_log_probs")
+    profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = flag(
+        ["train_overall"]
     )
     """Parts of the trainer that --use-pytorch-profiler records: everything, the optimizer steps
     (train_actor), or the log-prob passes"""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.algorithm import registered_loss
 from slime.config.engine import ServerGroupError, served_models
-from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
+from slime.config.flag import Section, flag, hook_flag, path_flag
 from slime.config.hf_config import context_length, model_config, rotary_limit
 from slime.config.passthrough import given_options, programs
 
@@ -45,7 +45,7 @@ class RolloutConfig(Section):
     custom_generate_function_path: str | None = hook_flag()
     """Function that generates one sample, for example over several turns or with tools. Default:
     one request to an engine"""
-    max_turns: int | None = flag(None, low=1)
+    max_turns: int | None = flag(low=1)
     """Maximum number of turns of a multi-turn sample, for generate functions. Default: no limit"""
     rollout_temperature: float = flag(1.0, low=0)
     """Sampling temperature of rollouts; must be above 0"""
@@ -59,20 +59,20 @@ class RolloutConfig(Section):
     --agent-constrained-decoding, with wrong importance ratios"""
     rollout_max_response_len: int = flag(1024, low=1)
     """Maximum number of tokens of a response, per sample"""
-    rollout_max_prompt_len: int | None = flag(None, low=1)
+    rollout_max_prompt_len: int | None = flag(low=1)
     """Maximum tokens of a prompt; longer ones are dropped. Default: --rollout-max-context-len minus
     1
     """
-    rollout_max_context_len: int | None = flag(None, low=2)
+    rollout_max_context_len: int | None = flag(low=2)
     """Maximum number of tokens of prompt and response together. Default and upper limit: the
     context length of the engines (--sglang-context-length or the model's)"""
     rollout_skip_special_tokens: bool = False
     """Remove special tokens from the text of responses"""
     rollout_stop: list[str] | None = None
     """Strings that end a response"""
-    rollout_stop_token_ids: list[int] | None = flag(None, low=0)
+    rollout_stop_token_ids: list[int] | None = flag(low=0)
     """Token ids that end a response besides the model's own"""
-    over_sampling_batch_size: int = flag(DERIVED, low=1, same_as="rollout_batch_size")
+    over_sampling_batch_size: int = flag(low=1, same_as="rollout_batch_size")
     """Prompts that a rollout takes at a time. Default: --rollout-batch-size"""
     dynamic_sampling_filter_path: str | None = hook_flag()
     """Function that keeps or drops a finished group, as in DAPO's dynamic sampling. Default: all
@@ -110,7 +110,7 @@ class AsyncConfig(Section):
     """train_async.py: maximum number of rollouts that are in progress or wait while another is
     trained
     """
-    max_weight_staleness: int | None = flag(None, low=0)
+    max_weight_staleness: int | None = flag(low=0)
     """Maximum number of steps between the weights that sampled a token and those that train on it
     (train_async.py). Default: the bound implied by --async-buffer-size and
     --update-weights-interval"""

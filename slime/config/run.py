@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from slime.config.algorithm import estimator_label
 from slime.config.files import export_template
-from slime.config.flag import DERIVED, Section, flag, path_flag
+from slime.config.flag import Section, flag, path_flag
 from slime.config.hf_config import looks_like_hub_id, megatron_folder
 from slime.config.machine import Machine, installed
 from slime.registry import find, parts
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 class RunConfig(Section):
     _title = "run"
 
-    train_backend: str = flag(DERIVED, kind_of_part="backend")
+    train_backend: str = flag(kind_of_part="backend")
     """Training backend. Default: megatron on CUDA where megatron-core is installed, otherwise
     fsdp
     """
-    rollout_backend: str = flag(DERIVED, kind_of_part="engine")
+    rollout_backend: str = flag(kind_of_part="engine")
     """Inference backend; embedded is slime's own server. Default: sglang on CUDA where SGLang is
     installed, otherwise embedded"""
-    deterministic: bool = flag(DERIVED, kind="toggle")
+    deterministic: bool = flag()
     """Make two runs with the same seed identical: bit for bit with FSDP and the embedded engine on
     the CPU, nearly with SGLang or on GPUs. Default: on with the embedded engine on a CPU machine,
     unless --partial-rollout is given"""
@@ -41,7 +41,7 @@ class RunConfig(Section):
     """Random seed of the trainer: weight initialisation, dropout and every other random choice"""
     output_dir: str = flag("outputs", kind="path")
     """Parent folder of the runs, each of which has its own folder"""
-    run_name: str = flag(DERIVED)
+    run_name: str = flag()
     """Name of the run's folder. Default: the resumed run's, otherwise model, estimator and time"""
     dry_run: bool = False
     """Print what the run would do and end: settings, numbers of samples and steps, memory, the
@@ -116,16 +116,16 @@ class CheckpointConfig(Section):
     save: str | None = path_flag()
     """Folder for snapshots of the run. Default: outputs/<run>/checkpoints if --save-interval is
     given, otherwise no snapshots"""
-    save_interval: int | None = flag(None, low=1)
+    save_interval: int | None = flag(low=1)
     """Number of rollouts between snapshots; the end of the run adds one. Default: no snapshots"""
-    save_keep_last: int | None = flag(None, low=1)
+    save_keep_last: int | None = flag(low=1)
     """Number of snapshots to keep. Default: all, or 1 with --save-retain-interval"""
-    save_retain_interval: int | None = flag(None, low=1)
+    save_retain_interval: int | None = flag(low=1)
     """Keep one snapshot every N rollouts of those that --save-keep-last would delete"""
     save_hf: str | None = path_flag(export_template)
     """Folder for an export of the weights in Hugging Face format with each snapshot; {rollout_id}
     in the path is replaced by the rollout's number"""
-    save_hf_dtype: str | None = flag(None, choices=("float32", "bfloat16", "source"))
+    save_hf_dtype: Literal["float32", "bfloat16", "source"] | None = None
     """Dtype of the weights in --save-hf. source: as in --hf-checkpoint, also quantized (FP8, INT4
     or INT8 of compressed-tensors, MXFP4). Default: the dtype in which they are trained"""
     critic_load: str | None = path_flag()
@@ -135,13 +135,13 @@ class CheckpointConfig(Section):
     critic_save: str | None = path_flag()
     """Folder that keeps the critic of each snapshot, for --critic-load of other runs; on the disk
     of --save, a link to the same files"""
-    ref_load: str = flag(DERIVED, kind="path", same_as="hf_checkpoint")
+    ref_load: str = flag(kind="path", same_as="hf_checkpoint")
     """Reference model for the KL divergence. Default: --hf-checkpoint"""
-    ref_ckpt_step: int | None = flag(None, low=0)
+    ref_ckpt_step: int | None = flag(low=0)
     """Iteration to read from --ref-load, a folder of Megatron-LM. Default: that of its tracker
     file
     """
-    ckpt_step: int | None = flag(None, low=0)
+    ckpt_step: int | None = flag(low=0)
     """Iteration of the snapshot to load from --load. Default: the latest"""
     no_save_optim: bool = False
     """Leave the optimizer state out of snapshots"""
@@ -157,7 +157,7 @@ class CheckpointConfig(Section):
     """Write snapshots in the background. Each rank then keeps a copy of its training state in CPU
     memory
     """
-    ckpt_format: str = flag("torch_dist", choices=("torch", "torch_dist"))
+    ckpt_format: Literal["torch", "torch_dist"] = "torch_dist"
     """Snapshot format of the Megatron backend: torch_dist can be loaded with another parallel
     layout, torch (one file per rank) only with the same one"""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from slime.config.files import regular_expression
-from slime.config.flag import DERIVED, Section, flag, path_flag
+from slime.config.flag import Section, flag, path_flag
 from slime.config.hf_config import (
     is_hf_folder,
     looks_like_hub_id,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ModelConfig(Section):
     _title = "model and trainer"
 
-    hf_checkpoint: str = flag(DERIVED, kind="path")
+    hf_checkpoint: str = flag(kind="path")
     """Hugging Face folder or hub id: tokenizer, the engines' weights and, with FSDP, the model to
     train. Default:
     --ref-load or --load if that is a Hugging Face folder"""
@@ -34,7 +34,7 @@ class ModelConfig(Section):
     of its own. Default: the model_type of config.json"""
     trust_remote_code: bool = False
     """Allow running Python code that is part of the checkpoint"""
-    train_dtype: str = flag(DERIVED, choices=("float32", "bfloat16", "float16"))
+    train_dtype: Literal["float32", "bfloat16", "float16"] = flag()
     """Data type of the trainer's computation. Default: bfloat16 on CUDA, float32 on the CPU"""
     bf16: bool = False
     """Megatron's spelling of --train-dtype bfloat16"""
@@ -48,22 +48,22 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass to save memory; --recompute-activations is a
     synonym
     """
-    compile_layers: bool = flag(DERIVED, kind="toggle")
+    compile_layers: bool = flag()
     """Compile layers and logits with torch.compile. Default: on with CUDA and Triton"""
     log_probs_chunk_size: int = flag(-1, low=1, off=-1)
     """Tokens per chunk when log-probs are computed from logits; -1: automatic"""
-    share_prompt_in_pack: bool = flag(True, kind="toggle")
+    share_prompt_in_pack: bool = True
     """Store what samples of a group begin with once per pack: the same gradients in less time"""
-    skip_zero_advantage_groups: bool = flag(True, kind="toggle")
+    skip_zero_advantage_groups: bool = True
     """Skip forward and backward passes of groups whose advantages are all 0"""
-    only_train_params_name_list: list[str] | None = flag(None, valid=regular_expression)
+    only_train_params_name_list: list[str] | None = flag(valid=regular_expression)
     """Regular expressions of parameter names; only matching parameters are trained. Default: all"""
-    freeze_params_name_list: list[str] | None = flag(None, valid=regular_expression)
+    freeze_params_name_list: list[str] | None = flag(valid=regular_expression)
     """Regular expressions of parameter names; matching parameters are not trained"""
     keep_old_actor: bool = False
     """Compute the old log-probs with a copy of the weights that generated the samples. Refused in
     train_async.py if samples can come from several weight versions"""
-    fsdp_shard_size: int | None = flag(None, low=1)
+    fsdp_shard_size: int | None = flag(low=1)
     """FSDP: number of neighbouring ranks over which parameters, gradients and optimizer state are
     sharded; it must divide the training ranks. Each such group holds a replica of the model.
     Default: all training ranks"""
@@ -71,11 +71,11 @@ class ModelConfig(Section):
     """FSDP: number of neighbouring ranks among which the experts of each layer are divided, with
     tokens sent to the ranks of their experts; it must divide --fsdp-shard-size. The other weights
     are sharded as ever. 1: experts are gathered like all weights"""
-    context_parallel_kind: str = flag("gather", choices=("gather", "ulysses"))
+    context_parallel_kind: Literal["gather", "ulysses"] = "gather"
     """FSDP: how the ranks of --context-parallel-size, which divide the tokens of each sample, compute
     attention. gather: each has its queries and the keys and values of all. ulysses: they exchange
     tokens for heads, so that each has all tokens of its share of the heads"""
-    fsdp_reshard_after_forward: bool = flag(True, kind="toggle")
+    fsdp_reshard_after_forward: bool = True
     """FSDP: free a layer's gathered parameters after its forward pass.
     --no-fsdp-reshard-after-forward keeps them for a whole optimizer step, for models that fit on
     every rank in --train-dtype"""
@@ -204,25 +204,23 @@ class OptimizerConfig(Section):
     """Peak learning rate"""
     min_lr: float = flag(0.0, low=0)
     """Learning rate at the end of the decay"""
-    lr_decay_style: str = flag(
-        "constant", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = (
+        "constant"
     )
     """Shape of the learning-rate decay"""
-    lr_decay_iters: int | None = flag(None, low=1)
+    lr_decay_iters: int | None = flag(low=1)
     """Number of optimizer steps of the learning-rate decay. Default: all steps of the run"""
     lr_warmup_iters: int = flag(0, low=0)
     """Number of optimizer steps of linear learning-rate warm-up"""
-    lr_warmup_fraction: float | None = flag(None, low=0, high=1)
+    lr_warmup_fraction: float | None = flag(low=0, high=1)
     """Length of the warm-up as a fraction of --lr-decay-iters. Default: --lr-warmup-iters"""
     lr_warmup_init: float = flag(0.0, low=0)
     """Learning rate at the start of the warm-up"""
-    lr_wsd_decay_iters: int | None = flag(None, low=0)
+    lr_wsd_decay_iters: int | None = flag(low=0)
     """Number of optimizer steps of the final decay with --lr-decay-style WSD, which needs it"""
-    lr_wsd_decay_style: str = flag(
-        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt")
-    )
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the final decay with --lr-decay-style WSD"""
-    warmup_ratio: float | None = flag(None, low=0, high=1)
+    warmup_ratio: float | None = flag(low=0, high=1)
     """Former name of --lr-warmup-fraction"""
     weight_decay: float = flag(0.0, low=0)
     """Coefficient of decoupled weight decay"""
@@ -234,9 +232,9 @@ class OptimizerConfig(Section):
     """Adam's epsilon, which is added to the denominator"""
     clip_grad: float = flag(1.0, low=0)
     """Maximum norm of the gradient; 0 disables clipping"""
-    critic_lr: float = flag(DERIVED, low=0, same_as="lr")
+    critic_lr: float = flag(low=0, same_as="lr")
     """Peak learning rate of the critic. Default: --lr"""
-    critic_lr_warmup_iters: int = flag(DERIVED, low=0)
+    critic_lr_warmup_iters: int = flag(low=0)
     """Optimizer steps of the critic's warm-up. Default: --lr-warmup-iters, or the same fraction"""
     reset_optimizer_states: bool = False
     """Reset Adam's moments at the start of each rollout's steps"""
@@ -248,10 +246,10 @@ class OptimizerConfig(Section):
 class RolloutPrecisionConfig(Section):
     _title = "precision of the engines"
 
-    rollout_quantization: str | None = flag(None, choices=("fp8",))
+    rollout_quantization: Literal["fp8"] | None = None
     """Quantize the weights of the engines. fp8: the projections of attention, MLP and experts are
     8-bit floats (E4M3). Turns on --use-tis"""
-    rollout_quantization_scale: str = flag("block", choices=("block", "channel", "tensor"))
+    rollout_quantization_scale: Literal["block", "channel", "tensor"] = "block"
     """What shares a scale with --rollout-quantization fp8: blocks of 128 x 128 weights, the weights
     of an output channel, or the whole tensor. SGLang can update only block"""
 
@@ -260,7 +258,7 @@ class RolloutPrecisionConfig(Section):
 class TrainingPrecisionConfig(Section):
     _title = "precision and memory of the trainer"
 
-    loss_scale: float | None = flag(None, above=0)
+    loss_scale: float | None = flag(above=0)
     """Constant scale of the loss in float16. Default: it follows the overflows of gradients"""
     initial_loss_scale: float = flag(65536.0, above=0)
     """Scale of the loss in float16 at the start of a run"""
@@ -270,9 +268,7 @@ class TrainingPrecisionConfig(Section):
     """Optimizer steps without an overflow after which the scale of the loss in float16 is
     doubled
     """
-    float8_training: str | None = flag(
-        None, choices=("tensorwise", "rowwise", "rowwise_with_gw_hp")
-    )
+    float8_training: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """FSDP on CUDA: compute the linear layers of the decoder layers with 8-bit floats of torchao,
     with one scale per tensor or row (rowwise_with_gw_hp: gradients of weights in bfloat16)"""
     optimizer_8bit: bool = False

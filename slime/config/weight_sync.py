@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from slime.config.flag import DERIVED, Section, flag, hook_flag, path_flag
+from slime.config.flag import Section, flag, hook_flag, path_flag
 from slime.registry import Part, parts
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ class WeightSyncConfig(Section):
 
     update_weights_interval: int = flag(1, low=1)
     """Number of rollouts between two weight syncs (train_async.py)"""
-    update_weight_pause_mode: str | None = flag(
-        None, choices=("abort", "retract", "in_place", "drain")
-    )
+    update_weight_pause_mode: Literal["abort", "retract", "in_place", "drain"] | None = None
     """Treatment of running requests during a weight sync. abort: end them, and continue from their
     tokens. retract:
     free their KV cache and prefill it again. in_place: keep the old KV cache. drain: wait until
@@ -31,9 +29,9 @@ class WeightSyncConfig(Section):
     update_weight_transport: str = flag("nccl", kind_of_part="transport")
     """Transport of a weight sync. nccl: between processes (shared memory or CUDA IPC on one host,
     otherwise NCCL or gloo). disk: through files in --update-weight-disk-dir"""
-    update_weight_buffer_size: int | None = flag(None, low=1)
+    update_weight_buffer_size: int | None = flag(low=1)
     """Bytes per bucket of weights. Default: 1 GiB for broadcasts over NCCL, otherwise 512 MiB"""
-    update_weight_senders: int | None = flag(None, low=1)
+    update_weight_senders: int | None = flag(low=1)
     """Training ranks that broadcast weights at the same time. Default: one per 16 engines"""
     update_weight_disk_dir: str | None = path_flag()
     """Folder that the trainer and all engines share, for --update-weight-transport disk. Each run
@@ -44,11 +42,11 @@ class WeightSyncConfig(Section):
     custom_update_weight_post_write_path: str | None = hook_flag()
     """Function fn(args, version_dir, engines) that is called on the sending rank after weight files
     are written and before the engines read them"""
-    audit_weights: bool = flag(True, kind="toggle")
+    audit_weights: bool = True
     """Compare the weights of engines and trainer after every weight sync"""
-    audit_threshold: float | None = flag(None, low=0)
+    audit_threshold: float | None = flag(low=0)
     """Maximum log-prob difference that the audit of a weight sync accepts. Default: by data type"""
-    check_weight_update_equal: bool = flag(DERIVED, kind="toggle")
+    check_weight_update_equal: bool = flag()
     """Let the engines overwrite their weights, send the same weights again, and compare, at the
     first weight sync and then every --check-weight-update-interval. Default: on with SGLang and
     --update-weight-transport nccl, for models of which all tensors are sent"""

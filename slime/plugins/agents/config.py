@@ -58,7 +58,7 @@ class AgentConfig(Section):
     agent_command: str | None = None
     """Agent program as a command line: its environment has OPENAI_BASE_URL, OPENAI_API_KEY,
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON)"""
-    agent_env: list[str] | None = flag(None, kind="list")
+    agent_env: list[str] | None = None
     """Names of environment variables that the program of --agent-command gets beside PATH, HOME,
     LANG, PYTHONPATH and the like. API keys and tokens are passed only if they are named here"""
     agent_timeout: float = flag(1800.0, above=0)
@@ -83,7 +83,7 @@ class AgentConfig(Section):
 class EnvironmentConfig(Section):
     _title = "environments"
 
-    environment: str | None = flag(None, metavar="NAME:WHAT?KEY=VALUE")
+    environment: str | None = flag(metavar="NAME:WHAT?KEY=VALUE")
     """Environment that brings prompts, rewards and turns: reasoning_gym:DATASET, gymnasium:ENV_ID,
     verifiers:TASKSET, openenv:URL, harbor:FOLDER, nemo_gym:URL or file.py:Class, with options after
     a question mark"""

@@ -17,15 +17,11 @@ def _unsupported() -> type:
     """Make the flags of the original interface that slime refuses or ignores. They remain
     attributes of Args.
     """
-    table: dict[str, dict[str, Any]] = read_json(Path(__file__).with_name("unsupported.json"))
-    fields = [
-        (
-            name,
-            _TYPES[entry["type"]],
-            flag(**{key: value for key, value in entry.items() if key != "type"}),
-        )
-        for name, entry in table.items()
-    ]
+    fields = []
+    for name, entry in read_json(Path(__file__).with_name("unsupported.json")).items():
+        declared = dict(entry)
+        kind = _TYPES[declared.pop("type")]
+        fields.append((name, kind | None if entry["default"] is None else kind, flag(**declared)))
     return dataclasses.make_dataclass(
         "UnsupportedConfig", fields, bases=(Section,), namespace={"_title": "not supported"}
     )

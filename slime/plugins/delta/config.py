@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
-from slime.config.flag import Section, flag
+from slime.config.flag import Section
 from slime.config.weight_sync import TransportKind
 from slime.plugins.delta import LOADER
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class DeltaConfig(Section):
     _title = "delta transport"
 
-    update_weight_delta_encoding: str = flag("xor", choices=("xor", "overwrite"))
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = "xor"
     """Delta of a changed byte: the XOR of old and new value, or the new value"""
-    update_weight_delta_checksum: str = flag("xxh3-128", choices=("xxh3-128", "blake3", "adler32"))
+    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = "xxh3-128"
     """Checksum of each tensor with --update-weight-mode delta"""
 
 

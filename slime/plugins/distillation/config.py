@@ -42,7 +42,7 @@ class DistillationFlags:
     the name of an entry of the row's metadata"""
     distill_template: str = TEMPLATE
     """What the teacher reads in place of the prompt, with {prompt} and {context} (--distill-context)"""
-    distill_ema: float | None = flag(None, low=0, high=1)
+    distill_ema: float | None = flag(low=0, high=1)
     """After each optimizer step, the teacher becomes this share of itself and the rest of the student.
     Default: the model itself as a teacher stays as it was"""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.config.flag import DERIVED, Section, flag
+from slime.config.flag import Section, flag
 
 
 def torch_device(text: str) -> None:
@@ -19,7 +19,7 @@ class EmbeddedFlags(Section):
 
     embedded_max_running_requests: int = flag(64, low=1)
     """Maximum number of requests that the embedded engine decodes at once"""
-    embedded_max_total_tokens: int | None = flag(None, low=1)
+    embedded_max_total_tokens: int | None = flag(low=1)
     """Tokens in the embedded engine's KV cache. Default: chosen by available memory"""
-    embedded_device: str = flag(DERIVED, valid=torch_device)
+    embedded_device: str = flag(valid=torch_device)
     """Device of the embedded engine, cpu or cuda. Default: cuda if available"""

@@ -26,7 +26,7 @@ def recipes() -> dict[str, dict[str, Any]]:
 class RecipeFlags:
     _title = "recipe"
 
-    recipe: str | None = flag(None, choices=tuple(recipes()))
+    recipe: str | None = flag(choices=tuple(recipes()))
     """Set the flags of a paper, which are printed; a flag that is given wins"""
 
 

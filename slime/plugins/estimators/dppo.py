@@ -10,7 +10,7 @@ Sources: arXiv 2602.04879; for the regulariser arXiv 2602.02276 (Kimi K2.5).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from slime.algorithms.algorithm import Row
 from slime.algorithms.sequences import exp_ratio
@@ -29,7 +29,7 @@ class DppoFlags:
 
     dppo_delta: float = flag(0.2, above=0)
     """DPPO leaves out tokens whose divergence from the engine is larger"""
-    dppo_divergence: str = flag("tv", choices=("tv", "kl"))
+    dppo_divergence: Literal["tv", "kl"] = "tv"
     """DPPO: total variation or KL divergence of the token against all others"""
     dppo_tau: float = flag(1e-3, low=0)
     """Coefficient of the squared log-ratio in the loss of dppo_k2_5"""

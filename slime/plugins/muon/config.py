@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from slime.config.flag import flag
 
@@ -13,11 +14,11 @@ class MuonFlags:
 
     muon_momentum: float = flag(0.95, low=0, high=1)
     """Muon: weight of the earlier gradients in the momentum"""
-    muon_use_nesterov: bool = flag(True, kind="toggle")
+    muon_use_nesterov: bool = True
     """Muon: look ahead from the momentum by one gradient"""
     muon_num_ns_steps: int = flag(5, low=1, high=100)
     """Muon: iterations of Newton-Schulz"""
-    muon_scale_mode: str = flag("spectral", choices=("spectral", "shape_scaling", "unit_rms_norm"))
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
     """Muon: what an orthogonal update of m x n is multiplied by. spectral: sqrt(max(m, n));
     shape_scaling: sqrt(max(1, m / n)); unit_rms_norm: sqrt(m / n)"""
     muon_extra_scale_factor: float = flag(0.2, above=0)

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from slime.config.files import read_named_rows
 from slime.config.flag import flag, path_flag
@@ -30,7 +30,7 @@ class CodeFlags:
     """Processor time in seconds of a program in one test (--rm-type code); a slower one is wrong"""
     code_memory_mb: int = flag(1024, low=64)
     """Address space in MiB of a program (--rm-type code); one that needs more is wrong"""
-    code_isolation: str = flag("full", choices=("full", "process"))
+    code_isolation: Literal["full", "process"] = "full"
     """Isolation of programs (--rm-type code): full needs namespaces of Linux; process is weaker,
     see slime/plugins/agents/sandbox.py"""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from slime.config.flag import Section, flag, path_flag
 
@@ -11,7 +12,7 @@ from slime.config.flag import Section, flag, path_flag
 class WandbConfig(Section):
     _title = "Weights & Biases"
 
-    wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"))
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """Mode of Weights & Biases. Default: WANDB_MODE"""
     wandb_dir: str | None = path_flag()
     """Folder for files of Weights & Biases. Default: the run's folder"""
