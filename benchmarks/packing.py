@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable
 
+from slime.config.layout import ParallelLayout
 from slime.data.balance import forward_flops
 from slime.data.schedule import PackingSettings, build_dp_schedule
 
@@ -38,7 +39,7 @@ def measure(
     start = time.process_time()
     partitions, micro_batches, counts, _ = build_dp_schedule(
         settings,
-        {"dp_size": ranks},
+        ParallelLayout(ranks),
         lengths,
         global_batch_size=count,
         rollout_indices=range(count),

@@ -35,6 +35,7 @@ import psutil
 from slime.cluster.generation import GarbageCollection
 from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.config.args import Args
+from slime.config.layout import ParallelLayout
 from slime.config.resolve import resolve_defaults
 from slime.data.convert import each_part, samples_to_train_data
 from slime.data.fields import Ragged
@@ -255,7 +256,9 @@ def convert(
         staleness_metrics(samples, 5)
 
     def split() -> None:  # one part after the other, as the manager puts them into the object store
-        parts = each_part(PackingSettings.from_args(args), data, args.rollout_num_gpus)
+        parts = each_part(
+            PackingSettings.from_args(args), data, ParallelLayout(args.rollout_num_gpus)
+        )
         result["split_bytes"] = sum(map(array_bytes, parts)) / sum(
             sample.response_length for sample in samples
         )

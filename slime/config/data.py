@@ -271,9 +271,7 @@ def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
 
 def needs_reward(args: Args) -> bool:
     """Whether samples need a reward and no flag provides one."""
-    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(
-        args
-    )
+    own_rollout = args.rollout_function_path not in OWN_FUNCTIONS
     scored_elsewhere = args.loss_type in SFT_LIKE or own_rollout
     return not (args.rm_type or args.custom_rm_path or scored_elsewhere or args.debug_train_only)
 

@@ -57,15 +57,6 @@ class ParallelLayout:
         """Return the data-parallel index of a rank: which share of the samples it trains on."""
         return rank // (self.tp * self.cp) % self.dp
 
-    def schedule(self) -> dict[str, int]:
-        """Return the layout arguments of ``build_dp_schedule``."""
-        return {
-            "dp_size": self.dp,
-            "cp_size": self.cp,
-            "vpp_size": self.vpp,
-            "microbatch_group_size_per_vp_stage": self.vpp_group,
-        }
-
     def problems(self) -> list[str]:
         """Report parallel sizes that do not fit each other or the number of ranks."""
         found = []

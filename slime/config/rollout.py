@@ -161,14 +161,14 @@ def old_actor_lag(asynchrony: AsyncConfig, interval: int, fully_async: bool = Fa
 
 
 def is_fully_async(rollout: RolloutConfig) -> bool:
-    return rollout.rollout_function_path.replace(":", ".") == FULLY_ASYNC_FUNCTION
+    return rollout.rollout_function_path == FULLY_ASYNC_FUNCTION
 
 
 def may_use_workers(*functions: str | None) -> bool:
     """Whether rollouts or evaluations, of which these are the functions, hand groups to rollout
     workers; a user's function generates them itself.
     """
-    return any(path and path.replace(":", ".") in OWN_FUNCTIONS for path in functions)
+    return any(path in OWN_FUNCTIONS for path in functions)
 
 
 def restricts_vocabulary(top_p: float | None, top_k: int | None) -> bool:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from slime.config.flag import Section, flag, hook_flag, path_flag
 from slime.registry import Part, parts
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass

@@ -5,13 +5,15 @@ data-parallel ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime.config.flag import did_you_mean
 from slime.config.hf_config import model_config
 from slime.config.hooks import load_function
+from slime.config.layout import ParallelLayout
 from slime.data.fields import (
     BY_NAME,
     FIELDS,
@@ -19,7 +21,6 @@ from slime.data.fields import (
     TrainData,
     Wire,
     from_hook_names,
-    nearest,
     pack_part,
 )
 from slime.data.packing import shared_beginnings
@@ -32,7 +33,6 @@ from slime.data.token_fields import TOKEN_FIELDS, is_unset
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.config.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -126,31 +126,27 @@ def parts_of_ranks(
                 sorted(place[id(sample)] for sample in flatten(part))
                 for part in cut(finished or groups, args, layout.dp)
             ]
-        for part in each_part(packing, train_data, layout.dp, layout.schedule(), together):
+        for part in each_part(packing, train_data, layout, together):
             yield {**part, "rollout_id": rollout_id}
 
 
-def split_train_data(
-    args: Args, train_data: TrainData, dp_size: int, parallel: Mapping[str, int] | None = None
-) -> list[Wire]:
+def split_train_data(args: Args, train_data: TrainData, ranks: int) -> list[Wire]:
     """Assign the samples to data-parallel ranks, and pack each rank's part for the object store.
 
     Args:
         train_data: The result of :func:`samples_to_train_data` or of a custom converter.
-        dp_size: Number of data-parallel ranks.
-        parallel: ``cp_size, vpp_size, microbatch_group_size_per_vp_stage`` if they are not 1.
+        ranks: Number of data-parallel ranks.
 
     Returns:
         One part per rank.
     """
-    return list(each_part(PackingSettings.from_args(args), train_data, dp_size, parallel))
+    return list(each_part(PackingSettings.from_args(args), train_data, ParallelLayout(ranks)))
 
 
 def each_part(
     settings: PackingSettings,
     train_data: TrainData,
-    dp_size: int,
-    parallel: Mapping[str, int] | None = None,
+    layout: ParallelLayout,
     trained_parts: Sequence[list[int]] | None = None,
 ) -> Iterator[Wire]:
     """As :func:`split_train_data`, but a part is made when it is asked for.
@@ -165,11 +161,11 @@ def each_part(
     assert global_batch_size, "defaults.py resolves it"
     partitions, micro_batches, num_microbatches, global_batch_sizes = build_dp_schedule(
         settings,
-        {**(parallel or {}), "dp_size": dp_size},
+        layout,
         lengths,
         global_batch_size=global_batch_size,
         rollout_indices=train_data["rollout_ids"],
-        prompts=shared_prompts(settings, train_data, (parallel or {}).get("cp_size", 1)),
+        prompts=shared_prompts(settings, train_data, layout.cp),
         parts=trained_parts,
     )
     # The global normalizer of each step is computed here, where the samples of all ranks are known.
@@ -406,26 +402,9 @@ def _optional(args: Args, samples: list[Sample], masks: list[np.ndarray]) -> Tra
     engine = _flags(args, *asked, "use_rollout_logprobs", "get_mismatch_metrics")
     teacher = ["--use-opd"] if args.use_opd and args.opd_type == "sglang" else []
     replay = _flags(args, "use_rollout_routing_replay")
-
-    shape = next(
-        (
-            s.rollout_routed_experts.shape[1:]
-            for s in samples
-            if s.rollout_routed_experts is not None
-        ),
-        None,
-    )
-
-    def zeros(sample: Sample) -> np.ndarray:
-        return np.zeros(sample.response_length, np.float32)
-
-    # For tokens without a row, the trainer's router chooses the experts.
-    def no_rows(sample: Sample) -> np.ndarray:
-        return np.zeros((0, *(shape or ())), np.uint8)
-
-    _per_token(data, "rollout_log_probs", samples, masks, engine, zeros)
-    _per_token(data, "teacher_log_probs", samples, masks, teacher, zeros)
-    _per_token(data, "rollout_routed_experts", samples, masks, replay, no_rows)
+    _per_token(data, "rollout_log_probs", samples, masks, engine)
+    _per_token(data, "teacher_log_probs", samples, masks, teacher)
+    _per_token(data, "rollout_routed_experts", samples, masks, replay)
     if any(s.rollout_top_p_token_offsets is not None for s in samples):
         # An empty nucleus means that the choice of the token was not restricted.
         offsets = [s.rollout_top_p_token_offsets for s in samples]
@@ -461,12 +440,12 @@ def _per_token(
     samples: list[Sample],
     masks: list[np.ndarray],
     needed_by: list[str],
-    fill: Callable[[Sample], np.ndarray],
 ) -> None:
     """Add a field to ``data`` if every trained sample has it; otherwise leave it out for all
     samples, with a warning.
 
-    Samples that are not trained may lack it; ``fill`` makes a substitute for them.
+    Samples that are not trained may lack it: they get zeros, or no rows of experts, so that the
+    trainer's router chooses them.
 
     Raises:
         ValueError: A trained sample lacks the field, but the flags ``needed_by`` need it.
@@ -481,8 +460,13 @@ def _per_token(
         if value is None and mask.any()
     ]
     if not lacking:
+        like = next((v for v in values if v is not None), np.zeros(0, np.uint8))
+        scored = BY_NAME[name].per == "response token"
         data[name] = [
-            fill(s) if value is None else value for s, value in zip(samples, values, strict=True)
+            np.zeros_like(like, shape=(s.response_length * scored, *like.shape[1:]))
+            if value is None
+            else value
+            for s, value in zip(samples, values, strict=True)
         ]
         return
     said = (
@@ -512,7 +496,7 @@ def _complete_custom(
         )
     for name in data.keys() - BY_NAME.keys() - {field.public_name for field in FIELDS}:
         # Only a warning: the entry may be meant for the user's own loss.
-        if hint := nearest(name, BY_NAME):
+        if hint := did_you_mean(name, BY_NAME):
             logger.warning("%s returned an entry %r that slime does not know%s", flag, name, hint)
     data = from_hook_names(data, flag)
     # With the same number of entries, they belong to the samples. Otherwise the converter merged or

@@ -333,8 +333,7 @@ class Dataset:
         if self._kept is not None:
             return self.samples[position]
         samples, report = self._chunks[position // CHUNK]
-        if report.wrong:
-            raise DataError([problem for _, problem in report.wrong])
+        report.wrong.raise_if_any()
         return samples[position % CHUNK]
 
     def shuffle(self, epoch_id: int | None) -> None:

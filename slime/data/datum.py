@@ -148,7 +148,7 @@ def parts_of_data(
     if all(datum.log_probs is not None for datum in data):
         batch["rollout_log_probs"] = [datum.log_probs for datum in data]
     one_step = replace(settings, global_batch_size=len(data), steps=0)
-    for part in each_part(one_step, batch, layout.dp, layout.schedule()):
+    for part in each_part(one_step, batch, layout):
         if divisor is not None:
             part |= {"global_batch_sizes": [divisor], "global_token_counts": [divisor]}
         yield {**part, "rollout_id": 0}

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from slime.config.args import FLAGS
 from slime.config.data import eval_pairs
@@ -19,7 +19,6 @@ from slime.types import JsonObject
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-T = TypeVar("T")
 BY_TYPE = ""
 """Value of ``custom_rm_path`` for a data set with an ``rm_type`` of its own in a run with
 ``--custom-rm-path``.
@@ -70,22 +69,12 @@ class EvalDatasetConfig:
     @classmethod
     def from_args(cls, args: Args) -> EvalDatasetConfig:
         """The settings that the flags give for all data sets, without name and path."""
-        return cls(
-            name="", path="", rm_type=args.rm_type, custom_rm_path=args.custom_rm_path,
-            input_key=_first(args.eval_input_key, args.input_key),
-            label_key=_first(args.eval_label_key, args.label_key),
-            tool_key=_first(args.eval_tool_key, args.tool_key), metadata_key=args.metadata_key,
-            multimodal_keys=args.multimodal_keys, apply_chat_template=args.apply_chat_template,
-            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-            n_samples_per_eval_prompt=args.n_samples_per_eval_prompt,
-            temperature=_first(args.eval_temperature, args.rollout_temperature),
-            top_p=_first(args.eval_top_p, args.rollout_top_p), top_k=_first(args.eval_top_k, args.rollout_top_k),
-            max_response_len=_first(args.eval_max_response_len, args.rollout_max_response_len),
-            max_prompt_len=_first(args.eval_max_prompt_len, args.rollout_max_prompt_len), stop=args.rollout_stop,
-            stop_token_ids=args.rollout_stop_token_ids, min_new_tokens=args.eval_min_new_tokens,
-            skip_special_tokens=args.rollout_skip_special_tokens,
-            custom_generate_function_path=args.custom_generate_function_path,
-        )  # fmt: skip
+        of_run = {
+            flag.removeprefix("rollout_").removeprefix("eval_"): value
+            for flag in _OF_RUN
+            if (value := getattr(args, flag)) is not None
+        }
+        return cls(name="", path="", **of_run)
 
     def row_keys(self) -> RowKeys:
         """The columns of this data set, after :func:`resolve_eval_datasets`."""
@@ -109,10 +98,15 @@ class EvalDatasetConfig:
         )
 
 
-def _first(own: T | None, general: T) -> T:
-    return general if own is None else own
-
-
+_OF_RUN = (
+    "rm_type", "custom_rm_path", "input_key", "label_key", "tool_key", "metadata_key", "multimodal_keys",
+    "apply_chat_template", "apply_chat_template_kwargs", "n_samples_per_eval_prompt", "rollout_temperature",
+    "rollout_top_p", "rollout_top_k", "rollout_max_response_len", "rollout_max_prompt_len", "rollout_stop",
+    "rollout_stop_token_ids", "rollout_skip_special_tokens", "custom_generate_function_path",
+    "eval_input_key", "eval_label_key", "eval_tool_key", "eval_temperature", "eval_top_p", "eval_top_k",
+    "eval_max_response_len", "eval_max_prompt_len", "eval_min_new_tokens",
+)  # fmt: skip
+"""The flags that give settings, later ones before earlier ones."""
 _NAMES = {f.name for f in fields(EvalDatasetConfig)}
 
 

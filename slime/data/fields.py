@@ -14,7 +14,6 @@ keeps such arrays outside the pickle, so that a rank can read them without a cop
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from slime.config.flag import did_you_mean
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -146,12 +147,6 @@ _HIDDEN = {field.name: field.hook_name for field in FIELDS if field.hook_name}
 """Internal names, which hooks neither see nor set, with the documented name of each."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` with the most similar known name, or an empty string."""
-    found = difflib.get_close_matches(name, list(known), 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
-
-
 def from_hook_names(entries: Mapping[str, object], hook: str) -> TrainData:
     """Rename entries that a user's function returned or changed from their documented to their
     internal names.
@@ -200,7 +195,7 @@ class RankBatch(dict[str, Any]):
         if name in _PACKAGE_NAMES:
             hint = f"; the package calls it {_PACKAGE_NAMES[str(name)]!r}"
         else:
-            hint = nearest(str(name), [*BY_NAME, *self.added])
+            hint = did_you_mean(str(name), [*BY_NAME, *self.added])
         raise KeyError(
             f"no entry of a rank batch is called {name!r}{hint} (slime/data/fields.py lists them)"
         )

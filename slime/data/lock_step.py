@@ -134,10 +134,21 @@ class _Packing:
         self.target = self._targets(float(self.costs.sum()))
 
     def _targets(self, total: float) -> np.ndarray:
-        largest_first = np.sort(self.costs)[::-1]
-        return np.repeat(
-            _targets(largest_first, total / self.ranks, self.ranks, self.rows), self.ranks
-        )
+        """What each micro-batch should cost, if all together cost ``total``.
+
+        The targets are equal, except that the target of row ``i`` is at least the cost of the ``i *
+        ranks``-th largest sample. So a few very long samples are collected in one row, instead of
+        raising the cost of several rows.
+        """
+        # Find the smallest number of rows that need their floor: the rest is distributed equally
+        # over the other rows.
+        targets = np.sort(self.costs)[::-1][: self.rows * self.ranks : self.ranks].copy()
+        for high in range(self.rows):
+            rest = total / self.ranks - float(targets[:high].sum())
+            if rest / (self.rows - high) >= targets[high]:
+                targets[high:] = rest / (self.rows - high)
+                break
+        return np.repeat(targets, self.ranks)
 
     def place(self) -> bool:
         """Place all samples, longest first; returns False if the cap prevents it."""
@@ -259,27 +270,6 @@ class _Packing:
             self.members[place] = members
             self.used[place], self.load[place] = sizes[place]
         return True
-
-
-def _targets(costs: np.ndarray, ideal: float, ranks: int, rows: int) -> np.ndarray:
-    """What a micro-batch of each of the ``rows`` rows should cost.
-
-    The targets add up to ``ideal``, the total cost divided by the number of ranks. They are equal,
-    except that the target of row ``i`` is at least the cost of the ``i * ranks``-th largest sample.
-    So a few very long samples are collected in one row, instead of raising the cost of several
-    rows.
-
-    Args:
-        costs: The costs of the samples, the largest first.
-    """
-    # Find the smallest number of rows that need their floor: the rest is distributed equally over
-    # the other rows.
-    floors = costs[: rows * ranks : ranks]
-    for high in range(rows):
-        level = (ideal - float(floors[:high].sum())) / (rows - high)
-        if level >= floors[high]:
-            return np.concatenate([floors[:high], np.full(rows - high, level)])
-    return floors
 
 
 def deal(batches: list[list[int]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:

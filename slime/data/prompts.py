@@ -12,7 +12,7 @@ from typing import Any
 from slime.config.files import lookup
 from slime.data.json_text import parse_json
 from slime.data.media import MultimodalTypes
-from slime.data.rows import SHOWN, Problems, RawRow
+from slime.data.rows import Problems, RawRow
 from slime.data.sample import Message
 from slime.types import JsonValue
 
@@ -62,16 +62,14 @@ class Report:
         self.rows = 0
         self.names = ""  # columns of the first row
         self.absent = _asked(keys)  # the expected columns that no row has had so far
-        # whether only a column is missing; position and problem
-        self.wrong: list[tuple[bool, str]] = []
-        self.counts = {False: 0, True: 0}  # number of problems, by whether only a column is missing
+        self.wrong = Problems()
+        self.apart_from_columns = Problems()  # those of rows that do not just lack a column
         self.json_prompts = 0  # number of prompts that were messages as JSON text
 
     def add(self, where: str, error: ValueError) -> None:
-        missing = isinstance(error, MissingColumn)
-        self.counts[missing] += 1
-        if self.counts[missing] <= SHOWN:
-            self.wrong.append((missing, f"{where}: {error}"))
+        self.wrong.add(f"{where}: {error}")
+        if not isinstance(error, MissingColumn):
+            self.apart_from_columns.add(f"{where}: {error}")
 
     def saw(self, data: Mapping[str, object]) -> None:
         self.names = self.names or _names(data)
@@ -83,12 +81,8 @@ class Report:
         self.json_prompts += later.json_prompts
         self.names = self.names or later.names
         self.absent &= later.absent
-        for missing, problem in later.wrong:
-            if sum(kind == missing for kind, _ in self.wrong) < SHOWN:
-                self.wrong.append((missing, problem))
-        self.counts = {
-            missing: count + later.counts[missing] for missing, count in self.counts.items()
-        }
+        self.wrong.extend(later.wrong)
+        self.apart_from_columns.extend(later.apart_from_columns)
 
     def tell(self, spec: str, problems: Problems) -> None:
         """Add the collected problems to ``problems``.
@@ -112,10 +106,7 @@ class Report:
             else:
                 problems.warnings.append(said)
         said_once = any(name in ("prompt", "label") for name, _ in absent)
-        told = [problem for missing, problem in self.wrong if not (missing and said_once)]
-        for problem in told:
-            problems.add(problem)
-        problems.count += self.counts[False] + (0 if said_once else self.counts[True]) - len(told)
+        problems.extend(self.apart_from_columns if said_once else self.wrong)
 
 
 def parse_rows(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING
 
 from slime.config.algorithm import registered_loss
+from slime.config.layout import ParallelLayout
 from slime.data.balance import ModelShape, first_fit, forward_flops, split_in_two
 from slime.data.lock_step import Items, deal, pack_in_lock_step
 
@@ -81,7 +82,7 @@ class PackingSettings:
 
 def build_dp_schedule(
     settings: PackingSettings,
-    train_parallel_config: Mapping[str, int],
+    layout: ParallelLayout,
     total_lengths: Sequence[int],
     *,
     global_batch_size: int,
@@ -95,8 +96,7 @@ def build_dp_schedule(
     ``global_batch_size`` rollouts. In a step, every rank gets the same number of micro-batches.
 
     Args:
-        train_parallel_config: ``dp_size``, and ``cp_size``, ``vpp_size`` and
-            ``microbatch_group_size_per_vp_stage`` if they are not 1.
+        layout: That of the training ranks.
         total_lengths: Number of tokens of each sample.
         global_batch_size: Rollouts per optimizer step over all ranks.
         rollout_indices: Rollout id of each sample.
@@ -117,25 +117,13 @@ def build_dp_schedule(
             distributed evenly.
     """
     if settings.whole_rollouts:
-        return _schedule_whole(
-            settings, train_parallel_config, total_lengths, global_batch_size, rollout_indices
-        )
+        return _schedule_whole(settings, layout, total_lengths, global_batch_size, rollout_indices)
     steps = parts or _steps(rollout_indices, len(total_lengths), global_batch_size)
-    dp_size = train_parallel_config["dp_size"]
-    vpp_size = train_parallel_config.get("vpp_size") or 1
-    vpp_group = train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1
-    # Megatron's interleaved pipeline schedule runs the micro-batches of a rank in groups of this
-    # size.
-    multiple = dp_size * (vpp_group if vpp_size > 1 else 1)
-    cp_size = train_parallel_config.get("cp_size") or 1
-
-    partitions: list[list[int]] = [[] for _ in range(dp_size)]
-    micro_batch_indices: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    partitions: list[list[int]] = [[] for _ in range(layout.dp)]
+    micro_batch_indices: list[list[list[int]]] = [[] for _ in range(layout.dp)]
     num_microbatches = []
     for step, samples in enumerate(steps):
-        by_rank = _pack_step(
-            settings, samples, total_lengths, prompts, (dp_size, multiple, cp_size), step
-        )
+        by_rank = _pack_step(settings, layout, samples, total_lengths, prompts, step)
         num_microbatches.append(len(by_rank[0]))
         for rank, micro_batches in enumerate(by_rank):
             for micro_batch in micro_batches:
@@ -147,7 +135,7 @@ def build_dp_schedule(
 
 def _schedule_whole(
     settings: PackingSettings,
-    train_parallel_config: Mapping[str, int],
+    layout: ParallelLayout,
     total_lengths: Sequence[int],
     global_batch_size: int,
     rollout_indices: Sequence[int],
@@ -161,7 +149,7 @@ def _schedule_whole(
     rollouts = list(members.values())
     partitions, micro_batches, steps, sizes = build_dp_schedule(
         replace(settings, whole_rollouts=False),
-        train_parallel_config,
+        layout,
         [sum(total_lengths[i] for i in rollout) for rollout in rollouts],
         global_batch_size=global_batch_size,
         rollout_indices=range(len(rollouts)),
@@ -236,10 +224,10 @@ def _steps(
 
 def _pack_step(
     settings: PackingSettings,
+    layout: ParallelLayout,
     samples: list[int],
     total_lengths: Sequence[int],
     prompts: Sequence[tuple[Hashable, int]] | None,
-    sizes: tuple[int, int, int],
     step: int,
 ) -> list[list[list[int]]]:
     """Pack the samples of one optimizer step as ``[rank][micro-batch]``.
@@ -254,19 +242,15 @@ def _pack_step(
     Without ``--use-dynamic-batch-size``, a micro-batch is ``micro_batch_size`` consecutive samples.
     Micro-batches are assigned round-robin or, with ``--balance-data``, such that ranks have about
     equal FLOPs in each of them.
-
-    Args:
-        sizes: The data-parallel size, the number of which the micro-batches over all ranks must be
-            a multiple, and the context-parallel size.
     """
-    dp_size, multiple, cp_size = sizes
+    # Megatron's interleaved pipeline schedule runs the micro-batches of a rank in groups.
+    multiple = layout.dp * layout.vpp_group
     if settings.dynamic:
         # With context parallelism, a micro-batch is spread over the GPUs of its ranks.
-        cap = settings.max_tokens * cp_size
+        cap = settings.max_tokens * layout.cp
         if settings.balanced:
-            packed = pack_in_lock_step(
-                _items(settings, samples, total_lengths, prompts), dp_size, cap, multiple // dp_size
-            )
+            items = _items(settings, samples, total_lengths, prompts)
+            packed = pack_in_lock_step(items, layout.dp, cap, layout.vpp_group)
             if packed is not None:
                 return [[[samples[i] for i in batch] for batch in rank] for rank in packed]
         bins = first_fit([total_lengths[i] for i in samples], cap)
@@ -279,8 +263,8 @@ def _pack_step(
             sum(forward_flops(settings.shape, total_lengths[i]) for i in batch)
             for batch in micro_batches
         ]
-        return deal(micro_batches, flops, dp_size)
-    return [micro_batches[rank::dp_size] for rank in range(dp_size)]
+        return deal(micro_batches, flops, layout.dp)
+    return [micro_batches[rank :: layout.dp] for rank in range(layout.dp)]
 
 
 def _items(

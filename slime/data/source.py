@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeGuard
 
 from slime.config.data import DEFAULT_DATA_SOURCE
 from slime.config.hooks import load_function
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_FUNCTION, is_fully_async
+from slime.config.rollout import OWN_FUNCTIONS, SFT_FUNCTION
 from slime.data.dataset import Dataset, PromptDataset, PromptMaker
 from slime.data.prompts import RowKeys
 from slime.data.rows import DataError
@@ -376,9 +376,7 @@ def prompt_maker(args: Args) -> PromptMaker:
     user's own functions.
     """
     sft = args.rollout_function_path == SFT_FUNCTION
-    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(
-        args
-    )
+    own_rollout = args.rollout_function_path not in OWN_FUNCTIONS
     own_source = args.data_source_path.rpartition(".")[0] not in BUILT_IN_SOURCES
     options = {"trust_remote_code": True} if args.trust_remote_code else {}
     return PromptMaker(

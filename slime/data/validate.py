@@ -16,10 +16,8 @@ from slime.config.flag import shown
 from slime.config.hf_config import read_chat_template
 from slime.config.hooks import hook_problem
 from slime.config.rollout import (
-    DEFAULT_ROLLOUT_FUNCTION,
     OWN_FUNCTIONS,
     SFT_FUNCTION,
-    is_fully_async,
 )
 from slime.data.dataset import PromptMaker
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
@@ -109,9 +107,9 @@ class _Check:
         args = self.args
         if args.loss_type == "sft_loss" or settings.custom_rm_path:
             return None
-        default = args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION or is_fully_async(args)
+        own_rollout = args.rollout_function_path not in OWN_FUNCTIONS
         # The user's own generate function may set rewards itself.
-        users = settings.custom_generate_function_path or not default
+        users = settings.custom_generate_function_path or own_rollout
         return settings.rm_type or (None if users else "")
 
     def label(self, rm_type: str | None, row: PromptRow, label: object) -> str | None:

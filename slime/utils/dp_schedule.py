@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from slime.config.args import Args
+from slime.config.layout import ParallelLayout
 from slime.data import schedule
 
 __all__ = ["build_dp_schedule"]
@@ -27,9 +28,12 @@ def build_dp_schedule(
     run, or a plain namespace with only those that matter. What it does not set has the default of
     its flag."""
     settings: Any = SimpleNamespace(**(vars(Args()) | vars(args)))
+    cp = train_parallel_config.get("cp_size") or 1
+    is_interleaved = (train_parallel_config.get("vpp_size") or 1) > 1
+    group = is_interleaved and train_parallel_config.get("microbatch_group_size_per_vp_stage")
     return schedule.build_dp_schedule(
         schedule.PackingSettings.from_args(settings),
-        train_parallel_config,
+        ParallelLayout(train_parallel_config["dp_size"] * cp, cp=cp, vpp_group=group or 1),
         total_lengths,
         global_batch_size=global_batch_size,
         rollout_indices=rollout_indices,

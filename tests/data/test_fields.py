@@ -85,7 +85,7 @@ def test_a_name_that_nobody_knows_raises_and_the_nearest_is_named(use: str) -> N
         "update": lambda b: b.update({"rollout_logprobs": []}),
         "setdefault": lambda b: b.setdefault("rollout_logprobs", []),
     }
-    with pytest.raises(KeyError, match=r"'rollout_logprobs'.*'rollout_log_probs'"):
+    with pytest.raises(KeyError, match=r"'rollout_logprobs'.*mean rollout_log_probs"):
         uses[use](batch())
 
 
@@ -157,6 +157,6 @@ def test_a_converter_uses_the_documented_names_and_hears_of_likely_mistakes(
     with caplog.at_level(logging.WARNING):
         data = samples_to_train_data(args, [samples])
     assert data["old_log_probs"] == [[-1.0]] * 2 and "log_probs" not in data
-    assert "'rollout_logprobs'" in caplog.text and "'rollout_log_probs'" in caplog.text
+    assert "'rollout_logprobs'" in caplog.text and "mean rollout_log_probs" in caplog.text
     found = fields.to_rank_batch(fields.pack_part(data, [1], {}))
     assert found["old_log_probs"][0].tolist() == [-1.0] and found["rollout_logprobs"] == [[-2.0]]

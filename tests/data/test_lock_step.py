@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_args import make_args
 
+from slime.config.layout import ParallelLayout
 from slime.data.balance import forward_flops
 from slime.data.convert import split_train_data
 from slime.data.fields import to_rank_batch
@@ -58,7 +59,11 @@ def test_ranks_in_lock_step_wait_less_than_five_per_cent(
     lengths = long_tailed(count, mean, cap, seed)
     settings = PackingSettings(dynamic=True, max_tokens=cap, balanced=True)
     partitions, micro_batches, _, _ = build_dp_schedule(
-        settings, {"dp_size": ranks}, lengths, global_batch_size=count, rollout_indices=range(count)
+        settings,
+        ParallelLayout(ranks),
+        lengths,
+        global_batch_size=count,
+        rollout_indices=range(count),
     )
     packed = [
         [[part[i] for i in b] for b in mine]

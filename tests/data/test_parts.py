@@ -56,7 +56,7 @@ def test_each_part_is_packed_as_if_it_were_alone(dynamic: bool) -> None:
     )
     lengths = [5, 9, 30, 7, 11, 3, 20, 8, 6, 4, 10, 12]
     parts = [[0, 1, 6, 7], [2, 3, 4, 5, 8, 9, 10, 11]]
-    layout = {"dp_size": 2}
+    layout = ParallelLayout(2)
 
     partitions, micro_batches, counts, sizes = build_dp_schedule(
         settings, layout, lengths, global_batch_size=12, rollout_indices=range(12), parts=parts

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_args import make_args
 
+from slime.config.layout import ParallelLayout
 from slime.data.balance import ModelShape, first_fit, forward_flops, split_in_two
 from slime.data.lock_step import deal
 from slime.data.schedule import PackingSettings, build_dp_schedule
@@ -31,8 +32,9 @@ def schedule(
     **cfg: int,
 ) -> Any:
     rollouts = list(range(len(lengths))) if ids is None else ids
+    layout = ParallelLayout(dp * cfg.get("cp", 1), **cfg)
     return build_dp_schedule(
-        settings, {"dp_size": dp, **cfg}, lengths, global_batch_size=gbs, rollout_indices=rollouts
+        settings, layout, lengths, global_batch_size=gbs, rollout_indices=rollouts
     )
 
 
@@ -114,14 +116,22 @@ def test_token_cap_holds(lengths: list[int], dp: int) -> None:
 
 def test_context_parallel_multiplies_the_cap() -> None:
     assert schedule(DYNAMIC, [10, 10], 2, 1)[2] == [2]
-    assert schedule(DYNAMIC, [10, 10], 2, 1, cp_size=2)[2] == [1]
+    assert schedule(DYNAMIC, [10, 10], 2, 1, cp=2)[2] == [1]
 
 
 def test_interleaved_pipeline_groups() -> None:
-    counts = schedule(DYNAMIC, [2] * 12, 12, 2, vpp_size=2, microbatch_group_size_per_vp_stage=3)[2]
-    assert counts == [3]
-    counts = schedule(DYNAMIC, [2] * 12, 12, 2, vpp_size=1, microbatch_group_size_per_vp_stage=3)[2]
-    assert counts == [2], "stages that are not interleaved have no groups"
+    assert schedule(DYNAMIC, [2] * 12, 12, 2, vpp=2, vpp_group=3)[2] == [3]
+    args = SimpleNamespace(use_dynamic_batch_size=True, max_tokens_per_gpu=10, balance_data=False)
+    sizes = {"dp_size": 2, "microbatch_group_size_per_vp_stage": 3}
+    for vpp, count in ((2, 3), (1, 2)):
+        counts = dp_schedule.build_dp_schedule(
+            args,
+            {**sizes, "vpp_size": vpp},
+            [2] * 12,
+            global_batch_size=12,
+            rollout_indices=range(12),
+        )[2]
+        assert counts == [count], "stages that are not interleaved have no groups"
 
 
 def test_odd_long_samples_are_joined_not_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -300,14 +310,13 @@ def test_settings_from_flags() -> None:
     assert of_args == schedule(settings, lengths, 4, 2), "the documented import path takes args"
     shared = PackingSettings(dynamic=True, max_tokens=10, balanced=True)
     args = make_args(balance_data=True, use_dynamic_batch_size=True, max_tokens_per_gpu=10)
-    config, sizes, prompts = (
-        {"dp_size": 1},
+    sizes, prompts = (
         {"global_batch_size": 4, "rollout_indices": range(4)},
         [("p", 7)] * 4,
     )
-    of_args = dp_schedule.build_dp_schedule(args, config, [8] * 4, **sizes, prompts=prompts)
-    assert of_args == build_dp_schedule(shared, config, [8] * 4, **sizes, prompts=prompts)
-    assert of_args != build_dp_schedule(shared, config, [8] * 4, **sizes), (
+    of_args = dp_schedule.build_dp_schedule(args, {"dp_size": 1}, [8] * 4, **sizes, prompts=prompts)
+    assert of_args == build_dp_schedule(shared, ParallelLayout(), [8] * 4, **sizes, prompts=prompts)
+    assert of_args != build_dp_schedule(shared, ParallelLayout(), [8] * 4, **sizes), (
         "four samples with one prompt fit together"
     )
 
@@ -334,7 +343,7 @@ def test_whole_rollouts_stay_together_in_order(
     ids = [number for number, rollout in enumerate(sizes) for _ in rollout]
     settings = replace(DYNAMIC, balanced=balanced, whole_rollouts=True)
     partitions, batches, counts, _ = build_dp_schedule(
-        settings, {"dp_size": dp}, lengths, global_batch_size=4, rollout_indices=ids
+        settings, ParallelLayout(dp), lengths, global_batch_size=4, rollout_indices=ids
     )
     assert sorted(i for rank in partitions for i in rank) == list(range(len(lengths)))
     assert [len(rank) for rank in batches] == [sum(counts)] * dp
