@@ -8,7 +8,7 @@ import contextlib
 import functools
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,10 +119,11 @@ def check_shown(
     renderer: Tokenizer | ProcessorMixin,
     messages: Sequence[Mapping[str, Any]],
     text: str,
+    tools: Sequence[object] | None = None,
     **options: object,
 ) -> None:
-    """Check that the chat template writes each message that is not an assistant's, and an
-    assistant's tool calls.
+    """Check that the chat template writes each message that is not an assistant's, an assistant's
+    tool calls, and tools.
 
     Args:
         text: The rendered messages.
@@ -133,6 +134,12 @@ def check_shown(
     # Templates drop what they do not know without an error, so the rendered text is searched for
     # each message.
     template = str(getattr(renderer, "chat_template", None))
+    known = _names(tools or ())
+    if known and not any(name in text for name in known):
+        raise TemplateRefusal(
+            "the chat template does not write the tools of the row: describe them in the prompt, "
+            "or leave them out (--tool-key)"
+        )
     for i, message in enumerate(messages):
         role = message["role"]
         content = joined_text(message.get("content"))
@@ -141,13 +148,7 @@ def check_shown(
                 f"message {i} has the role {role!r}, which the chat template does not know; roles "
                 f"are {', '.join(_ROLES[:4])}"
             )
-        calls = message.get("tool_calls") or ()
-        names = [
-            call.get("name", call.get("function", {}).get("name"))
-            for call in calls
-            if isinstance(call, Mapping)
-        ]
-        if any(isinstance(name, str) and name not in text for name in names):
+        if any(name not in text for name in _names(message.get("tool_calls") or ())):
             raise TemplateRefusal(f"the chat template leaves out the tool calls of message {i}")
         if role == "assistant" or not content or content.strip() in text:
             continue
@@ -157,9 +158,16 @@ def check_shown(
             [*messages[:i], {**message, "content": word}, *messages[i + 1 :]]
             for word in ("one", "two")
         ]
-        one, two = (render_chat(renderer, probe, **options) for probe in texts)
+        one, two = (render_chat(renderer, probe, tools=tools, **options) for probe in texts)
         if one == two:
             raise TemplateRefusal(f"the chat template leaves out message {i} (role {role!r})")
+
+
+def _names(functions: Iterable[object]) -> list[str]:
+    """The names of tools, or of calls, which may be in an object of their own."""
+    inner = [item.get("function", item) for item in functions if isinstance(item, Mapping)]
+    names = [item.get("name") for item in inner if isinstance(item, Mapping)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def render_chat(

@@ -171,6 +171,18 @@ def test_what_cannot_be_rendered_is_named_by_file_and_row(
         assert caught.value.problems == [problem]
 
 
+def test_tools_that_no_prompt_would_show(model: Any, tmp_path: Path) -> None:
+    """A template without tools ignores them; a prompt may name them itself."""
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    rows = [{"prompt": [user(text)], "label": "4", "tools": [add]} for text in ("q", "Use add.")]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (problem,) = check_data(arguments(model(PRINTS), str(file)), check_label)
+    assert problem.startswith(f"{file}:1: ") and "tools" in problem
+    shows = "{{ tools | tojson }}" + PRINTS
+    assert check_data(arguments(model(shows), str(file)), check_label) == []
+
+
 def test_what_the_processor_refuses_is_named(model: Any, tmp_path: Path) -> None:
     """A processor of a package that is not installed here stands in: it takes square images
     only.

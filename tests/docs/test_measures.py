@@ -33,7 +33,7 @@ TOKENS = {
     "cli": 694,
     "cluster": 34_691,
     "config": 29_773,
-    "data": 39_861,
+    "data": 39_940,
     "engines": 15_293,
     "environments": 45,
     "models": 39_695,
