@@ -15,7 +15,6 @@ from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.base import ModelTag, TrainBackend
 from slime.backends.loss import divide_by_weights, is_max_metric
 from slime.backends.train_metrics import correct_sample_metrics, rollout_metrics
-from slime.config.args import Args
 from slime.config.hooks import load_function
 from slime.data.fields import LOSS_FIELDS, RankBatch, TrainData
 from slime.observability import progress
@@ -52,7 +51,6 @@ class PhaseTimer:
 
 def train_on_rollout(
     backend: TrainBackend,
-    args: Args,
     batch: RankBatch,
     profiler: Profiler | None = None,
     timers: Timers | None = None,
@@ -78,6 +76,7 @@ def train_on_rollout(
         ValueError: The batch lacks an entry that the flags need. The message names both.
         NonFiniteError: The loss or gradient of a step is not finite.
     """
+    args = backend.args
     timer = PhaseTimer(profiler, timers)
     if args.reset_optimizer_states:
         backend.reset_optimizer()

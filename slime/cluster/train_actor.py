@@ -187,7 +187,7 @@ class TrainActor:
         self.parts = None
         with self.profiler.rollout(rollout_id):
             metrics, timings = train_on_rollout(
-                self.backend, self.args, batch, self.profiler, self.timers, parts
+                self.backend, batch, self.profiler, self.timers, parts
             )
         # After a step, since the first one creates the optimizer's state, of which the memory must
         # hold a copy.

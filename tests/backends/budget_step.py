@@ -72,7 +72,7 @@ def check_measured_budget(backend: Any) -> None:
         for i in range(32)
     ]
     meter.start()
-    train_on_rollout(backend, backend.args, whole_batch(samples, micro_batch_size=16))
+    train_on_rollout(backend, whole_batch(samples, micro_batch_size=16))
     predicted = 0.85 * meter.found - (found.tokens - 16 * 1024) * found.bytes_per_token
     assert meter.peak() == pytest.approx(predicted, rel=0.02), (
         meter.peak() / 2**30,

@@ -143,7 +143,7 @@ def steps(ranks: Rank, model: str, **flags: Any) -> Result:
     result = dict(
         scores=scores or backend.log_probs(batch)["log_probs"],
         groups=batch["group_indices"],
-        metrics=[train_on_rollout(backend, backend.args, x)[0] for x in (batch, few)],
+        metrics=[train_on_rollout(backend, x)[0] for x in (batch, few)],
         gradients=gradients,
         weights=whole([(name, p.detach()) for name, p in backend.named_parameters]),
         held={name: len(local(p)) for name, p in backend.named_parameters},

@@ -36,7 +36,7 @@ def rank_batch(samples: list[dict[str, Any]], rank: int, world_size: int) -> dic
 
 def train(backend: FsdpBackend, samples: list[dict[str, Any]]) -> dict[str, float]:
     batch = rank_batch(samples, backend.data_parallel_rank, backend.data_parallel_size)
-    return train_on_rollout(backend, backend.args, batch)[0]
+    return train_on_rollout(backend, batch)[0]
 
 
 def optimizer_state(backend: FsdpBackend) -> dict[str, torch.Tensor]:
@@ -139,7 +139,7 @@ def whole_sequences(
     samples = make_samples()
     batch = make_batch(samples, [[[i] for i in range(len(samples))]], samples)
     metrics = [
-        train_on_rollout(backend, backend.args, batch)[0],
+        train_on_rollout(backend, batch)[0],
         train(backend, make_samples(seed=3, zero_groups=2)),
     ]
     return dict(metrics=metrics, weights=weights_of(backend))
@@ -382,7 +382,7 @@ def nan_on_the_last_rank(
     if backend.rank == world_size - 1:
         batch["rewards"][0] = float("nan")
     try:
-        train_on_rollout(backend, backend.args, batch)
+        train_on_rollout(backend, batch)
     except NonFiniteError as error:
         return dict(message=str(error))
     return dict(message="no error")

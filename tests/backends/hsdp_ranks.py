@@ -136,7 +136,7 @@ def in_parts(ranks: Rank, early: int | None, **flags: Any) -> Result:
             for number in range(early):
                 assert done is not None
                 train_early_part(backend, part_of(batch, number), done)
-        metrics.append(train_on_rollout(backend, backend.args, batch, parts=done)[0])
+        metrics.append(train_on_rollout(backend, batch, parts=done)[0])
     return dict(metrics=metrics, weights=weights_of(backend))
 
 

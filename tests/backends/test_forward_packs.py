@@ -100,12 +100,12 @@ def test_a_rollout_trains_in_its_own_micro_batches(llama: Path) -> None:
     backend = make_backend(args)
     with forwards(backend) as seen:
         metrics, _ = train_on_rollout(
-            backend, args, whole_batch(make_samples(), micro_batch_size=2, steps=2)
+            backend, whole_batch(make_samples(), micro_batch_size=2, steps=2)
         )
     assert len(seen) == 1 + 1 + 2 * 4
     args = make_args(llama, kl_coef=0.01, kl_loss_type="k3")
     plain, _ = train_on_rollout(
-        make_backend(args), args, whole_batch(make_samples(), micro_batch_size=2, steps=2)
+        make_backend(args), whole_batch(make_samples(), micro_batch_size=2, steps=2)
     )
     assert metrics["train/loss"] == pytest.approx(plain["train/loss"], abs=1e-6)
     assert metrics["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-5)

@@ -89,7 +89,7 @@ def test_a_layer_with_the_varlen_kernel_is_one_graph(
 
 def run(backend: FsdpBackend, seed: int) -> dict[str, float]:
     batch = whole_batch(make_samples(seed=seed), micro_batch_size=2 + seed)
-    return train_on_rollout(backend, backend.args, batch)[0]
+    return train_on_rollout(backend, batch)[0]
 
 
 @pytest.mark.slow

@@ -55,9 +55,7 @@ def on_cuda(path: Path, **flags: Any) -> FsdpBackend:
 
 
 def run(backend: FsdpBackend, seed: int = 0) -> dict[str, float]:
-    return train_on_rollout(
-        backend, backend.args, whole_batch(make_samples(seed=seed), micro_batch_size=8)
-    )[0]
+    return train_on_rollout(backend, whole_batch(make_samples(seed=seed), micro_batch_size=8))[0]
 
 
 def test_float32_equals_the_cpu(llama: Path) -> None:

@@ -40,7 +40,7 @@ def test_the_teacher_scores_and_the_student_moves_towards_it(tmp_path: Path) -> 
     for _ in range(3):  # on the same samples the gradient is that of the squared gap
         batch = whole_batch(make_samples())
         batch["rewards"] = [0.0] * len(batch["rewards"])
-        metrics, seconds = train_on_rollout(backend, args, batch)
+        metrics, seconds = train_on_rollout(backend, batch)
         assert "teacher_log_probs" in seconds
         gaps.append(float(torch.cat(batch["opd_reverse_kl"]).square().mean()))
         if len(gaps) == 1:

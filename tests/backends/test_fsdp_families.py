@@ -36,7 +36,7 @@ from slime.models.scorer import PolicyScorer
 def test_trained_weights_reach_the_engine(family: str, tmp_path: Path) -> None:
     folder = saved(family, tmp_path)
     backend = make_backend(make_args(folder, lr=1e-2, gradient_checkpointing=True))
-    train_on_rollout(backend, backend.args, whole_batch(make_samples(), micro_batch_size=8))
+    train_on_rollout(backend, whole_batch(make_samples(), micro_batch_size=8))
     scorer = backend.scorer
     assert isinstance(scorer, PolicyScorer)
     loaded = load(folder)
@@ -74,7 +74,7 @@ def test_an_indexer_keeps_its_weights(tmp_path: Path) -> None:
     """It gets no gradient, and no decay of weights either; all others are trained."""
     backend = make_backend(make_args(save_tiny("GLM-5", tmp_path), lr=1e-2, weight_decay=0.5))
     before = {name: tensor.clone() for name, tensor in backend.named_weights()}
-    train_on_rollout(backend, backend.args, whole_batch(make_samples(), micro_batch_size=8))
+    train_on_rollout(backend, whole_batch(make_samples(), micro_batch_size=8))
     kept = {name for name, tensor in backend.named_weights() if torch.equal(tensor, before[name])}
     assert kept == {
         name for name in before if ".indexer." in name or "e_score_correction_bias" in name

@@ -42,9 +42,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(backend: FsdpBackend, seed: int = 0, **changes: Any) -> dict[str, float]:
-    return train_on_rollout(backend, backend.args, whole_batch(make_samples(seed=seed), **changes))[
-        0
-    ]
+    return train_on_rollout(backend, whole_batch(make_samples(seed=seed), **changes))[0]
 
 
 def randomize(backend: FsdpBackend, seed: int = 5) -> None:
@@ -68,7 +66,7 @@ def gradients(backend: FsdpBackend, batch: RankBatch) -> dict[str, torch.Tensor]
     """Of one optimizer step, which is not taken."""
     backend.optimizer.step = lambda norm: 0.0  # type: ignore[method-assign]
     backend.optimizer.grad_norm = lambda: 1.0  # type: ignore[method-assign]
-    train_on_rollout(backend, backend.args, batch)
+    train_on_rollout(backend, batch)
     return {name: p.grad.clone() for name, p in backend.named_parameters if p.grad is not None}
 
 
@@ -132,12 +130,10 @@ def test_one_step_is_that_of_the_merged_model(llama: Path) -> None:
     for p in scorer.parameters():
         p.requires_grad_(False)
     batch = whole_batch(make_samples(), micro_batch_size=16)
-    metrics = train_on_rollout(
-        backend, backend.args, whole_batch(make_samples(), micro_batch_size=16)
-    )[0]
+    metrics = train_on_rollout(backend, whole_batch(make_samples(), micro_batch_size=16))[0]
     whole.optimizer.grad_norm = lambda: _norm(factors.values())  # type: ignore[method-assign]
     whole.optimizer.step = lambda norm: _clipped_step(optimizer, factors.values(), norm)  # type: ignore[method-assign]
-    expected = train_on_rollout(whole, whole.args, batch)[0]
+    expected = train_on_rollout(whole, batch)[0]
     assert metrics["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-6)
     assert metrics["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
     for name, p in backend.adapter.trained:  # type: ignore[union-attr]

@@ -117,7 +117,7 @@ def test_training_moves_the_vision_tower_too(checkpoint: Path) -> None:
     shared = len(mixed_batch()["tokens"][3]) - mixed_batch()["response_lengths"][3]
     assert inputs.kwargs["input_ids"].shape[1] == sum(mixed_batch()["total_lengths"]) - 2 * shared
     before = {name: tensor.clone() for name, tensor in backend.named_weights()}
-    metrics, _ = train_on_rollout(backend, args, mixed_batch())
+    metrics, _ = train_on_rollout(backend, mixed_batch())
     assert metrics["train/grad_norm"] > 0.0
     changed = [
         name for name, tensor in backend.named_weights() if not torch.equal(before[name], tensor)

@@ -45,9 +45,7 @@ def on_cuda(path: Path, **flags: Any) -> FsdpBackend:
 
 
 def run(backend: FsdpBackend, seed: int = 0) -> dict[str, float]:
-    metrics = train_on_rollout(
-        backend, backend.args, whole_batch(make_samples(seed=seed), micro_batch_size=8)
-    )[0]
+    metrics = train_on_rollout(backend, whole_batch(make_samples(seed=seed), micro_batch_size=8))[0]
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 

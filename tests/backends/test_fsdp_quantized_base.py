@@ -58,7 +58,7 @@ def base_of(backend: FsdpBackend) -> dict[str, torch.Tensor]:
 
 
 def train(backend: FsdpBackend, seed: int = 0) -> dict[str, float]:
-    metrics = train_on_rollout(backend, backend.args, whole_batch(make_samples(seed=seed)))[0]
+    metrics = train_on_rollout(backend, whole_batch(make_samples(seed=seed)))[0]
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 

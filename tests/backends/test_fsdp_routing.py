@@ -106,7 +106,7 @@ def results(backend: FsdpBackend, batch: RankBatch) -> dict[str, Any]:
 
     backend.optimizer.grad_norm = noted  # type: ignore[method-assign]
     log_probs = backend.log_probs(batch)["log_probs"]
-    metrics = train_on_rollout(backend, backend.args, batch)[0]
+    metrics = train_on_rollout(backend, batch)[0]
     metrics = {k: v for k, v in metrics.items() if k in ("train/loss", "train/grad_norm")}
     return dict(
         log_probs=log_probs, metrics=metrics, gradients=gradients, weights=weights_of(backend)
@@ -135,7 +135,7 @@ def test_tokens_go_to_the_experts_of_the_engine(name: str, tmp_path: Path) -> No
     layers = len(layers_of(backend))
     routed = with_routes(batch, layers)
     with choices(backend) as seen:
-        train_on_rollout(backend, backend.args, routed)
+        train_on_rollout(backend, routed)
     for number, found in seen.items():
         # Two micro-batches: the first forward and the second one, in the backward pass.
         for micro, twice in enumerate((found[:2], found[2:])):

@@ -100,7 +100,7 @@ def test_a_tree_gives_the_loss_and_gradients_of_its_copies(
         count = lambda _, given, rows=rows: rows.append(given[0].kwargs["input_ids"].numel())  # noqa: E731
         scored.clear()
         hook = backend.scorer.register_forward_pre_hook(count)
-        metrics, _ = train_on_rollout(backend, args, batch_of(args))
+        metrics, _ = train_on_rollout(backend, batch_of(args))
         hook.remove()
         grads = {name: p.grad.clone() for name, p in backend.named_parameters if p.grad is not None}
         found[share] = metrics, grads, rows, sum(scored)

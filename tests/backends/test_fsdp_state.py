@@ -42,7 +42,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(backend: Any, seed: int) -> dict[str, float]:
-    metrics, _ = train_on_rollout(backend, backend.args, whole_batch(make_samples(seed=seed)))
+    metrics, _ = train_on_rollout(backend, whole_batch(make_samples(seed=seed)))
     return {k: v for k, v in metrics.items() if not k.startswith("perf/")}
 
 

@@ -215,7 +215,7 @@ def test_a_response_that_was_cut_to_nothing(llama: Path, attention: str | None) 
         samples[i]["mask"] = []
     backend = make_backend(make_args(llama, attn_implementation=attention))
     batch = whole_batch(samples)
-    metrics, _ = train_on_rollout(backend, backend.args, batch)
+    metrics, _ = train_on_rollout(backend, batch)
     assert math.isfinite(metrics["train/loss"]) and metrics["train/grad_norm"] > 0
     assert [len(x) for x in batch["advantages"]][:6:5] == [0, 0]
     scores = backend.log_probs(batch)["log_probs"]
@@ -315,12 +315,12 @@ def test_whole_rollout_two_steps_with_reference_and_hook(llama: Path, tmp_path: 
     )
     backend = make_backend(args)
     batch = whole_batch(make_samples(), steps=2)
-    metrics, timings = train_on_rollout(backend, args, batch)
+    metrics, timings = train_on_rollout(backend, batch)
     assert set(timings) == {"ref_log_probs", "log_probs", "data_preprocess", "actor_train"}
     assert metrics["train/ppo_kl"] != 0.0  # the second step is off-policy
     assert metrics["train/kl_loss"] > 0.0
     assert metrics["rollout/advantages"] == pytest.approx(2 * metrics["rollout/rewards"])
-    again, _ = train_on_rollout(backend, args, whole_batch(make_samples(), steps=2))
+    again, _ = train_on_rollout(backend, whole_batch(make_samples(), steps=2))
     assert again["rollout/ref_log_probs"] == metrics["rollout/ref_log_probs"]
     assert again["train/kl_loss"] > metrics["train/kl_loss"]
 
@@ -352,7 +352,7 @@ def test_a_rollout_of_several_steps_tells_the_newest_learning_rate(llama: Path) 
     samples = make_samples()
     half = len(samples) // 2
     steps = [[list(range(half))], [list(range(half, len(samples)))]]
-    metrics, _ = train_on_rollout(make_backend(args), args, make_batch(samples, steps, samples))
+    metrics, _ = train_on_rollout(make_backend(args), make_batch(samples, steps, samples))
     assert metrics["train/lr-pg_0"] == pytest.approx(5.5e-4)
 
 
@@ -362,7 +362,7 @@ def test_critic_learns_the_returns(llama: Path) -> None:
     losses = []
     for _ in range(12):
         batch = whole_batch(make_samples())
-        metrics, timings = train_on_rollout(critic, args, batch)
+        metrics, timings = train_on_rollout(critic, batch)
         losses.append(metrics["train/critic-value_loss"])
         assert [len(v) for v in batch["old_values"]] == batch["response_lengths"]
         assert metrics["train/critic-lr-pg_0"] == 1e-2
@@ -375,9 +375,9 @@ def test_ppo_actor_uses_the_critics_values(llama: Path) -> None:
     actor, critic = make_backend(args), make_backend(args, "critic")
     batch = whole_batch(make_samples())
     with pytest.raises(ValueError, match="critic's values"):
-        train_on_rollout(actor, args, whole_batch(make_samples()))
+        train_on_rollout(actor, whole_batch(make_samples()))
     batch["old_values"] = critic.values(batch)
-    metrics, _ = train_on_rollout(actor, args, batch)
+    metrics, _ = train_on_rollout(actor, batch)
     assert metrics["rollout/values"] != 0.0
     assert metrics["rollout/returns"] == pytest.approx(metrics["rollout/rewards"], rel=0.2)
     assert metrics["train/grad_norm"] > 0.0
@@ -395,7 +395,7 @@ def test_the_critic_learns_the_returns_with_the_kl_penalty_of_the_actors_rewards
     assert set(timings) == {"ref_log_probs", "log_probs"}
     batch = whole_batch(make_samples())
     batch |= scores
-    metrics, _ = train_on_rollout(critic, args, batch)
+    metrics, _ = train_on_rollout(critic, batch)
     expected = []
     for i, mask in enumerate(batch["loss_masks"]):
         trained = mask.bool()
@@ -417,7 +417,7 @@ def test_the_critic_learns_the_returns_with_the_kl_penalty_of_the_actors_rewards
     )
     mine = whole_batch(make_samples())
     mine |= scores | {"old_values": batch["old_values"]}
-    _, timings = train_on_rollout(actor, args, mine)
+    _, timings = train_on_rollout(actor, mine)
     assert set(timings) == {"data_preprocess", "actor_train"}, (
         "the log-probs are not computed again"
     )
@@ -437,8 +437,8 @@ def test_sft_and_custom_loss(llama: Path, tmp_path: Path) -> None:
         llama, loss_type="custom_loss", custom_loss_function_path=f"{hook}:nll", **flags
     )
     custom = make_backend(custom_args)
-    a, _ = train_on_rollout(sft, sft.args, whole_batch(make_samples()))
-    b, _ = train_on_rollout(custom, custom_args, whole_batch(make_samples()))
+    a, _ = train_on_rollout(sft, whole_batch(make_samples()))
+    b, _ = train_on_rollout(custom, whole_batch(make_samples()))
     assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-5)
     assert b["train/my_nll"] == pytest.approx(b["train/loss"], rel=1e-6)
     assert_close(weights_of(sft), weights_of(custom), rtol=1e-4)
@@ -457,7 +457,7 @@ def test_fine_tuning_minimises_the_likelihood_at_temperature_1(llama: Path) -> N
         log_p = model(torch.as_tensor(tokens)[None]).logits[0].log_softmax(-1)[-n - 1 : -1]
         chosen = -log_p.gather(-1, torch.as_tensor(tokens)[-n:, None])[:, 0]
         losses.append((chosen * mask).sum() / max(float(mask.sum()), 1.0))
-    metrics, _ = train_on_rollout(backend, backend.args, batch)
+    metrics, _ = train_on_rollout(backend, batch)
     assert metrics["train/loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
 
 
@@ -514,7 +514,7 @@ def test_parts_that_are_trained_early_give_the_same_bits(llama: Path, dtype: str
                 batch["num_microbatches"] = [1] * 4
             for number in range(early or 0):
                 train_early_part(backend, part_of(batch, number), parts)
-            trained = train_on_rollout(backend, backend.args, batch, parts=parts)[0]
+            trained = train_on_rollout(backend, batch, parts=parts)[0]
             metrics.append({n: x for n, x in trained.items() if not n.startswith("perf/")})
         results.append((metrics, weights_of(backend)))
     whole, *divided = results

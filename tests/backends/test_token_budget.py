@@ -142,6 +142,6 @@ def test_a_rehearsal_leaves_no_trace(llama: Path, role: str) -> None:
     assert all(p.grad is None for _, p in rehearsed.named_parameters)
     for seed in (0, 1):
         for backend in (plain, rehearsed):
-            train_on_rollout(backend, backend.args, whole_batch(make_samples(seed=seed)))
+            train_on_rollout(backend, whole_batch(make_samples(seed=seed)))
     pairs = zip(rehearsed.named_parameters, plain.named_parameters, strict=True)
     assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)

@@ -255,7 +255,7 @@ async def test_from_the_prompt_to_the_weights(model: Path, tmp_path: Path, form:
     batch["rollout_id"] = 0
     backend = create_backend(args, "actor", 0, 1, "127.0.0.1", 0)
     before = {name: tensor.clone() for name, tensor in backend.named_weights()}
-    metrics, _ = train_on_rollout(backend, args, batch)
+    metrics, _ = train_on_rollout(backend, batch)
     after = dict(backend.named_weights())
     assert metrics["train/grad_norm"] > 0 and any(
         not torch.equal(before[name], after[name]) for name in before
@@ -290,6 +290,6 @@ async def test_tool_output_changes_no_gradient(model: Path, tmp_path: Path) -> N
         )
         batch["rollout_id"] = 0
         backend = create_backend(args, "actor", 0, 1, "127.0.0.1", 0)
-        train_on_rollout(backend, args, batch)
+        train_on_rollout(backend, batch)
         found.append(dict(backend.named_weights()))
     assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in found[0])

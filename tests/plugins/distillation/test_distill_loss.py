@@ -73,7 +73,7 @@ def step(backend: FsdpBackend, args: Args, **entries: Any) -> tuple[dict[str, fl
     batch = whole_batch(make_samples())
     for name, value in entries.items():
         batch[name] = value
-    return train_on_rollout(backend, args, batch)[0], batch
+    return train_on_rollout(backend, batch)[0], batch
 
 
 @pytest.mark.parametrize("save", [save_tiny_llama, save_tiny_qwen3])
@@ -92,7 +92,7 @@ def test_a_teacher_of_any_shape(save: Any, tmp_path: Path) -> None:
     assert 0 <= metrics["train/teacher_agreement"] <= 1
     # Logits that are scored in more or fewer micro-batches are the same loss.
     whole = whole_batch(make_samples(), micro_batch_size=16)
-    assert train_on_rollout(make_backend(args), args, whole)[0]["train/loss"] == pytest.approx(
+    assert train_on_rollout(make_backend(args), whole)[0]["train/loss"] == pytest.approx(
         losses[0], rel=1e-6
     )
 

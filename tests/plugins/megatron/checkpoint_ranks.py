@@ -196,7 +196,7 @@ def train(backend: Any, seed: int) -> dict[str, float]:
     from slime.backends.train_loop import train_on_rollout
 
     batch = rank_batch(seed, 0, backend.data_parallel_rank, backend.data_parallel_size)
-    return train_on_rollout(backend, backend.args, batch)[0]
+    return train_on_rollout(backend, batch)[0]
 
 
 def after(backend: Any) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
         out["changing"], out["targets"] = backend.adapter_sync.changing, backend.adapter.targets()
     else:
         out["values"] = backend.values(samples_of(0, 0))
-    out["metrics"] = train_on_rollout(backend, args, samples_of(0, 0))[0]
+    out["metrics"] = train_on_rollout(backend, samples_of(0, 0))[0]
     after = _factors(backend)
     out["gradients"] = {name: (out["loaded"][name] - after[name]) / STEP for name in after}
     backend.adapter._identity = None
@@ -201,7 +201,7 @@ def files_of(make: Any, layout: Layout, folder: Path, samples_of: Any) -> dict[s
     from slime.backends.train_loop import train_on_rollout
 
     def train(backend: Any, seed: int) -> dict[str, float]:
-        return train_on_rollout(backend, backend.args, samples_of(seed, 0))[0]
+        return train_on_rollout(backend, samples_of(seed, 0))[0]
 
     flags = {**layout.flags, **ORDINARY}
     # frozen, too
@@ -254,7 +254,7 @@ def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[st
         for number, (seed, zero) in enumerate(steps):
             if number == 3:
                 backend.finish_update()
-            out["later"].append(train_on_rollout(backend, backend.args, samples_of(seed, zero))[0])
+            out["later"].append(train_on_rollout(backend, samples_of(seed, zero))[0])
     backend.adapter.base[0][1].detach().view(-1)[-1] += 1  # one value: another base
     backend.adapter._identity = None
     out["base_changed"] = backend.adapter.identity()

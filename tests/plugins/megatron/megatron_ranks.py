@@ -235,7 +235,7 @@ def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
         for batch in batches:
             batch["old_log_probs"] = batch["rollout_log_probs"]
             batch["ref_log_probs"] = [2 * log_probs for log_probs in batch["rollout_log_probs"]]
-    out["metrics"] = [train_on_rollout(backend, args, batch)[0] for batch in batches]
+    out["metrics"] = [train_on_rollout(backend, batch)[0] for batch in batches]
     if not critic:
         out["weights"] = {name: tensor.clone() for name, tensor in backend.named_weights()}
     else:

@@ -66,7 +66,7 @@ def measure(
     args.megatron = dict(megatron)
     backend: Any = create_backend(args, "actor", rank, world, "127.0.0.1", ports.get(1))
     train_on_rollout(
-        backend, args, rank_batch(0, 0, backend.data_parallel_rank, backend.data_parallel_size)
+        backend, rank_batch(0, 0, backend.data_parallel_rank, backend.data_parallel_size)
     )
     found: dict[str, Any] = {"state_bytes": state_bytes(backend)}
     args.async_save = False

@@ -71,7 +71,7 @@ def two_steps(
         rank_batch(seed, 0, backend.data_parallel_rank, backend.data_parallel_size)
         for seed in (0, 3)
     ]
-    norms = [train_on_rollout(backend, args, batch)[0]["train/grad_norm"] for batch in batches]
+    norms = [train_on_rollout(backend, batch)[0]["train/grad_norm"] for batch in batches]
     moments = [state["exp_avg"].clone() for state in backend.optimizer.states()]
     steps = {float(state["step"]) for state in backend.optimizer.states()}
     assert steps == {2.0}, steps  # each update is made once, in however many pieces

@@ -34,7 +34,7 @@ def on_gpu(path: Path, megatron: dict[str, Any] | None = None, **changes: Any) -
 
 def one_step(backend: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
     scores = backend.log_probs(rank_batch(0, 0, 0, 1), temperature=1.0)["log_probs"]
-    return scores, train_on_rollout(backend, backend.args, rank_batch(0, 0, 0, 1))[0]
+    return scores, train_on_rollout(backend, rank_batch(0, 0, 0, 1))[0]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_gpu_and_cpu_agree(family: str, dtype: str, fused: bool, tmp_path: Path)
     backend.wake()
     for name, tensor in backend.named_weights():
         assert torch.equal(tensor.cpu(), before[name]), name
-    again = train_on_rollout(backend, backend.args, rank_batch(1, 0, 0, 1))[0]
+    again = train_on_rollout(backend, rank_batch(1, 0, 0, 1))[0]
     assert again["train/grad_norm"] > 0
 
 
@@ -127,7 +127,7 @@ def test_cpu_offload_takes_the_optimizer_off_the_gpu(in_bf16: bool, tmp_path: Pa
 
 
 def train(backend: Any, seed: int) -> tuple[float, float]:
-    metrics = train_on_rollout(backend, backend.args, rank_batch(seed, 0, 0, 1))[0]
+    metrics = train_on_rollout(backend, rank_batch(seed, 0, 0, 1))[0]
     return metrics["train/loss"], metrics["train/grad_norm"]
 
 

@@ -53,7 +53,7 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
     args.kl_coef = 0.01
     backend: Any = create_backend(args, "actor", rank, 2, "127.0.0.1", ports.get(2))
     backend.save(paths["output"] / "untrained" / "iter_0000000" / "actor")
-    train_on_rollout(backend, args, rank_batch(0, 0, 0, 1))
+    train_on_rollout(backend, rank_batch(0, 0, 0, 1))
     backend.save(paths["output"] / "trained")
     backend.args.ckpt_format = "torch"
     backend.save(paths["output"] / "trained_torch")

@@ -378,7 +378,7 @@ class Trainer:
             rank.add_values(batch)
         try:
             # A table has all that a step calls, but neither files nor weights to send.
-            return train_on_rollout(cast(TrainBackend, rank), self.args, batch)[0]
+            return train_on_rollout(cast(TrainBackend, rank), batch)[0]
         except BaseException:
             self.exchange.barrier.abort()  # the other ranks must not wait for this one
             raise

@@ -136,9 +136,9 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
             result.skipped = True
             continue
         if replayed:
-            _replay(backend, job, args, batch, place, result)
+            _replay(backend, job, batch, place, result)
         else:
-            train_on_rollout(backend, args, batch)
+            train_on_rollout(backend, batch)
         if job.role == "critic":
             _write_entries(job, place, rollout_id, {"old_values": batch["old_values"]})
             continue
@@ -176,7 +176,6 @@ def _write_entries(job: RoleJob, place: Place, rollout_id: int, entries: TrainDa
 def _replay(
     backend: TrainBackend,
     job: RoleJob,
-    args: Args,
     batch: RankBatch,
     place: Place,
     result: RoleResult,
@@ -209,7 +208,7 @@ def _replay(
             stack.enter_context(capture.gradients_of(backend, gradients))
         if actor and job.tensors is not None and position is not None:
             _write_outputs(backend, job, batch, place, position)
-        result.metrics, _ = train_on_rollout(backend, args, batch)
+        result.metrics, _ = train_on_rollout(backend, batch)
     # The weights are compared last, because loading the snapshot replaces them.
     after: dict[str, Tensor] = {}
     if actor:

@@ -268,7 +268,7 @@ def verify_rank(place: Place, job: VerifyJob) -> list[Scores]:
         backend = create_backend(
             args, "actor", place.rank, place.world_size, place.address, place.port, place.rank
         )
-        found.append(_scores(backend, args, whole=number == 0))
+        found.append(_scores(backend, whole=number == 0))
         del backend
         leave_model()
     return found
@@ -283,7 +283,7 @@ def leave_model() -> None:
     gc.collect()
 
 
-def _scores(backend: TrainBackend, args: Args, whole: bool) -> Scores:
+def _scores(backend: TrainBackend, whole: bool) -> Scores:
     rank = backend.data_parallel_rank
     size = backend.data_parallel_size
     batch = batch_of_rank(rank, size)
@@ -300,7 +300,7 @@ def _scores(backend: TrainBackend, args: Args, whole: bool) -> Scores:
         return found
     # The difference of the weights is the gradient, see STEP.
     before = _weights(backend)
-    metrics, _ = train_on_rollout(backend, args, batch)
+    metrics, _ = train_on_rollout(backend, batch)
     after = _weights(backend)
     found.loss = metrics["train/loss"]
     found.grad_norm = metrics["train/grad_norm"]

@@ -39,13 +39,13 @@ def backend_of(model: Path, **flags: object) -> FsdpBackend:
 
 def test_the_samples_add_up_to_the_loss_and_looking_changes_nothing(model: Path) -> None:
     plain = backend_of(model, eps_clip=0.2, use_kl_loss=True, kl_loss_coef=0.1)
-    straight, _ = train_on_rollout(plain, plain.args, whole_batch(make_samples()))
+    straight, _ = train_on_rollout(plain, whole_batch(make_samples()))
     total = 0.0
     for position in range(16):
         backend = backend_of(model, eps_clip=0.2, use_kl_loss=True, kl_loss_coef=0.1)
         parts: list[InLoss] = []
         with capture.losses_of(backend, [position], parts):
-            metrics, _ = train_on_rollout(backend, backend.args, whole_batch(make_samples()))
+            metrics, _ = train_on_rollout(backend, whole_batch(make_samples()))
         assert {k: v for k, v in metrics.items() if "perf" not in k} == {
             k: v for k, v in straight.items() if "perf" not in k
         }
@@ -61,7 +61,7 @@ def test_the_gradient_of_a_token_is_its_advantage_divided_by_what_the_loss_divid
 ) -> None:
     backend, parts, batch = backend_of(model), [], whole_batch(make_samples())
     with capture.losses_of(backend, [1], parts):
-        train_on_rollout(backend, backend.args, batch)
+        train_on_rollout(backend, batch)
     facts = capture.facts_of(batch, 1)
     mask, advantages = facts.per_token["loss_masks"], facts.per_token["advantages"]
     # With one step and no recomputed log-probs the ratio is 1, so that dloss/dlogp = -advantage ·
@@ -75,7 +75,7 @@ def test_the_gradient_of_a_token_is_its_advantage_divided_by_what_the_loss_divid
 def test_gradients_are_those_that_the_optimizer_gets(model: Path) -> None:
     backend, found = backend_of(model), []
     with capture.gradients_of(backend, found):
-        metrics, _ = train_on_rollout(backend, backend.args, whole_batch(make_samples(), steps=2))
+        metrics, _ = train_on_rollout(backend, whole_batch(make_samples(), steps=2))
     assert len(found) == 2
     norms = [torch.sqrt(sum((g.double() ** 2).sum() for g in grads.values())) for grads in found]
     assert float(sum(norms)) / 2 == pytest.approx(metrics["train/grad_norm"], rel=1e-5)
@@ -95,7 +95,7 @@ def test_outputs_of_modules_are_written_for_one_sample(model: Path, tmp_path: Pa
 
 def test_the_tensors_of_a_batch_have_the_index_of_their_sample(model: Path) -> None:
     backend, batch = backend_of(model), whole_batch(make_samples())
-    train_on_rollout(backend, backend.args, batch)
+    train_on_rollout(backend, batch)
     found = capture.tensors_of_batch(batch)
     assert torch.equal(found["5.tokens"], batch["tokens"][5]) and "5.advantages" in found
 
@@ -103,7 +103,7 @@ def test_the_tensors_of_a_batch_have_the_index_of_their_sample(model: Path) -> N
 def test_the_influence_of_a_sample_is_its_gradient_along_that_of_the_step(model: Path) -> None:
     flags = {"eps_clip": 0.2, "use_kl_loss": True, "kl_loss_coef": 0.1}
     plain = backend_of(model, **flags)
-    train_on_rollout(plain, plain.args, whole_batch(make_samples()))
+    train_on_rollout(plain, whole_batch(make_samples()))
     backend, batch = backend_of(model, **flags), whole_batch(make_samples())
     parts: list[InLoss] = []
     shares: list[tuple[int, float]] = []
@@ -113,7 +113,7 @@ def test_the_influence_of_a_sample_is_its_gradient_along_that_of_the_step(model:
             backend, lambda: backend.log_probs(batch)["log_probs"], parts, shares
         ),
     ):
-        train_on_rollout(backend, backend.args, batch)
+        train_on_rollout(backend, batch)
     after, looked_at = weights_of(plain), weights_of(backend)
     assert all(torch.equal(after[name], looked_at[name]) for name in after)
     found = {one.index: one.share for one in capture.influences(batch, shares)}
@@ -149,5 +149,5 @@ def gradient_of(model: Path, flags: dict[str, object], sample: int | None) -> to
 
     backend.share_of_loss = only
     with capture.gradients_of(backend, grads):
-        train_on_rollout(backend, backend.args, batch)
+        train_on_rollout(backend, batch)
     return torch.cat([g.double().flatten() for g in grads[0].values()])
