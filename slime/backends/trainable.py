@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.bank import WeightBank
-from slime.config.args import Args
-from slime.config.lora import adapter_file
-from slime.config.run import InitialWeights
+from slime.config.lora import LoraConfig, adapter_file
 from slime.config.seeds import derive_seed
 from slime.models.lora import LoraSettings, Switched, adapters_off
 from slime.models.peft_files import Factors, peft_config, read_config, read_factors, write_adapter
@@ -91,18 +89,18 @@ Named = Sequence[tuple[str, Tensor]]
 _CHUNK = 1 << 22  # elements of a tensor that are hashed at a time
 
 
-def lora_settings(args: Args) -> LoraSettings | None:
+def lora_settings(lora: LoraConfig) -> LoraSettings | None:
     """Return the shape of the adapter; None if the weights themselves are trained."""
-    if not args.lora_rank:
+    if not lora.lora_rank:
         return None
     return LoraSettings(
-        rank=args.lora_rank,
-        alpha=args.lora_alpha,
-        dropout=args.lora_dropout,
-        rslora=args.use_rslora,
-        init=args.lora_init,
-        targets=tuple(args.lora_target_modules),
-        exclude=tuple(args.lora_exclude_modules or ()),
+        rank=lora.lora_rank,
+        alpha=lora.lora_alpha,
+        dropout=lora.lora_dropout,
+        rslora=lora.use_rslora,
+        init=lora.lora_init,
+        targets=tuple(lora.lora_target_modules),
+        exclude=tuple(lora.lora_exclude_modules or ()),
     )
 
 
@@ -151,14 +149,18 @@ class TrainedAdapter(ABC):
         copies: Whole models besides the base: a teacher, or a reference with another base.
     """
 
-    def __init__(self, args: Args, settings: LoraSettings, named: Named) -> None:
+    def __init__(
+        self, base_path: str, settings: LoraSettings, named: Named, quantization: str | None = None
+    ) -> None:
         """
         Args:
+            base_path: A checkpoint with the configuration of the base.
+            quantization: How the base is stored (``--lora-base-quantization``).
             named: All parameters of the model, or those on this rank.
         """
         self.settings = settings
-        self.base_path = InitialWeights.from_args(args).hf_folder()
-        self.quantization = args.lora_base_quantization
+        self.base_path = base_path
+        self.quantization = quantization
         self.trained = [(name, p) for name, p in named if p.requires_grad]
         self.base = [(name, p) for name, p in named if not p.requires_grad]
         self.copies: WeightBank | None = None

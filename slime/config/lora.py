@@ -138,7 +138,7 @@ def check_lora(args: Args) -> list[str]:
     problems = _contradictions(args, args.load)
     reference = weights_path(args.ref_load, args.ref_ckpt_step)
     base = (
-        InitialWeights.from_args(args).path(args.train_backend == "megatron")
+        InitialWeights.of(args, args.hf_checkpoint).path(args.train_backend == "megatron")
         if args.hf_checkpoint
         else None
     )

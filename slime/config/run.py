@@ -211,11 +211,11 @@ class InitialWeights:
     hf_checkpoint: str
 
     @classmethod
-    def from_args(cls, args: Args) -> InitialWeights:
-        assert args.hf_checkpoint is not None, "the checks of the flags require it"
-        load = weights_path(args.load, args.ckpt_step)
-        ref_load = weights_path(args.ref_load, args.ref_ckpt_step)
-        return cls(load, ref_load, args.hf_checkpoint)
+    def of(cls, flags: CheckpointConfig, hf_checkpoint: str | None) -> InitialWeights:
+        assert hf_checkpoint is not None, "the checks of the flags require it"
+        load = weights_path(flags.load, flags.ckpt_step)
+        ref_load = weights_path(flags.ref_load, flags.ref_ckpt_step)
+        return cls(load, ref_load, hf_checkpoint)
 
     def hf_folder(self) -> str:
         """Return the Hugging Face checkpoint that has the configuration of the initial weights."""

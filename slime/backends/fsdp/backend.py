@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -113,19 +113,25 @@ class FsdpBackend(SharedBackend):
         elif away:
             self.cast = ShardGradients(list(self.scorer.parameters()))
         # The optimizer comes before the copies, which stay on the accelerator only beside it.
-        self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
+        self.named_parameters = named = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
         kind = find("optimizer", args.optimizer)
-        self.optimizer = kind(self.named_parameters, args, schedule, self._over_shards)
+        self.optimizer = kind(named, args, schedule, self._over_shards)
         saved = set(self.scorer.state_dict())
         self.buffers = [
             (name.removeprefix("hf."), b)
             for name, b in self.scorer.named_buffers()
             if name in saved
         ]
-        self.adapter = self._adapter(model)
-        initial = InitialWeights.from_args(args).path(megatron=False)
-        self._make_copies(self.named_parameters, initial, dtype=DTYPES[args.train_dtype])
+        initial = InitialWeights.of(args, args.hf_checkpoint)
+        lora = lora_settings(args)
+        codes = args.lora_base_quantization
+        self.adapter = (
+            None
+            if lora is None
+            else FsdpAdapter(initial.hf_folder(), lora, model, named, self.shard_size, codes)
+        )
+        self._make_copies(named, initial.path(megatron=False), dtype=DTYPES[args.train_dtype])
         # of the base, which no snapshot contains
         buffers = self.buffers if self.adapter is None else []
         if (loss := self.loss_settings.registered) is not None:
@@ -141,12 +147,6 @@ class FsdpBackend(SharedBackend):
             buffers,
             self.optimizer,
         )
-
-    def _adapter(self, model: nn.Module) -> FsdpAdapter | None:
-        settings = lora_settings(self.args)
-        if settings is None:
-            return None
-        return FsdpAdapter(self.args, settings, model, self.named_parameters, self.shard_size)
 
     def _in_pass_dtype(self) -> AbstractContextManager[None]:
         """Let the model compute in ``--train-dtype`` within the context, in which its weights must
@@ -173,7 +173,7 @@ class FsdpBackend(SharedBackend):
         alone = self.world_size == 1
         # the dtype of forward passes, because the copy is used for them only
         dtype = DTYPES[self.args.train_dtype]
-        how = ModelFormat.from_args(self.args)
+        how = ModelFormat.of(self.args)
         model = load_full_model(path, how, empty=not alone and self.rank != 0, dtype=dtype)
         fetch = (lambda tensor: tensor) if alone else partial(from_first_rank, device=self.device)
         self._whole_bank.add(tag, dict(model.named_parameters()), fetch)

@@ -25,6 +25,7 @@ from slime.backends.fsdp.lora import AdapterMerge
 from slime.backends.fsdp.low_precision import rounded_weights
 from slime.config.args import Args
 from slime.config.run import InitialWeights, other_folder
+from slime.config.trainer import ModelConfig
 from slime.models.loading import ModelError, is_multimodal, load_hf_config, load_hf_model
 from slime.models.lora import lora_layers
 from slime.models.packed_attention import NAME as PACKED
@@ -48,8 +49,8 @@ def read_checkpoint(args: Args, empty: bool = False) -> PreTrainedModel:
     Raises:
         ModelError: The checkpoint does not exist, is damaged, or does not fit the model.
     """
-    path = InitialWeights.from_args(args).path(megatron=False)
-    how = ModelFormat.from_args(args)
+    path = InitialWeights.of(args, args.hf_checkpoint).path(megatron=False)
+    how = ModelFormat.of(args)
     narrow = (args.bf16_master_weights or args.lora_rank) and not args.lora_base_quantization
     dtype = loading_dtype(path, how, DTYPES[args.train_dtype] if narrow else torch.float32)
     return load_full_model(path, how, empty, dtype)
@@ -73,12 +74,12 @@ class ModelFormat:
     trust: bool
 
     @classmethod
-    def from_args(cls, args: Args) -> ModelFormat:
+    def of(cls, model: ModelConfig) -> ModelFormat:
         return cls(
-            str(args.hf_checkpoint),
-            args.model_name,
-            args.attn_implementation,
-            args.trust_remote_code,
+            str(model.hf_checkpoint),
+            model.model_name,
+            model.attn_implementation,
+            model.trust_remote_code,
         )
 
 

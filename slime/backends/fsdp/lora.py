@@ -21,7 +21,6 @@ from slime.backends.trainable import (
     stored_factors,
     weighted_sum,
 )
-from slime.config.args import Args
 from slime.models.cpu_kernels import CpuLinear
 from slime.models.lora import (
     EXPERTS,
@@ -125,9 +124,15 @@ class FsdpAdapter(TrainedAdapter):
     """An adapter whose factors are sharded like all parameters."""
 
     def __init__(
-        self, args: Args, settings: LoraSettings, model: nn.Module, named: Named, shard_size: int
+        self,
+        base_path: str,
+        settings: LoraSettings,
+        model: nn.Module,
+        named: Named,
+        shard_size: int,
+        quantization: str | None,
     ) -> None:
-        super().__init__(args, settings, named)
+        super().__init__(base_path, settings, named, quantization)
         self.model = model
         self.layers = lora_layers(model)
         self._shard_size = shard_size

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 from slime.backends.collectives import local, sharded_like
 from slime.backends.lr_schedule import LrSchedule
 from slime.config.args import Args
+from slime.config.trainer import TrainingPrecisionConfig
 from slime.types import AdamSettings
 
 
@@ -51,13 +52,15 @@ class LossScale:
     passed: int = 0
 
     @classmethod
-    def from_args(cls, args: Args) -> LossScale | None:
+    def of(cls, precision: TrainingPrecisionConfig, dtype: str) -> LossScale | None:
         """Return the scale at the start of a run; None unless it trains in float16."""
-        if args.train_dtype != "float16":
+        if dtype != "float16":
             return None
-        if args.loss_scale is not None:
-            return cls(args.loss_scale, args.loss_scale, None)
-        return cls(args.initial_loss_scale, args.min_loss_scale, args.loss_scale_window)
+        constant = precision.loss_scale
+        if constant is not None:
+            return cls(constant, constant, None)
+        smallest = precision.min_loss_scale
+        return cls(precision.initial_loss_scale, smallest, precision.loss_scale_window)
 
     @property
     def can_be_lowered(self) -> bool:
@@ -220,7 +223,7 @@ class ScheduledAdamW:
             args.clip_grad,
         )
         self.over_ranks = over_ranks
-        self.loss_scale = LossScale.from_args(args)
+        self.loss_scale = LossScale.of(args, args.train_dtype)
         """The scale of the gradients until :meth:`unscale`; None for 1."""
         self.threads = ThreadPoolExecutor() if args.fsdp_cpu_offload else None
         """What computes norms on the CPU, for each of which torch uses one thread."""

@@ -51,7 +51,7 @@ class Teacher:
         from slime.models.scorer import PolicyScorer
 
         dtype = torch.float32 if args.distill_ema is not None else DTYPES[args.train_dtype]
-        model = load_full_model(row.path, ModelFormat.from_args(args), dtype=dtype)
+        model = load_full_model(row.path, ModelFormat.of(args), dtype=dtype)
         packed = args.attn_implementation in (None, "varlen")
         stateful = packed and prepare_packing(model)
         model.to(device)  # type: ignore[arg-type]

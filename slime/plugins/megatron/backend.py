@@ -22,7 +22,6 @@ from slime.backends.token_budget import rehearsal_batch
 from slime.config.args import Args
 from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
-from slime.config.run import InitialWeights
 from slime.data.fields import RankBatch
 from slime.models.fused import fuse
 from slime.models.shards import resolve_folder
@@ -105,11 +104,17 @@ class MegatronBackend(SharedBackend):
         # Optimizer, adapter, copies and saved state, each of which needs the ones before it.
         self.optimizer = ScheduledOptimizer(args, role, self.chunks)
         adapters = self.model.adapters
-        self.adapter = None if adapters is None else MegatronAdapter(args, adapters, self.weights)
-        initial = InitialWeights.from_args(args).path(megatron=True)
+        initial = self.model.initial
+        self.adapter = (
+            None
+            if adapters is None
+            else MegatronAdapter(initial.hf_folder(), adapters, self.weights)
+        )
         # Megatron's gradient buffers and its optimizer have pointers to the memory of the
         # parameters.
-        self._make_copies(self.weights.tensors(), initial, may_swap_pointers=False)
+        self._make_copies(
+            self.weights.tensors(), initial.path(megatron=True), may_swap_pointers=False
+        )
         self.state = MegatronState(
             args, role, rank, world_size, self.bank, self.adapter, self.model, self.optimizer
         )

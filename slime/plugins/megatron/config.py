@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from slime.backends.collectives import DTYPES
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
+from slime.config.trainer import ModelConfig
 from slime.plugins.megatron.core import MegatronError
 from slime.plugins.megatron.flags import (
     PERFORMANCE,
@@ -127,7 +128,7 @@ _FIXED: dict[str, object] = {
 
 
 def transformer_config(
-    args: Args, settings: Settings, layout: ParallelLayout, device: torch.device
+    model: ModelConfig, settings: Settings, layout: ParallelLayout, device: torch.device
 ) -> TransformerConfig:
     """Return the config of the whole model for this parallel layout.
 
@@ -140,7 +141,7 @@ def transformer_config(
 
     moe, latent = bool(settings.get("num_experts")), bool(settings.get("multi_latent_attention"))
     cls = MLATransformerConfig if latent else TransformerConfig
-    dtype = DTYPES[args.train_dtype]
+    dtype = DTYPES[model.train_dtype]
     if problems := _layout_problems(settings, layout):
         raise MegatronError("; ".join(problems))
     activation = (
@@ -175,7 +176,7 @@ def transformer_config(
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = layout.vpp_group
     _adapt_fields(fields, settings)
-    fields |= _recompute(settings, args.gradient_checkpointing)
+    fields |= _recompute(settings, model.gradient_checkpointing)
     config = cls(**fields)
     # Megatron's own layer, whose interface is used, has no context parallelism, so Megatron would
     # refuse this.

@@ -17,7 +17,6 @@ from slime.backends.trainable import (
     stored_factors,
     weighted_sum,
 )
-from slime.config.args import Args
 from slime.models.lora import LoraSettings, choose_layers, initial_factor, merged, shortest_targets
 from slime.models.peft_files import Factors
 from slime.plugins.megatron.core import MegatronError
@@ -250,9 +249,9 @@ class MegatronAdapter(TrainedAdapter):
     pipeline stages.
     """
 
-    def __init__(self, args: Args, adapters: ModelAdapters, weights: ModelWeights) -> None:
+    def __init__(self, base_path: str, adapters: ModelAdapters, weights: ModelWeights) -> None:
         super().__init__(
-            args, adapters.settings, [*weights.tensors(), *sorted(adapters.local.items())]
+            base_path, adapters.settings, [*weights.tensors(), *sorted(adapters.local.items())]
         )
         self.adapters = adapters
         self._weights = weights

@@ -42,12 +42,13 @@ class ScheduledOptimizer:
     def __init__(self, args: Args, role: str, chunks: list[DistributedDataParallel]) -> None:
         # Megatron's optimizer; with an offload, part of its main parameters and moments are in CPU
         # memory.
+        given = args.megatron
         schedule = LrSchedule.from_args(args, role)
         config = optimizer_config(args, schedule.max_lr, schedule.min_lr)
         self.chained = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
-        offloads = bool(args.megatron.get("optimizer_cpu_offload"))
+        offloads = bool(given.get("optimizer_cpu_offload"))
         if offloads:
-            fraction = _or(args.megatron.get("optimizer_offload_fraction"), 1.0)
+            fraction = _or(given.get("optimizer_offload_fraction"), 1.0)
             for one in self.chained.chained_optimizers:
                 offload_main_parameters(one, fraction)
         if torch.cuda.is_available():
@@ -57,18 +58,13 @@ class ScheduledOptimizer:
         # Megatron would copy all bfloat16 gradients to float32 at once, and it cannot copy
         # gradients to main parameters in CPU memory. In both cases, slime processes the gradients
         # piece by piece.
-        in_bf16 = (
-            args.megatron.get("grad_reduce_in_bf16") and DTYPES[args.train_dtype] == torch.bfloat16
-        )
-        streamed = offloads or bool(
-            in_bf16 and args.megatron.get("use_distributed_optimizer", True)
-        )
+        in_bf16 = given.get("grad_reduce_in_bf16") and DTYPES[args.train_dtype] == torch.bfloat16
+        streamed = offloads or bool(in_bf16 and given.get("use_distributed_optimizer", True))
         self.streamed = (
             [StreamedGradients(one) for one in self.chained.chained_optimizers] if streamed else []
         )
         self.clip_grad = args.clip_grad
         self.steps = self._steps_since_reset = 0
-        given = args.megatron
         # Megatron's scheduler counts steps of one sample here, which is the same if all steps have
         # one size.
         increase = given.get("weight_decay_incr_style") or "constant"

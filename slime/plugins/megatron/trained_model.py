@@ -88,7 +88,8 @@ class TrainedModel:
         self.chunks = models
         # Weights are read and frozen before the gradient buffers are created, because these have
         # room only for parameters that are trained.
-        self.read_weights(InitialWeights.from_args(args).path(megatron=True))
+        self.initial = InitialWeights.of(args, args.hf_checkpoint)
+        self.read_weights(self.initial.path(megatron=True))
         names = self.weights.hf_names
         held = [
             (x, names(name)) for name, x in self.weights.tensors() if isinstance(x, nn.Parameter)
