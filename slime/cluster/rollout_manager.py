@@ -345,7 +345,7 @@ class RolloutManager:
         # The samples with their texts, then their metrics, which a function of the user may log
         # instead.
         samples = flatten(groups)
-        write_samples(self.run_dir, rollout_id, samples, kept=KeptTexts.from_args(self.args))
+        write_samples(self.run_dir, rollout_id, samples, kept=KeptTexts.of(self.args))
         self.traces.write_samples(rollout_id, samples)
         hook = self.args.custom_rollout_log_function_path
         with logged_into(metrics):
@@ -385,7 +385,7 @@ class RolloutManager:
                     rollout_id,
                     samples,
                     f"eval-{name}",
-                    KeptTexts.from_args(self.args),
+                    KeptTexts.of(self.args),
                 )
             if self.args.save_debug_rollout_data:
                 save_rollout(

@@ -55,7 +55,17 @@ class RolloutState:
         self.source = source
         self.listeners = called_for("group listener", args)
         keeps = getattr(type(source), "add_samples", None) is not RolloutDataSource.add_samples
-        self.ledger = Ledger(RunDir(run_dir).ledger, _is_strict(args, source), keeps)
+        # Only where built-in code alone takes groups from the data source and puts them back, the
+        # ledger can account for every group.
+        others = (
+            args.rollout_all_samples_process_path,
+            args.rollout_sample_filter_path,
+            args.buffer_filter_path,
+            args.load_debug_rollout_data,
+        )
+        built_in = type(source) in (RolloutDataSource, RolloutDataSourceWithBuffer)
+        strict = built_in and not any(others) and args.rollout_function_path in OWN_FUNCTIONS
+        self.ledger = Ledger(RunDir(run_dir).ledger, strict, keeps)
         if isinstance(source, RolloutDataSourceWithBuffer):
             source.on_dropped = self.ledger.discarded
         asked = bool(args.save_interval or args.save)
@@ -269,21 +279,6 @@ class RolloutState:
         function = getattr(self.source, name, None)
         is_built_in = getattr(function, "__func__", None) is getattr(RolloutDataSource, name)
         return function if callable(function) and not is_built_in else None
-
-
-def _is_strict(args: Args, source: DataSource) -> bool:
-    """Whether only built-in code takes groups from the data source and puts them back.
-
-    Only then can the ledger account for every group.
-    """
-    built_in = type(source) in (RolloutDataSource, RolloutDataSourceWithBuffer)
-    hooks = (
-        args.rollout_all_samples_process_path,
-        args.rollout_sample_filter_path,
-        args.buffer_filter_path,
-    )
-    hooked = any(hooks) or args.load_debug_rollout_data
-    return built_in and not hooked and args.rollout_function_path in OWN_FUNCTIONS
 
 
 def _file(directory: Path, rollout_id: int) -> Path:

@@ -23,6 +23,7 @@ from slime.cluster.folders import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.stop_signals import REPORTS, StopRequested, StopSignals
 from slime.config.args import FLAGS, Args
+from slime.config.run import CheckpointConfig
 from slime.config.settings import to_dict
 
 if TYPE_CHECKING:
@@ -58,20 +59,16 @@ class StartingPoint:
     attempt: int = 0
 
     @classmethod
-    def from_args(cls, args: Args) -> StartingPoint:
+    def of(cls, flags: CheckpointConfig, start_rollout_id: int | None = None) -> StartingPoint:
         """Read the manifests below ``--load``."""
-        snapshot = snapshot_of(args.load, args.ckpt_step)
-        trained = None
-        first = 0
-        attempt = 0
-        resumes = snapshot is not None and not args.finetune
-        if snapshot is not None and resumes:
-            trained = snapshot.iteration
+        snapshot = snapshot_of(flags.load, flags.ckpt_step)
+        first = start_rollout_id or 0
+        if snapshot is None or flags.finetune:
+            return cls(snapshot, first_rollout=first)
+        trained = snapshot.iteration
+        if start_rollout_id is None:
             first = trained + 1
-            attempt = int(snapshot.manifest["attempt"]) + 1
-        if args.start_rollout_id is not None:
-            first = args.start_rollout_id
-        return cls(snapshot, resumes, trained, first, attempt)
+        return cls(snapshot, True, trained, first, int(snapshot.manifest["attempt"]) + 1)
 
     @property
     def manifest(self) -> Manifest | None:

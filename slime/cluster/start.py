@@ -123,7 +123,7 @@ def prepare(args: Args, asynchronous: bool = False, in_program: bool = False) ->
     Raises:
         FolderInUse: Another run writes to the folder of this one, or to ``--save``.
     """
-    begin = StartingPoint.from_args(args)
+    begin = StartingPoint.of(args, args.start_rollout_id)
     locks = [lock_run(RunDir.parent_of_runs(args.output_dir), args.run_name)]
     try:
         folder = RunDir.create(args, resume=begin.resumes)
@@ -133,9 +133,12 @@ def prepare(args: Args, asynchronous: bool = False, in_program: bool = False) ->
         raise
     # The time of a program before its run does not count as the run's.
     display = Display(folder, since=time.time() if in_program else None)
-    log = StepLog(display, left_out=() if has_rewards(args) else REWARD_KEYS)
+    log = StepLog(
+        display, left_out=() if has_rewards(args, args.rollout_function_path) else REWARD_KEYS
+    )
     stop = StopSignals(in_program)
-    return Parts(args, folder, begin, log, stop, asynchronous, locks, RunKeys.from_args(args))
+    keys = RunKeys.of(args.sglang, args.router, bool(args.rollout_external_engine_addrs))
+    return Parts(args, folder, begin, log, stop, asynchronous, locks, keys)
 
 
 def start(parts: Parts) -> Run:
@@ -166,10 +169,9 @@ def start(parts: Parts) -> Run:
         manager = parts.manager = _start_manager(parts, placement)
         if not args.debug_train_only:
             parts.starting = manager.start(RolloutManager.start_engines)
-        num_rollout = args.num_rollout
-        if num_rollout is None:
-            num_rollout = manager.call("the data source", RolloutManager.num_rollout)
-        parts.args = args = args.with_values(num_rollout=num_rollout)
+        if args.num_rollout is None:
+            count = manager.call("the data source", RolloutManager.num_rollout)
+            parts.args = args = args.with_values(num_rollout=count)
 
         # The training ranks. Where they share GPUs with the engines, these come first.
         if slots.train:

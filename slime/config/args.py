@@ -258,9 +258,9 @@ class Spelling(NamedTuple):
     family: str | None  # of an option that is passed on
     sets: bool  # the value that a switch of this spelling sets
 
-    def values(self, args: Args) -> dict[str, Any]:
+    def values(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return where the value is stored, by the flag's name."""
-        return vars(args) if self.family is None else vars(args)[self.family]
+        return settings if self.family is None else settings[self.family]
 
 
 def spellings() -> dict[str, Spelling]:

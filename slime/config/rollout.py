@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.config.algorithm import registered_loss
-from slime.config.engine import ServerGroupError, served_models
+from slime.config.algorithm import AlgorithmConfig, registered_loss
+from slime.config.engine import readable_models
 from slime.config.flag import Section, flag, hook_flag, path_flag
 from slime.config.hf_config import context_length, model_config, rotary_limit
 from slime.config.passthrough import given_options, programs
@@ -27,10 +27,10 @@ OWN_FUNCTIONS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_FUNCTION)
 """The rollout functions that account for every group, and that can generate in rollout workers."""
 
 
-def has_rewards(args: Args) -> bool:
+def has_rewards(algorithm: AlgorithmConfig, rollout_function_path: str) -> bool:
     """Whether samples have rewards. Answers of a data set that are only imitated have none."""
-    loss = registered_loss(args)
-    imitates = (args.loss_type, args.rollout_function_path) == ("sft_loss", SFT_FUNCTION)
+    loss = registered_loss(algorithm)
+    imitates = (algorithm.loss_type, rollout_function_path) == ("sft_loss", SFT_FUNCTION)
     return bool(loss.has_rewards) if loss else not imitates
 
 
@@ -217,7 +217,12 @@ def served_context(args: Args) -> int | None:
         limits = [_of_model(path, scaled=False), of_rotary, args.embedded_max_total_tokens]
     else:
         given = given_options(args)
-        path, overrides = _first_model(args)
+        overrides: list[dict[str, Any]] = [{}]
+        # without any if --sglang-config is invalid, which the checks report
+        for model in readable_models(args)[:1]:
+            path = model.model_path
+            groups = [group for group in model.groups if group.worker_type != "placeholder"]
+            overrides = [group.overrides for group in groups]
         limits = []
         registered = programs().get(args.rollout_backend)
         name = "context_length" if registered is None else registered.context_length
@@ -230,19 +235,6 @@ def served_context(args: Args) -> int | None:
 
 def _of_model(path: str | None, scaled: bool = True) -> int | None:
     return context_length(model_config(path), scaled)
-
-
-def _first_model(args: Args) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the checkpoint of the first model that is served, and the overrides of each of its
-    groups. With an invalid ``--sglang-config``, which the checks report, there are none.
-    """
-    try:
-        model = served_models(args)[0]
-    except (ServerGroupError, OSError):
-        return args.hf_checkpoint, [{}]
-    return model.model_path, [
-        group.overrides for group in model.groups if group.worker_type != "placeholder"
-    ]
 
 
 def context_limit(served: int | None, given: int | None) -> int | None:

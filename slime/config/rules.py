@@ -162,7 +162,7 @@ def look_up(option: str, args: Args) -> tuple[Any, Spelling]:
     for.
     """
     known = spellings()[underscored(option)]
-    return known.values(args).get(known.flag.name), known
+    return known.values(vars(args)).get(known.flag.name), known
 
 
 @dataclass(frozen=True)

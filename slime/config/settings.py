@@ -208,7 +208,7 @@ def set_value(args: Args, key: str, value: object, new_names: bool = False) -> s
 def store(args: Args, key: str, known: Spelling, value: object) -> str | None:
     """Convert a value and store it; return the problem, if any, which begins with ``key``."""
     flag = known.flag
-    values = known.values(args)
+    values = known.values(vars(args))
     if value is not None:
         try:
             converted = convert(flag, value)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from slime.config.args import Args
 
 API_VARIABLE = "SLIME_SERVER_API_KEY"
 ADMIN_VARIABLE = "SLIME_SERVER_ADMIN_KEY"
@@ -110,24 +109,32 @@ class RunKeys:
     external_router: ServerKeys = NO_KEYS
 
     @classmethod
-    def from_args(cls, args: Args) -> RunKeys:
+    def of(
+        cls,
+        engine: Mapping[str, object],
+        router: Mapping[str, object],
+        external: bool = False,
+    ) -> RunKeys:
         """Return the user's keys (``--sglang-api-key`` and others), and a new random key where
         there is none.
 
         A server that the run does not start gets only a key that the user has given. A router
         forwards the key of its client to a pair of prefill and decode servers, so routers and
         engines share a key unless there are two.
+
+        Args:
+            engine: SGLang's options that were given.
+            router: Those of its router.
+            external: Whether the run does not start the engines.
         """
-        engine = _text(args.sglang.get("api_key"))
-        router = _text(args.router.get("api_key"))
-        admin = _text(args.sglang.get("admin_api_key"))
-        control = control_key(args.router)
-        if args.rollout_external_engine_addrs:
-            engines = ServerKeys(engine, admin)
-        else:
-            engines = ServerKeys(engine or router or secrets.token_urlsafe(32), admin)
-        own = router or engines.api or secrets.token_urlsafe(32)
-        return cls(engines, ServerKeys(own, control), ServerKeys(router, control))
+        key = _text(engine.get("api_key"))
+        for_router = _text(router.get("api_key"))
+        admin = _text(engine.get("admin_api_key"))
+        control = control_key(router)
+        made = None if external else for_router or secrets.token_urlsafe(32)
+        engines = ServerKeys(key or made, admin)
+        own = for_router or engines.api or secrets.token_urlsafe(32)
+        return cls(engines, ServerKeys(own, control), ServerKeys(for_router, control))
 
 
 def _text(value: object) -> str | None:

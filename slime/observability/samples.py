@@ -17,7 +17,7 @@ from slime.observability.best_effort import best_effort, replacing
 from slime.observability.regular import MOST_BYTES, parse_json, regular, shown
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    from slime.config.observability import ObservabilityConfig
 
 T = TypeVar("T")
 _SPECIAL = re.compile(r"<[|｜][^<>]{1,40}[|｜]>")
@@ -47,8 +47,8 @@ class KeptTexts:
     compressed: bool = False
 
     @classmethod
-    def from_args(cls, args: Args) -> KeptTexts:
-        return cls(log_samples_count(args.log_samples), args.log_keep_last, args.log_compress)
+    def of(cls, flags: ObservabilityConfig) -> KeptTexts:
+        return cls(log_samples_count(flags.log_samples), flags.log_keep_last, flags.log_compress)
 
     def chosen(self, samples: list[T]) -> list[T]:
         """Select ``count`` samples at even distances, so that each run selects the same

@@ -17,6 +17,7 @@ from slime.checkpoint import snapshot as snapshot_files
 from slime.checkpoint.manifest import ResumeError
 from slime.cluster.snapshots import StartingPoint, restore_rollouts, settings_of
 from slime.cluster.stop_signals import StopRequested
+from slime.config.args import Args
 
 
 def manifests(folder: Path) -> dict[str, dict[str, Any]]:
@@ -167,6 +168,10 @@ def saved(folder: Path, rollout_id: int = 6, attempt: int = 1, **settings: Any) 
     snapshot_files.commit(temp, {**manifest, "settings": settings_of(make_args(**settings))})
 
 
+def start_of(args: Args) -> StartingPoint:
+    return StartingPoint.of(args, args.start_rollout_id)
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -180,19 +185,19 @@ def test_where_a_run_begins(
     tmp_path: Path, flags: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
     saved(tmp_path)
-    begin = StartingPoint.from_args(make_args().with_values(load=str(tmp_path), **flags))
+    begin = start_of(make_args().with_values(load=str(tmp_path), **flags))
     assert (begin.resumes, begin.trained, begin.first_rollout, begin.attempt) == expected
     assert begin.snapshot is not None and (begin.manifest is not None) == begin.resumes
 
 
 def test_a_fresh_run_begins_at_the_start() -> None:
-    assert StartingPoint.from_args(make_args()) == StartingPoint()
+    assert start_of(make_args()) == StartingPoint()
 
 
 def test_a_resume_restores_the_data_source_and_names_changed_settings(tmp_path: Path) -> None:
     saved(tmp_path, lr=1e-6)
     args = make_args(lr=2e-6).with_values(load=str(tmp_path))
-    begin, driver = StartingPoint.from_args(args), Driver()
+    begin, driver = start_of(args), Driver()
     restore_rollouts(begin, settings_of(args), driver.manager, driver.log, args)
     assert begin.snapshot is not None
     assert driver.actor_manager.arguments["load_state"] == [(6, str(begin.snapshot.path), 2)]
@@ -226,9 +231,7 @@ def test_a_run_that_is_extended_is_told_its_learning_rate(
     saved(tmp_path, num_rollout=8, lr=1e-6, **flags)
     args = make_args(num_rollout=16, lr=1e-6, **flags).with_values(load=str(tmp_path))
     driver = Driver()
-    restore_rollouts(
-        StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args
-    )
+    restore_rollouts(start_of(args), settings_of(args), driver.manager, driver.log, args)
     printed = " ".join(driver.printed.getvalue().split())
     assert told in printed and ("settings that differ" in printed) == bool(told)
 
@@ -238,9 +241,7 @@ def test_a_resume_with_another_order_of_prompts_is_refused(tmp_path: Path) -> No
     args = make_args(rollout_seed=2).with_values(load=str(tmp_path))
     driver = Driver()
     with pytest.raises(ResumeError, match="rollout_seed: 1 -> 2"):
-        restore_rollouts(
-            StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args
-        )
+        restore_rollouts(start_of(args), settings_of(args), driver.manager, driver.log, args)
 
 
 def test_a_new_run_and_finetuning_restore_nothing(tmp_path: Path) -> None:
@@ -248,7 +249,5 @@ def test_a_new_run_and_finetuning_restore_nothing(tmp_path: Path) -> None:
     driver = Driver()
     for flags in ({}, {"load": str(tmp_path), "finetune": True}):
         args = make_args().with_values(**flags)
-        restore_rollouts(
-            StartingPoint.from_args(args), settings_of(args), driver.manager, driver.log, args
-        )
+        restore_rollouts(start_of(args), settings_of(args), driver.manager, driver.log, args)
     assert driver.said == []

@@ -300,9 +300,11 @@ def test_answers_that_are_imitated_have_no_rewards() -> None:
     """Those that the run generates have, whatever the loss."""
     rollout = {"rollout_function_path": SFT_FUNCTION}
     for loss, more in (("sft_loss", rollout), ("dpo", {}), ("kto", {}), ("reward_model", {})):
-        assert not has_rewards(make_args(loss_type=loss, **more)), loss
+        args = make_args(loss_type=loss, **more)
+        assert not has_rewards(args, args.rollout_function_path), loss
     for loss in ("sft_loss", "policy_loss"):
-        assert has_rewards(make_args(loss_type=loss)), loss
+        args = make_args(loss_type=loss)
+        assert has_rewards(args, args.rollout_function_path), loss
 
 
 def test_recompute_flags_mean_gradient_checkpointing(workplace) -> None:

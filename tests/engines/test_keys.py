@@ -54,7 +54,7 @@ def no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_run_has_a_key_of_its_own() -> None:
-    first, second = RunKeys.from_args(make_args()), RunKeys.from_args(make_args())
+    first, second = RunKeys.of({}, {}), RunKeys.of({}, {})
     assert (
         first.engine.api and len(first.engine.api) >= 40 and first.engine.api != second.engine.api
     )
@@ -67,14 +67,14 @@ def test_each_run_has_a_key_of_its_own() -> None:
 
 
 def test_keys_of_the_user_are_used_instead() -> None:
-    both = RunKeys.from_args(make_args(sglang={"api_key": "e"}, router={"api_key": "r"}))
+    both = RunKeys.of({"api_key": "e"}, {"api_key": "r"})
     assert (both.engine.api, both.router.api, both.external_router.api) == ("e", "r", "r")
-    admin = RunKeys.from_args(make_args(sglang={"admin_api_key": "a"})).engine
+    admin = RunKeys.of({"admin_api_key": "a"}, {}).engine
     assert admin.for_path("/generate") == admin.api != "a" == admin.for_path("/pause_generation")
-    only = RunKeys.from_args(make_args(router={"api_key": "r"}))
+    only = RunKeys.of({}, {"api_key": "r"})
     assert only.engine.api == only.router.api == "r"
     entries = ["1:me too:user:u", "2:me:admin:c:d"]
-    control = RunKeys.from_args(make_args(router={"control_plane_api_keys": entries}))
+    control = RunKeys.of({}, {"control_plane_api_keys": entries})
     assert (
         control.router.for_path("/workers/7") == "c:d"
         and control.router.for_path("/generate") == control.router.api
@@ -82,12 +82,9 @@ def test_keys_of_the_user_are_used_instead() -> None:
 
 
 def test_external_engines_get_only_the_keys_of_the_user() -> None:
-    external = ["10.0.0.1:3000"]
-    without = RunKeys.from_args(make_args(rollout_external_engine_addrs=external))
+    without = RunKeys.of({}, {}, external=True)
     assert without.engine == NO_KEYS and without.router.api, "only the router is the run's own"
-    given = RunKeys.from_args(
-        make_args(rollout_external_engine_addrs=external, sglang={"api_key": "e"})
-    )
+    given = RunKeys.of({"api_key": "e"}, {}, external=True)
     assert given.engine.api == "e"
 
 
@@ -139,7 +136,7 @@ def test_keys_are_neither_printed_nor_on_a_command_line() -> None:
     args = make_args(
         sglang={"api_key": "sesame"}, router={"api_key": "sesame"}, rollout_backend="sglang"
     )
-    keys = RunKeys.from_args(args)
+    keys = RunKeys.of(args.sglang, args.router)
     engine, router = (
         EngineSettings.from_args(args, keys.engine),
         RouterSettings.from_args(args, keys),
@@ -225,7 +222,7 @@ def two_runs(
     started: list[EngineProcess | RouterProcess] = []
     try:
         for _ in range(2):
-            logs, keys = tmp_path_factory.mktemp("run"), RunKeys.from_args(make_args())
+            logs, keys = tmp_path_factory.mktemp("run"), RunKeys.of({}, {})
             settings = engine_settings(tiny_llama, keys=keys.engine)
             engine = start_engine(
                 settings, EngineSpec(0, str(tiny_llama)), log_path=logs / "engine.log"
@@ -291,7 +288,7 @@ def test_a_router_has_the_keys_of_the_user(two_runs: Any, tmp_path: Path) -> Non
         "api_key": "requests",
         "control_plane_api_keys": ["1:me:user:u", "2:me:admin:control", "3:my tool:admin:other"],
     }
-    settings = RouterSettings.from_args(args := make_args(router=given), RunKeys.from_args(args))
+    settings = RouterSettings.from_args(make_args(router=given), RunKeys.of({}, given))
     router = start_router(settings, [engine.url], log_path=tmp_path / "router.log")
     try:
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
