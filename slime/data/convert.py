@@ -398,10 +398,11 @@ def _optional(args: Args, samples: list[Sample], masks: list[np.ndarray]) -> Tra
     data: TrainData = {}
     # Off-policy correction that is on by default applies if log-probs exist; a flag on the command
     # line requires them.
-    asked = ["use_tis"] if "use_tis" in args.explicit else []
-    engine = _flags(args, *asked, "use_rollout_logprobs", "get_mismatch_metrics")
+    engine = ["--use-tis"] if args.use_tis and "use_tis" in args.explicit else []
+    engine += ["--use-rollout-logprobs"] if args.use_rollout_logprobs else []
+    engine += ["--get-mismatch-metrics"] if args.get_mismatch_metrics else []
     teacher = ["--use-opd"] if args.use_opd and args.opd_type == "sglang" else []
-    replay = _flags(args, "use_rollout_routing_replay")
+    replay = ["--use-rollout-routing-replay"] if args.use_rollout_routing_replay else []
     _per_token(data, "rollout_log_probs", samples, masks, engine)
     _per_token(data, "teacher_log_probs", samples, masks, teacher)
     _per_token(data, "rollout_routed_experts", samples, masks, replay)
@@ -428,10 +429,6 @@ def _optional(args: Args, samples: list[Sample], masks: list[np.ndarray]) -> Tra
     if any(s.weight_versions for s in samples):
         data["weight_versions"] = [s.weight_versions for s in samples]
     return data
-
-
-def _flags(args: Args, *names: str) -> list[str]:
-    return ["--" + name.replace("_", "-") for name in names if getattr(args, name)]
 
 
 def _per_token(

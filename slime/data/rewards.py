@@ -12,6 +12,7 @@ from slime.algorithms.algorithm import Algorithm, Scored, checked_numbers, subtr
 from slime.algorithms.baselines import overlong_penalty
 from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
+from slime.config.data import RewardConfig
 from slime.config.hooks import load_function
 from slime.data.sample import Sample
 
@@ -77,8 +78,8 @@ def post_process_rewards(
         ValueError: A sample has no reward, or the user's function does not return one number per
             sample.
     """
-    if args.custom_reward_post_process_path:
-        return _custom(args, samples)
+    if path := args.custom_reward_post_process_path:
+        return _checked(path, load_function(path)(args, list(samples)), len(samples))
     # Raw rewards stay as they are for metrics; everything below changes ``shaped`` only.
     raw = [_number(args, sample) for sample in samples]
     shaped = raw
@@ -161,10 +162,10 @@ def _mean_parts(samples: Sequence[Sample], members: Sequence[int]) -> dict[str, 
     return {name: mean_reward(found) for name, found in values.items()}
 
 
-def _number(args: Args, sample: Sample) -> float:
+def _number(reward: RewardConfig, sample: Sample) -> float:
     if sample.reward_timed_out:
         return math.nan
-    value: SupportsFloat | dict[str, object] | None = sample.get_reward_value(args)
+    value: SupportsFloat | dict[str, object] | None = sample.get_reward_value(reward)
     if isinstance(value, dict):
         raise ValueError(
             f"the reward of sample {sample.index} is {value}: name the entry to train with "
@@ -182,18 +183,15 @@ def _number(args: Args, sample: Sample) -> float:
     return value
 
 
-def _custom(args: Args, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    path = args.custom_reward_post_process_path
-    assert path is not None
-    result = load_function(path)(args, list(samples))
+def _checked(path: str, result: object, count: int) -> tuple[list[float], list[float]]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
             f"--custom-reward-post-process-path {path} must return (raw_rewards, rewards)"
         )
     raw, rewards = ([float(x) for x in part] for part in result)
-    if len(raw) != len(samples) or len(rewards) != len(samples):
+    if len(raw) != count or len(rewards) != count:
         raise ValueError(
             f"--custom-reward-post-process-path {path} gave {len(raw)} and {len(rewards)} for "
-            f"{len(samples)} samples"
+            f"{count} samples"
         )
     return raw, rewards

@@ -29,6 +29,7 @@ from slime.types import JsonValue, MetaInfo
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.data import RewardConfig
 
 RolloutBatch = dict[str, Any]
 Message: TypeAlias = dict[str, Any]
@@ -183,7 +184,7 @@ class Sample:
         )
         return made
 
-    def get_reward_value(self, args: Args) -> Any:
+    def get_reward_value(self, args: RewardConfig) -> Any:
         """The reward, or its entry ``args.reward_key`` if rewards are dicts."""
         key = args.reward_key
         if not key:

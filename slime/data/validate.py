@@ -49,7 +49,7 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     """
     check = _Check(args, check_label)
     # First the prompts of the training, then each evaluation set with settings of its own.
-    found = check.prompts() if _reads_prompts(args) else []
+    found = check.prompts() if check.reads_prompts() else []
     try:
         datasets = resolve_eval_datasets(args)
     except (ValueError, TypeError, FileNotFoundError) as error:
@@ -66,6 +66,19 @@ class _Check:
         self.trust = {"trust_remote_code": True} if args.trust_remote_code else {}
         self.tokenizer = functools.cache(lambda: _tokenizer(args.hf_checkpoint, self.trust))
         self.run = EvalDatasetConfig.from_args(args)
+
+    def reads_prompts(self) -> bool:
+        """Whether the data source is a built-in one that will read ``--prompt-data``, or the user
+        named a file anyway.
+        """
+        args = self.args
+        if args.load_debug_rollout_data:
+            return False
+        module = args.data_source_path.rpartition(".")[0]
+        built_in = module in BUILT_IN_SOURCES and args.rollout_global_dataset
+        # Rollouts without engines, such as SFT, may need no file.
+        needs_file = built_in and not args.debug_train_only
+        return needs_file or bool(args.prompt_data)
 
     def prompts(self) -> list[str]:
         """The problems of ``--prompt-data``."""
@@ -211,20 +224,6 @@ def _unusable(config: EvalDatasetConfig, run: EvalDatasetConfig, rm_url: str | N
         ):
             problems.append(problem)
     return problems
-
-
-def _reads_prompts(args: Args) -> bool:
-    """Whether the data source is a built-in one that will read ``--prompt-data``, or the user named
-    a file anyway.
-    """
-    if args.load_debug_rollout_data:
-        return False
-    built_in = (
-        args.data_source_path.rpartition(".")[0] in BUILT_IN_SOURCES and args.rollout_global_dataset
-    )
-    # Rollouts without engines, such as SFT, may need no file.
-    needs_file = built_in and not args.debug_train_only
-    return needs_file or bool(args.prompt_data)
 
 
 def _row_problems(make: PromptMaker, row: PromptRow) -> list[str]:
