@@ -109,7 +109,7 @@ async def _score(
             mark_unscored(leaf, *failure)
             leaf.status = status
     elif reward is None:
-        await _score_once(session.state.args, samples)
+        await _score_once(session, samples)
 
 
 async def _outcome(
@@ -169,13 +169,14 @@ def _samples(session: Session) -> list[Sample]:
     return [session.sample]
 
 
-async def _score_once(args: Args, samples: list[Sample]) -> None:
+async def _score_once(session: Session, samples: list[Sample]) -> None:
     """Score a session with several leaves once, by its newest leaf, and copy the reward to the
     others.
 
     Without this, ``--rm-type`` would score each leaf separately. A reward function of the user gets
     all leaves itself.
     """
+    args = session.state.args
     last = samples[-1]
     own = last.custom_rm_path or args.custom_rm_path
     if len(samples) == 1 or own or scores_whole_groups(args):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,14 @@ async def score(args: Args, sample: Sample) -> float | None:
     """
     items = read_rubric(args.rubric or "")
     asked = [_asked(sample, item) for item in items]
-    values = await asyncio.gather(*map(functools.partial(_value, args), asked, items))
+
+    async def value(one: Sample, item: Item) -> float | None:
+        if item.judge is not None:
+            return (await judge_group(args, [one], item.judge))[0]
+        one.reward = await async_rm(args, one)
+        return known_reward(one, args.reward_key)
+
+    values = await asyncio.gather(*map(value, asked, items))
     for one in asked:
         if failure(one) not in ("", ABSTAINED):
             status, _, detail = str(one.metadata[FAILURE_KEY]).partition(": ")
@@ -66,13 +72,6 @@ def _asked(sample: Sample, item: Item) -> Sample:
     asked.metadata = {**sample.metadata, "rm_type": item.rm_type or ""}
     asked.custom_rm_path = item.path or ""
     return asked
-
-
-async def _value(args: Args, asked: Sample, item: Item) -> float | None:
-    if item.judge is not None:
-        return (await judge_group(args, [asked], item.judge))[0]
-    asked.reward = await async_rm(args, asked)
-    return known_reward(asked, args.reward_key)
 
 
 RUBRIC = Reward(score, reads_reasoning=True, own_answer=None, check=check)

@@ -56,7 +56,8 @@ async def generate(
     stack = AsyncExitStack()
     try:
         servers = await Servers.connect(stack, args.mcp_server or [], args.environment_timeout)
-        return await _converse(args, sample, servers, sampling_params, evaluation)
+        _show_tools(shows_tools(GenerateState(args).tokenizer), sample, servers.schemas)
+        return await _converse(Conversation(args, sample, sampling_params, evaluation), servers)
     except StepFailed as failed:
         return give_up(GenerateState(args), sample, failed)
     finally:
@@ -67,15 +68,11 @@ async def generate(
             await stack.aclose()
 
 
-async def _converse(
-    args: Args, sample: Sample, servers: Servers, sampling_params: SamplingParams, evaluation: bool
-) -> Sample:
-    tokenizer = GenerateState(args).tokenizer
-    _show_tools(shows_tools(tokenizer), sample, servers.schemas)
-    talk = Conversation(args, sample, sampling_params, evaluation)
-    parser = tool_parser(
-        parser_name(args.agent_tool_parser, tokenizer, args.hf_checkpoint), servers.schemas
-    )
+async def _converse(talk: Conversation, servers: Servers) -> Sample:
+    args = talk.args
+    sample = talk.sample
+    name = parser_name(args.agent_tool_parser, talk.state.tokenizer, args.hf_checkpoint)
+    parser = tool_parser(name, servers.schemas)
     # An aborted sample continues: the new servers are brought to where the old ones were. Servers
     # over HTTP still are.
     past = [

@@ -18,8 +18,8 @@ from slime.config.args import Args
 from slime.observability.best_effort import replacing
 from slime.registry import find, parts
 
-from .checks import CHECKS, Finding, has_regulariser, run_checks
-from .lab import STALENESS, Measured, measure
+from .checks import CHECKS, Checks, Finding, run_checks
+from .lab import ONE_LENGTH, STALENESS, Lab, Measured, measure
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,16 @@ class Report:
 def check_algorithm(args: Args) -> Report:
     """Run all checks and measurements of the estimator in ``args`` (:func:`.lab.make_args`)."""
     base, reasons = design_of(args)
-    checks = tuple(
-        Checked(check, finding, reasons.get(check, "")) for check, finding in run_checks(args)
+    checks = Checks(args)
+    found = tuple(
+        Checked(check, finding, reasons.get(check, "")) for check, finding in run_checks(checks)
     )
     # A class that raises an error has no gradient to measure.
-    raised = any(math.isinf(one.finding.off) for one in checks)
-    rows = () if raised else tuple(measure(args, has_regulariser(args)))
-    return Report(args.advantage_estimator, base, checks, rows)
+    raised = any(math.isinf(one.finding.off) for one in found)
+    size = args.n_samples_per_prompt
+    lab = Lab(args, ONE_LENGTH, size, rewarded=checks.regularised)
+    rows = () if raised else tuple(measure(lab))
+    return Report(args.advantage_estimator, base, found, rows)
 
 
 def as_dict(report: Report) -> dict[str, object]:

@@ -63,24 +63,6 @@ def _weights(step: Step) -> dict[int, Tensor]:
     return step.by_sample
 
 
-def _without_rewards(args: Args) -> tuple[Lab, Tensor, Draws]:
-    """Return a world in which every reward is 0, an older policy, and its batches."""
-    # A critic that is right says 0 everywhere.
-    lab = Lab(args, replace(ONE_TOKEN, rewards=((0.0,) * 3,) * 2), 2)
-    sampler = lab.older(1.0)
-    return lab, sampler, draws(lab.world, sampler, lab.size)
-
-
-def has_regulariser(args: Args) -> bool:
-    """Return whether steps change the policy without any reward; False if they raise an error."""
-    try:
-        lab, sampler, batches = _without_rewards(args)
-        steps = [lab.step(one, sampler) for one in batches.batches[:4]]
-    except Exception:  # the user's class can raise anything, and will do so in the checks
-        return False
-    return any(float(step.gradient.norm()) > 1e-9 for step in steps)
-
-
 class Checks:
     """The checks of one estimator, from causes to consequences: the first that fails says most.
 
@@ -89,9 +71,27 @@ class Checks:
 
     def __init__(self, args: Args) -> None:
         self.args = args
-        self.regularised = has_regulariser(args)
+        self.regularised = self._has_regulariser()
         self.one_length = Lab(args, ONE_LENGTH)
         self.lengths = Lab(args, LENGTHS)
+
+    def _without_rewards(self) -> tuple[Lab, Tensor, Draws]:
+        """Return a world in which every reward is 0, an older policy, and its batches."""
+        # A critic that is right says 0 everywhere.
+        lab = Lab(self.args, replace(ONE_TOKEN, rewards=((0.0,) * 3,) * 2), 2)
+        sampler = lab.older(1.0)
+        return lab, sampler, draws(lab.world, sampler, lab.size)
+
+    def _has_regulariser(self) -> bool:
+        """Return whether steps change the policy without any reward; False if they raise an
+        error.
+        """
+        try:
+            lab, sampler, batches = self._without_rewards()
+            steps = [lab.step(one, sampler) for one in batches.batches[:4]]
+        except Exception:  # the user's class can raise anything, and will do so in the checks
+            return False
+        return any(float(step.gradient.norm()) > 1e-9 for step in steps)
 
     def alignment(self) -> Finding:
         """On the policy's own samples every importance ratio is 1."""
@@ -175,7 +175,7 @@ class Checks:
         """With equal rewards, what is left of the gradient lowers a KL (or raises the entropy)."""
         if not self.regularised:
             return Finding(0.0, "none")
-        lab, sampler, batches = _without_rewards(self.args)
+        lab, sampler, batches = self._without_rewards()
         mean = torch.from_numpy(moments(lab, sampler, batches).mean)
         ref = lab.table + lab.world.table(4.1, 0.5)
         cosines = {
@@ -303,9 +303,8 @@ CHECKS: dict[str, Callable[[Checks], Finding]] = {
 }
 
 
-def run_checks(args: Args) -> Iterator[tuple[str, Finding]]:
+def run_checks(checks: Checks) -> Iterator[tuple[str, Finding]]:
     """Run all checks. An error of the estimator is a finding of the check in which it occurs."""
-    checks = Checks(args)
     for name, check in CHECKS.items():
         try:
             yield name, check(checks)

@@ -324,13 +324,14 @@ def _row(lab: Lab, staleness: float, name: str, factor: float | None = None) -> 
     )
 
 
-def measure(args: Args, rewarded: bool) -> list[Measured]:
+def measure(lab: Lab) -> list[Measured]:
     """Return a row for each staleness, one for other lengths, and one for each group size.
 
     Args:
-        rewarded: As for :class:`.lab.Lab`.
+        lab: The estimator in the world of responses of one length.
     """
-    lab = Lab(args, ONE_LENGTH, args.n_samples_per_prompt, rewarded=rewarded)
+    args = lab.args
+    rewarded = lab.rewarded
     rows: list[Measured] = []
     for staleness in STALENESS:
         factor = rows[0].length * rows[0].cosine if rows else None

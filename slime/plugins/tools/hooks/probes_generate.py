@@ -12,7 +12,7 @@ from typing import Any
 from slime.data.sample import Sample, flatten
 from slime.rollout.base_types import call, parameters, supported_kwargs
 from slime.rollout.custom_generate import takes_list
-from slime.rollout.state import request_params
+from slime.rollout.state import GenerateState, request_params
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 
 from .bench import Bench
@@ -41,7 +41,7 @@ def generate(bench: Bench, fn: Hook) -> str:
     if takes_list(fn):
         words, given = "fn(args, samples, evaluation=…)", ([Sample()],)
     check_signature(fn, words, args, *given, **supported_kwargs(fn, evaluation=False))
-    whole_group = lambda: on_group(fn, args, flatten(bench.prompts()[0]))  # noqa: E731
+    whole_group = lambda: on_group(fn, GenerateState(args), flatten(bench.prompts()[0]))  # noqa: E731
     # a first call, so that imports and connections are not measured
     guarded(fn, whole_group, bench.limit, loop=True)
     outcome = guarded(fn, whole_group, bench.limit, loop=True)
@@ -81,7 +81,7 @@ def agent(bench: Bench, fn: Hook) -> str:
 
     async def whole_group() -> list[Any]:
         try:
-            return await on_group(run_agent, args, flatten(bench.prompts()[0]))
+            return await on_group(run_agent, GenerateState(args), flatten(bench.prompts()[0]))
         finally:
             await stop_agent_server()
 

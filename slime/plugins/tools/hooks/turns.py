@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slime.config.args import Args
 from slime.data.sample import Sample, flatten
 from slime.rollout.custom_generate import call_list, call_single, takes_list
 from slime.rollout.state import GenerateState, request_params
@@ -36,12 +35,11 @@ _REPEATED = 100  # so often, the answer is cut off in a function with a limit of
 _CLOSE = 1e-4
 
 
-async def on_group(fn: Hook, args: Args, samples: Sequence[Sample]) -> list[Any]:
+async def on_group(fn: Hook, state: GenerateState, samples: Sequence[Sample]) -> list[Any]:
     """Call a generate function on the samples of a group, as a rollout does."""
-    state = GenerateState(args)
     if takes_list(fn):
         return list(await call_list(fn, state, list(samples), False))
-    params: SamplingParams = {**request_params(args), "sampling_seed": 1}
+    params: SamplingParams = {**request_params(state.args), "sampling_seed": 1}
     calls = (call_single(fn, state, one, copy.copy(params), False) for one in samples)
     return list(await asyncio.gather(*calls))
 
@@ -94,13 +92,13 @@ class _Try:
                 )
                 state = GenerateState(here)
                 copies = copy.deepcopy(self.samples)
-                first = await self._unless_runaway(on_group(self.fn, here, copies), engine)
+                first = await self._unless_runaway(on_group(self.fn, state, copies), engine)
                 again: list[Any] = []
                 if go_on and all(isinstance(part, Sample) for part in first):
                     before = copy.deepcopy(first)
                     engine.abort_at = None
                     state.aborted = False
-                    again = await self._unless_runaway(on_group(self.fn, here, first), engine)
+                    again = await self._unless_runaway(on_group(self.fn, state, first), engine)
                     first = before
                 return first, again, engine.requests
 

@@ -37,14 +37,14 @@ def finding(check: str, algorithm: str, *flags: str) -> Finding:
 @pytest.mark.parametrize("error", PLANTED, ids=lambda error: error.__name__)
 def test_each_planted_error_is_named_first(error: type[Rloo]) -> None:
     args = make_args(planted(error.__name__))
-    first = next(name for name, found in run_checks(args) if not found.holds)
+    first = next(name for name, found in run_checks(Checks(args)) if not found.holds)
     assert first == PLANTED[error]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", parts("algorithm"))
 def test_slimes_own_estimators_are_as_designed(name: str) -> None:
-    failing = {check for check, found in run_checks(make_args(name)) if not found.holds}
+    failing = {check for check, found in run_checks(Checks(make_args(name))) if not found.holds}
     assert failing == DESIGN[name].keys()
 
 
@@ -82,7 +82,7 @@ def test_flags_of_the_run_are_part_of_what_is_checked() -> None:
 )
 def test_flags_of_slime_fail_only_what_they_say(flags: tuple[str, ...]) -> None:
     args = make_args("rloo", flags)
-    failing = {check for check, found in run_checks(args) if not found.holds}
+    failing = {check for check, found in run_checks(Checks(args)) if not found.holds}
     assert failing == design_of(args)[1].keys()
 
 
