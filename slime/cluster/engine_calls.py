@@ -158,7 +158,7 @@ def fleet_of(args: Args, placement: Placement, log_dir: Path, keys: RunKeys) -> 
         args.rollout_function_path, args.eval_function_path
     )
     settings = FleetSettings(
-        router=RouterSettings.from_args(args, keys),
+        router=RouterSettings.of(args, args.router, keys),
         tolerant=args.use_fault_tolerance,
         always_routed=args.use_router or args.use_fault_tolerance,
         updated=not args.debug_rollout_only,

@@ -178,15 +178,21 @@ class RouterSettings:
         return command_line("router", {**programs()["router"].defaults, **self.options})
 
     @classmethod
-    def from_args(cls, args: Args, keys: RunKeys | None = None) -> RouterSettings:
+    def of(
+        cls, flags: EngineConfig, router: Mapping[str, Any], keys: RunKeys | None = None
+    ) -> RouterSettings:
         keys = keys or RunKeys()
         address = None
-        if args.sglang_router_ip and args.sglang_router_port is not None:
-            address = args.sglang_router_ip, args.sglang_router_port
-        options = {name: value for name, value in args.router.items() if name not in KEYS}
-        control = tuple(map(str, args.router.get("control_plane_api_keys") or ()))
-        seconds = args.sglang_router_request_timeout_secs
-        return cls(seconds, options, address, keys.router, keys.external_router, control)
+        if flags.sglang_router_ip and flags.sglang_router_port is not None:
+            address = flags.sglang_router_ip, flags.sglang_router_port
+        return cls(
+            flags.sglang_router_request_timeout_secs,
+            {name: value for name, value in router.items() if name not in KEYS},
+            address,
+            keys.router,
+            keys.external_router,
+            tuple(map(str, router.get("control_plane_api_keys") or ())),
+        )
 
 
 # The servers that a run starts, each as an :class:`EngineSpec`, from ``--rollout-num-gpus`` or

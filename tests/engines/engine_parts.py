@@ -98,7 +98,8 @@ def engine_settings(model: Path, keys: ServerKeys = NO_KEYS, **changes: Any) -> 
 
 
 def router_settings(**changes: Any) -> RouterSettings:
-    return RouterSettings.from_args(engine_args(Path(), **changes))
+    args = engine_args(Path(), **changes)
+    return RouterSettings.of(args, args.router)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def test_keys_are_neither_printed_nor_on_a_command_line() -> None:
     keys = RunKeys.of(args.sglang, args.router)
     engine, router = (
         EngineSettings.from_args(args, keys.engine),
-        RouterSettings.from_args(args, keys),
+        RouterSettings.of(args, args.router, keys),
     )
     assert pickle.loads(pickle.dumps(engine)).keys.api == router.keys.api == "sesame"
     assert "sesame" not in repr((keys, engine, router, router.words))
@@ -288,7 +288,7 @@ def test_a_router_has_the_keys_of_the_user(two_runs: Any, tmp_path: Path) -> Non
         "api_key": "requests",
         "control_plane_api_keys": ["1:me:user:u", "2:me:admin:control", "3:my tool:admin:other"],
     }
-    settings = RouterSettings.from_args(make_args(router=given), RunKeys.of({}, given))
+    settings = RouterSettings.of(make_args(), given, RunKeys.of({}, given))
     router = start_router(settings, [engine.url], log_path=tmp_path / "router.log")
     try:
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}

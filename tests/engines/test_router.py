@@ -222,7 +222,7 @@ def test_each_served_model_has_its_own_router_and_one_that_runs_already_is_used(
     args = engine_args(
         tmp_path, sglang_router_ip="127.0.0.1", sglang_router_port=urlsplit(foreign.url).port
     )
-    routers = Routers(RouterSettings.from_args(args), tmp_path)
+    routers = Routers(RouterSettings.of(args, args.router), tmp_path)
     try:
         routers.start([Worker(first, "actor"), Worker(second, "actor"), Worker(judge, "judge")])
         args.sglang_model_routers = routers.addresses

@@ -126,7 +126,10 @@ async def test_partial_rollout_over_the_real_engine_and_router(smollm2, engine, 
             return sample
 
     router = start_router(
-        RouterSettings.from_args(args), [engine.url], "127.0.0.1", log_path=tmp_path / "router.log"
+        RouterSettings.of(args, args.router),
+        [engine.url],
+        "127.0.0.1",
+        log_path=tmp_path / "router.log",
     )
     try:
         args.sglang_router_ip, args.sglang_router_port = router.url.removeprefix("http://").split(

@@ -46,8 +46,9 @@ def check_server_options(args: Args) -> Iterable[str]:
         specs = plan_engines(args)
     except (ServerGroupError, OSError):  # The checks of the configuration report a wrong plan.
         return []
-    settings = EngineSettings.from_args(args), RouterSettings.from_args(args)
-    asked = ThreadPoolExecutor(1).submit(check_launch, *settings, specs)
+    asked = ThreadPoolExecutor(1).submit(
+        check_launch, EngineSettings.from_args(args), RouterSettings.of(args, args.router), specs
+    )
     return chain.from_iterable(answer.result() for answer in (asked,))
 
 
