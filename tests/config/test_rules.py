@@ -49,7 +49,7 @@ class Setup:
             return
         option, _, wanted = part.partition(" ")
         _, known = look_up(option, self.args)
-        flag, values, sets = known.flag, known.values(self.args), known.sets
+        flag, values, sets = known.flag, known.values(vars(self.args)), known.sets
         self.args.explicit |= {flag.name}
         if flag.is_bool:
             values[flag.name] = sets is holds
