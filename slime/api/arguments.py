@@ -108,7 +108,9 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
         raise ConfigError(list(dict.fromkeys(problems)))
     for notice in args.notices:
         print(f"slime: {notice}", file=sys.stderr)
-    return args
+    # The program may change its working directory before a snapshot is written.
+    own = {name: vars(args)[name] for name in ("save", "save_hf", "critic_save")}
+    return args.with_values(**{name: at and os.path.realpath(at) for name, at in own.items()})
 
 
 def _settings(keywords: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:

@@ -267,9 +267,8 @@ class Trainer:
         prompts or ``n > 1``.
         """
         single = is_single(prompts)
-        made: list[Any] = (
-            [self.sample(prompts, n, **sampling)] if single else self.sample(prompts, n, **sampling)
-        )
+        asked: Any = [prompts] if single else prompts
+        made: list[Any] = self.sample(asked, n, **sampling)
         texts = [[sample.response for sample in group] for group in made]
         answers = [group[0] if n == 1 else group for group in texts]
         return answers[0] if single else answers
@@ -306,8 +305,8 @@ class Trainer:
         files = self._files
         before = self._folder.path
         folder = Path(self.args.save) if self.args.save else files.checkpoints
-        if files.path != before and folder.resolve().is_relative_to(before):
-            folder = files.path / folder.resolve().relative_to(before)
+        if files.path != before and folder.is_relative_to(before):
+            folder = files.path / folder.relative_to(before)
         return snapshots_of(folder)
 
     @property

@@ -71,11 +71,16 @@ def run_loop(args: Args, loop: Callable[[Args, Run], None], asynchronous: bool =
             (``train_async.py``).
 
     Raises:
-        SystemExit: 130 or 143 after Ctrl-C or SIGTERM.
+        SystemExit: 130 or 143 after Ctrl-C or SIGTERM; 1 if a folder cannot be used.
     """
+    from slime.cluster.folders import FolderInUse
     from slime.cluster.start import prepare, start
+    from slime.observability.run_dir import RunDirError
 
-    parts = prepare(args, asynchronous)
+    try:
+        parts = prepare(args, asynchronous)
+    except (FolderInUse, RunDirError) as error:  # the user's to mend: no traceback
+        sys.exit(f"the run did not start: {error}")
     with RunEnd(parts) as end:
         run = start(parts)
         while True:

@@ -109,6 +109,8 @@ def restore_rollouts(
         begin.attempt,
     )
     log.note(f"resumed from {path}: going on with rollout {trained + 1}")
+    if trained + 1 >= (args.num_rollout or trained + 2):
+        log.note("warning: nothing is left to train; a larger --num-rollout goes on")
     # In a different order of prompts, some groups would be used twice and others never, so that is
     # an error. Any other change may be intended.
     then = begin.snapshot.manifest.get("settings", {})

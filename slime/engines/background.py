@@ -5,6 +5,7 @@ program.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Collection, Coroutine
@@ -28,8 +29,20 @@ def background_loop(name: str = "slime-loop") -> asyncio.AbstractEventLoop:
     with _lock:
         if key not in _loops:
             _loops[key] = asyncio.new_event_loop()
-            threading.Thread(target=_loops[key].run_forever, name=name, daemon=True).start()
+            threading.Thread(
+                target=serve_forever, args=(_loops[key],), name=name, daemon=True
+            ).start()
         return _loops[key]
+
+
+def serve_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop also after a user's function in it has called ``sys.exit``: asyncio leaves
+    the loop then, and whoever waits for one of its tasks would wait forever.
+    """
+    while True:
+        with contextlib.suppress(SystemExit):
+            loop.run_forever()
+            return
 
 
 def run(coroutine: Coroutine[object, None, T]) -> T:
@@ -43,7 +56,7 @@ def run(coroutine: Coroutine[object, None, T]) -> T:
             forever.
     """
     loop = background_loop()
-    if _running_loop() is loop:
+    if asyncio._get_running_loop() is loop:
         coroutine.close()
         raise RuntimeError(
             "async_utils.run() was called from a coroutine of the same event loop: use await "
@@ -57,6 +70,8 @@ def run(coroutine: Coroutine[object, None, T]) -> T:
         _waited_for[thread] = task
         try:
             return await coroutine
+        except SystemExit as error:  # of a user's function
+            raise RuntimeError(f"a function raised {error!r}, which ends no run") from error
         finally:
             del _waited_for[thread]
 
@@ -76,15 +91,7 @@ def cancel_waits(threads: Collection[int]) -> None:
     """
 
     def cancel() -> None:
-        for thread in threads:
-            if (task := _waited_for.get(thread)) is not None:
-                task.cancel()
+        for thread in _waited_for.keys() & threads:
+            _waited_for[thread].cancel()
 
     background_loop().call_soon_threadsafe(cancel)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

@@ -217,7 +217,7 @@ def quiet() -> Iterator[None]:
     """
     loggers = [
         logging.getLogger(f"transformers.{name}")
-        for name in ("modeling_utils", "core_model_loading")
+        for name in ("modeling_utils", "core_model_loading", "distributed.tensor_parallel")
     ]
     levels = [logger.level for logger in loggers]
     from transformers.utils import logging as theirs

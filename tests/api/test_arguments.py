@@ -150,6 +150,16 @@ def test_all_problems_come_at_once(base: dict[str, Any], tmp_path: Path) -> None
     assert len(raised.value.problems) == 6, text
 
 
+def test_a_program_that_changes_its_folder_writes_where_it_meant(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inputs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    own = {"save": "kept", "save_hf": "hf/{rollout_id}", "save_interval": 1, "num_rollout": 1}
+    args = parse(base | own | {"reward": "math"}, tmp_path / "inputs")
+    assert args.save == str(tmp_path / "kept") and args.save_hf == str(tmp_path / "hf/{rollout_id}")
+
+
 class Hidden:
     def __repr__(self) -> str:
         raise RuntimeError("not for others")

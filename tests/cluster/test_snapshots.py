@@ -236,6 +236,16 @@ def test_a_run_that_is_extended_is_told_its_learning_rate(
     assert told in printed and ("settings that differ" in printed) == bool(told)
 
 
+@pytest.mark.parametrize(("length", "left"), [(8, 1), (7, 0), (3, 0)])
+def test_a_resumed_run_that_is_complete_says_so(tmp_path: Path, length: int, left: int) -> None:
+    """The snapshot is that of the seventh step."""
+    saved(tmp_path)
+    args = make_args(num_rollout=length).with_values(load=str(tmp_path))
+    driver = Driver()
+    restore_rollouts(start_of(args), settings_of(args), driver.manager, driver.log, args)
+    assert ("nothing is left to train" in driver.printed.getvalue()) == (not left)
+
+
 def test_a_resume_with_another_order_of_prompts_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, rollout_seed=1)
     args = make_args(rollout_seed=2).with_values(load=str(tmp_path))

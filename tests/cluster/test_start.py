@@ -12,8 +12,10 @@ from make_args import make_args
 
 from slime.checkpoint.files import FolderError, answer
 from slime.checkpoint.snapshot import Snapshot
+from slime.cluster.folders import lock_run
 from slime.cluster.placement import Placement, Slots
 from slime.cluster.rollout_manager import RolloutManager
+from slime.cluster.run import run_loop
 from slime.cluster.snapshots import StartingPoint, check_save_folder
 from slime.cluster.start import Parts, open_metrics
 from slime.engines.keys import RunKeys
@@ -185,3 +187,23 @@ def test_the_row_of_a_step_that_was_saved_and_not_logged_comes_from_the_snapshot
 def test_finetuning_logs_nothing_of_the_snapshots_run(tmp_path: Path) -> None:
     fresh = {"resumes": False, "trained": None, "first_rollout": 0, "attempt": 0}
     assert resumed(tmp_path, [], **fresh) == []
+
+
+def test_a_folder_that_cannot_be_used_is_told_without_a_traceback(tmp_path: Path) -> None:
+    """That of another run, and one that cannot be written."""
+    other = lock_run(tmp_path, "twin")
+    (tmp_path / "file").touch()
+    try:
+        for parent, name, told in (
+            (tmp_path, "twin", "--run-name"),
+            (
+                tmp_path / "file",
+                "one",
+                "--output-dir",
+            ),
+        ):
+            args = make_args(output_dir=str(parent), run_name=name)
+            with pytest.raises(SystemExit, match=f"the run did not start: .*{told}"):
+                run_loop(args, lambda args, run: None)
+    finally:
+        other.release()

@@ -267,6 +267,12 @@ def test_unknown_flags_are_reported_together_with_suggestions() -> None:
         ("--qlora", "--qlora does not exist: use --lora-rank R --lora-base-quantization nf4"),
         ("--use-vllm", "--use-vllm does not exist: use --rollout-backend vllm"),
         ("--deepspeed-config", "--deepspeed-config does not exist: DeepSpeed is not supported"),
+        ("--learning-rate=1", "--learning-rate is a flag of trl; in slime: --lr"),
+        ("--max_steps=9", "--max_steps is a flag of trl; in slime: --num-rollout"),
+        (
+            "--gradient_accumulation_steps=4",
+            "--gradient_accumulation_steps is a flag of trl; in slime: counted in --global-",
+        ),
         (
             "--generate_max_turns",
             "--generate_max_turns is a flag of miles, a fork of slime: use --max-turns",

@@ -5,6 +5,7 @@ trained.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import struct
 from collections.abc import Callable
@@ -176,7 +177,17 @@ def test_an_index_that_lists_a_tensor_of_no_file(sharded: Path, tmp_path: Path) 
 # --------------------------------------------------------------------------
 
 
-def test_a_whole_checkpoint_loads_exactly(llama: Path, sharded: Path) -> None:
+def test_a_whole_checkpoint_loads_exactly_and_without_a_warning(
+    llama: Path, sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers warns of layers that are "not sharded" if its own messages are turned off."""
+
+    def told(record: logging.LogRecord) -> None:
+        raise AssertionError(record.getMessage())
+
+    handler = logging.Handler(logging.WARNING)
+    monkeypatch.setattr(handler, "emit", told)
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
     for folder in (llama, sharded):
         state, tensors = load(folder).state_dict(), read_tensors(folder)
         assert set(state) == set(tensors) and all(

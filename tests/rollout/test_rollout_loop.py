@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -721,6 +722,12 @@ async def test_a_function_that_always_returns_none_is_an_error_that_names_it(tok
 
 
 ERRORS = """
+import json, sys
+def exits(args, sample, **kw):
+    if sample.index == 3: sys.exit("no such option")
+    return float(sample.index % 2)
+def parses(args, sample, **kw):
+    return json.loads("{") if sample.index == 3 else float(sample.index % 2)
 async def once(args, sample, **kw):
     if sample.index == 3: raise KeyError("sample 3")
     return float(sample.index % 2)
@@ -744,6 +751,24 @@ async def test_an_exception_of_a_reward_costs_its_sample(tokenizer_dir, hooks):
     assert [s.reward for s in flatten(output.samples) if s is not bad] == [
         float(s.index % 2) for s in flatten(output.samples) if s is not bad
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("exits", "SystemExit: no such option"), ("parses", "JSONDecodeError")]
+)
+async def test_an_exit_costs_its_sample_and_the_line_is_that_of_the_function(
+    tokenizer_dir, hooks, name, told
+):
+    args = arguments(
+        tokenizer_dir,
+        n_samples_per_prompt=3,
+        custom_rm_path=hooks(ERRORS)(name),
+        reward_max_error_share=0.1,
+    )
+    async with SmallEngine() as engine:
+        output = await roll(engine.serve(args), source_of(args))
+    why = output.samples[1][0].metadata["reward_failure"]
+    assert told in why and re.search(r"hooks_\w+\.py:\d+\)$", why)
 
 
 @pytest.mark.parametrize(("share", "group_rm", "name"), [(0.0, False, "once"), (0.2, True, "both")])

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.config.args import FLAGS
 from slime.config.files import read_json
 from slime.config.flag import flags_of
+from slime.plugins.compat.frameworks import tables
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -43,7 +45,15 @@ def why_missing(option: str) -> str | None:
     if reason:
         return f"does not exist: {reason}"
     of_fork = next((entry for start, entry in FORKS.items() if option.startswith(start)), None)
-    return f"is a flag of {of_fork[0]}, a fork of slime: {of_fork[1]}" if of_fork else None
+    if of_fork:
+        return f"is a flag of {of_fork[0]}, a fork of slime: {of_fork[1]}"
+    # A similar name would mislead: --learning-rate is --lr, and not an option of an engine.
+    name = option[2:].replace("-", "_")
+    for framework, table in tables().items() if name not in FLAGS else ():
+        if meaning := table["flags"].get(f"--{name}"):
+            short = meaning if " " in meaning else meaning.partition(":")[0]
+            return f"is a flag of {framework}; in slime: {short}"
+    return None
 
 
 def tell(args: Args) -> list[str]:

@@ -231,7 +231,10 @@ async def _serve(
     runner = web.AppRunner(app, auto_decompress=False, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, options.host, options.port)
-    await site.start()
+    try:
+        await site.start()
+    except OSError as error:
+        raise CommandError(f"--host, --port: {error.strerror or error}") from error
     host, port = runner.addresses[0][:2]
     key = next(iter(keys.values())) if options.keys is None else "the key of a tenant"
     print(f"ready: TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={key}", flush=True)

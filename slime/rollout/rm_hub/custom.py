@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from slime.config.hooks import is_async, load_function
 from slime.data.sample import Message, Sample
+from slime.engines.background import serve_forever
 from slime.observability.debugger import DEBUGGER
 from slime.rollout.base_types import supported_kwargs
 from slime.rollout.ends import spoken
@@ -74,16 +75,13 @@ class _Host:
         self.open: dict[asyncio.Task[Any], _Call] = {}
         self.last_beat = time.monotonic()
         self.stuck = False
-        self._slots = threads
+        self._threads = asyncio.Semaphore(threads)
         # task that runs, since when
         self._found: tuple[asyncio.Task[Any] | None, float] = (None, 0.0)
-        self._thread = threading.Thread(target=self._serve, name="custom-rewards", daemon=True)
+        self._thread = threading.Thread(
+            target=serve_forever, args=(self.loop,), name="custom-rewards", daemon=True
+        )
         self._thread.start()
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self._threads = asyncio.Semaphore(self._slots)
-        self.loop.run_forever()
 
     async def timed(self, call: _Call) -> Any:
         """Run one call. Its time counts from here, or for a synchronous function from the moment it

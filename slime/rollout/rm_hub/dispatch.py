@@ -127,7 +127,8 @@ async def _by_users(
         for sample in samples:
             mark_unscored(sample, "timeout", f"{path}: {error}")
         return None
-    except Exception as error:  # the user's code can raise anything; it costs these samples
+    # The user's code can raise anything, also by sys.exit; it costs these samples.
+    except (Exception, SystemExit) as error:
         mark_raised(samples, path, error)
         return None
 

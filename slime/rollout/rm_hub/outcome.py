@@ -66,9 +66,11 @@ def accept_rewards(path: str, samples: Sequence[Sample], rewards: Iterable[objec
     return plain
 
 
-def mark_raised(samples: Iterable[Sample], where: str, error: Exception) -> None:
+def mark_raised(samples: Iterable[Sample], where: str, error: Exception | SystemExit) -> None:
     """Exclude samples whose reward function raised an exception."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    # Where a library raised, such as json, the line of the function that called it says more.
+    frame = ([one for one in frames if "/lib/python3" not in one.filename] or frames)[-1]
     detail = f"{where}: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
     for sample in samples:
         mark_unscored(sample, RAISED, detail)

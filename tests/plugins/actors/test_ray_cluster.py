@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,25 @@ def test_a_cluster_that_starts_too_slowly_is_started_again(
         for child in left:
             child.kill()
             child.wait()
+
+
+def test_the_address_of_a_cluster_that_has_ended_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray itself would wait for a quarter of an hour."""
+    asked = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **given: asked.append(given["address"]))
+    monkeypatch.setattr(ray_cluster, "connected", False)
+    with socket.create_server(("", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        connect()
+    with pytest.raises(ClusterError, match=f"RAY_ADDRESS={address}: no Ray cluster"):
+        connect()
+    monkeypatch.setenv("RAY_ADDRESS", "ray://nowhere:10001")  # another form is Ray's affair
+    connect()
+    assert asked == [address, "ray://nowhere:10001"]
 
 
 def test_other_errors_of_ray_are_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,10 @@ def test_options_reach_the_server(tiny_model: Path, tmp_path: Path) -> None:
     command += ["--host", "127.0.0.1", "--port", "0", "--state", str(tmp_path / "state")]
     command += ["--keys", str(keys), "--max-models", "1", "--override", str(override)]
     command += ["--teacher", "big=http://127.0.0.1:1"]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     with subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -83,6 +84,10 @@ def test_options_reach_the_server(tiny_model: Path, tmp_path: Path) -> None:
             ]
             assert made == [200, 200, 403]
             assert (tmp_path / "state" / "log.jsonl").stat().st_mode & 0o77 == 0
+            again = [*command, "--port", str(port), "--state", str(tmp_path / "other")]
+            second = subprocess.run(again, env=environment, capture_output=True, text=True)
+            assert second.returncode == 1 and "Traceback" not in second.stderr
+            assert "address already in use" in second.stderr.splitlines()[-1]
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
