@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from slime.config.algorithm import AlgorithmConfig, DistillationConfig, KlConfig, OffPolicyConfig
 from slime.config.batch import BatchConfig
@@ -23,7 +23,14 @@ from slime.config.flag import Flag, S, defaults_of, did_you_mean, flags_of, sect
 from slime.config.hf_config import SHAPE, model_dimension
 from slime.config.lora import LoraConfig
 from slime.config.observability import DebugConfig, ObservabilityConfig
-from slime.config.passthrough import by_name, option_value, options, prefix_of, programs
+from slime.config.passthrough import (
+    Spelling,
+    by_name,
+    option_value,
+    options,
+    prefix_of,
+    programs,
+)
 from slime.config.rollout import AsyncConfig, RolloutConfig
 from slime.config.run import CheckpointConfig, RunConfig
 from slime.config.trainer import (
@@ -251,18 +258,6 @@ groups.
 """
 
 
-class Spelling(NamedTuple):
-    """What one spelling of a flag stands for."""
-
-    flag: Flag
-    family: str | None  # of an option that is passed on
-    sets: bool  # the value that a switch of this spelling sets
-
-    def values(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return where the value is stored, by the flag's name."""
-        return settings if self.family is None else settings[self.family]
-
-
 def spellings() -> dict[str, Spelling]:
     """Return all flags by attribute, and by option without the leading dashes and with ``_`` for
     ``-``.
@@ -272,15 +267,11 @@ def spellings() -> dict[str, Spelling]:
 
 @functools.cache
 def _spellings_with(parts: tuple[type, ...]) -> dict[str, Spelling]:
-    found = {}
     # Later entries replace earlier ones: a flag of slime comes before an option that is passed on.
-    for option, entry in options().items():
-        found[underscored(option)] = Spelling(entry.flag, entry.family, entry.sets is not False)
+    found = {underscored(option): known for option, known in options().items()}
     for family in programs():
-        named = by_name(family).items()
-        found |= {
-            prefix_of(family) + name: Spelling(entry.flag, family, True) for name, entry in named
-        }
+        for name, known in by_name(family).items():
+            found[prefix_of(family) + name] = known._replace(sets=True)
     for flag in FLAGS.values():
         off = f"no_{underscored(flag.option)}"
         if flag.kind == "toggle" or (flag.is_bool and off not in found):

@@ -4,17 +4,15 @@ process slot.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slime.config.engine import (
     MOST,
-    ServerGroupError,
     asked_gpus,
     engines_beside_trainer,
-    served_models,
+    readable_models,
     total_gpus,
 )
 from slime.config.flag import Section, flag
@@ -81,9 +79,8 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
         args.fill(critic_num_nodes=1, critic_num_gpus_per_node=each)
     _default_placement(args, machine, asynchronous)
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if args.rollout_num_gpus is None and args.sglang_config:
-        with contextlib.suppress(ServerGroupError, OSError):  # check_server_groups reports it later
-            args.rollout_num_gpus = total_gpus(served_models(args))
+    if args.sglang_config and (models := readable_models(args)):
+        args.fill(rollout_num_gpus=total_gpus(models))
     args.fill(
         max_restarts=3 if args.use_fault_tolerance else 0,
         rollout_num_gpus=args.world_size if args.colocate else args.rollout_num_gpus_per_engine,

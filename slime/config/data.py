@@ -116,8 +116,8 @@ def derive_data(args: Args) -> None:
             "rows have no column 'prompt'; the column 'input' is used instead (--input-key)"
         )
     # A prompt that fills the whole context leaves no token for the response.
-    if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None:
-        args.rollout_max_prompt_len = args.rollout_max_context_len - 1
+    if args.rollout_max_context_len is not None:
+        args.fill(rollout_max_prompt_len=args.rollout_max_context_len - 1)
     if not args.debug_train_only:
         args.notices += context_notice(args, served_context(args))
     # The fully asynchronous function generates without end, so it cannot evaluate.
@@ -189,13 +189,17 @@ def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     return list(zip(words[::2], words[1::2], strict=True)), []
 
 
+def can_evaluate(evaluation: EvalConfig, rollout_function: str) -> bool:
+    """Whether there are data to evaluate, or a function of the user's that may need none."""
+    own = evaluation.eval_function_path not in (rollout_function, *OWN_FUNCTIONS)
+    return bool(own or evaluation.eval_prompt_data or evaluation.eval_config)
+
+
 def derive_evaluation(args: Args) -> None:
     """Leave out evaluations without data."""
-    # it may need no data
-    own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)
     # A run of hours must not end at its first evaluation, so an evaluation without data is only
     # told.
-    if args.eval_interval and not args.eval_prompt_data and not args.eval_config and not own:
+    if args.eval_interval and not can_evaluate(args, args.rollout_function_path):
         args.notices.append(
             f"--eval-interval {args.eval_interval} has no data to evaluate: pass "
             "--eval-prompt-data NAME PATH"

@@ -73,9 +73,8 @@ def read_config(checkpoint: str, name: str = "config.json") -> dict[str, Any] | 
     For a vision-language model, the keys of its text part are merged into the top level, because
     the flags describe the text model.
     """
-    folder = Path(checkpoint).expanduser()
-    file = folder / name if folder.is_dir() else _cached(checkpoint, name)
-    if file is None or not file.is_file():
+    file = _file_of(checkpoint, name)
+    if file is None:
         return None
     try:
         config = json.loads(file.read_text())
@@ -102,8 +101,8 @@ def model_dimension(checkpoint: str | None, name: str) -> Any:
     Raises:
         AttributeError: config.json is not on this machine, or does not contain the dimension.
     """
-    config = _dimensions(checkpoint) if checkpoint else None
-    if config is None:
+    config = config_once(checkpoint or "")
+    if not config:
         where = f"{checkpoint}, which is not on this machine" if checkpoint else "(not given)"
         raise AttributeError(f"args.{name} needs config.json of --hf-checkpoint {where}")
     key, value = lookup_dimension(config, name)
@@ -117,12 +116,12 @@ def model_dimension(checkpoint: str | None, name: str) -> Any:
 _READ: dict[str, dict[str, Any]] = {}
 
 
-def _dimensions(checkpoint: str) -> dict[str, Any] | None:
-    """Return config.json, which is read once per process. A missing file is not cached, because a
-    checkpoint of the hub may be downloaded later."""
-    if checkpoint not in _READ and (config := read_config(checkpoint)) is not None:
-        _READ[checkpoint] = config
-    return _READ.get(checkpoint)
+def config_once(checkpoint: str) -> dict[str, Any]:
+    """Do the same as :func:`model_config`, but read it once per process. A missing file is not
+    cached, because a checkpoint of the hub may be downloaded later."""
+    if not _READ.get(checkpoint):
+        _READ[checkpoint] = model_config(checkpoint)
+    return _READ[checkpoint]
 
 
 def lookup_dimension(config: Mapping[str, Any], name: str) -> tuple[str, Any]:
@@ -158,13 +157,8 @@ def read_chat_template(checkpoint: str) -> str | None:
 
     It is empty if the tokenizer has no chat template, and None if there is no readable tokenizer on
     this machine."""
-    folder = Path(checkpoint).expanduser()
-    config = (
-        folder / "tokenizer_config.json"
-        if folder.is_dir()
-        else _cached(checkpoint, "tokenizer_config.json")
-    )
-    if config is None or not config.is_file():
+    config = _file_of(checkpoint, "tokenizer_config.json")
+    if config is None:
         return None
     try:
         more = sorted(config.parent.glob("additional_chat_templates/*.jinja"))
@@ -241,11 +235,16 @@ def end_token_ids(checkpoint: str, *others: int | None) -> frozenset[int]:
     return frozenset(int(token) for token in ends if token is not None)
 
 
-def _cached(hub_id: str, name: str = "config.json") -> Path | None:
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    found = sorted((hub / f"models--{hub_id.replace('/', '--')}" / "snapshots").glob(f"*/{name}"))
-    return found[-1] if found else None
+def _file_of(checkpoint: str, name: str) -> Path | None:
+    """Return a file of a local folder, or of the newest snapshot in the hub cache, if it exists."""
+    folder = Path(checkpoint).expanduser()
+    if not folder.is_dir():
+        home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+        hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+        snapshots = hub / f"models--{checkpoint.replace('/', '--')}" / "snapshots"
+        folder = max((file.parent for file in snapshots.glob(f"*/{name}")), default=snapshots)
+    file = folder / name
+    return file if file.is_file() else None
 
 
 def megatron_folder(path: str | None) -> Path | None:

@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -202,11 +202,14 @@ HOOK_NAMES = {
 
 def check_hooks(flags: Mapping[str, Flag], values: object) -> list[str]:
     """Check that every function that a flag names can be imported and called."""
-    return [
-        problem
-        for option, name, path in _hooks(flags, values)
-        if (problem := hook_problem(option, name, path))
-    ]
+    problems = []
+    for name, flag in flags.items():
+        value = getattr(values, name)
+        paths = value if flag.kind == "repeat" else [value] if flag.kind == "hook" else []
+        # The function of evaluations is by default that of rollouts, which is checked anyway.
+        known = None, flag.default, flag.same_as and getattr(values, flag.same_as)
+        problems += [hook_problem(flag.option, name, path) for path in paths if path not in known]
+    return [problem for problem in problems if problem]
 
 
 def dotted(path: object) -> object:
@@ -215,18 +218,6 @@ def dotted(path: object) -> object:
     """
     own = isinstance(path, str) and path.startswith("slime.") and ".py" not in path
     return str(path).replace(":", ".") if own else path
-
-
-def _hooks(flags: Mapping[str, Flag], values: object) -> Iterator[tuple[str, str, str]]:
-    for name, flag in flags.items():
-        value = getattr(values, name)
-        # by default it is the function of rollouts
-        if name == "eval_function_path" and value == vars(values)["rollout_function_path"]:
-            continue
-        if flag.kind == "hook" and value is not None and value != flag.default:
-            yield flag.option, name, value
-        if flag.kind == "repeat":
-            yield from ((flag.option, name, path) for path in value)
 
 
 def hook_problem(option: str, name: str, path: str) -> str | None:

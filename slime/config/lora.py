@@ -80,10 +80,10 @@ def adapter_file(path: str | None) -> dict[str, Any] | None:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         return None
-    numbers = (
-        [content.get(name) for name in ("r", "lora_alpha")] if isinstance(content, dict) else [None]
+    is_adapter = isinstance(content, dict) and all(
+        isinstance(content.get(name), int | float) for name in ("r", "lora_alpha")
     )
-    return content if all(isinstance(number, int | float) for number in numbers) else None
+    return content if is_adapter else None
 
 
 def derive_lora(args: Args) -> None:
@@ -147,10 +147,8 @@ def check_lora(args: Args) -> list[str]:
     others = {}
     if args.lora_base_quantization:
         others["--opd-teacher-load"] = weights_path(args.opd_teacher_load)
-    if args.lora_base_quantization and (
-        args.use_kl_loss or args.kl_coef or "ref_load" in args.explicit
-    ):
-        others["--ref-load"] = reference
+        if args.use_kl_loss or args.kl_coef or "ref_load" in args.explicit:
+            others["--ref-load"] = reference
     problems += [
         f"--lora-base-quantization {args.lora_base_quantization}: {name} {path} is not the base "
         f"{base}, so its weights cannot replace the codes; name the base"

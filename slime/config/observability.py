@@ -116,12 +116,11 @@ def derive_debug_modes(args: Args) -> None:
     if args.load_forge_rollout_data and args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION:
         args.rollout_function_path = "slime.rollout.forge_load.generate_rollout"
     if args.dump_details:
-        for name, folder in (
-            ("save_debug_rollout_data", "rollout_data"),
-            ("save_debug_train_data", "train_data"),
-        ):
-            if getattr(args, name) is None:
-                setattr(args, name, str(Path(args.dump_details) / folder / "{rollout_id}.pt"))
+        folder = Path(args.dump_details)
+        args.fill(
+            save_debug_rollout_data=str(folder / "rollout_data" / "{rollout_id}.pt"),
+            save_debug_train_data=str(folder / "train_data" / "{rollout_id}.pt"),
+        )
     # Nothing has to make room.
     if args.debug_rollout_only:  # there is no trainer to share the GPUs with
         args.colocate = args.offload = False

@@ -36,10 +36,7 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
-        super().__init__(str(self))
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        return type(self), (self.problems,)
+        super().__init__(self.problems)
 
     def __str__(self) -> str:
         if len(self.problems) == 1:

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Required, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, Required, TypedDict
 
 from slime.config.files import read_json
 from slime.config.flag import Flag, Kind, Loose
@@ -46,13 +46,18 @@ class TableEntry(TypedDict, total=False):
     field: str  # of Megatron's options: the config field of megatron-core that it sets
 
 
-@dataclass(frozen=True)
-class PassOption:
-    """One pass-through option, e.g. ``--sglang-mem-fraction-static``."""
+class Spelling(NamedTuple):
+    """What one spelling of a flag stands for."""
 
-    family: str
-    flag: Flag  # flag.name is the attribute name in the program that owns the option
-    sets: bool | None = None  # the value that a switch sets; None for other kinds
+    flag: (
+        Flag  # of an option that is passed on, with the attribute name in the program that owns it
+    )
+    family: str | None  # of an option that is passed on
+    sets: bool  # the value that a switch of this spelling sets
+
+    def values(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return where the value is stored, by the flag's name."""
+        return settings if self.family is None else settings[self.family]
 
 
 @dataclass(frozen=True)
@@ -115,12 +120,12 @@ def spelled(family: str, name: str) -> str:
 
 
 @functools.cache
-def options() -> dict[str, PassOption]:
+def options() -> dict[str, Spelling]:
     """Return all pass-through options by their spelling on the command line."""
-    found: dict[str, PassOption] = {}
+    found: dict[str, Spelling] = {}
     # Options without a prefix give way to those with one.
     for family, program in reversed(programs().items()):
-        own: dict[str, PassOption] = {}
+        own: dict[str, Spelling] = {}
         for table in program.by_version.values():
             for spelling, entry in table.items():
                 option = f"--{family}-{spelling[2:]}" if program.has_prefix else spelling
@@ -129,7 +134,7 @@ def options() -> dict[str, PassOption]:
     return found
 
 
-def _option(family: str, option: str, entry: TableEntry) -> PassOption:
+def _option(family: str, option: str, entry: TableEntry) -> Spelling:
     kind = entry["kind"]
     is_bool = kind in ("switch", "negative", "toggle")
     value_type = bool if is_bool else _TYPES[entry.get("type", "str")]
@@ -137,18 +142,16 @@ def _option(family: str, option: str, entry: TableEntry) -> PassOption:
     default = entry.get("default")
     flag = Flag(entry["dest"], option, kind, value_type, default, family, fixed_choices=choices)
     # The table lists both spellings of a toggle as one.
-    if kind == "toggle":
-        is_off = option.removeprefix(f"--{family}-").startswith("no-")
-        return PassOption(family, flag, False if is_off else None)
-    return PassOption(family, flag, kind == "switch" if is_bool else None)
+    no_form = kind == "toggle" and option.removeprefix(f"--{family}-").startswith("no-")
+    return Spelling(flag, family, not no_form and kind != "negative")
 
 
 @functools.cache
-def by_name(family: str) -> dict[str, PassOption]:
+def by_name(family: str) -> dict[str, Spelling]:
     """Return the options of a program by attribute name; if an attribute has several spellings, the
     first.
     """
-    found: dict[str, PassOption] = {}
+    found: dict[str, Spelling] = {}
     for option in options().values():
         if option.family == family:
             found.setdefault(option.flag.name, option)

@@ -214,7 +214,11 @@ def served_context(args: Args) -> int | None:
     # their limit.
     if args.rollout_backend == "embedded":
         of_rotary = rotary_limit(model_config(path))
-        limits = [_of_model(path, scaled=False), of_rotary, args.embedded_max_total_tokens]
+        limits = [
+            context_length(model_config(path), scaled=False),
+            of_rotary,
+            args.embedded_max_total_tokens,
+        ]
     else:
         given = given_options(args)
         overrides: list[dict[str, Any]] = [{}]
@@ -228,13 +232,9 @@ def served_context(args: Args) -> int | None:
         name = "context_length" if registered is None else registered.context_length
         for options in ({**given, **group} for group in overrides):
             length = options.get(name)
-            length = length if str(length).isdigit() else _of_model(path)
+            length = length if str(length).isdigit() else context_length(model_config(path))
             limits += [length, options.get("max_total_tokens")]
     return min((int(limit) for limit in limits if limit), default=None)
-
-
-def _of_model(path: str | None, scaled: bool = True) -> int | None:
-    return context_length(model_config(path), scaled)
 
 
 def context_limit(served: int | None, given: int | None) -> int | None:

@@ -20,14 +20,15 @@ from slime.algorithms.algorithm import Algorithm
 from slime.algorithms.dr_grpo import DrGrpo
 from slime.algorithms.grpo import Grpo
 from slime.config.algorithm import algorithm_class, known_where, loading_problem
-from slime.config.args import Spelling, spellings, underscored
+from slime.config.args import spellings, underscored
+from slime.config.data import can_evaluate
 from slime.config.files import TABLES, read_json
 from slime.config.hf_config import is_hf_folder, model_config
 from slime.config.layout import context_ranks
 from slime.config.lora import has_experts
 from slime.config.machine import Machine, installed
+from slime.config.passthrough import Spelling
 from slime.config.rollout import (
-    OWN_FUNCTIONS,
     is_fully_async,
     may_use_workers,
     old_actor_lag,
@@ -301,13 +302,6 @@ def _returns_groups(run: Run) -> object:
     return "rollout_function_path" in args.explicit or (aborts and not args.deterministic)
 
 
-def _evaluates(run: Run) -> object:
-    args = run.args
-    # it may need no data
-    own = args.eval_function_path not in (args.rollout_function_path, *OWN_FUNCTIONS)
-    return own or args.eval_prompt_data or args.eval_config
-
-
 FACTS: dict[str, Callable[[Run], object]] = {
     "train_async.py": lambda run: run.asynchronous,
     "the fully asynchronous rollout": lambda run: is_fully_async(run.args),
@@ -330,7 +324,7 @@ FACTS: dict[str, Callable[[Run], object]] = {
     "a model of which some tensors are not sent": lambda run: (
         {"vision_config", "audio_config", "quantization_config"} & run.config.keys()
     ),
-    "evaluation data": _evaluates,
+    "evaluation data": lambda run: can_evaluate(run.args, run.args.rollout_function_path),
     "use_rs of --custom-config-path": lambda run: vars(run.args).get("use_rs"),
     "tis_batch_normalize of --custom-config-path": lambda run: vars(run.args).get(
         "tis_batch_normalize"

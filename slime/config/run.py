@@ -163,8 +163,8 @@ class CheckpointConfig(Section):
 
 
 def derive_checkpoints(checkpoints: CheckpointConfig) -> None:
-    if checkpoints.save_retain_interval and checkpoints.save_keep_last is None:
-        checkpoints.save_keep_last = 1
+    if checkpoints.save_retain_interval:
+        checkpoints.fill(save_keep_last=1)
 
 
 def check_folders(saved: CheckpointConfig) -> list[str]:

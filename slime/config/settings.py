@@ -12,14 +12,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.config.args import Args, Spelling, spellings, underscored
+from slime.config.args import Args, spellings, underscored
 from slime.config.batch import check_split
 from slime.config.files import read_yaml
-from slime.config.flag import OutOfRange, convert, did_you_mean
+from slime.config.flag import OutOfRange, convert, defaults_of, did_you_mean, flags_of
 from slime.config.flag_support import why_missing
 from slime.config.hf_config import is_hf_folder
 from slime.config.layout import ParallelLayout, check_shard_size
-from slime.config.passthrough import every_value, prefix_of, programs
+from slime.config.passthrough import Spelling, every_value, prefix_of, programs
 
 HIDDEN = "***"
 _SECRET = re.compile(
@@ -130,18 +130,7 @@ def _hides(option: str) -> bool:
     return is_secret(option) or option.lstrip("-").replace("-", "_") == _ENVIRONMENT
 
 
-RESERVED = frozenset(
-    (
-        "explicit",
-        "notices",
-        "sglang",
-        "router",
-        "megatron",
-        "sglang_model_routers",
-        "use_critic",
-        "world_size",
-    )
-)
+RESERVED = frozenset(defaults_of(Args).keys() - flags_of(Args))
 """Attributes of the arguments that are not flags."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.hf_config import SHAPE, lookup_dimension, read_config
+from slime.config.hf_config import SHAPE, lookup_dimension, model_config
 
 _GENERIC_HIDDEN = 4096
 
@@ -126,8 +126,7 @@ class ModelShape:
         """Read the shape from config.json of a Hugging Face checkpoint; None if it is not on this
         machine.
         """
-        config = read_config(checkpoint) if checkpoint else None
-        return cls.from_config(config) if config is not None else None
+        return cls.from_config(model_config(checkpoint))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape | None:

@@ -122,7 +122,8 @@ def shuffled(positions: Sequence[int] | range, count: int, seed: int) -> list[in
     Args:
         seed: Seed of the permutation, which depends only on it and on ``count``.
     """
-    return [int(row) for row in _permutation(count, seed)[list(positions)]]
+    rows: list[int] = _permutation(count, seed)[list(positions)].tolist()
+    return rows
 
 
 @functools.lru_cache(maxsize=2)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from slime.config.args import Args
 from slime.config.flag import did_you_mean
 from slime.config.hf_config import model_config
 from slime.config.hooks import load_function
@@ -30,9 +31,6 @@ from slime.data.sample import Group, Sample, flatten
 from slime.data.schedule import PackingSettings, build_dp_schedule
 from slime.data.staleness import add_staleness
 from slime.data.token_fields import TOKEN_FIELDS, is_unset
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 
@@ -500,13 +498,16 @@ def _complete_custom(
     # split samples, and each entry counts as a rollout and a group of its own.
     count = len(data["tokens"])
     if count == len(samples):
-        for key, value in _bookkeeping(samples, keys, rollout_ids).items():
-            data.setdefault(key, value)
+        data = _bookkeeping(samples, keys, rollout_ids) | data
     else:
-        data.setdefault("rollout_ids", list(range(count)))
-        data.setdefault("sample_indices", list(range(count)))
+        own = list(range(count))
+        defaults: TrainData = {
+            "rollout_ids": own,
+            "sample_indices": [*own],
+            "truncated": [0] * count,
+        }
+        data = defaults | data
         data.setdefault("group_indices", list(data["rollout_ids"]))
-        data.setdefault("truncated", [0] * count)
     data.setdefault("raw_reward", list(data["rewards"]))
     data.setdefault("loss_masks", [np.ones(n, np.int8) for n in data["response_lengths"]])
     data.setdefault("rollout_mask_sums", _mask_sums(data["loss_masks"], data["rollout_ids"]))

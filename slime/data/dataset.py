@@ -291,11 +291,9 @@ class Dataset:
         left_out = kept.count(None)
         if left_out == len(kept):
             raise DataError(
-                [
-                    f"{self.path}: all {len(kept)} prompts are longer than --rollout-max-prompt-len "
-                    f"{self.max_length} (of an evaluation set: --eval-max-prompt-len, or "
-                    "max_prompt_len in --eval-config)"
-                ]
+                f"{self.path}: all {len(kept)} prompts are longer than --rollout-max-prompt-len "
+                f"{self.max_length} (of an evaluation set: --eval-max-prompt-len, or "
+                "max_prompt_len in --eval-config)"
             )
         if left_out:
             logger.warning(

@@ -6,18 +6,15 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-from slime.config.args import FLAGS
+from slime.config.args import FLAGS, Args
 from slime.config.data import eval_pairs
 from slime.config.files import NamedDataError, data_name, load_yaml
 from slime.config.flag import out_of_range
 from slime.data.dataset import PromptMaker
 from slime.data.prompts import RowKeys
 from slime.types import JsonObject
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 BY_TYPE = ""
 """Value of ``custom_rm_path`` for a data set with an ``rm_type`` of its own in a run with
@@ -76,22 +73,18 @@ class EvalDatasetConfig:
         }
         return cls(name="", path="", **of_run)
 
-    def row_keys(self) -> RowKeys:
-        """The columns of this data set, after :func:`resolve_eval_datasets`."""
-        return RowKeys(
-            self.input_key or "prompt",
-            self.label_key,
-            self.metadata_key,
-            self.tool_key,
-            self.multimodal_keys or {},
-        )
-
     def prompt_maker(self) -> PromptMaker:
         """What makes prompts of the rows of this data set, after :func:`resolve_eval_datasets`;
         without a tokenizer.
         """
         return PromptMaker(
-            self.row_keys(),
+            RowKeys(
+                self.input_key or "prompt",
+                self.label_key,
+                self.metadata_key,
+                self.tool_key,
+                self.multimodal_keys or {},
+            ),
             max_length=self.max_prompt_len,
             apply_chat_template=bool(self.apply_chat_template),
             template_kwargs=dict(self.apply_chat_template_kwargs or {}),

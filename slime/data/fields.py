@@ -226,10 +226,7 @@ class RankBatch(dict[str, Any]):
 
     def under_hook_names(self) -> dict[str, Any]:
         """A plain dict with the documented names, for users' functions, metrics and dumps."""
-        return {
-            BY_NAME[name].public_name if name in BY_NAME else name: value
-            for name, value in self.items()
-        }
+        return {_HIDDEN.get(name, name): value for name, value in self.items()}
 
     @contextmanager
     def lent_to(self, hook: str) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,8 +166,15 @@ def _parse_row(
     """
     # Each part raises its own error; the first one is told, since the others often follow from it.
     prompt = _prompt(data, keys, as_messages, messages)
-    metadata = _metadata(_optional(data, keys.metadata))
-    tools = _tools(_optional(data, keys.tools))
+    metadata = _decoded(
+        _optional(data, keys.metadata),
+        "metadata",
+        "an object",
+        lambda value: isinstance(value, Mapping),
+    )
+    metadata = dict(metadata or {})
+    tools = _decoded(_optional(data, keys.tools), "tools", "a list of objects", _are_objects)
+    tools = list(tools or ()) or None
     if raw.filled:
         tools = _unfilled(tools)
         for message in prompt if isinstance(prompt, list) else ():
@@ -346,33 +353,21 @@ def _label(data: Mapping[str, object], key: str | None) -> JsonValue:
     return value if isinstance(value, str | list | dict) else str(value)
 
 
-def _decoded(value: object, column: str) -> Any:
-    """Parse a value that is a JSON text, None for an empty one; return any other value
-    unchanged.
+def _decoded(value: object, column: str, form: str, valid: Callable[[Any], bool]) -> Any:
+    """Return a value, or what its JSON text says; None for an empty one.
+
+    Args:
+        form: What it must be, which ``valid`` checks.
     """
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        try:
+            value = parse_json(value) if value.strip() else None
+        except ValueError as error:
+            raise RowError(f"{column} is a text that is not valid JSON: {error}") from error
+    if value is None or valid(value):
         return value
-    try:
-        return parse_json(value) if value.strip() else None
-    except ValueError as error:
-        raise RowError(f"{column} is a text that is not valid JSON: {error}") from error
+    raise RowError(f"{column} must be {form} (or its JSON text), not {_describe(value)}")
 
 
-def _metadata(value: object) -> dict[str, Any]:
-    given = _decoded(value, "metadata")
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise RowError(f"metadata must be an object (or its JSON text), not {_describe(given)}")
-    return dict(given)
-
-
-def _tools(value: object) -> list[dict[str, Any]] | None:
-    given = _decoded(value, "tools")
-    if given is None:
-        return None
-    if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
-        raise RowError(
-            f"tools must be a list of objects (or its JSON text), not {_describe(given)}"
-        )
-    return list(given) or None
+def _are_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)

@@ -27,12 +27,12 @@ SHOWN = 20
 class DataError(ValueError):
     """A data set cannot be used; ``problems`` has one line for each problem, with file and row."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, *problems: str) -> None:
         self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
+        super().__init__(*problems)
 
-    def __reduce__(self) -> tuple[type[DataError], tuple[list[str]]]:
-        return type(self), (self.problems,)
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
 
 class Problems:
@@ -60,7 +60,7 @@ class Problems:
 
     def raise_if_any(self) -> None:
         if self.count:
-            raise DataError(self.lines())
+            raise DataError(*self.lines())
 
 
 class RawRow(NamedTuple):
@@ -127,10 +127,10 @@ class RowFile:
                 else ""
             )
             hint = f"; {path}:default:train reads all of its data files" if shards else hint
-            raise DataError([f"data file {path} {what} (looked for {path.absolute()}){hint}"])
+            raise DataError(f"data file {path} {what} (looked for {path.absolute()}){hint}")
         if path.suffix not in _READERS:
             raise DataError(
-                [f"{path}: unknown type {path.suffix!r}; data files are .jsonl, .parquet or .json"]
+                f"{path}: unknown type {path.suffix!r}; data files are .jsonl, .parquet or .json"
             )
         self.spec = spec
         self.path = path
@@ -151,7 +151,7 @@ class RowFile:
         # rows.
         if self._identity() != self._stat:
             raise DataError(
-                [f"{self.path} was changed while the run read it: start again, or restore the file"]
+                f"{self.path} was changed while the run read it: start again, or restore the file"
             )
         # Readers only go forward, so the rows are read in ascending order and then put into the
         # requested order.
@@ -177,7 +177,7 @@ def read_rows(spec: str) -> Iterator[dict[str, Any]]:
         try:
             yield raw.decode()
         except ValueError as error:
-            raise DataError([f"{raw.where}: {error}"]) from error
+            raise DataError(f"{raw.where}: {error}") from error
 
 
 def split_spec(spec: str) -> tuple[Path, slice]:
@@ -193,10 +193,8 @@ def split_spec(spec: str) -> tuple[Path, slice]:
             return Path(match["path"]).expanduser(), slice(*bounds)
     if "@[" in spec and not Path(spec).expanduser().exists():
         raise DataError(
-            [
-                f"{spec}: a slice is written path@[start:stop], with whole numbers or nothing at "
-                "either side"
-            ]
+            f"{spec}: a slice is written path@[start:stop], with whole numbers or nothing at "
+            "either side"
         )
     return Path(spec).expanduser(), slice(None)
 
@@ -250,10 +248,8 @@ class _JsonLines:
                     number = number + 1
                     if not line:
                         raise DataError(
-                            [
-                                f"{self.path} ends at line {number}: it was changed while the run "
-                                "read it"
-                            ]
+                            f"{self.path} ends at line {number}: it was changed while the run "
+                            "read it"
                         )
                     row += not _blank(line, number)
                 text = line.rstrip(b"\n")
@@ -274,7 +270,7 @@ class _Parquet:
         try:
             self.file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise DataError([f"{path}: not a Parquet file: {error}"]) from error
+            raise DataError(f"{path}: not a Parquet file: {error}") from error
         self.path = path
         meta = self.file.metadata
         sizes = (meta.row_group(i).num_rows for i in range(meta.num_row_groups))
@@ -297,7 +293,7 @@ class _Parquet:
                 (data,) = self.batch.slice(row - self.first, 1).to_pylist()
             except (ArrowException, OSError, ValueError, StopIteration) as error:
                 words = str(error) or "it has fewer rows than its metadata says"
-                raise DataError([f"{self.path}: damaged near row {row + 1}: {words}"]) from error
+                raise DataError(f"{self.path}: damaged near row {row + 1}: {words}") from error
             yield RawRow(f"{self.path}, row {row + 1}", data, filled=True)
 
     def _go_to(self, row: int) -> None:
@@ -321,11 +317,11 @@ class _JsonList:
             rows = json.loads(path.read_bytes(), parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                [f"{path}: not valid JSON: {_explain(error)} (one object a line is .jsonl)"]
+                f"{path}: not valid JSON: {_explain(error)} (one object a line is .jsonl)"
             ) from error
         if not isinstance(rows, list):
             raise DataError(
-                [f"{path}: a .json file must be a list of objects, this is a {type(rows).__name__}"]
+                f"{path}: a .json file must be a list of objects, this is a {type(rows).__name__}"
             )
         self.path = path
         self.rows = rows

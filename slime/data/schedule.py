@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain, islice
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from itertools import chain, islice
 
 from slime.config.algorithm import registered_loss
+from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.data.balance import ModelShape, first_fit, forward_flops, split_in_two
 from slime.data.lock_step import Items, deal, pack_in_lock_step
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +113,13 @@ def build_dp_schedule(
         ValueError: There are too few rollouts for a step, or the micro-batches cannot be
             distributed evenly.
     """
+    units: list[list[int]] | None = None
+    # What stays together in a micro-batch is scheduled as one sample of its joint length.
     if settings.whole_rollouts:
-        return _schedule_whole(settings, layout, total_lengths, global_batch_size, rollout_indices)
+        units = _rollouts(rollout_indices)
+        total_lengths = [sum(total_lengths[i] for i in unit) for unit in units]
+        rollout_indices = range(len(units))
+        prompts = parts = None
     steps = parts or _steps(rollout_indices, len(total_lengths), global_batch_size)
     partitions: list[list[int]] = [[] for _ in range(layout.dp)]
     micro_batch_indices: list[list[list[int]]] = [[] for _ in range(layout.dp)]
@@ -128,40 +130,11 @@ def build_dp_schedule(
         for rank, micro_batches in enumerate(by_rank):
             for micro_batch in micro_batches:
                 start = len(partitions[rank])
+                if units is not None:
+                    micro_batch = [i for unit in micro_batch for i in units[unit]]
                 partitions[rank] += micro_batch
                 micro_batch_indices[rank].append(list(range(start, len(partitions[rank]))))
     return partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps)
-
-
-def _schedule_whole(
-    settings: PackingSettings,
-    layout: ParallelLayout,
-    total_lengths: Sequence[int],
-    global_batch_size: int,
-    rollout_indices: Sequence[int],
-) -> Schedule:
-    """Do what :func:`build_dp_schedule` does, with the samples of a rollout as one sample of their
-    joint length.
-    """
-    members: dict[int, list[int]] = {}
-    for position, rollout in enumerate(rollout_indices):
-        members.setdefault(rollout, []).append(position)
-    rollouts = list(members.values())
-    partitions, micro_batches, steps, sizes = build_dp_schedule(
-        replace(settings, whole_rollouts=False),
-        layout,
-        [sum(total_lengths[i] for i in rollout) for rollout in rollouts],
-        global_batch_size=global_batch_size,
-        rollout_indices=range(len(rollouts)),
-    )
-    for rank, chosen in enumerate(partitions):
-        starts = [0, *accumulate(len(rollouts[i]) for i in chosen)]
-        partitions[rank] = [i for one in chosen for i in rollouts[one]]
-        micro_batches[rank] = [
-            [i for one in batch for i in range(starts[one], starts[one + 1])]
-            for batch in micro_batches[rank]
-        ]
-    return partitions, micro_batches, steps, sizes
 
 
 def pack_forward_only(
@@ -192,6 +165,16 @@ def pack_forward_only(
     return sorted(packs, key=lambda pack: (-items.size(pack)[1], pack))
 
 
+def _rollouts(rollout_indices: Sequence[int]) -> list[list[int]]:
+    """The positions of the samples of each rollout; rollouts are in the order of their first
+    sample.
+    """
+    members: dict[int, list[int]] = {}
+    for position, rollout in enumerate(rollout_indices):
+        members.setdefault(rollout, []).append(position)
+    return list(members.values())
+
+
 def _steps(
     rollout_indices: Sequence[int], num_samples: int, global_batch_size: int
 ) -> list[list[int]]:
@@ -200,10 +183,7 @@ def _steps(
     """
     if len(rollout_indices) != num_samples:
         raise ValueError(f"{num_samples} samples but {len(rollout_indices)} rollout ids")
-    # A dict keeps the order in which rollouts first appear.
-    rollouts: dict[int, list[int]] = {}
-    for position, rollout in enumerate(rollout_indices):
-        rollouts.setdefault(rollout, []).append(position)
+    rollouts = _rollouts(rollout_indices)
     count = len(rollouts)
     num_steps = count // global_batch_size
     if num_steps < 1:
@@ -218,7 +198,7 @@ def _steps(
             *(count, num_steps, global_batch_size),
             *[count % global_batch_size] * 2,
         )
-    members = iter(rollouts.values())
+    members = iter(rollouts)
     return [list(chain(*islice(members, global_batch_size))) for _ in range(num_steps)]
 
 

@@ -13,8 +13,9 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeGuard
+from typing import Any, Protocol, Self, TypeAlias, TypeGuard
 
+from slime.config.args import Args
 from slime.config.data import DEFAULT_DATA_SOURCE
 from slime.config.hooks import load_function
 from slime.config.rollout import OWN_FUNCTIONS, SFT_FUNCTION
@@ -24,9 +25,6 @@ from slime.data.rows import DataError
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts, own_copy
 from slime.data.tokenizers import load_processor, load_tokenizer
 from slime.data.value_files import load_plain
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 BUILT_IN_SOURCES = (DEFAULT_DATA_SOURCE.rpartition(".")[0], __name__)
@@ -174,10 +172,8 @@ class RolloutDataSource:
             if prompt is not None:
                 return prompt
         raise DataError(
-            [
-                f"all {len(self.dataset)} prompts of the data set are longer than "
-                "--rollout-max-prompt-len"
-            ]
+            f"all {len(self.dataset)} prompts of the data set are longer than "
+            "--rollout-max-prompt-len"
         )
 
     def _order_epoch(self) -> None:
@@ -304,6 +300,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         # for here. Samples are compared by identity, because a filter may return new lists of the
         # same samples.
         before = list(self.buffer)
+
+        def without(groups: list[Group], samples: set[int]) -> list[Group]:
+            return [g for g in groups if not any(id(sample) in samples for sample in flatten(g))]
+
         assigned = vars(self).get("buffer_filter")
         if assigned is None:
             chosen = list(self.buffer_filter(self.args, self.buffer, num_samples))
@@ -315,14 +315,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 f"the buffer filter returned {len(chosen)} of {num_samples} groups, or one group "
                 "twice"
             )
-        self.buffer[:] = [
-            group for group in self.buffer if not any(id(s) in taken for s in flatten(group))
-        ]
+        self.buffer[:] = without(self.buffer, taken)
         kept = taken | {id(sample) for sample in flatten(self.buffer)}
-        dropped = [
-            group for group in before if not any(id(sample) in kept for sample in flatten(group))
-        ]
-        if dropped:
+        if dropped := without(before, kept):
             logger.info("the buffer filter dropped %d groups", len(dropped))
             self.on_dropped(dropped)
         return chosen
@@ -378,7 +373,6 @@ def prompt_maker(args: Args) -> PromptMaker:
     sft = args.rollout_function_path == SFT_FUNCTION
     own_rollout = args.rollout_function_path not in OWN_FUNCTIONS
     own_source = args.data_source_path.rpartition(".")[0] not in BUILT_IN_SOURCES
-    options = {"trust_remote_code": True} if args.trust_remote_code else {}
     return PromptMaker(
         RowKeys(
             args.input_key,
@@ -387,7 +381,9 @@ def prompt_maker(args: Args) -> PromptMaker:
             args.tool_key,
             args.multimodal_keys or {},
         ),
-        load_processor=functools.partial(load_processor, args.hf_checkpoint, **options),
+        load_processor=functools.partial(
+            load_processor, args.hf_checkpoint, args.trust_remote_code
+        ),
         max_length=args.rollout_max_prompt_len,
         apply_chat_template=args.apply_chat_template,
         template_kwargs=dict(args.apply_chat_template_kwargs or {}),
@@ -421,8 +417,7 @@ def load_dataset(args: Args) -> Dataset:
         )
     make = prompt_maker(args)
     if args.apply_chat_template or args.streaming_data or args.rollout_max_prompt_len is not None:
-        options = {"trust_remote_code": True} if args.trust_remote_code else {}
-        make.tokenizer = load_tokenizer(args.hf_checkpoint, **options)
+        make.tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)
     return Dataset(
         args.prompt_data,
         make=make,

@@ -10,14 +10,13 @@ itself reads arrays, which create no Python object per token.
 from __future__ import annotations
 
 import base64
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from slime.config.hf_config import read_config
+from slime.config.hf_config import config_once
 from slime.types import MetaInfo
 
 if TYPE_CHECKING:
@@ -380,9 +379,9 @@ def experts_shape(args: Args | None) -> tuple[int, int]:
     """
     layers = topk = 0
     if args is not None:
-        layers, topk = _shape_of_model(args.hf_checkpoint or "")
-        layers = layers or args.num_layers or 0
-        topk = topk or args.moe_router_topk or 0
+        config = config_once(args.hf_checkpoint or "")
+        layers = config.get("num_hidden_layers") or args.num_layers or 0
+        topk = config.get("num_experts_per_tok") or args.moe_router_topk or 0
     if not layers or not topk:
         raise ValueError(
             "the shape of routed experts is not known: config.json of --hf-checkpoint has no "
@@ -390,12 +389,6 @@ def experts_shape(args: Args | None) -> tuple[int, int]:
             "are not given"
         )
     return layers, topk
-
-
-@functools.lru_cache(maxsize=8)
-def _shape_of_model(checkpoint: str) -> tuple[int, int]:
-    config = (read_config(checkpoint) if checkpoint else None) or {}
-    return int(config.get("num_hidden_layers") or 0), int(config.get("num_experts_per_tok") or 0)
 
 
 def decode_int32(value: str | list[int]) -> np.ndarray:

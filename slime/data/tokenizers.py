@@ -48,17 +48,19 @@ type.
 """
 
 
-def load_tokenizer(name_or_path: str | Path, **kwargs: object) -> Tokenizer:
+def load_tokenizer(
+    name_or_path: str | Path, trust_remote_code: bool = False, **kwargs: object
+) -> Tokenizer:
     """Load the tokenizer of a folder or hub id; returns the same object for the same arguments.
 
     Args:
-        kwargs: Arguments of ``AutoTokenizer.from_pretrained``, e.g. ``trust_remote_code=True``.
+        kwargs: Further arguments of ``AutoTokenizer.from_pretrained``.
 
     Raises:
         FileNotFoundError: The folder does not exist, or has no tokenizer.
     """
     with ONE_AT_A_TIME:
-        return load_cached(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
+        return load_cached(*_resolve(name_or_path, trust_remote_code, kwargs))
 
 
 def preload_tokenizer(name_or_path: str | Path, trust_remote_code: bool) -> None:
@@ -66,17 +68,19 @@ def preload_tokenizer(name_or_path: str | Path, trust_remote_code: bool) -> None
     never come.
     """
     with contextlib.suppress(Exception):
-        load_tokenizer(name_or_path, **({"trust_remote_code": True} if trust_remote_code else {}))
+        load_tokenizer(name_or_path, trust_remote_code)
 
 
-def load_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
+def load_processor(
+    name_or_path: str | Path, trust_remote_code: bool = False, **kwargs: object
+) -> Any | None:
     """Load the processor of a model that takes images, videos or audio; None for a text model.
 
     Raises:
         FileNotFoundError: The folder does not exist.
     """
     with ONE_AT_A_TIME:
-        return _load_processor(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
+        return _load_processor(*_resolve(name_or_path, trust_remote_code, kwargs))
 
 
 _PROBE = "slime.probe.text"
@@ -375,20 +379,24 @@ def _load_processor(
     return processor if isinstance(processor, ProcessorMixin) else None
 
 
-def _resolve(name_or_path: str | Path) -> tuple[str, bool]:
-    """(folder or hub id, whether it is a folder)"""
+def _resolve(
+    name_or_path: str | Path, trust: bool, kwargs: dict[str, object]
+) -> tuple[str, bool, tuple[tuple[str, object], ...]]:
+    """(folder or hub id, whether it is a folder, the arguments to load it with)"""
     if name_or_path is None or str(name_or_path) == "":
         raise FileNotFoundError(
             "no checkpoint is given to load a tokenizer from: set --hf-checkpoint"
         )
+    # Without trust, nothing is said about it, as in calls of users: both get the same object.
+    options = tuple(sorted({**kwargs, **({"trust_remote_code": True} if trust else {})}.items()))
     # A folder first: a hub id may also be the name of a folder here.
     name = str(name_or_path)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return str(folder), True
+        return str(folder), True, options
     # A hub id is "name" or "owner/name".
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise FileNotFoundError(
             f"checkpoint folder {name} does not exist (looked for {folder.absolute()})"
         )
-    return name, False
+    return name, False, options

@@ -8,8 +8,8 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from slime.config.args import Args
 from slime.config.data import reward_type_problem
 from slime.config.files import data_name
 from slime.config.flag import shown
@@ -27,9 +27,6 @@ from slime.data.rows import DataError, Problems, RowFile
 from slime.data.source import BUILT_IN_SOURCES, prompt_maker
 from slime.data.tokenizers import load_processor, load_tokenizer
 from slime.types import Tokenizer
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 LabelCheck = Callable[[str, object, Mapping[str, object]], str | None]
 _ROWS_AT_ONCE = 1024
@@ -63,8 +60,9 @@ class _Check:
     def __init__(self, args: Args, check_label: LabelCheck) -> None:
         self.args = args
         self.check_of_type = check_label
-        self.trust = {"trust_remote_code": True} if args.trust_remote_code else {}
-        self.tokenizer = functools.cache(lambda: _tokenizer(args.hf_checkpoint, self.trust))
+        self.tokenizer = functools.cache(
+            lambda: _tokenizer(args.hf_checkpoint, args.trust_remote_code)
+        )
         self.run = EvalDatasetConfig.from_args(args)
 
     def reads_prompts(self) -> bool:
@@ -103,8 +101,9 @@ class _Check:
     def evaluation_set(self, config: EvalDatasetConfig) -> list[str]:
         """The problems of an evaluation set."""
         make = config.prompt_maker()
-        checkpoint = self.args.hf_checkpoint
-        make.load_processor = functools.partial(load_processor, checkpoint, **self.trust)
+        make.load_processor = functools.partial(
+            load_processor, self.args.hf_checkpoint, self.args.trust_remote_code
+        )
         own_evaluation = self.args.eval_function_path not in OWN_FUNCTIONS
         make.rendered_later = not (own_evaluation or config.custom_generate_function_path)
         problems = self.file(config.path, make, config)
@@ -193,15 +192,15 @@ class _Check:
         return problems.lines()
 
 
-def _tokenizer(checkpoint: str | None, options: Mapping[str, bool]) -> Tokenizer | None:
+def _tokenizer(checkpoint: str | None, trust: bool) -> Tokenizer | None:
     """The tokenizer of a checkpoint that is on this machine; None for others."""
     if not checkpoint or read_chat_template(checkpoint) is None:
         return None
-    if not Path(checkpoint).expanduser().is_dir():
-        options = {**options, "local_files_only": True}
+    is_folder = Path(checkpoint).expanduser().is_dir()
+    options = {} if is_folder else {"local_files_only": True}
     # The rollout manager fails on it in the same way, and says so.
     with contextlib.suppress(Exception):
-        return load_tokenizer(checkpoint, **options)
+        return load_tokenizer(checkpoint, trust, **options)
     return None
 
 

@@ -62,10 +62,8 @@ def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
             # A dump is read with the tokenizer that made it, which may be gone by then.
             from slime.data.tokenizers import load_processor, load_tokenizer
 
-            trust = {"trust_remote_code": args.trust_remote_code}
-            reader = load_processor(args.hf_checkpoint, **trust) or load_tokenizer(
-                args.hf_checkpoint, **trust
-            )
+            named = args.hf_checkpoint, args.trust_remote_code
+            reader = load_processor(*named) or load_tokenizer(*named)
             reader.save_pretrained(Path(args.dump_details) / "tokenizer")
         _save({"rollout_id": rollout_id, "samples": samples}, path)
     return path

@@ -80,7 +80,7 @@ def local_tokenizer(checkpoint: str | None, trust: bool) -> Tokenizer | None:
     """
     if not checkpoint or read_chat_template(checkpoint) is None:
         return None
-    return load_tokenizer(checkpoint, **({"trust_remote_code": True} if trust else {}))
+    return load_tokenizer(checkpoint, trust)
 
 
 @functools.cache

@@ -264,7 +264,7 @@ class GenerateState:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of ``--hf-checkpoint``, loaded at the first access."""
-        return load_tokenizer(self.args.hf_checkpoint, **self._trust())
+        return load_tokenizer(self.args.hf_checkpoint, self.args.trust_remote_code)
 
     @functools.cached_property
     def end_token_ids(self) -> frozenset[int]:
@@ -274,10 +274,7 @@ class GenerateState:
     @functools.cached_property
     def processor(self) -> Any:
         """Processor of ``--hf-checkpoint`` for multimodal inputs, or None for text-only models."""
-        return load_processor(self.args.hf_checkpoint, **self._trust())
-
-    def _trust(self) -> dict[str, bool]:
-        return {"trust_remote_code": True} if self.args.trust_remote_code else {}
+        return load_processor(self.args.hf_checkpoint, self.args.trust_remote_code)
 
     @property
     def semaphore(self) -> asyncio.Semaphore:

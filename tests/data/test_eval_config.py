@@ -54,7 +54,7 @@ eval:
         "question",
         {"x": 1},
     )
-    assert a.row_keys().prompt == "q" and a.stop is None
+    assert a.prompt_maker().keys.prompt == "q" and a.stop is None
 
 
 def test_datasets_by_name(tmp_path: Path) -> None:

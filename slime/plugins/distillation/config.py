@@ -137,10 +137,9 @@ def _teacher_problems(args: Args) -> list[str]:
     """Return what is wrong with the teachers: the file, or a tokenizer that is not the student's."""
     from slime.data.tokenizers import load_tokenizer
 
-    options = {"trust_remote_code": True} if args.trust_remote_code else {}
     try:
         rows = teacher_rows(args.distill_teacher, args.hf_checkpoint)
-        own = load_tokenizer(args.hf_checkpoint, **options).get_vocab()
+        own = load_tokenizer(args.hf_checkpoint, args.trust_remote_code).get_vocab()
     except (OSError, ValueError) as error:
         return str(error).splitlines()
     problems = []
@@ -159,7 +158,7 @@ def _teacher_problems(args: Args) -> list[str]:
         if row.path == args.hf_checkpoint or row.served:
             continue
         try:
-            other = load_tokenizer(row.path, **options).get_vocab()
+            other = load_tokenizer(row.path, args.trust_remote_code).get_vocab()
         except (OSError, ValueError) as error:
             problems.append(f"--distill-teacher {row.path}: {error}")
             continue

@@ -93,8 +93,7 @@ class EnvironmentSource(RolloutDataSourceWithBuffer):
         self.spec = own_seed(args.environment or "", args.rollout_seed)
         tokenizer = None
         if args.rollout_max_prompt_len is not None:
-            options = {"trust_remote_code": True} if args.trust_remote_code else {}
-            tokenizer = load_tokenizer(args.hf_checkpoint, **options)
+            tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)
         tasks = EnvironmentTasks(
             self.spec,
             args.rollout_seed,
