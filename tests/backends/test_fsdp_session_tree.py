@@ -21,6 +21,7 @@ from slime.data.sample import Sample
 from slime.models import scorer
 from slime.models import token_log_probs as token_log_probs_module
 from slime.plugins.agents.trajectory import Tree, Turn
+from slime.rollout.state import GenerateState
 
 
 class NoText:
@@ -56,7 +57,9 @@ def session(args: Args, index: int, draw: random.Random) -> list[Sample]:
     for added in ([8], [9], [5]):
         turn(second, added, 4)
     base = Sample(group_index=0, index=index, rollout_id=index, reward=float(index), prompt="q")
-    return tree.samples(args, base, NoText())
+    state = GenerateState(args)
+    state.tokenizer = NoText()
+    return tree.samples(state, base)
 
 
 def batch_of(args: Args) -> RankBatch:

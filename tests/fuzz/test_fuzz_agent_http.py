@@ -193,7 +193,7 @@ async def test_requests(gateway: AgentServer, checkpoint: Path, chunk: int) -> N
         args = arguments(checkpoint, engine.url)
         args.rollout_max_response_len = 2000
         state = GenerateState(args)
-        session = gateway.open(args, Sample(prompt="p"), state.sampling_params)
+        session = gateway.open(state, Sample(prompt="p"), state.sampling_params)
         headers = {"Content-Type": "application/json"}
 
         async def ask(path: str, content: bytes) -> tuple[int, bytes]:

@@ -165,7 +165,7 @@ def test_an_agents_conversation_ends_before_the_last_end_token(folder: Path) -> 
     tree = Tree()
     tree.add(first)
     tree.add(last)
-    (sample,) = tree.samples(args, Sample(prompt="q"), state.tokenizer)
+    (sample,) = tree.samples(state, Sample(prompt="q"))
     assert sample.response == "a</s>bc" and sample.tokens == encode("qa</s>bc</s>")
 
 

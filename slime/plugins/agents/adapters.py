@@ -43,11 +43,11 @@ class _Session(Session):
     """
 
     def __init__(
-        self, session_id: str, args: Args, params: SamplingParams, most_turns: int | None
+        self, session_id: str, state: GenerateState, params: SamplingParams, most_turns: int | None
     ) -> None:
-        super().__init__(session_id, args, Sample(session_id=session_id), params)
+        super().__init__(session_id, state, Sample(session_id=session_id), params)
         # the state of a run refers to its args only weakly
-        self.args, self.most_turns = args, most_turns
+        self.args, self.most_turns = state.args, most_turns
 
     def check_open(self) -> None:
         if not self._open:
@@ -169,7 +169,7 @@ class BaseAdapter:
         state = GenerateState(args)
         state.__dict__["tokenizer"] = self.tokenizer
         params = cast("SamplingParams", {**state.sampling_params, **defaults})
-        self._server.sessions[sid] = _Session(sid, args, params, self.max_turns)
+        self._server.sessions[sid] = _Session(sid, state, params, self.max_turns)
         return sid
 
     async def finish_session(
@@ -200,7 +200,7 @@ class BaseAdapter:
         await self.drop_session(sid)
         if session.fault is not None:
             raise session.fault
-        samples = session.tree.samples(session.state.args, base_sample, self.tokenizer)
+        samples = session.tree.samples(session.state, base_sample)
         for sample in samples:
             sample.metadata.update(extra_metadata or {})
             sample.reward = copy.copy(reward)

@@ -16,6 +16,7 @@ from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
 from slime.rollout.rm_hub.dispatch import async_rm, scores_whole_groups
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored
+from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
 from .config import AgentConfig
@@ -57,7 +58,7 @@ async def generate(
     # The program reaches the model at an address of its own, which identifies its session.
     settings = section(AgentConfig, args)
     server = await agent_server(settings.agent_host)
-    session = server.open(args, sample, sampling_params, evaluation)
+    session = server.open(GenerateState(args), sample, sampling_params, evaluation)
     url = server.url(session)
     task = Task(
         prompt=copy.deepcopy(sample.prompt),
@@ -162,7 +163,7 @@ async def _outcome(
 
 
 def _samples(session: Session) -> list[Sample]:
-    samples = session.tree.samples(session.state.args, session.sample, session.state.tokenizer)
+    samples = session.tree.samples(session.state, session.sample)
     if samples:
         return samples
     without_response(session.state, session.sample)

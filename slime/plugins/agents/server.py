@@ -29,7 +29,7 @@ from .session import Place, Session
 from .trajectory import Turn
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    from slime.rollout.state import GenerateState
 
 logger = logging.getLogger(__name__)
 Dialect = type[Chat] | type[Responses] | type[Messages]
@@ -105,10 +105,10 @@ class AgentServer:
         return f"http://{self.host}:{self.port}/s/{session.id}"
 
     def open(
-        self, args: Args, sample: Sample, params: SamplingParams, evaluation: bool = False
+        self, state: GenerateState, sample: Sample, params: SamplingParams, evaluation: bool = False
     ) -> Session:
         """Create a session; :meth:`close` ends it."""
-        session = Session(uuid.uuid4().hex, args, sample, params, evaluation)
+        session = Session(uuid.uuid4().hex, state, sample, params, evaluation)
         self.sessions[session.id] = session
         return session
 

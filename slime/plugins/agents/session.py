@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -51,9 +51,6 @@ from .tool_parsers import (
 )
 from .trajectory import Tree, Turn
 
-if TYPE_CHECKING:
-    from slime.config.args import Args
-
 logger = logging.getLogger(__name__)
 OnText = Callable[[str], None]
 OnPart = Callable[[str, str], None]
@@ -89,15 +86,16 @@ class Session:
     def __init__(
         self,
         session_id: str,
-        args: Args,
+        state: GenerateState,
         sample: Sample,
         params: SamplingParams,
         evaluation: bool = False,
     ) -> None:
         self.id, self.sample, self.params, self.evaluation = session_id, sample, params, evaluation
+        args = state.args
         self.settings = section(AgentConfig, args)
         self.max_turns = args.max_turns
-        self.state = GenerateState(args)
+        self.state = state
         self.template = ChatTemplate(self.state.tokenizer, sample.apply_chat_template_kwargs)
         self.parser_name = parser_name(
             self.settings.agent_tool_parser, self.state.tokenizer, args.hf_checkpoint

@@ -13,20 +13,15 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from slime.data.sample import Sample
-from slime.data.tokenizers import end_ids
 from slime.rollout.ends import text_of
 from slime.rollout.generate import append_output
 from slime.rollout.prompts import prompt_ids
 from slime.rollout.state import GenerateState
-from slime.types import GenerateOutput, Tokenizer
+from slime.types import GenerateOutput
 
 from .messages import Ask, Message, Tool, key_of
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 Key = tuple[str, str, str]
 
@@ -144,17 +139,17 @@ class Tree:
         """Return the turns that no other turn continues, in the order of their completion."""
         return [turn for turn in self.turns.values() if not turn.children]
 
-    def samples(self, args: Args, base: Sample, tokenizer: Tokenizer) -> list[Sample]:
+    def samples(self, state: GenerateState, base: Sample) -> list[Sample]:
         """Return one sample per leaf. A turn that several samples share is trained only in the
         first of them.
         """
         trained: set[Turn] = set()
-        ends = end_ids(tokenizer, args.hf_checkpoint, args.rollout_stop_token_ids)
+        skip = state.args.rollout_skip_special_tokens
         samples = []
         for leaf in self.leaves():
-            sample = _sample(args, base, leaf, trained)
+            sample = _sample(state, base, leaf, trained)
             response = sample.tokens[-sample.response_length :]
-            sample.response = text_of(tokenizer, ends, response, args.rollout_skip_special_tokens)
+            sample.response = text_of(state.tokenizer, state.end_token_ids, response, skip)
             trained.update(leaf.path())
             samples.append(sample)
         return samples
@@ -186,7 +181,8 @@ def without_response(state: GenerateState, sample: Sample) -> None:
     sample.append_response_tokens(tokens=[end], log_probs=None, trainable=False)
 
 
-def _sample(args: Args, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
+def _sample(state: GenerateState, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
+    args = state.args
     sample = copy.copy(base)
     sample.spec_info = copy.copy(base.spec_info)
     sample.prefix_cache_info = copy.copy(base.prefix_cache_info)
@@ -214,7 +210,7 @@ def _sample(args: Args, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
                     args, tokens=ids, log_probs=None, trainable=False, meta_info=meta
                 )
             else:
-                append_output(GenerateState(args), sample, {**output, "text": ""})
+                append_output(state, sample, {**output, "text": ""})
     sample.status = (
         Sample.Status.TRUNCATED if leaf.cut or leaf.overflowed else Sample.Status.COMPLETED
     )

@@ -30,7 +30,7 @@ class Client:
         self.state = GenerateState(self.args)
         params = {**self.state.sampling_params, "sampling_seed": seed}
         self.session: Session = server.open(
-            self.args, Sample(prompt="p", index=3, group_index=1), params
+            self.state, Sample(prompt="p", index=3, group_index=1), params
         )
         self.url = server.url(self.session)
 
@@ -48,7 +48,7 @@ class Client:
         )
 
     def samples(self) -> list[Sample]:
-        return self.session.tree.samples(self.args, self.session.sample, self.state.tokenizer)
+        return self.session.tree.samples(self.state, self.session.sample)
 
 
 @pytest.fixture

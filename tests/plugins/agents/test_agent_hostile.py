@@ -70,7 +70,7 @@ class Talk:
         self.args = arguments(folder, engine.url)
         self.args.rollout_max_response_len = 8000
         self.state = GenerateState(self.args)
-        self.session = server.open(self.args, Sample(prompt="p"), self.state.sampling_params)
+        self.session = server.open(self.state, Sample(prompt="p"), self.state.sampling_params)
         self.url = server.url(self.session)
 
     async def post(self, path: str, body: Any) -> tuple[int, bytes]:
@@ -120,7 +120,7 @@ async def test_whatever_the_model_writes_is_an_answer(
         and talk.session.error is None
         and len(talk.session.tree.turns) == len(WRITTEN)
     )
-    samples = talk.session.tree.samples(talk.args, talk.session.sample, talk.state.tokenizer)
+    samples = talk.session.tree.samples(talk.state, talk.session.sample)
     lines = write_samples(tmp_path, 0, samples).read_text().splitlines()
     assert len(lines) == len(samples) and all(map(json.loads, lines))
 
@@ -298,7 +298,10 @@ def test_a_conversation_of_3000_turns() -> None:
         messages += [*new, answer]
     assert tree.find(Ask([*messages, {"role": "user", "content": "more"}])) is parent
     assert parent is not None and len(parent.ids()) == 6000
-    (sample,) = tree.samples(arguments(Path("none")), Sample(prompt="p"), make_tokenizer())
+    args = arguments(Path("none"))
+    state = GenerateState(args)
+    state.tokenizer = make_tokenizer()
+    (sample,) = tree.samples(state, Sample(prompt="p"))
     assert sample.response_length == 5999 and len(sample.metadata["messages"]) == 6000
 
 

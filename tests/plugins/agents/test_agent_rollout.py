@@ -260,7 +260,7 @@ async def test_zero_drift_over_random_conversations(
 
     async def talk(number: int) -> list[Sample]:
         draw = random.Random(number)
-        session = endpoint.open(args, Sample(), {**state.sampling_params, "sampling_seed": number})
+        session = endpoint.open(state, Sample(), {**state.sampling_params, "sampling_seed": number})
         told: list[list[dict[str, Any]]] = [[]]
         for _ in range(draw.randint(2, 5)):
             messages = [
@@ -270,7 +270,7 @@ async def test_zero_drift_over_random_conversations(
             ask = Ask(messages, max_tokens=draw.randint(1, 12))
             turn = await session.answer(ask, session.prepare(ask))
             told.append([*messages, turn.answer])
-        return session.tree.samples(args, session.sample, state.tokenizer)
+        return session.tree.samples(state, session.sample)
 
     samples = [sample for talks in await asyncio.gather(*map(talk, range(150))) for sample in talks]
     known = {(tuple(prompt), tuple(output)): log_probs for prompt, output, log_probs in seen}

@@ -54,7 +54,7 @@ async def test_real_sglang_constrains_what_clients_demand(
     args = arguments(tiny_model, sglang.url, agent_constrained_decoding=True)
     args.rollout_backend = "sglang"
     state = GenerateState(args)
-    session = endpoint.open(args, Sample(prompt="p"), state.sampling_params)
+    session = endpoint.open(state, Sample(prompt="p"), state.sampling_params)
     client = openai.AsyncOpenAI(base_url=f"{endpoint.url(session)}/v1", api_key="x", max_retries=0)
     create = client.chat.completions.create
     tools = [
@@ -78,7 +78,7 @@ async def test_real_sglang_constrains_what_clients_demand(
     )
     assert turn.cut or json.loads(turn.answer["content"])["n"] in (1, 2)
     assert session.counts["turns"] == 2 and not session.counts["unmet"] and session.error is None
-    samples = session.tree.samples(args, session.sample, state.tokenizer)
+    samples = session.tree.samples(state, session.sample)
     assert [sample.effective_response_length for sample in samples] == [0, 0], (
         "sampled from a part of the vocabulary"
     )
@@ -94,7 +94,7 @@ async def test_real_sglang(endpoint: AgentServer, tiny_model: Path, sglang: Any)
     args = arguments(tiny_model, sglang.url)
     args.rollout_backend = "sglang"
     state = GenerateState(args)
-    session = endpoint.open(args, Sample(prompt="p"), state.sampling_params)
+    session = endpoint.open(state, Sample(prompt="p"), state.sampling_params)
     url = endpoint.url(session)
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
     other = anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0)
@@ -121,7 +121,7 @@ async def test_real_sglang(endpoint: AgentServer, tiny_model: Path, sglang: Any)
         turn for turn in (one, two, three) if turn.output_ids[-1] == state.tokenizer.eos_token_id
     ]
     assert all(turn.outputs[-1]["meta_info"]["finish_reason"]["type"] == "stop" for turn in ended)
-    samples = session.tree.samples(args, session.sample, state.tokenizer)
+    samples = session.tree.samples(state, session.sample)
     assert sum(s.effective_response_length for s in samples) == sum(
         len(t.output_ids) for t in (one, two, three)
     )

@@ -43,13 +43,13 @@ class Scripted:
     ) -> None:
         self.args = arguments(checkpoint, engine.url, **more)
         self.state = GenerateState(self.args)
-        self.session = server.open(self.args, Sample(prompt="p"), self.state.sampling_params)
+        self.session = server.open(self.state, Sample(prompt="p"), self.state.sampling_params)
         url = server.url(self.session)
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
         self.anthropic = anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0)
 
     def sample(self) -> Sample:
-        (sample,) = self.session.tree.samples(self.args, self.session.sample, self.state.tokenizer)
+        (sample,) = self.session.tree.samples(self.state, self.session.sample)
         return sample
 
 

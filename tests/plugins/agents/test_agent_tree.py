@@ -13,6 +13,7 @@ from needs import of_all
 from slime.data.sample import Sample
 from slime.plugins.agents.messages import Ask, call, key_of
 from slime.plugins.agents.trajectory import Tree, Turn
+from slime.rollout.state import GenerateState
 
 WORDS = st.sampled_from(["a", "b"])
 STEP = st.tuples(
@@ -76,7 +77,10 @@ def test_every_request_goes_on_from_the_longest_conversation_and_every_token_is_
         told.append((turn.conversation(), turn.ids()))
         assert turn.ids()[: len(seen)] == seen or parent is None or parent.ids() != seen
         assert [*map(key_of, turn.conversation())] == [key_of(m) for m in [*messages, answer]]
-    samples = tree.samples(make_args(), Sample(index=5), Letters())
+    args = make_args()
+    state = GenerateState(args)
+    state.tokenizer = Letters()
+    samples = tree.samples(state, Sample(index=5))
     leaves = tree.leaves()
     assert [s.tokens for s in samples] == [leaf.ids() for leaf in leaves]
     trained = []
@@ -159,5 +163,8 @@ def test_a_turn_that_was_cut_or_had_no_room_to_go_on_makes_its_sample_truncated(
         )
         turn.overflowed = overflowed
         tree.add(turn)
-        (sample,) = tree.samples(make_args(), Sample(), Letters())
+        args = make_args()
+        state = GenerateState(args)
+        state.tokenizer = Letters()
+        (sample,) = tree.samples(state, Sample())
         assert sample.status is status

@@ -216,7 +216,7 @@ async def test_an_answer_that_does_not_meet_it_is_an_error_and_stays_in_the_sess
         assert talk.session.counts["unmet"] == 2 and talk.session.counts["turns"] == 4
         assert talk.session.fault is None and talk.session.error is None
         assert all("structural_tag" not in body["sampling_params"] for body in engine.bodies)
-    samples = talk.session.tree.samples(talk.args, talk.session.sample, talk.state.tokenizer)
+    samples = talk.session.tree.samples(talk.state, talk.session.sample)
     assert len(samples) == 4 and all(sample.effective_response_length for sample in samples), (
         "the model wrote them"
     )
