@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.engines import http
 from slime.engines.http import HttpError, get, init_http_client
 from slime.engines.keys import auth_headers
-from slime.engines.launch import engine_count
+from slime.engines.launch import engine_count as get_rollout_num_engines
 from slime.utils.misc import get_current_node_ip
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 __all__ = [
     "HttpError",
@@ -36,11 +33,6 @@ async def post(
     HTTP/1.1.
     """
     return await http.post(url, payload, max_retries, headers)
-
-
-def get_rollout_num_engines(args: Args) -> int:
-    """Return the number of engines that generate with the trained model."""
-    return engine_count(args)
 
 
 def get_host_info() -> tuple[str, str]:
