@@ -163,7 +163,7 @@ def _setting(given: str, name: str, value: Any, folder: Path) -> dict[str, Any]:
                 _path_of(name, f"{given}_{place}", one, folder) for place, one in enumerate(value)
             ]
         }
-    if callable(value):
+    if callable(value) and given != "model":  # a loaded model can be called, too
         function = adapt(name, value)
         whole_groups = (
             {"group_rm": True} if isinstance(function, GroupReward | AsyncGroupReward) else {}

@@ -268,7 +268,7 @@ class Trainer:
         """
         single = is_single(prompts)
         asked: Any = [prompts] if single else prompts
-        made: list[Any] = self.sample(asked, n, **sampling)
+        made: Any = self.sample(asked, n, **sampling)
         texts = [[sample.response for sample in group] for group in made]
         answers = [group[0] if n == 1 else group for group in texts]
         return answers[0] if single else answers

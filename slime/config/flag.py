@@ -455,9 +455,9 @@ _LARGEST_INT = 2**63 - 1
 
 def _to_text(value: object) -> str:
     # YAML reads an unquoted word such as 123 as a number, so numbers are turned back into text.
-    if isinstance(value, (dict, list, tuple)):
+    if isinstance(value, (dict, list, tuple)) or callable(value):
         raise ValueError(f"needs a text, not {shown(value)}")
-    return value if isinstance(value, str) else str(value)
+    return str(value)
 
 
 def _to_int(value: object) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+import torch
 import yaml
 
 import slime
@@ -148,6 +149,13 @@ def test_all_problems_come_at_once(base: dict[str, Any], tmp_path: Path) -> None
     ):
         assert part in text
     assert len(raised.value.problems) == 6, text
+
+
+def test_a_loaded_model_is_refused_as_such(base: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(base | {"reward": "math", "model": torch.nn.Linear(2, 3)}, tmp_path)
+    assert "hf_checkpoint: needs a text, not Linear(in_features=2" in str(raised.value)
+    assert str(tmp_path) not in str(raised.value)
 
 
 def test_a_program_that_changes_its_folder_writes_where_it_meant(
