@@ -21,10 +21,11 @@ import pytest
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.long]
 CHECKOUT = Path(__file__).resolve().parents[2]
 HEAD_PORT = 6379
-PORTS = range(20_000, 30_000)
-"""The ports of ``net.ipv4.ip_local_port_range`` on both hosts, as the page on nodes says."""
+PORTS = range(40_000, 50_000)
+"""The ports of ``net.ipv4.ip_local_port_range`` on both hosts."""
 RAY_PORTS = range(10_002, 20_000)
-OPEN = (range(HEAD_PORT, HEAD_PORT + 1), RAY_PORTS, PORTS)
+SLIME_PORTS = range(20_000, 32_768)
+OPEN = (range(HEAD_PORT, HEAD_PORT + 1), RAY_PORTS, SLIME_PORTS, PORTS)
 """The ports that the page on nodes names. The firewall between the hosts closes all others."""
 HOOKS = """
 import json, socket, urllib.error, urllib.request
