@@ -857,7 +857,7 @@ async def test_a_filter_that_keeps_nothing_ends_at_the_deadline_with_its_reasons
     tokenizer_dir, hooks
 ):
     args = arguments(
-        tokenizer_dir, dynamic_sampling_filter_path=hooks(FILTERS)("never"), phase_timeout=2.0
+        tokenizer_dir, dynamic_sampling_filter_path=hooks(FILTERS)("never"), phase_timeout=0.5
     )
     async with SmallEngine(jitter=0.0) as engine:
         with pytest.raises(TimeoutError, match=r"0 of 4 groups.*no_reason"):
