@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The quick tests, in the environment of scripts/env.sh. The last line is pytest's own summary.
 #
-#   bash scripts/test.sh                        # the quick tests, shared by two processes
+#   bash scripts/test.sh                        # the quick tests, shared by two processes (SLIME_TEST_PROCESSES)
 #   bash scripts/test.sh tests/engines -k keys  # any arguments of pytest
 #   bash scripts/test.sh --affected [COMMIT]    # the tests that the changes since a commit (main) can break
 #
@@ -33,7 +33,7 @@ if [ "${1:-}" = --affected ]; then
 fi
 if [ $# -eq 0 ]; then
     # A process that has finished its share takes tests from the end of the other's, so that both end together.
-    set -- -n 2 --dist worksteal -m "not real and not slow and not sglang and not vllm and not megatron"
+    set -- -n "${SLIME_TEST_PROCESSES:-2}" --dist worksteal -m "not real and not slow and not sglang and not vllm and not megatron"
 fi
 # pytest takes the last -m, so one among the arguments replaces this one.
 exec "$python" -m pytest -m "not slow and not sglang and not vllm and not megatron" "$@"
