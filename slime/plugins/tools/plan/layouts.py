@@ -195,10 +195,6 @@ START_ALONE = 2.2e-3
 """Seconds for which the start of a short request keeps the others of its engine waiting, at the
 start of a rollout and in a standing pool: 40 tokens at 30k and at 18k tokens/s, in the engine's log
 of h200_async_two_gpus."""
-ABORT = 1.0
-"""Seconds that SGLang 0.5.15 itself waits in a weight sync that interrupts requests
-(h200_async_two_gpus).
-"""
 
 _POOL = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 WAYS: dict[Mode, tuple[str, ...]] = {
@@ -338,7 +334,7 @@ def setting(plan: Plan, mode: Mode) -> tuple[Setting, float]:
         batch=max(round(work.prompts / parts), 1),
         samples=work.samples,
         steps=STEPS,
-        update_seconds=moved + (ABORT if mode.ahead == "groups" else 0.0),
+        update_seconds=moved,
         curve=_curve(plan, engine),
         lengths=tuple(response_lengths(work, 4096)),
         start_seconds=start,
@@ -347,13 +343,17 @@ def setting(plan: Plan, mode: Mode) -> tuple[Setting, float]:
     return made, 1 / parts
 
 
-def simulated(plan: Plan, mode: Mode, training: float | None = None) -> Way:
+def simulated(
+    plan: Plan, mode: Mode, training: float | None = None, update_wait: float = 0.0
+) -> Way:
     """Simulate one mode of one plan.
 
     Args:
         training: Seconds of training in a step; None for those of the plan.
+        update_wait: Seconds that engines pause in a weight update beyond those of the plan.
     """
     made, share = setting(plan, mode)
+    made = replace(made, update_seconds=made.update_seconds + update_wait)
     tokens = made.batch * made.samples * sum(made.lengths) / len(made.lengths)
     per_token = (_training(plan) if training is None else training) / tokens
     run = simulate(made, mode, per_token)
