@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.config.hf_config import end_token_ids
+from slime.data.masks import MultiTurnLossMaskGenerator, untrained
 from slime.data.sample import Sample, flatten
 from slime.data.source import DataSource
 from slime.observability import progress
@@ -20,7 +21,6 @@ from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.data.masks import MultiTurnLossMaskGenerator
 
 
 def generate_rollout(
@@ -32,29 +32,35 @@ def generate_rollout(
     Raises:
         ValueError: ``evaluation`` is True, or a conversation has no assistant turn to train on.
     """
-    from slime.data.masks import MultiTurnLossMaskGenerator
-
     if evaluation:
         raise ValueError(
             "SFT has no evaluation: set --eval-function-path, or do not set --eval-interval"
         )
     state = GenerateState(args)
-    # else the checkpoint says nothing
-    stop_ids = state.end_token_ids if end_token_ids(args.hf_checkpoint) else ()
-    masks = MultiTurnLossMaskGenerator(
-        state.tokenizer, args.loss_mask_type, args.apply_chat_template_kwargs, stop_ids
-    )
+    masks = mask_generator(args, state)
     groups = data_source.get_samples(args.rollout_batch_size)
     for done, group in enumerate(groups):
         for sample in flatten(group):
-            _fill(sample, state, masks)
+            encode_sample(sample, state, masks)
         progress.report("generate", done + 1, len(groups))
     return RolloutFnTrainOutput(samples=groups)
 
 
-def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerator) -> None:
-    from slime.data.masks import untrained
+def mask_generator(args: Args, state: GenerateState) -> MultiTurnLossMaskGenerator:
+    """Return what decides which tokens of a conversation are trained on."""
+    # else the checkpoint says nothing
+    stop_ids = state.end_token_ids if end_token_ids(args.hf_checkpoint) else ()
+    return MultiTurnLossMaskGenerator(
+        state.tokenizer, args.loss_mask_type, args.apply_chat_template_kwargs, stop_ids
+    )
 
+
+def encode_sample(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerator) -> None:
+    """Set the tokens and the loss mask of a sample whose prompt is a conversation.
+
+    Raises:
+        ValueError: No assistant turn of the conversation is to be trained on.
+    """
     if problem := untrained(sample.prompt):
         raise ValueError(f"sample {sample.index}: {problem}")
     assert isinstance(sample.prompt, list)
@@ -72,9 +78,9 @@ def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerato
         raise ValueError(
             f"sample {sample.index}: no assistant turn of its conversation is to be trained on"
         )
-    sample.tokens = list(tokens)
+    sample.tokens = tokens
     sample.response_length = length
-    sample.loss_mask = list(mask[-length:])
-    sample.response = text_of(state.tokenizer, state.end_token_ids, sample.tokens[-length:])
+    sample.loss_mask = mask[-length:]
+    sample.response = text_of(state.tokenizer, state.end_token_ids, tokens[-length:])
     sample.reward = 0.0
     sample.status = Sample.Status.COMPLETED

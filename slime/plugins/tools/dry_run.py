@@ -9,6 +9,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from slime.config.layout import ParallelLayout
+from slime.config.rollout import SFT_FUNCTION
 
 from .plan.checkpoint_size import memory_lines
 from .plan.read import report
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 SCORED_ROWS = 8
 """The number of labels that are scored as if the model had answered them."""
-_SHOWN_CHARACTERS = 4000
+_SHOWN_HALF = 2000  # characters
 
 
 def dry_run(args: Args, asynchronous: bool = False) -> Iterator[str]:
@@ -246,12 +247,12 @@ def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[
         return
     sample = firsts[0]
     if args.loss_type == "sft_loss":
-        yield "\nfirst conversation"
-        yield _indented(_shortened(str(sample.prompt)))
+        if args.rollout_function_path == SFT_FUNCTION:
+            yield from _first_conversation(args, sample)
         return
     tokenizer = GenerateState(args).tokenizer
     yield f"\nfirst prompt, with its special tokens ({len(ids)} tokens)"
-    yield _indented(_shortened(tokenizer.decode(ids, skip_special_tokens=False)))
+    yield _block(tokenizer.decode(ids, skip_special_tokens=False))
     rendered = args.apply_chat_template or not isinstance(sample.prompt, str)
     for note in _prompt_notes(tokenizer, rendered, ids):
         yield f"  note: {note}"
@@ -259,6 +260,22 @@ def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[
         yield f"  note: {args.custom_generate_function_path} may send something else to the engine"
     yield f"  label: {sample.label!r}"
     yield from _own_answers(args, firsts)
+
+
+def _first_conversation(args: Args, sample: Sample) -> Iterator[str]:
+    """The text of a conversation, and the parts of it that are trained on."""
+    from slime.rollout.sft_rollout import encode_sample, mask_generator
+    from slime.rollout.state import GenerateState
+
+    state = GenerateState(args)
+    masks = mask_generator(args, state)
+    encode_sample(sample, state, masks)
+    response = sample.tokens[-sample.response_length :]
+    mask = sample.loss_mask or []
+    yield f"\nfirst conversation, with its special tokens ({len(sample.tokens)} tokens)"
+    yield _block(state.tokenizer.decode(sample.tokens))
+    yield f"  trained on ({sum(mask)} tokens)"
+    yield from map(_block, masks.get_text_from_loss_mask(response, mask))
 
 
 def _prompt_notes(tokenizer: Tokenizer, rendered: bool, ids: list[int]) -> Iterator[str]:
@@ -274,15 +291,12 @@ def _prompt_notes(tokenizer: Tokenizer, rendered: bool, ids: list[int]) -> Itera
         )
 
 
-def _indented(text: str) -> str:
+def _block(text: str) -> str:
+    """Return a text with a bar before each line; the middle of a long one is left out."""
+    left_out = len(text) - 2 * _SHOWN_HALF
+    if left_out > 0:
+        text = f"{text[:_SHOWN_HALF]}\n[... {left_out} characters ...]\n{text[-_SHOWN_HALF:]}"
     return "\n".join(f"  | {line}" for line in text.split("\n"))
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= _SHOWN_CHARACTERS:
-        return text
-    half = _SHOWN_CHARACTERS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
 # --- the reward of the label ---
@@ -313,14 +327,9 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
             yield f"  reward of its own answer: not known, because {why}"
             return
         # As if the model had written it in its only turn.
-        turn = ModelTurn(
-            start=0, end=0, text=answer, finish=Sample.Status.COMPLETED.value, answered=False
-        )
-        sample.response, sample.status, sample.metadata[TURNS] = (
-            answer,
-            Sample.Status.COMPLETED,
-            [turn],
-        )
+        done = Sample.Status.COMPLETED
+        turn = ModelTurn(start=0, end=0, text=answer, finish=done.value, answered=False)
+        sample.response, sample.status, sample.metadata[TURNS] = answer, done, [turn]
         problem: object = None
         try:
             if args.group_rm:

@@ -86,6 +86,22 @@ def test_what_would_happen(
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
 
 
+def test_supervised_fine_tuning_shows_what_is_trained_on(
+    capsys: pytest.CaptureFixture[str], smollm2: Path, tmp_path: Path
+) -> None:
+    turns = [*MESSAGES, {"role": "assistant", "content": "Six."}]
+    file = tmp_path / "conversations.jsonl"
+    file.write_text(json.dumps({"messages": turns}) + "\n")
+    function = "slime.rollout.sft_rollout.generate_rollout"
+    flags = words(smollm2, file, "--input-key", "messages", "--loss-type", "sft_loss")
+    said = report(
+        capsys, *flags, "--rollout-function-path", function, "--n-samples-per-prompt", "1"
+    )
+    whole, trained = said.split("first conversation")[1].split("trained on")
+    assert "What is 3 times 2?" in whole and "Six.<|im_end|>" in whole
+    assert "Six.<|im_end|>" in trained and "What is" not in trained
+
+
 def test_the_ranks_of_a_critic_are_told(
     capsys: pytest.CaptureFixture[str], smollm2: Path, data: Path
 ) -> None:
