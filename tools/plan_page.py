@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import exp
 from pathlib import Path
@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from random_model import SHAPES  # noqa: E402
 
 from slime.config.layout import ParallelLayout  # noqa: E402
-from slime.plugins.tools.plan.layouts import simulated  # noqa: E402
+from slime.plugins.tools.plan.layouts import setting, steady, step_tokens  # noqa: E402
 from slime.plugins.tools.plan.memory import GATHERED_BUCKETS, train_memory  # noqa: E402
 from slime.plugins.tools.plan.plan import Run, make_plan  # noqa: E402
 from slime.plugins.tools.plan.seconds import decode_seconds, train_seconds  # noqa: E402
@@ -36,7 +36,7 @@ from slime.plugins.tools.plan.setups import (  # noqa: E402  # noqa: E402
     TrainSetup,
     Workload,
 )
-from slime.plugins.tools.plan.simulation import SYNCHRONOUS, Mode  # noqa: E402
+from slime.plugins.tools.plan.simulation import SYNCHRONOUS, Mode, simulate  # noqa: E402
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "plan.md"
 BEGIN, END = "<!-- table: python tools/plan_page.py -->", "<!-- end of the table -->"
@@ -246,8 +246,10 @@ def _asynchronous() -> Iterator[Row]:
 
 @cache
 def _step(run: Run, mode: Mode, trained: float) -> float:
-    wait = OLD_UPDATE_WAIT if mode.ahead == "groups" else 0.0
-    return simulated(make_plan(run), mode, trained, wait).step
+    made, _ = setting(make_plan(run), mode)
+    if mode.ahead == "groups":
+        made = replace(made, update_seconds=made.update_seconds + OLD_UPDATE_WAIT)
+    return steady(simulate(made, mode, trained / step_tokens(made)))
 
 
 def _decoding() -> Iterator[Row]:

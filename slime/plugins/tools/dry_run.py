@@ -6,20 +6,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import ceil
-from typing import TYPE_CHECKING
 
+from slime.config.args import FLAGS, Args
+from slime.config.flag import Flag
+from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
+from slime.config.parser import ConfigError
+from slime.config.passthrough import every_value
 from slime.config.rollout import SFT_FUNCTION
+from slime.config.settings import redacted
+from slime.data.reasoning import THINK
+from slime.data.rows import DataError
+from slime.data.sample import Sample, flatten
+from slime.data.source import DataSource, rollouts_of_epochs
+from slime.engines.background import run
+from slime.plugins.agents.conversation import ModelTurn
+from slime.rollout.ends import local_tokenizer
+from slime.rollout.group import TURNS
+from slime.rollout.prompts import prompt_ids
+from slime.rollout.rm_hub.custom import is_model_class
+from slime.rollout.rm_hub.dispatch import (
+    async_rm,
+    batched_async_rm,
+    load_reward,
+    opened_reasoning,
+)
+from slime.rollout.rm_hub.outcome import FAILURE_KEY, RAISED, failure
+from slime.rollout.rm_hub.reward import BOXED, last_boxed, reward_of
+from slime.rollout.sft_rollout import encode_sample, mask_generator
+from slime.rollout.state import GenerateState
+from slime.types import Tokenizer
 
 from .plan.checkpoint_size import memory_lines
 from .plan.read import report
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
-    from slime.config.flag import Flag
-    from slime.data.sample import Sample
-    from slime.data.source import DataSource
-    from slime.types import Tokenizer
 
 SCORED_ROWS = 8
 """The number of labels that are scored as if the model had answered them."""
@@ -42,13 +61,10 @@ def dry_run(args: Args, asynchronous: bool = False) -> Iterator[str]:
         ConfigError: A row that was not checked before, as in the middle of a file that is streamed,
             cannot be used.
     """
-    from slime.config.parser import ConfigError
-    from slime.data.rows import DataError
-
     yield from _settings(args)
     try:
         source = _source(args)
-        firsts = _first_samples(source) if source is not None else []
+        firsts = _first_samples(source)
     except DataError as error:
         raise ConfigError(error.problems) from error
     ids = _prompt_ids(args, firsts)
@@ -66,10 +82,6 @@ def dry_run(args: Args, asynchronous: bool = False) -> Iterator[str]:
 
 
 def _settings(args: Args) -> Iterator[str]:
-    from slime.config.args import FLAGS
-    from slime.config.passthrough import every_value
-    from slime.config.settings import redacted
-
     given = list[str]()
     follow = list[str]()
     for name, flag in FLAGS.items():
@@ -137,8 +149,6 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -
     count = args.num_rollout
     origin = "--num-rollout"
     if count is None and prompts:
-        from slime.data.source import rollouts_of_epochs
-
         count = rollouts_of_epochs(prompts, args.num_epoch, args.rollout_batch_size)
         origin = f"{args.num_epoch or 1} epoch(s)"
     if count is None:
@@ -194,8 +204,6 @@ def _micro_batches(args: Args, samples: float, prompt_tokens: int) -> str:
 
 def _source(args: Args) -> DataSource | None:
     """Create the data source of the run; None if the run reads no prompts here."""
-    from slime.config.hooks import load_function
-
     if args.load_debug_rollout_data or (args.debug_train_only and not args.prompt_data):
         return None
     # The order is the same with streaming, and only the first rows are rendered. No worker
@@ -211,27 +219,21 @@ def mean_prompt_tokens(args: Args, most: int, say: Callable[[str], None]) -> flo
     """
     try:
         source = _source(args) if args.prompt_data else None
-        firsts = _first_samples(source, most) if source is not None else []
-        lengths = [len(_prompt_ids(args, [sample])) for sample in firsts]
+        lengths = [len(_prompt_ids(args, [sample])) for sample in _first_samples(source, most)]
     except Exception as error:  # of the user's functions and files
         say(str(error).partition("\n")[0][:200])
         return None
     return sum(lengths) / len(lengths) if any(lengths) else None
 
 
-def _first_samples(source: DataSource, most: int = SCORED_ROWS) -> list[Sample]:
+def _first_samples(source: DataSource | None, most: int = SCORED_ROWS) -> list[Sample]:
     """Return the first sample of each of the first groups; none if the source makes no prompts."""
-    from slime.data.sample import flatten
-
-    groups = source.get_samples(min(most, max(len(source), 1)))
+    groups = source.get_samples(min(most, max(len(source), 1))) if source is not None else []
     firsts = [flatten(group)[0] for group in groups if group]
     return firsts if firsts and firsts[0].prompt else []
 
 
 def _prompt_ids(args: Args, firsts: list[Sample]) -> list[int]:
-    from slime.rollout.prompts import prompt_ids
-    from slime.rollout.state import GenerateState
-
     return (
         prompt_ids(GenerateState(args), firsts[0])
         if firsts and args.loss_type != "sft_loss"
@@ -240,8 +242,6 @@ def _prompt_ids(args: Args, firsts: list[Sample]) -> list[int]:
 
 
 def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[str]:
-    from slime.rollout.state import GenerateState
-
     if not firsts:
         yield "\nfirst prompt\n  the data source gives none: your functions make the prompts"
         return
@@ -252,10 +252,9 @@ def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[
         return
     tokenizer = GenerateState(args).tokenizer
     yield f"\nfirst prompt, with its special tokens ({len(ids)} tokens)"
-    yield _block(tokenizer.decode(ids, skip_special_tokens=False))
+    yield _block(tokenizer.decode(ids))
     rendered = args.apply_chat_template or not isinstance(sample.prompt, str)
-    for note in _prompt_notes(tokenizer, rendered, ids):
-        yield f"  note: {note}"
+    yield from _prompt_notes(tokenizer, rendered, ids)
     if args.custom_generate_function_path:
         yield f"  note: {args.custom_generate_function_path} may send something else to the engine"
     yield f"  label: {sample.label!r}"
@@ -264,38 +263,34 @@ def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[
 
 def _first_conversation(args: Args, sample: Sample) -> Iterator[str]:
     """The text of a conversation, and the parts of it that are trained on."""
-    from slime.rollout.sft_rollout import encode_sample, mask_generator
-    from slime.rollout.state import GenerateState
-
     state = GenerateState(args)
     masks = mask_generator(args, state)
     encode_sample(sample, state, masks)
-    response = sample.tokens[-sample.response_length :]
     mask = sample.loss_mask or []
     yield f"\nfirst conversation, with its special tokens ({len(sample.tokens)} tokens)"
     yield _block(state.tokenizer.decode(sample.tokens))
     yield f"  trained on ({sum(mask)} tokens)"
-    yield from map(_block, masks.get_text_from_loss_mask(response, mask))
+    yield from map(_block, masks.get_text_from_loss_mask(sample.tokens[-len(mask) :], mask))
 
 
 def _prompt_notes(tokenizer: Tokenizer, rendered: bool, ids: list[int]) -> Iterator[str]:
     start = tokenizer.bos_token_id
     if start is not None and ids[:2] == [start, start]:
         yield (
-            "it begins with two tokens for the beginning of a text: remove one from the prompt "
-            "or the chat template"
+            "  note: it begins with two tokens for the beginning of a text: remove one from the "
+            "prompt or the chat template"
         )
     if tokenizer.chat_template and not rendered:
         yield (
-            "the model has a chat template, which a text does not get without --apply-chat-template"
+            "  note: the model has a chat template, which a text does not get without "
+            "--apply-chat-template"
         )
 
 
 def _block(text: str) -> str:
     """Return a text with a bar before each line; the middle of a long one is left out."""
-    left_out = len(text) - 2 * _SHOWN_HALF
-    if left_out > 0:
-        text = f"{text[:_SHOWN_HALF]}\n[... {left_out} characters ...]\n{text[-_SHOWN_HALF:]}"
+    if len(text) > 2 * _SHOWN_HALF:
+        text = f"{text[:_SHOWN_HALF]}\n[...]\n{text[-_SHOWN_HALF:]}"
     return "\n".join(f"  | {line}" for line in text.split("\n"))
 
 
@@ -306,13 +301,6 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
     """Score the labels of the first prompts as answers. Wrong formats of labels and of rewards show
     here.
     """
-    from slime.data.sample import Sample
-    from slime.engines.background import run
-    from slime.plugins.agents.conversation import ModelTurn
-    from slime.rollout.group import TURNS
-    from slime.rollout.rm_hub.dispatch import async_rm, batched_async_rm
-    from slime.rollout.rm_hub.outcome import FAILURE_KEY, RAISED, failure
-
     found: list[object] = []
     for sample in samples:
         answer = own_answer(args, sample)
@@ -356,12 +344,6 @@ def own_answer(args: Args, sample: Sample) -> str | None:
 
     For a custom reward function, whose form is not known, it is the label as it is.
     """
-    from slime.data.reasoning import THINK
-    from slime.rollout.ends import local_tokenizer
-    from slime.rollout.rm_hub.custom import is_model_class
-    from slime.rollout.rm_hub.dispatch import load_reward, opened_reasoning
-    from slime.rollout.rm_hub.reward import BOXED, last_boxed, reward_of
-
     label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
     if label is None or isinstance(label, dict | list):
         return None

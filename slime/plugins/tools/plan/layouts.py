@@ -343,23 +343,19 @@ def setting(plan: Plan, mode: Mode) -> tuple[Setting, float]:
     return made, 1 / parts
 
 
-def simulated(
-    plan: Plan, mode: Mode, training: float | None = None, update_wait: float = 0.0
-) -> Way:
-    """Simulate one mode of one plan.
-
-    Args:
-        training: Seconds of training in a step; None for those of the plan.
-        update_wait: Seconds that engines pause in a weight update beyond those of the plan.
-    """
+def simulated(plan: Plan, mode: Mode) -> Way:
+    """Simulate one mode of one plan."""
     made, share = setting(plan, mode)
-    made = replace(made, update_seconds=made.update_seconds + update_wait)
-    tokens = made.batch * made.samples * sum(made.lengths) / len(made.lengths)
-    per_token = (_training(plan) if training is None else training) / tokens
+    per_token = _training(plan) / step_tokens(made)
     run = simulate(made, mode, per_token)
     return Way(
         mode, plan, steady(run), per_token * _steady_tokens(run), int(max(run.staleness)), share
     )
+
+
+def step_tokens(made: Setting) -> float:
+    """The response tokens of a simulated step, on average."""
+    return made.batch * made.samples * sum(made.lengths) / len(made.lengths)
 
 
 def steady(run: Simulated) -> float:
