@@ -166,14 +166,14 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -
     )
     for what, interval in (("evaluations", args.eval_interval), ("snapshots", args.save_interval)):
         if interval:
-            due = ceil(count / interval)
             first = (
                 " and one before the first"
                 if what == "evaluations" and not args.skip_eval_before_train
                 else ""
             )
             yield (
-                f"  {what:<15} after every {interval} rollouts and after the last one: {due}{first}"
+                f"  {what:<15} after every {interval} rollouts and after the last one: "
+                f"{ceil(count / interval)}{first}"
             )
 
 
