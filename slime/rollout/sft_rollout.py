@@ -37,7 +37,7 @@ def generate_rollout(
             "SFT has no evaluation: set --eval-function-path, or do not set --eval-interval"
         )
     state = GenerateState(args)
-    masks = mask_generator(args, state)
+    masks = mask_generator(state)
     groups = data_source.get_samples(args.rollout_batch_size)
     for done, group in enumerate(groups):
         for sample in flatten(group):
@@ -46,8 +46,9 @@ def generate_rollout(
     return RolloutFnTrainOutput(samples=groups)
 
 
-def mask_generator(args: Args, state: GenerateState) -> MultiTurnLossMaskGenerator:
+def mask_generator(state: GenerateState) -> MultiTurnLossMaskGenerator:
     """Return what decides which tokens of a conversation are trained on."""
+    args = state.args
     # else the checkpoint says nothing
     stop_ids = state.end_token_ids if end_token_ids(args.hf_checkpoint) else ()
     return MultiTurnLossMaskGenerator(

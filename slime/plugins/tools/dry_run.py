@@ -248,7 +248,7 @@ def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[
     sample = firsts[0]
     if args.loss_type == "sft_loss":
         if args.rollout_function_path == SFT_FUNCTION:
-            yield from _first_conversation(args, sample)
+            yield from _first_conversation(GenerateState(args), sample)
         return
     tokenizer = GenerateState(args).tokenizer
     yield f"\nfirst prompt, with its special tokens ({len(ids)} tokens)"
@@ -261,10 +261,9 @@ def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[
     yield from _own_answers(args, firsts)
 
 
-def _first_conversation(args: Args, sample: Sample) -> Iterator[str]:
+def _first_conversation(state: GenerateState, sample: Sample) -> Iterator[str]:
     """The text of a conversation, and the parts of it that are trained on."""
-    state = GenerateState(args)
-    masks = mask_generator(args, state)
+    masks = mask_generator(state)
     encode_sample(sample, state, masks)
     mask = sample.loss_mask or []
     yield f"\nfirst conversation, with its special tokens ({len(sample.tokens)} tokens)"
