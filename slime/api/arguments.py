@@ -120,7 +120,7 @@ def _settings(keywords: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any]
     # arguments.
     for given, value in keywords.items():
         name = ALIASES.get(given, given)
-        if given != name and name in keywords:
+        if given != name and None not in (value, keywords.get(name)):
             problems.append(f"{given} and {name} are two names of the same flag: give one of them")
         if value is None:
             continue

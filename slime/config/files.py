@@ -157,10 +157,13 @@ def read_named_rows(
         problems_of: Returns what else is wrong with a mapping.
 
     Raises:
-        ValueError: Something is wrong with the file. The message has a line for each problem.
-        OSError: The file cannot be read.
+        ValueError: The file cannot be read, or something is wrong with it. The message has a line
+            for each problem.
     """
-    rows = load_yaml(Path(path).expanduser())
+    try:
+        rows = load_yaml(Path(path).expanduser())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option} {path}: {error}") from error
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{option} {path}: it must be a list of mappings with a name each")
     known = [field.name for field in dataclasses.fields(kind)]

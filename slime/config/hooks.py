@@ -134,6 +134,7 @@ CALLS = {
     "rollout_function_path": "fn(args, rollout_id, data_source, evaluation=…)",
     "eval_function_path": "fn(args, rollout_id, data_source, evaluation=…)",
     "agent_function_path": "run(task)",
+    "custom_rm_path": "fn(args, sample)",
     "buffer_filter_path": "fn(args, rollout_id, buffer, num_samples)",
     "rollout_sample_filter_path": "fn(args, groups)",
     "rollout_all_samples_process_path": "fn(args, all_groups, data_source)",
@@ -153,10 +154,10 @@ CALLS = {
     "custom_update_weight_post_write_path": "fn(args, version_dir, rollout_engines)",
 }
 """For each flag (by attribute): how slime calls its function. Functions that slime calls in several
-ways (generation, rewards, filters) are missing; ``slime check-hooks`` checks them."""
+ways (generation, filters) are missing; ``slime check-hooks`` checks them."""
 
 
-AWAITED = ("agent_function_path",)
+AWAITED = ("agent_function_path", "custom_rm_path")
 """The flags of :data:`CALLS` whose functions may be async."""
 
 
@@ -175,7 +176,8 @@ def call_problem(name: str, function: object) -> str | None:
     """
     if not callable(function):
         return f"it is a {type(function).__name__}, not a function"
-    if name not in CALLS:
+    # A reward may also be a class, a model whose methods are checked where it is used.
+    if name not in CALLS or (name == "custom_rm_path" and inspect.isclass(function)):
         return None
     arguments = re.findall(r"(\w+)(=…)?[,)]", CALLS[name])
     keywords = {argument: None for argument, keyword in arguments if keyword}

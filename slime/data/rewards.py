@@ -177,10 +177,25 @@ def _number(reward: RewardConfig, sample: Sample) -> float:
             "reward: set --rm-type or --custom-rm-path, or let the generate function set "
             "sample.reward"
         )
-    value = float(value)
+    value = reward_number(sample, value)
     if not math.isfinite(value):
         raise ValueError(f"the reward of sample {sample.index} is {value}, but it must be finite")
     return value
+
+
+def reward_number(sample: Sample, value: object) -> float:
+    """Convert a reward to a float.
+
+    Raises:
+        ValueError: It is a tuple, a list, a text or the like.
+    """
+    try:
+        return float(value)  # type: ignore[arg-type]  # what is no number raises the error below
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the reward of sample {sample.index} is {value!r:.100}, a {type(value).__name__}: a "
+            "reward is a number, a dict of numbers, or None"
+        ) from error
 
 
 def _checked(path: str, result: object, count: int) -> tuple[list[float], list[float]]:

@@ -94,6 +94,8 @@ class RolloutDataSource:
     sample_index: int = 0  # index of the next sample
     dataset: PromptDataset | None = None
     metadata: dict[str, Any]  # for subclasses and hooks; part of the state
+    # What makes prompts of the rows of the data set, here and in the check before the start.
+    maker: Callable[[Args], PromptMaker] = staticmethod(lambda args: prompt_maker(args))
 
     def __new__(cls, *args: object, **options: object) -> Self:
         """Set what the methods below rely on, since users' subclasses may not call
@@ -107,7 +109,7 @@ class RolloutDataSource:
         self.args = args
         self.dataset = dataset
         if dataset is None and args.rollout_global_dataset:
-            self.dataset = load_dataset(args)
+            self.dataset = load_dataset(args, self.maker)
         self._order_epoch()
 
     def __len__(self) -> int:
@@ -404,7 +406,7 @@ def rollouts_of_epochs(prompts: int, epochs: int | None, batch: int) -> int:
     return max(-(-prompts * (epochs or 1) // batch), 1)
 
 
-def load_dataset(args: Args) -> Dataset:
+def load_dataset(args: Args, maker: Callable[[Args], PromptMaker] = prompt_maker) -> Dataset:
     """The data set of ``--prompt-data``.
 
     Raises:
@@ -415,7 +417,7 @@ def load_dataset(args: Args) -> Dataset:
         raise ValueError(
             "there are no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset"
         )
-    make = prompt_maker(args)
+    make = maker(args)
     if args.apply_chat_template or args.streaming_data or args.rollout_max_prompt_len is not None:
         make.tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)
     return Dataset(

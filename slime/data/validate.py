@@ -14,7 +14,7 @@ from slime.config.data import reward_type_problem
 from slime.config.files import data_name
 from slime.config.flag import shown
 from slime.config.hf_config import read_chat_template
-from slime.config.hooks import hook_problem
+from slime.config.hooks import hook_problem, load_function
 from slime.config.rollout import (
     OWN_FUNCTIONS,
     SFT_FUNCTION,
@@ -88,7 +88,11 @@ class _Check:
             ]
         if data_name(args.prompt_data) is not None:
             return []  # the name could not be loaded and is told
-        make = prompt_maker(args)
+        source = args.data_source_path
+        # One that cannot be loaded is told by the check of the hooks.
+        unknown = hook_problem("--data-source-path", "data_source_path", source)
+        maker = prompt_maker if unknown else getattr(load_function(source), "maker", prompt_maker)
+        make = maker(args)
         limit = STREAMING_ROWS if args.streaming_data else None
         found = self.file(args.prompt_data, make, self.run, strict=True, limit=limit)
         if make.mask_type is not None and args.apply_chat_template:

@@ -15,6 +15,7 @@ import orjson
 
 from slime.data.dataset import Dataset
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
+from slime.data.rewards import reward_number
 from slime.data.sample import Group, Message, Sample, flatten
 from slime.data.source import deep_copy
 from slime.engines.http import HttpError
@@ -207,7 +208,7 @@ def eval_reward(sample: Sample, key: str | None) -> float:
                 "entry to evaluate by"
             )
         reward = reward[key]
-    return float(reward)
+    return reward_number(sample, reward)
 
 
 Prompt = str | list[Message]

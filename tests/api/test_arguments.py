@@ -349,3 +349,11 @@ def test_a_real_data_frame_is_rows(tmp_path: Path) -> None:
     path = Path(arguments.file_of(frame, tmp_path / "data.jsonl"))
     expected = [{"prompt": "x", "label": 3}, {"prompt": "y", "label": 4}]
     assert [json.loads(line) for line in path.read_text().splitlines()] == expected
+
+
+def test_the_names_of_flags_do_for_those_of_keywords(base: dict[str, Any], tmp_path: Path) -> None:
+    flags = {"hf_checkpoint": base["model"], "rm_type": "math", "custom_rm_path": None}
+    given = {**base, "model": None, "reward": None, **flags}
+    assert parse(given, tmp_path).hf_checkpoint == str(base["model"])
+    with pytest.raises(ConfigError, match="model and hf_checkpoint are two names"):
+        parse({**given, "model": base["model"]}, tmp_path)

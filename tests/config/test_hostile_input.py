@@ -209,6 +209,17 @@ def test_a_hook_with_other_parameters_is_a_problem_of_the_command(workplace) -> 
     one_problem(workplace, ["--custom-rm-path", f"{file}:number"], "it is a int, not a function")
 
 
+def test_a_reward_of_another_framework_is_told_and_a_reward_model_is_not(workplace) -> None:
+    file = workplace.write(
+        "rewards.py",
+        "def score(data_source, solution, truth): ...\n"
+        "class Model:\n    def __init__(self): ...\n    def compute_reward(self, prompts, responses): ...\n",
+    )
+    told = "slime calls it as fn(args, sample), but it is defined as score(data_source"
+    one_problem(workplace, ["--custom-rm-path", f"{file}:score"], told)
+    assert workplace.problems(f"--custom-rm-path {file}:Model") == []
+
+
 # --- what fails only when it is first used -------------------------------------------------------
 
 

@@ -7,10 +7,11 @@ from config_parts import Workplace
 
 from slime.config.args import FLAGS
 from slime.config.parser import check_args
-from slime.config.rollout import FULLY_ASYNC_FUNCTION
+from slime.config.rollout import FULLY_ASYNC_FUNCTION, SFT_FUNCTION
 
 OVER = "--rollout-batch-size 4 --n-samples-per-prompt 2 --over-sampling-batch-size 8"
 FULLY = f"--rollout-function-path {FULLY_ASYNC_FUNCTION}"
+IMITATES = f"--rollout-function-path {SFT_FUNCTION} --loss-type sft_loss"
 EVALUATES = "--eval-interval 1 --eval-prompt-data e data.jsonl"
 PPO = "--advantage-estimator ppo"
 MUON = "--optimizer muon"
@@ -95,6 +96,11 @@ LINES: dict[str, tuple[str, str, str]] = {
     "eval_max_response_len": ("--eval-max-response-len 64", EVALUATES, ""),
     "eval_max_prompt_len": ("--eval-max-prompt-len 64", EVALUATES, ""),
     "eval_max_context_len": ("--eval-max-context-len 256", EVALUATES, ""),
+    "rollout_max_prompt_len": (
+        "--rollout-max-prompt-len 64",
+        f"{IMITATES} {EVALUATES}",
+        IMITATES,
+    ),
     "save_keep_last": ("--save-keep-last 2", "--save out --save-interval 1", ""),
     "save_retain_interval": ("--save-retain-interval 2", "--save out --save-interval 1", ""),
     "async_save": ("--async-save", "--save out --save-interval 1", ""),

@@ -272,7 +272,9 @@ def test_hooks_are_found_in_all_forms(workplace) -> None:
     assert args.max_turns == 5
     assert workplace.problems("--custom-rm-path custom_rm.py:CustomRewardModel") == []
     assert (
-        workplace.problems("--custom-rm-path json:dumps --rollout-sample-hook-path json.loads")
+        workplace.problems(
+            "--custom-rm-path operator:contains --rollout-sample-hook-path json.loads"
+        )
         == []
     )
 

@@ -185,7 +185,15 @@ def test_dict_rewards_need_a_key() -> None:
     assert post_process(args, [{"score": -1.0}], [0])[1] == [-1.0]
 
 
-@pytest.mark.parametrize(("reward", "message"), [(None, "sample 0"), (math.inf, "is inf")])
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (None, "sample 0"),
+        (math.inf, "is inf"),
+        ((0.5, "right"), r"sample 0 is \(0.5, 'right'\), a tuple"),
+        ("good", "sample 0 is 'good', a str"),
+    ],
+)
 def test_unusable_rewards(reward: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         post_process({}, [reward], [0])

@@ -73,6 +73,12 @@ async def of_numpy(args, samples, **kw):
 async def of_torch(args, samples, **kw):
     return torch.ones(len(samples)) if isinstance(samples, list) else torch.tensor(1.0)
 
+async def of_logits(args, samples, **kw):
+    return torch.ones(len(samples), 1) if isinstance(samples, list) else torch.tensor([1.0])
+
+async def of_an_array(args, samples, **kw):
+    return np.ones((len(samples), 1)) if isinstance(samples, list) else np.ones(1)
+
 async def thread_of(args, sample, **kw):
     return {"thread": threading.current_thread().name}
 """
@@ -219,7 +225,13 @@ async def test_the_rollout_counts_them_and_replaces_the_group(tokenizer_dir, fil
 
 
 @pytest.mark.parametrize(
-    ("name", "single"), [("of_numpy", {"score": 1.0, "passed": True}), ("of_torch", 1.0)]
+    ("name", "single"),
+    [
+        ("of_numpy", {"score": 1.0, "passed": True}),
+        ("of_torch", 1.0),
+        ("of_logits", 1.0),
+        ("of_an_array", 1.0),
+    ],
 )  # fmt: skip
 async def test_numbers_of_numpy_and_torch_become_plain_ones(file, name, single):
     """Otherwise rollout/raw_reward lacks them without a word, and the file of samples has texts."""

@@ -130,14 +130,14 @@ def resolve(args: Args) -> list[str]:
     """Select the data source, and tell what is wrong with the file."""
     if args.prompt_mixture is None:
         return []
+    if "data_source_path" not in args.explicit:
+        args.data_source_path = SOURCE
     try:
         mixed = read_mixture(args.prompt_mixture)
     except (OSError, ValueError) as error:
         return str(error).splitlines()
     if args.prompt_data is not None:
         return ["--prompt-mixture and --prompt-data exclude each other: the file names the data"]
-    if "data_source_path" not in args.explicit:
-        args.data_source_path = SOURCE
     chosen = {one.name: one.estimator for one in mixed if one.estimator is not None}
     if chosen and args.source_estimators is None:
         others = {one.name: args.advantage_estimator for one in mixed}

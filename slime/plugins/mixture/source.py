@@ -58,7 +58,11 @@ def args_of(args: Args, mixed: MixedSet) -> Args:
 def check(args: Args) -> list[str]:
     """Return the problems of the rows and labels of all data sets."""
     problems = []
-    for mixed in read_mixture(args.prompt_mixture or ""):
+    try:
+        sets = read_mixture(args.prompt_mixture or "")
+    except ValueError:  # told when the flags were resolved
+        return []
+    for mixed in sets:
         try:
             own = args_of(args, mixed).with_values(eval_prompt_data=None, eval_config=None)
             kept = mixed.environment is None

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from slime.data.dataset import Dataset, PromptMaker
-from slime.data.prompts import PromptRow, Report
+from slime.data.dataset import PromptMaker
+from slime.data.prompts import PromptRow, Report, check_messages
 from slime.data.rows import RawRow
 from slime.data.source import RolloutDataSource, prompt_maker
+from slime.plugins.preference.texts import prompt_and_answer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -43,9 +44,22 @@ class PairMaker(PromptMaker):
             except ValueError as error:
                 wrong.append((raw.where, error))
         rows, report = super().parse(pairs)
+        report.rows += len(wrong)
         for where, problem in wrong:
             report.add(where, problem)
         return rows, report
+
+    def problem(self, row: PromptRow) -> str | None:
+        """Explain why the rollout could not render a response after its prompt."""
+        if self.tokenizer is None:
+            return None
+        answers: Any = row.label
+        try:
+            for answer in answers.values():
+                prompt_and_answer(self.tokenizer, row.prompt, answer, **self.template_kwargs)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _pair(self, row: dict[str, Any]) -> dict[str, Any]:
         assert self.keys.label is not None, "the check of the arguments asks for it"
@@ -57,7 +71,7 @@ class PairMaker(PromptMaker):
                     f"or false, not {good!r}"
                 )
             kind = "chosen" if good else "rejected"
-            return {**row, self.keys.label: {kind: row[self.completion]}}
+            return {**row, self.keys.label: {kind: _answer(row, self.completion)}}
         if row.get(self.responses):
             row = {**row, **self._best_and_worst(row)}
         missing = [name for name in (self.chosen, self.rejected) if not row.get(name)]
@@ -66,11 +80,12 @@ class PairMaker(PromptMaker):
                 f"it has no {' and no '.join(missing)} (--chosen-column, --rejected-column); its columns "
                 f"are {', '.join(row)}"
             )
-        chosen, rejected = row[self.chosen], row[self.rejected]
+        chosen, rejected = (_answer(row, name) for name in (self.chosen, self.rejected))
         if type(chosen) is not type(rejected):
             raise ValueError(f"{self.chosen} and {self.rejected} must both be texts, or messages")
         prompt = row.get(self.keys.prompt)
-        if prompt is None:
+        # Beside whole conversations, a text only repeats the words of their first message.
+        if prompt is None or (isinstance(prompt, str) and not isinstance(chosen, str)):
             prompt, chosen, rejected = _common(chosen, rejected)
         label = {"chosen": chosen, "rejected": rejected}
         return {**row, self.keys.prompt: prompt, self.keys.label: label}
@@ -97,42 +112,42 @@ class PairMaker(PromptMaker):
             raise ValueError(f"its {self.scores} have {score!r}, which is no number") from None
 
 
+def _answer(row: Mapping[str, Any], name: str) -> Any:
+    """The response of a column: a text, or messages, which are checked."""
+    return row[name] if isinstance(row[name], str) else check_messages(row[name], repr(name))
+
+
 def _common(chosen: object, rejected: object) -> tuple[list[Any], list[Any], list[Any]]:
     """Divide two conversations into the messages that they share and the rest of each."""
     if not isinstance(chosen, Sequence) or isinstance(chosen, str):
-        raise ValueError("a row without a prompt needs whole conversations as its two responses")
+        raise ValueError(
+            "a row without a prompt (--input-key) needs whole conversations as its two responses"
+        )
     assert isinstance(rejected, Sequence)
     same = 0
     while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
         same += 1
     if not same:
-        raise ValueError("its two conversations do not begin alike")
+        raise ValueError("its two conversations do not begin alike, and no messages are its prompt")
     return list(chosen[:same]), list(chosen[same:]), list(rejected[same:])
+
+
+def pair_maker(args: Args) -> PairMaker:
+    """What makes pairs of the rows of ``--prompt-data``."""
+    plain = prompt_maker(args)
+    given = {one.name: getattr(plain, one.name) for one in fields(plain) if one.init}
+    return PairMaker(
+        **given | {"apply_chat_template": False, "max_length": None},
+        chosen=args.chosen_column,
+        rejected=args.rejected_column,
+        completion=args.completion_column if args.loss_type == "kto" else None,
+        responses=args.responses_column,
+        scores=args.scores_column,
+        weights=args.reward_weights,
+    )
 
 
 class PreferenceSource(RolloutDataSource):
     """The data source of pairs; the order of an epoch, and its state, are those of prompts."""
 
-    def __init__(self, args: Args) -> None:
-        plain = prompt_maker(args)
-        given = {one.name: getattr(plain, one.name) for one in fields(plain) if one.init}
-        given |= {"apply_chat_template": False, "max_length": None}
-        single = args.completion_column if args.loss_type == "kto" else None
-        maker = PairMaker(
-            **given,
-            chosen=args.chosen_column,
-            rejected=args.rejected_column,
-            completion=single,
-            responses=args.responses_column,
-            scores=args.scores_column,
-            weights=args.reward_weights,
-        )
-        assert args.prompt_data is not None, "the check of the arguments asks for it"
-        dataset = Dataset(
-            args.prompt_data,
-            make=maker,
-            seed=args.rollout_seed,
-            streaming=args.streaming_data,
-            workers=args.num_data_workers,
-        )
-        super().__init__(args, dataset)
+    maker = staticmethod(pair_maker)

@@ -174,7 +174,8 @@ def plain_reward(reward: object) -> Any:
     if isinstance(reward, dict):
         return {name: plain_reward(value) for name, value in reward.items()}
     number = getattr(reward, "item", None)
-    return number() if number is not None and getattr(reward, "shape", None) == () else reward
+    single = getattr(reward, "shape", None) in ((), (1,))  # the latter as a reward model's logits
+    return number() if number is not None and single else reward
 
 
 def mark_too_long(sample: Sample, limit: int | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from slime.config.args import Args
+from slime.config.parser import check_args
 from slime.data.sample import Sample, flatten
 from slime.plugins.agents.config import ENVIRONMENT_GENERATE
 from slime.plugins.mixture.config import weight_at
@@ -156,6 +157,26 @@ def test_the_rows_of_each_data_set_are_checked(tmp_path: Path) -> None:
     assert line.startswith("data set second:") and "not a number" in line
     (line,) = check(mixture(tmp_path, TWO.replace("b.jsonl", "c.jsonl")))
     assert line.startswith("data set second:") and "c.jsonl" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("- {name: a, path: a.jsonl, wieght: 1}", "'wieght' is none of"),
+        ("- {name: a", "not valid YAML"),
+        (None, "No such file"),
+    ],
+)
+def test_a_wrong_file_is_one_problem_of_the_command(
+    text: str | None, told: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mixture.yaml"
+    if text is not None:
+        file.write_text(text)
+    words = ["--prompt-mixture", str(file), "--rm-type", "math"]
+    told_all = check_args([*words, "--hf-checkpoint", str(tmp_path)], extra_checks=[check])[1]
+    (problem,) = [line for line in told_all if "mixture" in line or "prompt" in line]
+    assert problem.startswith(f"--prompt-mixture {file}: ") and told in problem
 
 
 def test_an_environment_is_one_of_the_data_sets(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from slime.config.args import Args
+from slime.config.rules import Run, idle_flags
 from slime.data.rows import DataError
 from slime.data.sample import Sample, flatten
+from slime.data.validate import check_data
 from slime.plugins.preference.rollout import generate_rollout
 from slime.plugins.preference.rows import PreferenceSource
-from tests.make_args import make_args
+from slime.rollout.rm_hub import check_label
+from tests.make_args import CPU_MACHINE, make_args
 from tests.rollout.rollout_parts import make_tokenizer
 
 ASK = {"role": "user", "content": "2+2?"}
@@ -28,6 +31,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "messages": {"prompt": [ASK], "chosen": [says("4")], "rejected": [says("5!")]},
     "messages and texts": {"prompt": [ASK], "chosen": "4", "rejected": "5!"},
     "whole conversations": {"chosen": [ASK, says("4")], "rejected": [ASK, says("5!")]},
+    "a text beside whole conversations": {
+        "prompt": "2+2?",
+        "chosen": [ASK, says("4")],
+        "rejected": [ASK, says("5!")],
+    },
     "scores": {"prompt": [ASK], "responses": ["3", "4", "5!"], "scores": [0.5, 2, -1]},
     "a rubric": {
         "prompt": [ASK],
@@ -62,7 +70,9 @@ def pair_of(args: Args) -> tuple[Sample, Sample]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_responses(form: str, tmp_path: Path, tokenizer: Path) -> None:
-    chosen, rejected = pair_of(run_args(tmp_path, tokenizer, [FORMS[form]]))
+    args = run_args(tmp_path, tokenizer, [FORMS[form]])
+    assert check_data(args, check_label) == []
+    chosen, rejected = pair_of(args)
     ends = {"texts": "<eos>"}.get(form, "</>")
     assert (chosen.response, rejected.response) == (f"4{ends}", f"5!{ends}")
     shared = len(chosen.tokens) - chosen.response_length
@@ -116,14 +126,39 @@ def test_a_reward_model_is_trained_after_the_last_token(tmp_path: Path, tokenize
         ({"prompt": "p", "responses": ["a", "b"], "scores": [1, 1]}, "has no pair"),
         ({"prompt": "p", "responses": ["a", "b"], "scores": [1, "good"]}, "no number"),
         ({"chosen": [ASK, says("a")], "rejected": [says("b")]}, "begin alike"),
+        ({"prompt": "p", "chosen": [says("a")], "rejected": [says("b")]}, "begin alike"),
+        ({"prompt": [ASK], "chosen": says("a"), "rejected": says("b")}, "list of messages"),
     ],
 )
 def test_a_wrong_row_is_named(
     row: dict[str, Any], problem: str, tmp_path: Path, tokenizer: Path
 ) -> None:
     args = run_args(tmp_path, tokenizer, [FORMS["messages"], row])
+    (told,) = check_data(args, check_label)
+    assert "pairs.jsonl:2: " in told and problem in told
     with pytest.raises(DataError, match=rf"pairs.jsonl:2.*{problem}"):
         PreferenceSource(args)
+
+
+def test_a_response_that_the_template_refuses_is_told_before_the_start(tmp_path: Path) -> None:
+    strict = make_tokenizer(tmp_path / "strict")
+    template = strict / "chat_template.jinja"
+    refuses = "{% if messages[-1].role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
+    template.write_text(refuses + template.read_text())
+    row = {**FORMS["messages"], "rejected": [{"role": "judge", "content": "5!"}]}
+    args = run_args(tmp_path, strict, [FORMS["messages"], row])
+    (told,) = check_data(args, check_label)
+    assert "pairs.jsonl:2: " in told and "no judges" in told
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "reward_model"])
+def test_a_limit_of_prompts_has_no_effect_on_pairs(
+    loss: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    more: dict[str, Any] = {"debug_train_only": True, "rollout_max_prompt_len": 5}
+    args = run_args(tmp_path, tokenizer, [FORMS["texts"]], loss_type=loss, **more)
+    idle = [flag for flag, _ in idle_flags(Run(args, False, CPU_MACHINE))]
+    assert idle == ["--rollout-max-prompt-len 5"]
 
 
 def test_pairs_are_not_evaluated(tmp_path: Path, tokenizer: Path) -> None:
