@@ -489,6 +489,8 @@ async def test_a_template_that_rewrites_history_trains_the_last_answer_only(toke
         its continuation.
         """
 
+        chat_template = "a text of its own: what templates take is remembered by it"
+
         def __init__(self, inner):
             self.inner = inner
 
