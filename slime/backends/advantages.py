@@ -98,13 +98,16 @@ def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Re
     if settings.custom is None:
         own, batch["returns"] = settings.algorithm.advantages(batch)
         batch["advantages"] = settings.algorithm.over_ranks(batch, own, reduce)
-        _check_advantages(batch, f"{type(settings.algorithm).__name__}.advantages")
+        _check_shapes(batch, f"{type(settings.algorithm).__name__}.advantages")
     else:
         settings.custom(settings.args, batch)
-        _check_advantages(
-            batch,
-            f"--custom-advantage-function-path {settings.args.custom_advantage_function_path}",
-        )
+        what = f"--custom-advantage-function-path {settings.args.custom_advantage_function_path}"
+        _check_shapes(batch, what)
+        values = flatten([torch.as_tensor(x) for x in batch["advantages"]])
+        if not keep_where(flatten(batch["loss_masks"]).to(values.device), values).isfinite().all():
+            raise ValueError(
+                f"{what} set an advantage that is NaN or infinite: does it divide by 0?"
+            )
     if settings.distillation_coef is not None:
         _add_distillation(settings, settings.distillation_coef, batch)
     if settings.normalize:
@@ -136,7 +139,7 @@ def _kl_to_reference(settings: AdvantageSettings, batch: RankBatch) -> list[Tens
     return [compute_approx_kl(p, q, settings.kl_type) for p, q in zip(log_probs, ref, strict=True)]
 
 
-def _check_advantages(batch: RankBatch, what: str) -> None:
+def _check_shapes(batch: RankBatch, what: str) -> None:
     for name in ("advantages", "returns"):
         shapes = [tuple(torch.as_tensor(x).shape) for x in _require(batch.get(name), name, what)]
         if shapes != [(length,) for length in batch["response_lengths"]]:
@@ -144,10 +147,6 @@ def _check_advantages(batch: RankBatch, what: str) -> None:
                 f"{what} set {name} with shapes {shapes}; the responses have the lengths "
                 f"{batch['response_lengths']}"
             )
-    advantages = flatten([torch.as_tensor(x) for x in batch["advantages"]])
-    mask = flatten(batch["loss_masks"]).to(advantages.device)
-    if not keep_where(mask, advantages).isfinite().all():
-        raise ValueError(f"{what} set an advantage that is NaN or infinite: does it divide by 0?")
 
 
 def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: RankBatch) -> None:
