@@ -90,7 +90,9 @@ def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Re
         reduce: Its ``over_data`` must count each of these responses once.
 
     Raises:
-        ValueError: An entry that the flags need is missing. The message names both.
+        ValueError: An entry that the flags need is missing (the message names both), advantages or
+            returns do not have the shapes of the responses, or those of a custom function are not
+            finite.
     """
     if not settings.enabled:
         return

@@ -12,7 +12,7 @@ import numpy as np
 
 from slime.config.args import Args
 from slime.config.flag import did_you_mean
-from slime.config.hf_config import model_config
+from slime.config.hf_config import config_once
 from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
 from slime.data.fields import (
@@ -68,7 +68,7 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
         data = load_function(hook)(args, samples)
         return _complete_custom(hook, data, samples, keys, rollout_ids)
     # From here on only arrays are read: lists of Python numbers would take ten times the memory.
-    vocabulary = model_config(args.hf_checkpoint).get("vocab_size")
+    vocabulary = config_once(args.hf_checkpoint).get("vocab_size")
     for sample in samples:
         sample.pack()
         _check_lengths(sample)
