@@ -132,6 +132,7 @@ class RolloutManager:
             self.state = RolloutState(args, self.run_dir, self.data_source, in_program)
             self.traces = TraceFiles(self.run_dir, args.log_keep_last)
             self.pool: StandingPool | None = None  # of a fully asynchronous run
+            self.pool_since = 0.0  # when its last rollout was taken
             self.generation = Generation()
             undo.pop_all()
 
@@ -220,7 +221,8 @@ class RolloutManager:
         """Call the rollout function, and record in ledger and state that this rollout is
         complete.
         """
-        start = time.perf_counter()
+        # A standing pool has been generating since its last rollout.
+        start = self.pool_since if self.pool is not None else time.perf_counter()
         args = self.args
         self.state.begin(rollout_id)
         self._generate_state().observer = self.state.observe
@@ -241,7 +243,8 @@ class RolloutManager:
         metrics["rollout/http_retry_count"] = float(take_retries())
         if self.workers is not None:
             metrics["rollout/worker_restart_count"] = self.workers.restarts()
-        rollout = Rollout(list(output.samples), metrics, time.perf_counter() - start)
+        self.pool_since = time.perf_counter()
+        rollout = Rollout(list(output.samples), metrics, self.pool_since - start)
         self.garbage.collect()  # between two rollouts, where no generation of this one waits for it
 
         # runs on the pool's event loop, so the pool cannot change meanwhile
@@ -280,6 +283,7 @@ class RolloutManager:
         shared.observer = self.state.observe
         ahead = len(self.state.restored)  # the number of rollouts that need not be generated
         self.pool = opener(self.args, self.data_source, first_step, last_step, ahead, held_step)
+        self.pool_since = time.perf_counter()
         return True
 
     @property

@@ -1,6 +1,4 @@
-"""A rollout whose samples all failed is told, with the first error; one whose samples are fine is
-not.
-"""
+"""What the rollout manager says of a rollout: the first error if all samples failed, and the speed."""
 
 from __future__ import annotations
 
@@ -67,6 +65,31 @@ def rollout(
     return groups
 
 
+class Pool:
+    """It has finished samples whenever it is asked."""
+
+    def advance(self, *_: Any) -> None: ...
+
+
+def pooled(
+    args: Any, rollout_id: int, data_source: Rows, evaluation: bool = False
+) -> list[list[Sample]]:
+    return rollout(args, rollout_id, data_source)
+
+
+pooled.open_pool = lambda *_: Pool()  # type: ignore[attr-defined]
+
+
+def manager(tmp_path: Path, words: str, function: str) -> RolloutManager:
+    args = make_args(
+        run_name=words, data_source_path=f"{__file__}:Rows", rollout_function_path=f"{__file__}:{function}",
+        debug_rollout_only=True, num_rollout=2, rollout_batch_size=2, n_samples_per_prompt=2,
+        rollout_external_engine_addrs=["127.0.0.1:1"],  # so that it starts none
+    )  # fmt: skip
+    layout: Any = None
+    return RolloutManager(args, str(tmp_path), layout, layout, RunKeys())
+
+
 @pytest.mark.parametrize(
     ("words", "share", "said"),
     [
@@ -80,16 +103,25 @@ def rollout(
 def test_a_step_without_anything_to_train_is_told(
     tmp_path: Path, words: str, share: float, said: str | None
 ) -> None:
-    args = make_args(
-        run_name=words, data_source_path=f"{__file__}:Rows", rollout_function_path=f"{__file__}:rollout",
-        debug_rollout_only=True, num_rollout=1, rollout_batch_size=2, n_samples_per_prompt=2,
-        rollout_external_engine_addrs=["127.0.0.1:1"],  # so that it starts none
-    )  # fmt: skip
     take_warnings()
-    layout: Any = None
-    batch = RolloutManager(args, str(tmp_path), layout, layout, RunKeys()).generate(0)
+    batch = manager(tmp_path, words, "rollout").generate(0)
     assert batch.metrics["rollout/failed_ratio"] == share
     told = [warning for warning in batch.warnings if "this step trains nothing" in warning]
     assert bool(told) == (said is not None)
     if said is not None:
         assert re.search(said, told[0])
+
+
+def test_the_speed_of_a_pool_is_that_since_its_last_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It generates while the trainer trains, so most of its samples are there at once."""
+    now = [100.0]
+    monkeypatch.setattr("slime.cluster.rollout_manager.time.perf_counter", lambda: now[0])
+    made = manager(tmp_path, "fine-fine-fine-fine", "pooled")
+    assert made.open_pool(0, 2, 0)
+    found = []
+    for seconds in (4.0, 10.0):
+        now[0] += seconds
+        found.append(made.generate(len(found)).metrics["perf/longest_sample_tokens_per_sec"])
+    assert found == [1 / 4, 1 / 10]
