@@ -70,6 +70,10 @@ def _wanted(
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     plain = [parameter for parameter in parameters if parameter.kind not in variadic]
     needed = [parameter.name for parameter in plain if parameter.default is parameter.empty]
+    if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in plain):
+        raise UnknownParameters(
+            "its parameters have no names to pass values by: wrap it, for instance lambda response: …"
+        )
     unknown = [name for name in needed if name not in names]
     optional = {parameter.name: parameter.name for parameter in plain if parameter.name in names}
     # One parameter of any name, such as ``lambda s: …``: it is clear what is meant.

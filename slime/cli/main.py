@@ -5,6 +5,7 @@ they run.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status (1 if the command failed; wrong usage exits
     with 2).
     """
+    # An output whose encoding lacks a character, as in a container without a locale, shows a "?".
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     words = sys.argv[1:] if argv is None else list(argv)
     # The training commands have a parser of their own, whose flags this one would take for its own
     # (--help).

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 
+def folder_name(name: str) -> None:
+    """Refuse a run's name that is not that of a folder of its own in ``--output-dir``."""
+    if name in ("", ".", "..", "latest") or "/" in name:
+        raise ValueError(
+            f"{name!r} is not the name of a folder: use one without /, and not latest, a link to the "
+            "newest run; --output-dir is the folder of the runs"
+        )
+
+
 @dataclass
 class RunConfig(Section):
     _title = "run"
@@ -41,7 +50,7 @@ class RunConfig(Section):
     """Random seed of the trainer: weight initialisation, dropout and every other random choice"""
     output_dir: str = flag("outputs", kind="path")
     """Parent folder of the runs, each of which has its own folder"""
-    run_name: str = flag()
+    run_name: str = flag(valid=folder_name)
     """Name of the run's folder. Default: the resumed run's, otherwise model, estimator and time"""
     dry_run: bool = False
     """Print what the run would do and end: settings, numbers of samples and steps, memory, the

@@ -43,13 +43,15 @@ def untrained(prompt: object) -> str | None:
     answers = [message for message in prompt if message["role"] == "assistant"]
     if not answers:
         return "a conversation without an assistant message has nothing to train on"
-    if not any(message.get("step_loss_mask", 1) for message in answers):
+    if not any(map(_is_trained, answers)):
         return "no assistant turn of its conversation is to be trained on"
     return None
 
 
 def _is_trained(message: Mapping[str, object]) -> bool:
-    return message["role"] == "assistant" and bool(message.get("step_loss_mask", 1))
+    """Also by ``weight``, the same in the files of OpenAI's fine-tuning API."""
+    wanted = message.get("step_loss_mask", message.get("weight", 1))
+    return message["role"] == "assistant" and bool(wanted)
 
 
 class MultiTurnLossMaskGenerator:
@@ -66,7 +68,7 @@ class MultiTurnLossMaskGenerator:
         stop_ids: The ids at which the engine ends a response, if they are known. Otherwise every
             special token counts.
 
-    A message with ``step_loss_mask: 0`` is not trained.
+    A message with ``step_loss_mask: 0`` or ``weight: 0`` is not trained.
     """
 
     def __init__(
@@ -169,7 +171,8 @@ class MultiTurnLossMaskGenerator:
 
     def _render(self, messages: Messages, tools: Tools | None, ask: bool = False) -> str:
         clean = [
-            {k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages
+            {k: v for k, v in message.items() if k not in ("step_loss_mask", "weight")}
+            for message in messages
         ]
         return render_chat(
             self.tokenizer, clean, tools=tools, add_generation_prompt=ask, **self.template_kwargs
@@ -347,7 +350,7 @@ class MultiTurnLossMaskGenerator:
         )["input_ids"]
         if self.tokenizer.eos_token is None:
             answer_ids = [*answer_ids, *self._ending(messages[-1], tools)]
-        trained = int(bool(messages[-1].get("step_loss_mask", 1)))
+        trained = int(_is_trained(messages[-1]))
         return [*prompt_ids, *answer_ids], [0] * len(prompt_ids) + [trained] * len(answer_ids)
 
 

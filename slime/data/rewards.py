@@ -81,7 +81,7 @@ def post_process_rewards(
     if path := args.custom_reward_post_process_path:
         return _checked(path, load_function(path)(args, list(samples)), len(samples))
     # Raw rewards stay as they are for metrics; everything below changes ``shaped`` only.
-    raw = [_number(args, sample) for sample in samples]
+    raw = [trained_reward(args, sample) for sample in samples]
     shaped = raw
     if args.overlong_buffer_len:
         limits = args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty
@@ -162,7 +162,12 @@ def _mean_parts(samples: Sequence[Sample], members: Sequence[int]) -> dict[str, 
     return {name: mean_reward(found) for name, found in values.items()}
 
 
-def _number(reward: RewardConfig, sample: Sample) -> float:
+def trained_reward(reward: RewardConfig, sample: Sample) -> float:
+    """Return the reward of a sample as a number; NaN if its verifier gave no result.
+
+    Raises:
+        ValueError: It is missing, of another form, or not finite.
+    """
     if sample.reward_timed_out:
         return math.nan
     value: SupportsFloat | dict[str, object] | None = sample.get_reward_value(reward)

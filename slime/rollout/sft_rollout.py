@@ -7,9 +7,10 @@ Use with ``--rollout-function-path slime.rollout.sft_rollout.generate_rollout --
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
-from slime.config.hf_config import end_token_ids
+from slime.config.hf_config import context_length, end_token_ids, model_config
 from slime.data.masks import MultiTurnLossMaskGenerator, untrained
 from slime.data.sample import Sample, flatten
 from slime.data.source import DataSource
@@ -21,6 +22,8 @@ from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+
+logger = logging.getLogger(__name__)
 
 
 def generate_rollout(
@@ -43,6 +46,14 @@ def generate_rollout(
         for sample in flatten(group):
             encode_sample(sample, state, masks)
         progress.report("generate", done + 1, len(groups))
+    limit = context_length(model_config(args.hf_checkpoint))
+    lengths = [len(sample.tokens) for sample in flatten(groups)]
+    if limit and (longer := sum(length > limit for length in lengths)):
+        logger.warning(
+            "rollout %d: %d of %d conversations are longer than the model's context of %d tokens (up "
+            "to %d); they are trained whole: leave them out of the data if that is not intended",
+            *(rollout_id, longer, len(lengths), limit, max(lengths)),
+        )
     return RolloutFnTrainOutput(samples=groups)
 
 

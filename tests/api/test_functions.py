@@ -131,6 +131,11 @@ def test_unknown_parameters_are_refused(function: Any) -> None:
         adapt(REWARD, function)
 
 
+def test_a_function_whose_parameters_have_no_names_is_refused() -> None:
+    with pytest.raises(UnknownParameters, match="lambda response"):
+        adapt(REWARD, len)
+
+
 def test_other_functions_and_classes_are_used_as_they_are() -> None:
     def loss(args: object, batch: object, logits: object, sum_of_sample_mean: object) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import shutil
 import subprocess
@@ -234,7 +235,7 @@ def test_broken_weights_do_not_pass_the_check(smollm2: Path, tmp_path: Path) -> 
 
 
 def test_summary_prints_table_json_and_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = make_args(output_dir=str(tmp_path), run_name="r", seed=5)
     run = RunDir.create(args)
@@ -245,6 +246,12 @@ def test_summary_prints_table_json_and_picture(
     log.close()
     assert main(["summary", str(tmp_path / "latest")]) == 0
     assert "+0.700" in capsys.readouterr().out
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_only)
+    assert main(["summary", str(run.path)]) == 0
+    monkeypatch.undo()
+    ascii_only.flush()
+    assert b"+0.700" in ascii_only.buffer.getvalue()
     assert main(["summary", str(run.path), "--json", "--png", str(tmp_path / "x.png")]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy_after"] == 0.9
     assert (tmp_path / "x.png").stat().st_size > 5000

@@ -51,6 +51,11 @@ def test_words_that_are_not_utf8(workplace) -> None:
     one_problem(workplace, ["--run-name", "caf\udce9"], "--run-name: 'caf\\udce9' is not UTF-8")
 
 
+@pytest.mark.parametrize("name", ["latest", "../x", "a/b", "..", ""])
+def test_a_run_name_that_is_no_folder_of_its_own(workplace, name: str) -> None:
+    one_problem(workplace, [f"--run-name={name}"], f"--run-name: {name!r}")
+
+
 DEEP = b"[" * 1500
 READERS = ("--override", "--custom-config-path", "--sglang-config", "--eval-config")
 NO_YAML = [

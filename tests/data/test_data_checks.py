@@ -143,8 +143,7 @@ def test_labels_are_the_users_business(tmp_path: Path, settings: dict[str, Any])
 def test_conversations_with_nothing_to_train_are_told_by_row(tmp_path: Path) -> None:
     user, good = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     rows = [
-        {"messages": made}
-        for made in ([user, good], [user], "text", [user, good | {"step_loss_mask": 0}])
+        {"messages": made} for made in ([user, good], [user], "text", [user, good | {"weight": 0}])
     ]
     path = write(tmp_path / "sft.jsonl", rows)
     settings = {

@@ -128,8 +128,9 @@ def test_any_text_against_a_mask_made_by_hand(
 
 
 def test_step_loss_mask_and_lengths(tokenizer: Any) -> None:
-    messages = [*TWO_TURNS[:1], assistant("Hello!", step_loss_mask=0), *TWO_TURNS[2:]]
-    assert trained(tokenizer, messages) == ["4<|im_end|>\n"]
+    for name in ("step_loss_mask", "weight"):
+        messages = [*TWO_TURNS[:1], assistant("Hello!", **{name: 0}), *TWO_TURNS[2:]]
+        assert trained(tokenizer, messages) == ["4<|im_end|>\n"]
     assert MultiTurnLossMaskGenerator.get_response_lengths([[0, 0, 1, 0, 1], [0, 0], [1]]) == [
         3,
         0,

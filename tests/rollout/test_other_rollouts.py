@@ -94,6 +94,15 @@ def test_sft_renders_with_the_arguments_of_the_template(smollm2, monkeypatch):
     assert tokenizer.decode(flatten(output.samples)[0].tokens).startswith("short|")
 
 
+def test_sft_says_how_many_conversations_are_longer_than_the_context(smollm2, monkeypatch, caplog):
+    args = arguments(smollm2, n_samples_per_prompt=1, loss_mask_type="qwen", loss_type="sft_loss")
+    monkeypatch.setattr(sft_rollout, "context_length", lambda config: 40)
+    long = Prompts(prompt=lambda i: conversation("hello " * 50 * (i % 2)))
+    output = sft_rollout.generate_rollout(args, 0, source_of(args, long))
+    assert "2 of 4 conversations are longer than the model's context of 40 tokens" in caplog.text
+    assert max(len(sample.tokens) for sample in flatten(output.samples)) > 100
+
+
 def test_sft_says_what_it_cannot_train_on(smollm2):
     args = arguments(smollm2, n_samples_per_prompt=1, loss_mask_type="qwen")
     with pytest.raises(ValueError, match=r"messages.*str"):

@@ -71,7 +71,13 @@ class PairMaker(PromptMaker):
                     f"or false, not {good!r}"
                 )
             kind = "chosen" if good else "rejected"
-            return {**row, self.keys.label: {kind: _answer(row, self.completion)}}
+            answer = _answer(row, self.completion)
+            if isinstance(row.get(self.keys.prompt), str) and not isinstance(answer, str):
+                raise ValueError(
+                    f"its {self.keys.prompt} is a text, but its {self.completion} has messages: both "
+                    "must be texts, or messages"
+                )
+            return {**row, self.keys.label: {kind: answer}}
         if row.get(self.responses):
             row = {**row, **self._best_and_worst(row)}
         missing = [name for name in (self.chosen, self.rejected) if not row.get(name)]

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -131,6 +132,8 @@ def run(options: argparse.Namespace) -> int:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     keys, limits = ({}, {}) if options.replay else _tenants(options, folder)
     teachers = dict(_teacher(value) for value in options.teacher)
+    # Before the model is loaded, which may take minutes.
+    listener = None if options.replay else _listener(options.host, options.port)
     # The engine holds the checkpoint, as the trainer does, and both stay as they are: the adapters
     # come by name, and all weights one checkpoint after the other. A deterministic engine would
     # measure its kernels again for each of them.
@@ -153,10 +156,18 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         raise CommandError(str(error)) from error
     with session:
-        if options.replay:
+        if listener is None:
             return _replay(session, folder)
-        asyncio.run(_serve(session, options, folder, keys, limits, teachers))
+        asyncio.run(_serve(session, options, listener, folder, keys, limits, teachers))
     return 0
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise CommandError(f"--host, --port: {error.strerror or error}") from error
 
 
 def _replay(session: Session, folder: Path) -> int:
@@ -210,6 +221,7 @@ def _tenants(options: argparse.Namespace, folder: Path) -> tuple[dict[str, str],
 async def _serve(
     session: Session,
     options: argparse.Namespace,
+    listener: socket.socket,
     folder: Path,
     keys: dict[str, str],
     limits: dict[str, Limits],
@@ -230,11 +242,7 @@ async def _serve(
     app = make_app(state, keys, secrets.token_bytes(32))
     runner = web.AppRunner(app, auto_decompress=False, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, options.host, options.port)
-    try:
-        await site.start()
-    except OSError as error:
-        raise CommandError(f"--host, --port: {error.strerror or error}") from error
+    await web.SockSite(runner, listener).start()
     host, port = runner.addresses[0][:2]
     key = next(iter(keys.values())) if options.keys is None else "the key of a tenant"
     print(f"ready: TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={key}", flush=True)

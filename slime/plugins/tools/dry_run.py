@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import ceil
+from typing import Any
 
 from slime.config.args import FLAGS, Args
 from slime.config.flag import Flag
@@ -16,6 +17,7 @@ from slime.config.passthrough import every_value
 from slime.config.rollout import SFT_FUNCTION
 from slime.config.settings import redacted
 from slime.data.reasoning import THINK
+from slime.data.rewards import trained_reward
 from slime.data.rows import DataError
 from slime.data.sample import Sample, flatten
 from slime.data.source import DataSource, rollouts_of_epochs
@@ -300,7 +302,7 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
     """Score the labels of the first prompts as answers. Wrong formats of labels and of rewards show
     here.
     """
-    found: list[object] = []
+    found: list[Any] = []
     for sample in samples:
         answer = own_answer(args, sample)
         if answer is None:
@@ -323,6 +325,9 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
                 found += run(batched_async_rm(args, [sample]))
             else:
                 found.append(run(async_rm(args, sample)))
+            sample.reward = found[-1]
+            if not args.custom_reward_post_process_path:
+                trained_reward(args, sample)
             if failure(sample) == RAISED:
                 problem = sample.metadata[FAILURE_KEY]
         # A wrong label or path of a function, which would end the run.

@@ -135,3 +135,6 @@ def test_other_columns_and_wrong_labels(tmp_path: Path, tokenizer: Path) -> None
     assert real.response.startswith("4") and real.reward == 1.0
     with pytest.raises(DataError, match="desirable: true or false, not 'yes'"):
         rolled(tmp_path, tokenizer, [{"prompt": "2+2=", "completion": "4", "label": "yes"}])
+    turn = [{"role": "assistant", "content": "4"}]
+    with pytest.raises(DataError, match="prompt is a text, but its completion has messages"):
+        rolled(tmp_path, tokenizer, [{"prompt": "2+2=", "completion": turn, "label": True}])

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -87,7 +88,7 @@ def test_options_reach_the_server(tiny_model: Path, tmp_path: Path) -> None:
             again = [*command, "--port", str(port), "--state", str(tmp_path / "other")]
             second = subprocess.run(again, env=environment, capture_output=True, text=True)
             assert second.returncode == 1 and "Traceback" not in second.stderr
-            assert "address already in use" in second.stderr.splitlines()[-1]
+            assert "already in use" in second.stderr.splitlines()[-1]
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
@@ -119,6 +120,13 @@ def test_wrong_keys_are_told_before_anything_is_started(tmp_path: Path, keys: st
 def test_a_wrong_teacher_is_told_before_anything_is_started(tmp_path: Path, teacher: str) -> None:
     with pytest.raises(CommandError, match="--teacher"):
         run("--teacher", teacher, "--state", str(tmp_path / "state"))
+
+
+def test_a_busy_port_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        with pytest.raises(CommandError, match="already in use"):
+            run("--port", port, "--state", str(tmp_path / "state"))
 
 
 def test_a_wrong_flag_of_the_run_is_told_without_a_traceback(tmp_path: Path) -> None:

@@ -176,6 +176,12 @@ def test_what_it_cannot_hold_is_refused(flags: dict[str, Any]) -> None:
     assert any("--true-on-policy" in problem for problem in rule_problems(args))
 
 
+def test_a_data_type_that_follows_from_another_is_not_named() -> None:
+    args = make_args(true_on_policy=True, train_backend="fsdp", rollout_backend="embedded")
+    (told,) = rule_problems(args.with_values(train_dtype="float32", rollout_dtype="float32"))
+    assert "--train-dtype bfloat16" in told
+
+
 def test_a_model_without_kernels_is_refused(tmp_path: Path) -> None:
     for save, vocab, refused in (
         (save_tiny_qwen3_moe, 64, True),
