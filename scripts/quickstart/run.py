@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.config.hf_config import read_chat_template
 from slime.plugins.tools.commands.fetch_model import SOURCES, fetch_model
 from slime.plugins.tools.commands.make_data import make_products

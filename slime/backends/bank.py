@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from slime.backends.base import TrainNeeds
 from slime.backends.collectives import local
-from slime.backends.needs import TrainNeeds
 from slime.backends.offload import HostArena, host_tensors
 from slime.config.args import Args
 from slime.config.run import weights_path

@@ -1,23 +1,26 @@
-"""The interface of a training backend. The batch that it trains on is described in
-:mod:`slime.data.fields`.
+"""The interface of a training backend, and the computations that the flags of a run need of it before
+and during a training step. The batch that it trains on is described in :mod:`slime.data.fields`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from slime.algorithms.algorithm import custom_setting
+from slime.config.algorithm import algorithm_class, registered_loss
+from slime.config.args import Args
+from slime.data.fields import RankBatch
 
 if TYPE_CHECKING:
     import torch
 
     from slime.backends.collectives import DataParallelReduce
-    from slime.backends.needs import TrainNeeds
     from slime.backends.saving import BackgroundSave
     from slime.checkpoint.files import FileEntry
-    from slime.config.args import Args
-    from slime.data.fields import RankBatch
     from slime.data.schedule import PackingSettings
     from slime.weights.settings import AdapterSource, AdapterSync
 
@@ -152,3 +155,124 @@ class TrainBackend(Protocol):
         """
 
     def wake(self) -> None: ...
+
+
+SAFE_TIS_HOOKS = ("vanilla_tis_function", "icepop_function", "compute_mis_weights")
+
+
+@dataclass(frozen=True)
+class TrainNeeds:
+    """Which forward passes and which outputs of the model a run needs, read from the flags once.
+
+    Every pass that is not needed is skipped, and only this class decides that. All ranks must
+    agree, because a forward pass is a collective operation. So the decisions depend only on flags,
+    and on entries of the batch that are the same on every rank.
+    """
+
+    ref_log_probs: bool
+    """Whether log-probs of a reference model are used in the reward (``--kl-coef``) or loss
+    (``--use-kl-loss``).
+    """
+    teacher_log_probs: bool
+    """Whether the trainer has the teacher of on-policy distillation (``--opd-type megatron``)."""
+    old_actor: bool
+    """Whether the old log-probs are those of a separate copy of the weights
+    (``--keep-old-actor``).
+    """
+    old_log_probs: bool
+    """Whether the old log-probs are recomputed even if the rollout has a single optimizer step."""
+    squared_probs: bool
+    """Whether a pass at half the temperature computes Σπ² over the vocabulary."""
+    trains: bool
+    """Whether the loss uses old log-probs. Supervised fine-tuning does not."""
+    engine_log_probs: bool
+    """Whether the engine's log-probs are used as the old ones (``--use-rollout-logprobs``)."""
+    rollout_entropy: bool
+    """Whether the pass that recomputes log-probs also computes the entropy
+    (``--use-rollout-entropy``).
+    """
+    entropy: bool
+    """Whether the forward pass of training computes the entropy of the policy, for the loss or as a
+    metric.
+    """
+    entropy_grad: bool
+    """Whether this entropy has a gradient."""
+    logits: bool
+    """Whether the loss uses the logits (``TokenBatch.logits``)."""
+    temperature: float
+    """The logits of training are divided by it: ``--rollout-temperature``, with which the engines
+    sampled; 1 for supervised fine-tuning, whose tokens nobody sampled."""
+    skips_zero_advantages: bool
+    """Whether the actor may skip the forward and backward of samples whose final advantages are all
+    exactly 0, because their gradient is exactly 0. ``num_rollouts`` and ``num_tokens`` of the step
+    do not change. It is False if another term has a gradient without an advantage (KL loss,
+    entropy), or if a hook may add such a term."""
+
+    @classmethod
+    def from_args(cls, args: Args) -> TrainNeeds:
+        # Each field is one rule. The old log-probs have the most reasons: whatever compares the
+        # policy with itself before the rollout's first step needs them.
+        policy = args.loss_type == "policy_loss"
+        algorithm = algorithm_class(args.advantage_estimator)
+        loss = registered_loss(args)
+        return cls(
+            ref_log_probs=(args.loss_type != "sft_loss" and (args.kl_coef != 0 or args.use_kl_loss))
+            or (loss is not None and loss.needs_reference),
+            teacher_log_probs=args.use_opd and args.opd_type == "megatron",
+            old_actor=bool(args.keep_old_actor),
+            old_log_probs=not policy
+            or args.kl_coef != 0
+            or algorithm.needs_old_log_probs
+            or args.keep_old_actor
+            or args.use_opd
+            or args.get_mismatch_metrics
+            or bool(custom_setting(args, "tis_batch_normalize", False))
+            or (args.use_routing_replay and not args.use_rollout_routing_replay),
+            squared_probs=policy and algorithm.needs_squared_probs,
+            trains=args.loss_type != "sft_loss" and (policy or args.compute_advantages_and_returns),
+            engine_log_probs=args.use_rollout_logprobs and not args.get_mismatch_metrics,
+            rollout_entropy=args.use_rollout_entropy,
+            entropy=policy,
+            entropy_grad=policy and args.entropy_coef != 0,
+            logits=args.loss_type == "custom_loss" or (loss is not None and loss.needs_logits),
+            temperature=1.0 if args.loss_type == "sft_loss" else args.rollout_temperature,
+            skips_zero_advantages=args.skip_zero_advantage_groups
+            and policy
+            and args.entropy_coef == 0
+            and not (args.use_kl_loss and args.kl_loss_coef != 0)
+            and args.observation_loss_coef == 0
+            and not args.custom_pg_loss_reducer_function_path
+            and algorithm.zero_advantage_has_no_gradient
+            and _is_linear(args.custom_tis_function_path),
+        )
+
+    def recomputes_old_log_probs(self, batch: RankBatch) -> bool:
+        """Return whether the trainer must compute log π_old in a forward pass before the first step
+        of this rollout.
+
+        Otherwise the loss uses the engine's log-probs, or the current ones without gradient. The
+        ratio is then 1 with the right gradient, as it is in a first step in any case.
+        """
+        if not self.trains:
+            return False
+        if self.engine_log_probs:
+            return batch.get("rollout_log_probs") is None
+        return self.old_log_probs or len(batch["global_batch_sizes"]) > 1
+
+    def log_prob_passes(self, steps: int) -> int:
+        """Return how many forward passes over all samples come before the ``steps`` optimizer steps
+        of a rollout.
+        """
+        old = self.trains and not self.engine_log_probs and (self.old_log_probs or steps > 1)
+        squares = self.squared_probs * (1 + self.engine_log_probs)
+        others = self.ref_log_probs + self.teacher_log_probs + squares
+        return others + (old or self.rollout_entropy)
+
+
+def _is_linear(path: str | None) -> bool:
+    """Return whether the function of ``--custom-tis-function-path`` is known to only multiply the
+    loss by weights.
+    """
+    return not path or (
+        path.startswith("slime.") and path.replace(":", ".").rpartition(".")[2] in SAFE_TIS_HOOKS
+    )

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slime.algorithms.token_losses import TOKEN_LOSSES
+from slime.backends.base import TrainNeeds
 from slime.backends.loss_inputs import LossSettings
 from slime.backends.micro_batches import ResponseValues
-from slime.backends.needs import TrainNeeds
 from slime.backends.shared import NonFiniteError
 from slime.backends.train_loop import PhaseTimer, score
 from slime.types import AdamSettings

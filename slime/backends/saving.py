@@ -25,7 +25,7 @@ from slime.backends.trainable import TrainedAdapter, require_fit
 from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
 from slime.checkpoint.snapshot import SnapshotError, damaged_part
 from slime.config.args import Args
-from slime.data.value_files import save_value
+from slime.data.plain_values import save_value
 
 Write = Callable[[], list[FileEntry]]
 """Writes this rank's files and returns them."""

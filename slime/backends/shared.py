@@ -16,11 +16,10 @@ from torch import Tensor
 
 from slime.backends import micro_batches as mb
 from slime.backends.bank import LIVE, CopySettings, WeightBank, keeps_copies_on_device, load_copies
-from slime.backends.base import Metrics, ModelTag
+from slime.backends.base import Metrics, ModelTag, TrainNeeds
 from slime.backends.collectives import DTYPES, DataParallelReduce
 from slime.backends.loss import compute_loss, is_max_metric, rescale_diagnostics
 from slime.backends.loss_inputs import LossSettings, Scores, TokenBatch
-from slime.backends.needs import TrainNeeds
 from slime.backends.offload import Offloader
 from slime.backends.saving import BackgroundSave, SavedState
 from slime.backends.trainable import TrainedAdapter

@@ -47,7 +47,7 @@ from torch.futures import Future
 from slime.backends.offload import host_tensors
 from slime.backends.tensor_index import require_tensors
 from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
-from slime.data.value_files import save_value
+from slime.data.plain_values import save_value
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The offsets and sizes of a rectangle."""

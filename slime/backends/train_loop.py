@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from slime.backends import micro_batches as mb
-from slime.backends.advantages import AdvantageSettings, compute_advantages
+from slime.backends.advantages import (
+    AdvantageSettings,
+    compute_advantages,
+    correct_sample_metrics,
+    rollout_metrics,
+)
 from slime.backends.base import ModelTag, TrainBackend
 from slime.backends.loss import divide_by_weights, is_max_metric
-from slime.backends.train_metrics import correct_sample_metrics, rollout_metrics
 from slime.config.hooks import load_function
 from slime.data.fields import LOSS_FIELDS, RankBatch, TrainData
 from slime.observability import progress

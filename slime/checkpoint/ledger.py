@@ -30,8 +30,7 @@ from typing import Any
 from slime.checkpoint.numbers import Numbers
 from slime.data.sample import Group, flatten
 from slime.data.staleness import step_of
-from slime.observability.best_effort import AppendedFile, warn
-from slime.observability.regular import parse_json
+from slime.observability.files import AppendedFile, parse_json, warn
 
 CLOSED = ("trained", "filtered", "replaced", "left out", "discarded", "lost")
 _FILE = "the ledger of the run"

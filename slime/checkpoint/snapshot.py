@@ -33,8 +33,8 @@ from typing import Literal, cast
 
 from slime.checkpoint.files import FileEntry, describe_files, digest_files
 from slime.checkpoint.manifest import Facts, Manifest, library_versions
-from slime.data.value_files import sync_path, write_atomically
-from slime.observability.best_effort import best_effort, warn
+from slime.data.plain_values import sync_path, write_atomically
+from slime.observability.files import best_effort, warn
 
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -1,5 +1,6 @@
 """The ``slime`` command. Subcommands are registered parts, which import their modules only when
-they run.
+they run. ``slime train`` and ``slime train-async`` are the loops of train.py and train_async.py from
+an installed package.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import io
 import sys
 from collections.abc import Sequence
 
+from slime.cli.command import CommandError
 from slime.registry import find, parts
 
 
@@ -28,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and not getattr(options, "takes_flags", False):
         build_parser().parse_args(words)  # prints the error and exits
     options.rest = flags or rest
-    from slime.cli.errors import CommandError
-    from slime.observability.regular import shown
+    from slime.observability.files import shown
 
     try:
         return int(options.run(options) or 0)
@@ -63,10 +64,34 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from slime.cli.train import run_loop
 
     return run_loop(args.command, args.rest)
 
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+LOOPS = {"train": "train.py", "train-async": "train_async.py"}
+"""The file of each command."""
+
+
+def run_loop(command: str, flags: Sequence[str]) -> int:
+    """Do what ``python train.py <flags>`` does.
+
+    Raises:
+        CommandError: The file of the loop is missing.
+        SystemExit: The flags are wrong (2), or the run was stopped (130, 143).
+    """
+    from slime.cluster.checks import parse_and_check
+    from slime.cluster.run import load_loop
+
+    try:
+        loop = load_loop(LOOPS[command])
+    except FileNotFoundError as error:
+        raise CommandError(str(error)) from error
+    # The flags are read from sys.argv and not passed on, because only a command line can be run
+    # again after a loss (--max-restarts). The first word is the name in messages.
+    sys.argv = [f"slime {command}", *flags]
+    loop.train(parse_and_check(asynchronous=command == "train-async"))
+    return 0

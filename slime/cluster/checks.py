@@ -204,7 +204,7 @@ def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> li
 def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend, and
     a snapshot whose rollouts could not be scored (:func:`check_same_old_actor`)."""
-    from slime.checkpoint.contents import hostile_file
+    from slime.checkpoint.files import hostile_file
     from slime.checkpoint.manifest import DECIDES_OLD_ACTOR, ResumeError, check_same_old_actor
     from slime.checkpoint.snapshot import SnapshotError, kind, refuse_foreign
     from slime.cluster.folders import snapshot_of
@@ -254,7 +254,7 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
 
 def _check_critic(load: str, checkpoint: str | None) -> list[str]:
     """Check that ``--critic-load`` has a critic, or a model that knows the same tokens."""
-    from slime.checkpoint.contents import hostile_file
+    from slime.checkpoint.files import hostile_file
     from slime.cluster.folders import snapshot_of
 
     if is_hf_folder(load):

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from slime.cluster.actors import ActorHandle, Ref, door
 from slime.cluster.stop_signals import StopSignals
-from slime.observability.debugger import DEBUGGER
-from slime.observability.progress import Progress
+from slime.observability.progress import DEBUGGER, Progress
 from slime.observability.run_state import StateFile
 
 if TYPE_CHECKING:

@@ -28,17 +28,17 @@ from slime.cluster.ray_wait import wait_for
 from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.config.hooks import load_function
 from slime.data.convert import parts_of_ranks
-from slime.data.parts import ready
 from slime.data.sample import Group, Sample, flatten
+from slime.data.schedule import ready
 from slime.data.source import DataSource, rollouts_of_epochs
 from slime.data.staleness import staleness_metrics
 from slime.engines.background import run
 from slime.engines.http import request, take_retries
 from slime.engines.process import exempt_from_proxy
 from slime.observability import progress
-from slime.observability.best_effort import take_warnings, warn
 from slime.observability.debug_data import load_rollout, save_rollout
 from slime.observability.evaluations import write_evaluation
+from slime.observability.files import take_warnings, warn
 from slime.observability.logging_utils import logged_into
 from slime.observability.samples import KeptTexts, preview, write_samples
 from slime.observability.trace_file import TraceFiles

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from slime.checkpoint.ledger import Ledger, Line
 from slime.config.rollout import OWN_FUNCTIONS
+from slime.data.plain_values import read_state, write_state
 from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
 from slime.data.source import (
     DataSource,
@@ -20,8 +21,7 @@ from slime.data.source import (
     has_files,
     is_stateful,
 )
-from slime.data.value_files import read_state, write_state
-from slime.observability.best_effort import warn
+from slime.observability.files import warn
 from slime.observability.run_dir import RunDir
 from slime.registry import called_for
 from slime.rollout.weight_timeline import Recording, WeightTimeline, settings_to_compare

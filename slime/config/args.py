@@ -15,12 +15,12 @@ from types import CodeType
 from typing import Any, Self
 
 from slime.config.algorithm import AlgorithmConfig, DistillationConfig, KlConfig, OffPolicyConfig
-from slime.config.batch import BatchConfig
 from slime.config.cluster import ClusterConfig
 from slime.config.data import DataConfig, EvalConfig, RewardConfig
 from slime.config.engine import EngineConfig
 from slime.config.flag import Flag, S, defaults_of, did_you_mean, flags_of, section
 from slime.config.hf_config import SHAPE, model_dimension
+from slime.config.layout import BatchConfig
 from slime.config.lora import LoraConfig
 from slime.config.observability import DebugConfig, ObservabilityConfig
 from slime.config.passthrough import (

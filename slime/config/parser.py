@@ -16,15 +16,18 @@ from slime import registry
 from slime.config import passthrough
 from slime.config.args import FLAGS, Args, spellings, underscored
 from slime.config.flag import Flag, did_you_mean
-from slime.config.flag_support import (
-    check_states,
-    no_effect_notice,
-    why_missing,
-)
 from slime.config.machine import this_machine
 from slime.config.resolve import resolve_defaults, validate
 from slime.config.rules import Run, idle_flags
-from slime.config.settings import apply_file, redacted, set_value, store
+from slime.config.settings import (
+    apply_file,
+    check_states,
+    no_effect_notice,
+    redacted,
+    set_value,
+    store,
+    why_missing,
+)
 
 
 class ConfigError(ValueError):

@@ -12,7 +12,6 @@ from typing import Any
 
 from slime.config import (
     algorithm,
-    batch,
     cluster,
     data,
     engine,
@@ -62,7 +61,7 @@ def resolve_defaults(
     problems += data.derive_named_data(args)
     data.derive_data(args)
     # The estimator decides on a critic, and the placement has to know whether there is one.
-    problems += batch.derive_batch(args)
+    problems += layout.derive_batch(args)
     algorithm.derive_algorithm(args)
     cluster.derive_resources(args, machine, asynchronous)
     # Then what follows from a single flag, or from conditions that are rows.
@@ -129,7 +128,7 @@ def _checks(run: Run) -> Iterator[list[str]]:
     yield missing_packages(vars(args))
     yield data.check_reward(args)
     # What is trained, and how it is divided over ranks.
-    yield batch.check_split(args)
+    yield layout.check_split(args)
     yield algorithm.check_estimator(args)
     if args.multimodal_keys:
         yield trainer.check_media(checkpoint)

@@ -1,4 +1,5 @@
-"""YAML files that set flags, and the resolved settings as one mapping without secrets.
+"""YAML files that set flags, the resolved settings as one mapping without secrets, and why a flag is
+refused, has no effect or does not exist.
 
 ``--custom-config-path`` is applied after the command line, ``--override`` after that, and
 ``--megatron-config-path`` changes the arguments of one role (actor or critic). All of them are
@@ -9,17 +10,16 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from slime.config.args import Args, spellings, underscored
-from slime.config.batch import check_split
 from slime.config.files import read_yaml
-from slime.config.flag import OutOfRange, convert, defaults_of, did_you_mean, flags_of
-from slime.config.flag_support import why_missing
+from slime.config.flag import Flag, OutOfRange, convert, defaults_of, did_you_mean, flags_of, shown
 from slime.config.hf_config import is_hf_folder
-from slime.config.layout import ParallelLayout, check_shard_size
+from slime.config.layout import ParallelLayout, check_shard_size, check_split
 from slime.config.passthrough import Spelling, every_value, prefix_of, programs
+from slime.registry import find, parts
 
 HIDDEN = "***"
 _SECRET = re.compile(
@@ -315,3 +315,46 @@ def _plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+def check_states(
+    values: object, explicit: Collection[str], flags: Mapping[str, Flag]
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the problems of refused flags that the user set, and each flag without effect with the
+    reason.
+    """
+    problems: list[str] = []
+    idle: list[tuple[str, str]] = []
+    for name, entry in flags.items():
+        value = getattr(values, name)
+        if name not in explicit or value in (None, entry.default):
+            continue
+        words = value if isinstance(value, str) else shown(value)
+        typed = entry.option if entry.is_bool or entry.takes_list else f"{entry.option} {words}"
+        if entry.status == "notice":
+            idle.append((typed, entry.reason))
+        elif entry.status == "refused":
+            problems.append(f"{typed} is not supported: {entry.reason}")
+    return problems, idle
+
+
+def no_effect_notice(idle: Sequence[tuple[str, str]]) -> list[str]:
+    """Return one notice for all flags without effect, or none. Each has the words of the flag and
+    the reason.
+    """
+    if len(idle) < 2:
+        return [f"{typed} has no effect: {reason}" for typed, reason in idle]
+    return [
+        "these flags have no effect:" + "".join(f"\n  {typed}: {reason}" for typed, reason in idle)
+    ]
+
+
+def why_missing(option: str) -> str | None:
+    """Explain why a flag does not exist; None if no registered part knows.
+
+    Args:
+        option: The flag with its ``--``; ``_`` and ``-`` are equivalent.
+    """
+    known = (find("missing flag", name) for name in parts("missing flag"))
+    reasons = (reason(option.replace("_", "-")) for reason in known)
+    return next(filter(None, reasons), None)

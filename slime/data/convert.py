@@ -25,10 +25,9 @@ from slime.data.fields import (
     pack_part,
 )
 from slime.data.packing import shared_beginnings
-from slime.data.parts import cut
 from slime.data.rewards import post_process_rewards, shares_in_rollouts
 from slime.data.sample import Group, Sample, flatten
-from slime.data.schedule import PackingSettings, build_dp_schedule
+from slime.data.schedule import PackingSettings, build_dp_schedule, cut
 from slime.data.staleness import add_staleness
 from slime.data.token_fields import TOKEN_FIELDS, is_unset
 

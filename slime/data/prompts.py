@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.files import lookup
-from slime.data.json_text import parse_json
 from slime.data.media import MultimodalTypes
+from slime.data.plain_values import parse_json
 from slime.data.rows import Problems, RawRow
 from slime.data.sample import Message
 from slime.types import JsonValue

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from slime.data.json_text import MOST_NESTED, clean, no_constant, too_deep
+from slime.data.plain_values import MOST_NESTED, clean, no_constant, too_deep
 
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _BOM = b"\xef\xbb\xbf"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from slime.data import json_text, token_fields
+from slime.data import plain_values, token_fields
 from slime.data.token_fields import (
     TOKEN_FIELDS,
     Normalised,
@@ -392,7 +392,7 @@ def _status(value: object) -> Sample.Status:
 for _name in TOKEN_FIELDS:
     setattr(Sample, _name, TokenField(_name))
 setattr(Sample, "status", Normalised("status", _status))  # noqa: B010  # a plain assignment would change its type
-setattr(Sample, "metadata", Normalised("metadata", json_text.metadata_of))  # noqa: B010
+setattr(Sample, "metadata", Normalised("metadata", plain_values.metadata_of))  # noqa: B010
 
 _FIELDS = tuple(f.name for f in fields(Sample))
 _STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}

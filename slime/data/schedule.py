@@ -1,17 +1,28 @@
-"""Assigns samples to optimizer steps, data-parallel ranks and micro-batches. Pure Python."""
+"""Assigns samples to optimizer steps, data-parallel ranks and micro-batches, and groups to the parts
+of a rollout with ``--train-during-rollout``, which are trained while the rest is generated.
+
+A part is a number of groups in the order in which they finished. All parts together are one
+optimizer step. Which groups a part has depends only on that order and not on when the trainer asks
+for it, so a deterministic run is repeated bit for bit. Pure Python.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import TYPE_CHECKING, TypeVar
 
 from slime.config.algorithm import registered_loss
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.data.balance import ModelShape, first_fit, forward_flops, split_in_two
 from slime.data.lock_step import Items, deal, pack_in_lock_step
+
+if TYPE_CHECKING:
+    from slime.config.layout import BatchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -319,3 +330,30 @@ def _pack_static(
             "numbers"
         )
     return micro_batches
+
+
+T = TypeVar("T")
+
+
+def cut(groups: Sequence[T], batch: BatchConfig, ranks: int) -> list[Sequence[T]]:
+    """Divide groups into at most ``--train-during-rollout`` parts of equal size; the last part has
+    the rest, and is no smaller than the others.
+
+    Args:
+        groups: Those of a whole rollout, or the first of them.
+        ranks: The data-parallel size. Every rank needs a sample of each part.
+    """
+    count = batch.train_during_rollout
+    size = max(batch.rollout_batch_size // count, math.ceil(ranks / batch.n_samples_per_prompt))
+    last = min(max(len(groups) // size, 1), count) - 1
+    return [*(groups[i * size : (i + 1) * size] for i in range(last)), groups[last * size :]]
+
+
+def ready(groups: Sequence[T], batch: BatchConfig, ranks: int, number: int) -> list[T]:
+    """Return part ``number`` of a rollout of which only these groups are finished; nothing if it
+    lacks some, or is the last one.
+    """
+    whole = cut(range(batch.rollout_batch_size), batch, ranks)
+    if number + 1 >= len(whole) or whole[number][-1] >= len(groups):
+        return []
+    return [groups[i] for i in whole[number]]

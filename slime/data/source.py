@@ -20,11 +20,11 @@ from slime.config.data import DEFAULT_DATA_SOURCE
 from slime.config.hooks import load_function
 from slime.config.rollout import OWN_FUNCTIONS, SFT_FUNCTION
 from slime.data.dataset import Dataset, PromptDataset, PromptMaker
+from slime.data.plain_values import load_plain
 from slime.data.prompts import RowKeys
 from slime.data.rows import DataError
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts, own_copy
 from slime.data.tokenizers import load_processor, load_tokenizer
-from slime.data.value_files import load_plain
 
 logger = logging.getLogger(__name__)
 BUILT_IN_SOURCES = (DEFAULT_DATA_SOURCE.rpartition(".")[0], __name__)
@@ -218,7 +218,7 @@ class RolloutDataSource:
         """Write the state atomically to
         ``<--save>/rollout/global_dataset_state_dict_<rollout_id>.pt``.
         """
-        from slime.data.value_files import write_state
+        from slime.data.plain_values import write_state
 
         write_state(_state_path(self.args.save, rollout_id), self.state_dict())
 

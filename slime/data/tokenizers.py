@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.hf_config import end_token_ids
 from slime.config.process import ONE_AT_A_TIME
-from slime.data.json_text import parse_json
+from slime.data.plain_values import parse_json
 from slime.types import Tokenizer
 
 if TYPE_CHECKING:

@@ -264,7 +264,7 @@ NO_MIXING = LayerKind("no mixing", lambda place: place.type in WITHOUT_MIXING, W
 
 # Attention to the tokens that an indexer selects (DeepSeek V3.2, GLM-5).
 #
-# Packing: blocks of queries of a segment (``slime/models/sparse_attention.py``). Prompt sharing: as full
+# Packing: blocks of queries of a segment (``slime/models/masked_attention.py``). Prompt sharing: as full
 # attention. Context parallelism: each rank selects for its queries, from the indexer's keys of all
 # ranks. Engine: see ``indexers``. The second name is that of transformers before 5.18.
 

@@ -30,17 +30,20 @@ from slime.models.cpu_kernels import packed_attention_cpu
 from slime.models.flash_attention import can_attend, flash_attention_4
 from slime.models.layer_kinds import window_of
 from slime.models.loading import ModelError
-from slime.models.masked_attention import UNCHANGED, ScoreChanges, masked_attention, same_image
+from slime.models.masked_attention import (
+    UNCHANGED,
+    ScoreChanges,
+    attend_to_selected,
+    masked_attention,
+    same_image,
+)
 from slime.models.segments import PackSegments, gather_rows, heads_to_rows, rows_to_heads
-from slime.models.sparse_attention import attend_to_selected
 
 NAME = "slime_packed"
 # torch 2.11 has no such parameter
 _NAMES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 QUERIES_AT_ONCE = 512
-"""The most queries of a segment whose scores are held at a time, where windows, sinks or soft caps
-need a mask.
-"""
+"""The most queries of a segment whose scores are held at a time, where a mask is needed."""
 UNSUPPORTED = {
     "sinks": "attention sinks that it passes as 'sinks'",
     "position_bias": "position biases",
@@ -97,7 +100,7 @@ def attend(
             rows of this rank; keys and values may be gathered already.
         window: Maximum number of keys before a query that it attends to; -1: all.
         changes: Attention sinks and the soft cap of the scores.
-        selected: The keys that an indexer selects (:mod:`slime.models.sparse_attention`).
+        selected: The keys that an indexer selects (:mod:`slime.models.masked_attention`).
 
     Returns:
         ``[T, H, d_v]``.

@@ -11,7 +11,7 @@ module, with the kernels that it has. Sequences of similar length form a batch, 
 The attention of Llama 4 counts chunks and scales queries by the index of a row. In a pack this would
 mix samples. So such a module is run on batches of whole sequences in the same way, with the SDPA of
 transformers, the rotary embeddings and a mask of these sequences. Memory and time grow with the
-square of a sequence's length. Attention with an indexer: :mod:`slime.models.sparse_attention`.
+square of a sequence's length. Attention with an indexer: :mod:`slime.models.masked_attention`.
 
 With context parallelism, each rank gathers the rows of all ranks, computes the sequences that are
 dealt to it, and gives the outputs back to the ranks of the rows. With Ulysses, ranks divide the heads
@@ -32,8 +32,8 @@ from transformers import PreTrainedModel
 from slime.models.divided_mixers import Shares, can_divide, run_by_heads
 from slime.models.layer_kinds import Sees, layers_of
 from slime.models.loading import ModelError
+from slime.models.masked_attention import select_in_blocks
 from slime.models.segments import PackSegments, SequenceBlock
-from slime.models.sparse_attention import select_in_blocks
 
 _KNOWN = (
     "position_embeddings",

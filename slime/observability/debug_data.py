@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from slime.data.plain_values import UnsafeFileError, load_plain, plain, save_value
 from slime.data.sample import Sample, flatten
-from slime.data.value_files import UnsafeFileError, load_plain, plain, save_value
-from slime.observability.best_effort import best_effort, replacing
+from slime.observability.files import best_effort, replacing
 
 if TYPE_CHECKING:
     from slime.config.args import Args

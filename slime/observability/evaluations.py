@@ -11,7 +11,7 @@ from typing import SupportsFloat
 
 from rich.table import Table
 
-from slime.observability.best_effort import best_effort, replacing
+from slime.observability.files import best_effort, replacing
 
 DETAIL = re.compile(
     r"^(?P<name>.+)-(?P<figure>truncated_ratio|reward_missing_count|(?:pass|mean)@\d+)$"

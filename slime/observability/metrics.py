@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from slime.observability.best_effort import AppendedFile, replacing
-from slime.observability.regular import regular
+from slime.observability.files import AppendedFile, regular, replacing
 from slime.observability.run_dir import RunDir
 from slime.observability.samples import KeptTexts, read_samples, sample_files
 from slime.observability.trackers import Trackers

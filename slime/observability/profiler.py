@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from slime.observability.best_effort import best_effort
+from slime.observability.files import best_effort
 
 TARGET_OF_PHASE = {
     **dict.fromkeys(

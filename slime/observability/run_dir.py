@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.settings import redacted
-from slime.observability.regular import MOST_SETTINGS, parse_settings, regular
+from slime.observability.files import MOST_SETTINGS, parse_settings, regular
 from slime.types import JsonObject
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import xxhash
 
 from slime.config.settings import redacted_text
-from slime.observability.best_effort import best_effort, replacing
+from slime.observability.files import best_effort, replacing
 from slime.observability.progress import Progress
 from slime.observability.run_dir import RunDir, read_settings
 from slime.types import JsonObject

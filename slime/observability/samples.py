@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.config.observability import log_samples_count
 from slime.data.sample import Nested, Sample, flatten
-from slime.observability.best_effort import best_effort, replacing
-from slime.observability.regular import MOST_BYTES, parse_json, regular, shown
+from slime.observability.files import MOST_BYTES, best_effort, parse_json, regular, replacing, shown
 
 if TYPE_CHECKING:
     from slime.config.observability import ObservabilityConfig

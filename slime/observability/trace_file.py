@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from slime.observability.best_effort import best_effort, replacing
+from slime.observability.files import best_effort, replacing
 from slime.observability.progress import Span
 from slime.observability.samples import remove_older
 from slime.observability.trace_utils import Attrs, Event, Trace, trace_on

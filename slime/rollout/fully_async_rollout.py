@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from slime.data.sample import Group, flatten
 from slime.data.source import DataSource
 from slime.data.staleness import mask_older_versions
-from slime.observability.best_effort import warn
+from slime.observability.files import warn
 from slime.rollout.admission import Admission
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.loop import RolloutLoop, _InFlightGroup

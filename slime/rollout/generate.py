@@ -12,7 +12,7 @@ import numpy as np
 from slime.config.rollout import restricts_vocabulary
 from slime.data.sample import Sample
 from slime.engines.http import BadAnswer, HttpError, retrying
-from slime.observability.best_effort import warn
+from slime.observability.files import warn
 from slime.observability.trace_utils import trace_span
 from slime.rollout.ends import UNFINISHED, cut_at_stop, end_text
 from slime.rollout.prompts import add_media, folded_ids, prompt_ids, prompt_text

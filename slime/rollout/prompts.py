@@ -11,7 +11,7 @@ import numpy as np
 from slime.data.media import encode_image_for_rollout_engine, load_image, processor_inputs
 from slime.data.sample import Message, Sample
 from slime.data.tokenizers import render_chat, render_prompt
-from slime.observability.best_effort import warn
+from slime.observability.files import warn
 from slime.rollout.state import GenerateState
 from slime.types import GenerateBody, Tokenizer
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from slime.observability.best_effort import AppendedFile, warn
+from slime.observability.files import AppendedFile, warn
 
 ScheduleLine: TypeAlias = dict[str, Any]
 """One line: a JSON object. The docstring of :mod:`slime.rollout.weight_timeline` lists the kinds of
@@ -37,7 +37,7 @@ class ScheduleFile:
 
     Each line is written immediately, with one unbuffered call, so a process that is killed loses no
     line. A snapshot also flushes the lines before it to the disk (:meth:`sync`). While the disk is
-    full, lines wait in memory (:class:`~slime.observability.best_effort.AppendedFile`). A replay of
+    full, lines wait in memory (:class:`~slime.observability.files.AppendedFile`). A replay of
     the file is therefore exact as far as the file goes.
 
     If lines are lost nevertheless (more than :data:`MOST_WAITING` bytes wait, or the file is

@@ -15,11 +15,10 @@ from fsdp_ranks import rank_batch, train
 from lora_ranks import LORA, random_factors
 from needs import ALL
 
-from slime.backends.collectives import local
+from slime.backends.collectives import local, whole_tensors
 from slime.backends.create import create_backend
-from slime.backends.fsdp import expert_parallel
+from slime.backends.fsdp import experts
 from slime.backends.fsdp.backend import FsdpBackend
-from slime.backends.fsdp.gathering import whole_tensors
 from slime.backends.train_loop import train_on_rollout
 from slime.data.fields import RankBatch
 
@@ -125,13 +124,13 @@ def steps(ranks: Rank, model: str, **flags: Any) -> Result:
 
     backend.optimizer.grad_norm = noted  # type: ignore[method-assign]
     computed: list[tuple[int, int]] = []
-    outputs = expert_parallel.expert_outputs
+    outputs = experts.expert_outputs
 
     def counted(self: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         computed.append((len(self.down_proj), len(rows)))
         return outputs(self, rows, counts)
 
-    expert_parallel.expert_outputs = counted
+    experts.expert_outputs = counted
 
     def batch_of(samples: list[Any]) -> RankBatch:
         batch = rank_batch(samples, backend.data_parallel_rank, backend.data_parallel_size)
@@ -149,7 +148,7 @@ def steps(ranks: Rank, model: str, **flags: Any) -> Result:
         held={name: len(local(p)) for name, p in backend.named_parameters},
         computed=computed,
     )
-    expert_parallel.expert_outputs = outputs
+    experts.expert_outputs = outputs
     if backend.adapter is not None:
         result["identity"] = backend.adapter.identity()
     backend.sleep()

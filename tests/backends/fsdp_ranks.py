@@ -17,11 +17,11 @@ from fsdp_helpers import make_args, make_batch, make_samples, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.backends.bank import CopySettings, keeps_copies_on_device
+from slime.backends.base import TrainNeeds
 from slime.backends.collectives import local
 from slime.backends.create import create_backend
 from slime.backends.fsdp import backend as fsdp_backend
 from slime.backends.fsdp.backend import FsdpBackend
-from slime.backends.needs import TrainNeeds
 from slime.backends.shared import NonFiniteError
 from slime.backends.train_loop import train_on_rollout
 

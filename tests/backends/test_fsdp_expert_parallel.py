@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from every_family import FAMILIES, save_tiny, tiny_config
 
-from slime.backends.fsdp.expert_parallel import exchange_tokens
+from slime.backends.fsdp.experts import exchange_tokens
 from slime.config.lora import has_experts
 from slime.engines.process import free_port
 from slime.models.loading import ModelError, decoder_layers

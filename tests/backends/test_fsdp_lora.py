@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import train_on_rollout
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.data.fields import RankBatch
 from slime.models.lora import merged
 from slime.models.shards import ModelError

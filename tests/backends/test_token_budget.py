@@ -125,7 +125,7 @@ def test_a_pack_that_does_not_fit_names_the_flags(llama: Path) -> None:
 
 
 def test_the_first_pack_is_no_larger_than_the_smallest_default() -> None:
-    from slime.config.batch import MIN_TOKEN_BUDGET
+    from slime.config.layout import MIN_TOKEN_BUDGET
 
     assert FIRST_SIZE == MIN_TOKEN_BUDGET
 

@@ -19,7 +19,7 @@ from slime.checkpoint.manifest import ResumeError, check_same_prompts
 from slime.checkpoint.numbers import Numbers
 from slime.cli.main import main
 from slime.data.sample import Sample
-from slime.observability.best_effort import take_warnings
+from slime.observability.files import take_warnings
 from slime.plugins.tools.summary.records import read_ledger
 
 

@@ -21,7 +21,7 @@ from needs import of_all
 from slime.checkpoint import manifest, snapshot
 from slime.checkpoint.files import DigestedFile, FileEntry, file_digest
 from slime.checkpoint.snapshot import SnapshotError
-from slime.observability.best_effort import take_warnings
+from slime.observability.files import take_warnings
 
 
 def save(
@@ -164,7 +164,7 @@ def test_prune_keeps_one_every_so_many(tmp_path: Path) -> None:
 
 def test_the_data_state_is_readable_at_the_documented_path(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from slime.data.value_files import read_state, write_state
+    from slime.data.plain_values import read_state, write_state
 
     temp = snapshot.begin(tmp_path, 6)
     state = {
@@ -340,7 +340,7 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from slime.checkpoint import snapshot
-from slime.observability.best_effort import take_warnings
+from slime.observability.files import take_warnings
 save = Path(sys.argv[1])
 found = snapshot.latest(save)
 rollout_id = 0 if found is None else found.iteration

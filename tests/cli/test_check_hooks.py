@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.cli.main import build_parser, main
 from slime.config.hooks import load_function
 from slime.plugins.tools.hooks import check_hooks

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_args import make_args
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.cli.main import main
 from slime.observability.metrics import MetricsLogger
 from slime.observability.run_dir import RunDir

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.cli.main import main
 from slime.config.hooks import load_function
 from slime.data.sample import Sample

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.cli import train
-from slime.cli.errors import CommandError
-from slime.cli.main import main
+from slime.cli.command import CommandError
+from slime.cli.main import LOOPS, main, run_loop
 from slime.cluster import run
 
 
@@ -63,7 +62,7 @@ def test_the_first_line_of_a_refusal_names_the_command(capsys: pytest.CaptureFix
     )
 
 
-@pytest.mark.parametrize("name", train.LOOPS.values())
+@pytest.mark.parametrize("name", LOOPS.values())
 def test_a_checkout_has_the_loops(name: str) -> None:
     assert callable(run.load_loop(name).train)
 
@@ -73,4 +72,4 @@ def test_a_package_without_its_loops_says_so(
 ) -> None:
     monkeypatch.setattr(run, "__file__", str(tmp_path / "slime" / "cluster" / "run.py"))
     with pytest.raises(CommandError, match=r"train\.py"):
-        train.run_loop("train", [])
+        run_loop("train", [])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.cli.main import main
 from slime.config.parser import read_command_line
 from slime.plugins.compat.frameworks import TARGET, tables

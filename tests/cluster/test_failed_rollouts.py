@@ -12,7 +12,7 @@ from make_args import make_args
 from slime.cluster.rollout_manager import RolloutManager
 from slime.data.sample import Sample
 from slime.engines.keys import RunKeys
-from slime.observability.best_effort import take_warnings
+from slime.observability.files import take_warnings
 
 
 @pytest.fixture(autouse=True)

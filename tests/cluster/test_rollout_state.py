@@ -15,7 +15,7 @@ from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.source import RolloutDataSourceWithBuffer
 from slime.data.token_fields import Packed, UnsetMask
-from slime.observability.best_effort import take_warnings
+from slime.observability.files import take_warnings
 
 
 class Prompts:

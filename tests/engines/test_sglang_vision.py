@@ -16,7 +16,7 @@ from in_process_engine import rollout_args
 
 from slime.engines.http import close_session
 from slime.engines.process import EngineProcess
-from slime.observability import best_effort
+from slime.observability import files
 from slime.rollout.state import GenerateState
 
 pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.long, pytest.mark.timeout(900)]
@@ -36,7 +36,7 @@ async def test_two_turns_with_an_image_each(
         tiny, url, max_turns=2, rm_type="last_number", answer_tokens=8, rollout_max_response_len=64,
         rollout_backend="sglang",
     )  # fmt: skip
-    best_effort.take_warnings()
+    files.take_warnings()
     broken = 0
     for seed in range(3):
         asked = make_sample(tmp_path)
@@ -53,4 +53,4 @@ async def test_two_turns_with_an_image_each(
         assert len(own) > 2 and trained_log_probs(tiny, sample) == pytest.approx(own, abs=1e-4)
         broken += "\ufffd" in sample.metadata["model_turns"][0]["text"]
     await close_session()
-    assert broken and best_effort.take_warnings() == []
+    assert broken and files.take_warnings() == []

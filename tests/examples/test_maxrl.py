@@ -11,9 +11,9 @@ from example_scripts import EXAMPLES, load_example
 from slime.algorithms.algorithm import EstimatorSettings
 from slime.algorithms.sequences import Identity
 from slime.backends.advantages import AdvantageSettings, compute_advantages
+from slime.backends.base import TrainNeeds
 from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.loss_inputs import TokenBatch
-from slime.backends.needs import TrainNeeds
 from slime.config.algorithm import algorithm_class
 from slime.data.rewards import post_process_rewards
 from slime.data.sample import Sample

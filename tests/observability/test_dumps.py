@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from slime.config.observability import log_samples_count
 from slime.data.sample import Sample
-from slime.observability import best_effort
+from slime.observability import files
 from slime.observability.debug_data import (
     DebugDataError,
     load_rollout,
@@ -39,8 +39,8 @@ from slime.observability.samples import (
 
 @pytest.fixture(autouse=True)
 def no_failure_yet() -> None:
-    best_effort._failures.clear()
-    best_effort.take_warnings()
+    files._failures.clear()
+    files.take_warnings()
 
 
 def make(index: int, group: int | None, reward: float = 0.0) -> Sample:
@@ -254,7 +254,7 @@ def test_a_dump_that_does_not_fit_ends_only_a_run_that_makes_nothing_else(
     save_rollout(arguments(tmp_path), 0, groups)
     save_train_data(str(tmp_path / "train_{rollout_id}.pt"), 0, 0, [shard([3, 0])])
     assert list(tmp_path.iterdir()) == []
-    told = best_effort.take_warnings()
+    told = files.take_warnings()
     assert [
         "--save-debug-rollout-data" in line or "--save-debug-train-data" in line for line in told
     ] == [True, True]
@@ -266,9 +266,9 @@ def test_warnings_are_handed_on_once(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("a file where the folder should be")
     for _ in range(3):
         write_samples(tmp_path, 0, [make(0, 0)])
-    told = best_effort.take_warnings()
+    told = files.take_warnings()
     assert told and all("the texts of samples could not be written" in line for line in told)
-    assert best_effort.take_warnings() == []
+    assert files.take_warnings() == []
 
 
 def test_the_preview_shows_best_and_worst_on_one_line_each() -> None:
@@ -336,7 +336,7 @@ def test_a_full_disk_costs_the_file_and_not_the_run(
     write_samples(tmp_path, 0, [Sample(prompt="p", response="r")])
     write_evaluation(tmp_path, 0, {"math": {"rewards": [1.0]}}, {"eval/math": 1.0})
     for _ in range(5):
-        with best_effort.best_effort("something"), open("/dev/full", "w") as file:
+        with files.best_effort("something"), open("/dev/full", "w") as file:
             file.write("x")
             file.flush()
     told = [record.message for record in caplog.records if "the run continues" in record.message]

@@ -8,7 +8,7 @@ import pytest
 from make_args import make_args
 
 from slime.data.sample import Sample
-from slime.observability.best_effort import take_warnings
+from slime.observability.files import take_warnings
 from slime.rollout.prompts import prompt_ids
 from slime.rollout.state import GenerateState
 

@@ -18,7 +18,7 @@ from rollout_parts import Prompts, SmallEngine, arguments, source_of
 
 from slime.data.convert import samples_to_train_data
 from slime.data.sample import Sample, flatten
-from slime.observability import best_effort
+from slime.observability import files
 from slime.rollout import custom_generate
 from slime.rollout.group import continuable
 from slime.rollout.prompts import cut_at_sampled_media
@@ -640,7 +640,7 @@ async def test_an_engine_that_reads_other_tokens_beside_media_is_told_once(
     tokenizer_dir, tokens, told
 ):
     """SGLang gets such samples as text; this engine counts 10 tokens whatever it is sent."""
-    best_effort.take_warnings()
+    files.take_warnings()
     async with SmallEngine() as engine:
         args = engine.serve(arguments(tokenizer_dir, rollout_backend="sglang"))
         params = {**GenerateState(args).sampling_params, "sampling_seed": 1}
@@ -651,9 +651,7 @@ async def test_an_engine_that_reads_other_tokens_beside_media_is_told_once(
             )
             assert (await generate(args, sample, params)).num_tokens > tokens
         assert (await generate(args, Sample(index=2, prompt="a"), params)).response_length
-    found = [
-        f"sample 0 has media and {tokens} tokens" in line for line in best_effort.take_warnings()
-    ]
+    found = [f"sample 0 has media and {tokens} tokens" in line for line in files.take_warnings()]
     assert found == [True] * told
 
 

@@ -21,8 +21,8 @@ from make_args import make_args
 
 from slime.config.args import Args
 from slime.data.sample import Sample
-from slime.observability import best_effort
-from slime.observability.best_effort import take_warnings
+from slime.observability import files
+from slime.observability.files import take_warnings
 from slime.rollout.schedule_file import ScheduleError, ScheduleFile, lost_beside, read_lines
 from slime.rollout.weight_timeline import Recording, WeightTimeline, settings_to_compare
 
@@ -181,7 +181,7 @@ LINES = [
 
 @pytest.fixture(autouse=True)
 def no_warning_yet() -> None:
-    best_effort._failures.clear()
+    files._failures.clear()
     take_warnings()
 
 
@@ -397,7 +397,7 @@ from slime.config.args import Args
 from slime.data.sample import Sample
 from slime.observability.samples import KeptTexts, read_samples, sample_files, write_samples
 from slime.observability.trace_file import TraceFiles
-from slime.observability.best_effort import take_warnings
+from slime.observability.files import take_warnings
 from slime.rollout.schedule_file import ScheduleFile, read_lines
 run = Path(sys.argv[1])
 kept = KeptTexts(last=2)

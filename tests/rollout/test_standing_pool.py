@@ -10,7 +10,7 @@ from rollout_parts import SmallEngine, arguments, source_of, until
 
 from slime.data.sample import Sample, flatten
 from slime.data.staleness import sample_staleness, token_staleness
-from slime.observability.best_effort import take_warnings
+from slime.observability.files import take_warnings
 from slime.rollout.fully_async_rollout import StandingPool, generate_rollout_fully_async
 from slime.rollout.sglang_rollout import GenerateState
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from pretended_machine import pretend_machine
 
-from slime.backends.needs import TrainNeeds
+from slime.backends.base import TrainNeeds
 from slime.config.layout import ParallelLayout
 from slime.config.machine import Machine
 from slime.config.parser import load_args

@@ -42,7 +42,6 @@ def _rank(
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from slime.backends import collectives
-    from slime.backends.fsdp import gathering
     from slime.weights.sync import sync_weights
     from slime.weights.transports import create_transport, ranks_of_engines
 
@@ -60,7 +59,7 @@ def _rank(
     mine = [EngineHandle(url) for url in urls if ranks[url][0] == rank]
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for index, pair in enumerate(gathering.whole_tensors(shards)):
+        for index, pair in enumerate(collectives.whole_tensors(shards)):
             if dies and rank == 1 and index == DIES_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield pair

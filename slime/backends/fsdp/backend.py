@@ -23,6 +23,7 @@ from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DTYPES, DataParallelReduce
 from slime.backends.fsdp.cast_parameters import CastParameters
 from slime.backends.fsdp.checkpoint import FsdpState
+from slime.backends.fsdp.experts import RoutingReplay
 from slime.backends.fsdp.gradients import ShardGradients
 from slime.backends.fsdp.hf_weights import (
     ModelFormat,
@@ -36,7 +37,6 @@ from slime.backends.fsdp.hf_weights import (
 from slime.backends.fsdp.lora import FsdpAdapter
 from slime.backends.fsdp.model import build_scorer, checkpoint_names, from_first_rank
 from slime.backends.fsdp.optimizer import ScheduledAdamW
-from slime.backends.fsdp.routing import RoutingReplay
 from slime.backends.loss_inputs import Scores
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.micro_batches import MicroBatches, ResponseValues

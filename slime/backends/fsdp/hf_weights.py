@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from slime.backends.collectives import DTYPES, gather_objects, local, sharded_like
-from slime.backends.fsdp.gathering import whole_tensors
+from slime.backends.collectives import DTYPES, gather_objects, local, sharded_like, whole_tensors
 from slime.backends.fsdp.lora import AdapterMerge
 from slime.backends.fsdp.low_precision import rounded_weights
 from slime.config.args import Args

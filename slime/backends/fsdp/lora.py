@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slime.backends.bank import shard_box
-from slime.backends.collectives import local, sharded_like
-from slime.backends.fsdp.gathering import whole_tensors
+from slime.backends.collectives import local, sharded_like, whole_tensors
 from slime.backends.fsdp.low_precision import quantized_layers
 from slime.backends.trainable import (
     TrainedAdapter,

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime.backends.bank import shard_of
 from slime.backends.collectives import local
-from slime.backends.fsdp.expert_parallel import (
+from slime.backends.fsdp.experts import (
     data_mesh,
     divide_experts,
     exchange_tokens,
@@ -328,7 +328,7 @@ def shard(
     ``reduce_in_bf16``, gradients of a pass in bfloat16 are summed over ranks in bfloat16 instead of
     float32.
     With ``divided``, experts are groups of their own on this mesh; see
-    :mod:`slime.backends.fsdp.expert_parallel`.
+    :mod:`slime.backends.fsdp.experts`.
     Vision towers belong to the root group. Ranks whose samples have no image do not run them, and
     would otherwise miss their collectives.
     """

@@ -33,7 +33,7 @@ from slime.cluster.actors import (
 )
 from slime.config.args import Args
 from slime.models.cpu_memory import set_compute_variables
-from slime.observability.debugger import DEBUGGER
+from slime.observability.progress import DEBUGGER
 
 T = TypeVar("T")
 HOST = "127.0.0.1"

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime.data.json_text import clean
+from slime.data.plain_values import clean
 from slime.data.tokenizers import TemplateRefusal, render_chat
 from slime.rollout.prompts import encode
 from slime.types import Tokenizer

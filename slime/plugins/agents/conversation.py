@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from slime.config.seeds import derive_seed
-from slime.data.json_text import parse_json
 from slime.data.media import collect_media
+from slime.data.plain_values import parse_json
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
 from slime.rollout.ends import end_text

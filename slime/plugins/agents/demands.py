@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from slime.data.json_text import parse_json
+from slime.data.plain_values import parse_json
 from slime.data.reasoning import Tags
 from slime.types import JsonObject, JsonValue
 

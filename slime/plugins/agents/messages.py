@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, NotRequired, TypedDict, T
 
 import orjson
 
-from slime.data.json_text import parse_json
+from slime.data.plain_values import parse_json
 from slime.types import JsonObject, JsonValue
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import orjson
 from aiohttp import web
 
-from slime.data.json_text import too_deep
+from slime.data.plain_values import too_deep
 from slime.data.sample import Sample
 from slime.engines.request_guard import request_guard
 from slime.types import JsonObject, SamplingParams

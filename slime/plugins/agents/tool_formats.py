@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from slime.data.json_text import DECODER, MOST_NESTED, clean, parse_json, too_deep
+from slime.data.plain_values import DECODER, MOST_NESTED, clean, parse_json, too_deep
 from slime.types import JsonObject, JsonValue
 
 from .messages import Tool, ToolCall, call

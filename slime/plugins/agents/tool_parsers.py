@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 from slime.config.hf_config import read_config
 from slime.config.hooks import HookError, load_function
-from slime.data.json_text import parse_json
+from slime.data.plain_values import parse_json
 from slime.data.reasoning import Tags
 from slime.types import Tokenizer
 

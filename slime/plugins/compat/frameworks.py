@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from slime.config import flag_support
+from slime.config import settings
 from slime.config.args import FLAGS
 
 TARGET = re.compile(r"(--[\w-]+)(?: (\S+?))?(?::(\w+))?")
@@ -21,7 +21,7 @@ sentence.
 _SECRET = re.compile(r"\$\{\w+\}")
 _SWITCHES = ("on", "off", "given", "is_", "has_")
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@]*=")
-_TABLE = Path(flag_support.__file__).parent / "tables" / "translations.json"
+_TABLE = Path(settings.__file__).parent / "tables" / "translations.json"
 
 
 class Framework(TypedDict):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, SupportsFloat, TypeVar
 
-from slime.cli.train import LOOPS
+from slime.cli.main import LOOPS
 from slime.config.data import RewardConfig
 from slime.config.observability import ObservabilityConfig
 

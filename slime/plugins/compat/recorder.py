@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.plugins.agents.sandbox import Limits, Sandbox, SandboxUnavailable
 from slime.plugins.compat.helpers import MODELS
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 
 PROGRAMS = {
     "slime": re.compile(r"(^|/)train(_async)?\.py$"),

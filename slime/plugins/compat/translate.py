@@ -8,11 +8,11 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.config.args import FLAGS
 from slime.config.files import load_yaml
-from slime.config.flag_support import why_missing
 from slime.config.parser import read_command_line
+from slime.config.settings import why_missing
 from slime.plugins.agents.sandbox import SandboxUnavailable
 from slime.plugins.compat.frameworks import (
     Translation,

@@ -122,7 +122,7 @@ def move_towards(teacher: Teacher, named: Sequence[tuple[str, Tensor]], keep: fl
     """
     import torch
 
-    from slime.backends.fsdp.gathering import whole_tensors
+    from slime.backends.collectives import whole_tensors
 
     mine = dict(teacher.scorer.hf.named_parameters())
     with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slime.backends.fsdp.routing import Answers
+from slime.backends.fsdp.experts import Answers
 from slime.models.fp8 import dequantize, quantize
 from slime.models.fp8_format import BLOCK, Fp8Format, Granularity, fp8_layout
 from slime.plugins.gap.reference import Reference, Setup, Weights, routers

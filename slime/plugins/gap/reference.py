@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slime.backends.fsdp.routing import RoutingReplay
+from slime.backends.fsdp.experts import RoutingReplay
 from slime.models.loading import decoder_layers
 
 MOST_ROWS = 4096

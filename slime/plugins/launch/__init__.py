@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slime.cli.errors import CommandError, writing
+from slime.cli.command import CommandError, writing
 from slime.registry import register
 
 SUBMIT = {

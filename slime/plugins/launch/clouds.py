@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.plugins.launch.run_file import Job
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 
 _TEXTS: dict[str, object] = {"type": "array", "items": {"type": "string"}}
 _JOB: dict[str, object] = {

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.files import read_json
-from slime.config.flag_support import no_effect_notice
 from slime.config.hf_config import SHAPE, model_config, read_config
 from slime.config.layout import ParallelLayout
 from slime.config.passthrough import by_name
 from slime.config.run import other_folder
+from slime.config.settings import no_effect_notice
 from slime.plugins.megatron.layout import chunk_problems
 from slime.plugins.megatron.options import OPTIONS
 from slime.plugins.megatron.shape import drop_other_model, shape_problems

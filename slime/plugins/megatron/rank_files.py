@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slime.backends.collectives import gather_objects
 from slime.checkpoint.files import DigestedFile, FileEntry
-from slime.data.value_files import save_value
+from slime.data.plain_values import save_value
 from slime.plugins.megatron.core import MegatronError
 from slime.plugins.megatron.optimizer import ScheduledOptimizer
 

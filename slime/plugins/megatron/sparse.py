@@ -3,7 +3,7 @@
 megatron-core has an experimental layer of its own (``experimental_attention_variant`` "dsa"), from
 which comes the way in which its latent attention passes hidden states to it. Its indexer computes no
 packs, only bfloat16, and squares of a whole batch. So the indexer here is that of transformers, and
-blocks of queries are selected and computed by what FSDP uses, :mod:`slime.models.sparse_attention`.
+blocks of queries are selected and computed by what FSDP uses, :mod:`slime.models.masked_attention`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from slime.models.sparse_attention import select_keys
+from slime.models.masked_attention import select_keys
 from slime.plugins.megatron.core import MegatronError
 from slime.plugins.megatron.modules import Pack, PackedCoreAttention, device_of
 

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from slime.cli.errors import CommandError
-from slime.cli.ranges import whole
+from slime.cli.command import CommandError, whole
 from slime.config.lora import PROJECTIONS
 from slime.plugins.serve.limits import Limits
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from slime.data.value_files import write_atomically
+from slime.data.plain_values import write_atomically
 
 Record = dict[str, Any]
 """A command: ``do``, its kind; ``id``, the same in each retry; ``tenant``; ``model`` and

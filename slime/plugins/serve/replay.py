@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.plugins.serve.log import Answer, Record
 from slime.plugins.serve.trainer import Trainer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.engines.http import request_blocking
-from slime.observability.best_effort import AppendedFile
+from slime.observability.files import AppendedFile
 from slime.observability.trace_file import Load
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from slime.engines.background import background_loop
 from slime.engines.http import init_http_client, take_retries, watch_faults
 from slime.engines.keys import ServerKeys, send_keys
 from slime.engines.process import exempt_from_proxy
-from slime.observability.best_effort import take_warnings
+from slime.observability.files import take_warnings
 from slime.rollout.group import generate_and_rm_group
 from slime.rollout.loop import packed
 from slime.rollout.state import GenerateState

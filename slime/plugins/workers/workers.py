@@ -32,7 +32,7 @@ from slime.data.token_fields import TOKEN_FIELDS, Packed
 from slime.engines import http
 from slime.engines.background import run
 from slime.engines.keys import known_keys
-from slime.observability.best_effort import warn
+from slime.observability.files import warn
 from slime.plugins.workers.worker import (
     REPORT_SECONDS,
     GroupCall,

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from slime.config.hooks import is_async, load_function
 from slime.data.sample import Message, Sample
 from slime.engines.background import serve_forever
-from slime.observability.debugger import DEBUGGER
+from slime.observability.progress import DEBUGGER
 from slime.rollout.base_types import supported_kwargs
 from slime.rollout.ends import spoken
 from slime.rollout.rm_hub.outcome import RAISED, mark_unscored

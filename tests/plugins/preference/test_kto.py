@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.base import TrainNeeds
 from slime.backends.loss import compute_loss, divide_by_weights
 from slime.backends.loss_inputs import LossSettings, TokenBatch
-from slime.backends.needs import TrainNeeds
 from slime.config.args import Args
 from slime.data.rows import DataError
 from slime.data.sample import flatten

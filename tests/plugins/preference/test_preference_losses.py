@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from slime.backends.base import TrainNeeds
 from slime.backends.loss import compute_loss
 from slime.backends.loss_inputs import LossSettings, TokenBatch
-from slime.backends.needs import TrainNeeds
 from slime.config.args import Args
 from slime.config.resolve import validate
 from slime.data.schedule import PackingSettings

@@ -14,7 +14,7 @@ from serve_parts import KEYS, WORDS, Client, batch, datum, log_probs_of, loss_of
 import slime.plugins.serve.state as state_module
 import slime.plugins.serve.trainer as trainer_module
 from slime.api.session import Session
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.data.datum import Datum
 from slime.observability.run_dir import RunDir
 from slime.plugins.serve.limits import Limits

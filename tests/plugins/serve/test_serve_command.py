@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.cli.main import main
 
 CHECKOUT = Path(__file__).resolve().parents[3]

@@ -10,7 +10,7 @@ from serve_parts import WORDS, Client, batch, serving
 
 import slime.plugins.serve.limits as limits_module
 from slime.api.session import Session
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.plugins.serve.limits import Limits, Meter, OverLimit, check_disk
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slime.config.algorithm import algorithm_class
 from slime.config.args import Args
-from slime.observability.best_effort import replacing
+from slime.observability.files import replacing
 from slime.registry import find, parts
 
 from .checks import CHECKS, Checks, Finding, run_checks

@@ -21,7 +21,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.config.machine import version_of
 
 from . import Subparsers

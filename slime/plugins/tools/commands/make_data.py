@@ -12,10 +12,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from slime.cli.errors import CommandError, writing
-from slime.cli.ranges import whole
+from slime.cli.command import CommandError, whole, writing
 from slime.config.seeds import derive_seed
-from slime.observability.best_effort import replacing
+from slime.observability.files import replacing
 
 from . import Subparsers
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cli.errors import CommandError, writing
+from slime.cli.command import CommandError, writing
 from slime.types import JsonObject
 
 from . import Subparsers

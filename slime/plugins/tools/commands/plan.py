@@ -14,8 +14,7 @@ from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cli.errors import CommandError
-from slime.cli.ranges import finite, whole
+from slime.cli.command import CommandError, finite, whole
 
 from ..plan.setups import KINDS
 from . import Subparsers
@@ -91,7 +90,7 @@ def plan(options: argparse.Namespace) -> int:
         CommandError: The flags or options are wrong, config.json of the model is not on this
             machine, or the run to take lengths from has no samples.
     """
-    from slime.backends.needs import TrainNeeds
+    from slime.backends.base import TrainNeeds
 
     from ..dry_run import mean_prompt_tokens
     from ..plan.layouts import best, ways

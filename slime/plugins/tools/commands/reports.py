@@ -14,9 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cli.errors import CommandError, writing
-from slime.cli.ranges import whole
-from slime.observability.regular import shown
+from slime.cli.command import CommandError, whole, writing
+from slime.observability.files import shown
 
 from . import Subparsers
 
@@ -142,7 +141,7 @@ def ledger(args: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from slime.observability.regular import regular
+    from slime.observability.files import regular
     from slime.observability.run_dir import RunDir
 
     from ..summary.records import UNCHECKED, read_ledger
@@ -313,7 +312,7 @@ def ui(args: argparse.Namespace) -> None:
 
 
 def _write(runs: Runs, path: Path, steps: int, samples: int) -> None:
-    from slime.observability.best_effort import replacing
+    from slime.observability.files import replacing
 
     from ..ui.page import Limits, export
 

@@ -11,9 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cli.errors import CommandError, writing
-from slime.cli.ranges import whole
-from slime.observability.regular import shown
+from slime.cli.command import CommandError, whole, writing
+from slime.observability.files import shown
 
 from . import Subparsers
 from .replay import reading, tell_code

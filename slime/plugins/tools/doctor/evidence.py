@@ -207,7 +207,7 @@ def worst_tokens(facts: Facts, metric: str) -> tuple[str, ...]:
 
 
 def _read_samples(path: Path) -> list[Mapping[str, Any]]:
-    from slime.data.value_files import load_plain
+    from slime.data.plain_values import load_plain
 
     try:
         samples = load_plain(path)["samples"]

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.config.args import FLAGS, Args
 from slime.config.hooks import CALLS, HOOK_NAMES, HookError, load_function
 from slime.config.parser import check_args

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import ClientSession, web
 
-from slime.cli.errors import CommandError
+from slime.cli.command import CommandError
 from slime.config.args import Args
 from slime.config.files import file_of
 from slime.config.rollout import is_fully_async

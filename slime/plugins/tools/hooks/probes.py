@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.algorithms.sequences import IDENTITY
+from slime.data.plain_values import read_state, write_state
 from slime.data.sample import Sample, flatten
 from slime.data.source import has_files, is_stateful
-from slime.data.value_files import read_state, write_state
 
 from .bench import Bench, one_step
 from .guard import Hook, check_signature, guarded, not_async, wrong

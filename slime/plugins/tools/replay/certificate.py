@@ -15,7 +15,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from slime.checkpoint.ledger import parse_line
-from slime.observability.best_effort import best_effort, replacing
+from slime.observability.files import best_effort, replacing
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir, read_settings
 

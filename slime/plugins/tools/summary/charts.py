@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.observability.best_effort import replacing
+from slime.observability.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typedd
 from slime.checkpoint.ledger import CLOSED, Line, balance, parse_line
 from slime.checkpoint.numbers import Numbers
 from slime.observability.debug_data import file_of_rollout
-from slime.observability.regular import LONGEST_LINE, MOST_BYTES, parse_json, regular
+from slime.observability.files import LONGEST_LINE, MOST_BYTES, parse_json, regular
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import FILE, RunState, SentWeights, Settled
 from slime.types import JsonObject

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from slime.observability.regular import LONGEST_LINE, regular, shallow
+from slime.observability.files import LONGEST_LINE, regular, shallow
 from slime.types import JsonObject
 
 from ..summary.records import Report, read_ledger

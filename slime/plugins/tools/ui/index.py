@@ -22,7 +22,7 @@ import xxhash
 
 from slime.data.rewards import PARTS_KEY
 from slime.data.staleness import step_of
-from slime.observability.regular import parse_json, regular, shallow
+from slime.observability.files import parse_json, regular, shallow
 from slime.observability.samples import COMPRESSED, last_user_text, sample_files, unpacked
 from slime.types import JsonObject, JsonValue
 

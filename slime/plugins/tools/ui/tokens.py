@@ -126,7 +126,7 @@ class TokenDumps:
         )
 
     def _load(self, path: Path) -> list[dict[str, Any]]:
-        from slime.data.value_files import load_plain
+        from slime.data.plain_values import load_plain
 
         # Dumps are large, and a reader goes from sample to sample of one step.
         status = path.stat()

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from slime.observability.files import parse_json, regular
 from slime.observability.metrics import REWARD_KEYS
-from slime.observability.regular import parse_json, regular
 from slime.observability.run_state import RunState
 from slime.observability.trace_file import trace_of
 

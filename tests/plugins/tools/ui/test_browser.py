@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.observability.best_effort import replacing
+from slime.observability.files import replacing
 from slime.observability.progress import Span
 from slime.observability.trace_file import Load, load_events, phase_events, trace_of
 from slime.plugins.tools.summary.records import read_trace

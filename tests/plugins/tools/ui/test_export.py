@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.cli.main import main
-from slime.observability.best_effort import replacing
+from slime.observability.files import replacing
 from slime.plugins.tools.ui.page import Limits, as_json, evenly, export
 from slime.plugins.tools.ui.runs import Runs
 

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
-from slime.observability.best_effort import replacing
+from slime.observability.files import replacing
 from slime.observability.run_state import RunState
 from slime.observability.samples import read_samples
 from slime.plugins.tools.ui.page import NotFound, answer, as_json, path_of

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.backends.train_metrics import correct_sample_metrics, rollout_metrics
+from slime.backends.advantages import correct_sample_metrics, rollout_metrics
 from slime.data.rewards import shares_in_rollouts
 from slime.observability.debug_data import save_train_batches
 

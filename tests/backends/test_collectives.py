@@ -12,7 +12,6 @@ import torch
 from quick_processes import start_ranks
 
 from slime.backends import collectives
-from slime.backends.fsdp import gathering
 from slime.engines.process import free_port
 
 pytestmark = pytest.mark.real
@@ -67,7 +66,9 @@ def _rank(rank: int, port: int, output: str) -> None:
         for limit in LIMITS:
             collectives.BATCH_BYTES = limit
             calls.clear()
-            got = [(name, tensor.clone()) for name, tensor in gathering.whole_tensors(iter(named))]
+            got = [
+                (name, tensor.clone()) for name, tensor in collectives.whole_tensors(iter(named))
+            ]
             pairs = zip(got, want, strict=True)
             same = [a == b and torch.equal(x, y) and x.dtype == y.dtype for (a, x), (b, y) in pairs]
             found[layout, limit] = {"same": same, "sizes": list(calls)}
@@ -102,5 +103,5 @@ def test_tensors_that_are_not_sharded_are_passed_on_at_once() -> None:
             read.append(i)
             yield f"t{i}", torch.zeros(2)
 
-    for count, (name, _) in enumerate(gathering.whole_tensors(stream())):
+    for count, (name, _) in enumerate(collectives.whole_tensors(stream())):
         assert name == f"t{count}" and len(read) == count + 1

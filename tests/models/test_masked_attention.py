@@ -12,7 +12,7 @@ from every_family import VOCAB, save_tiny
 from family_checks import CPU, check_packed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.models import sparse_attention
+from slime.models import masked_attention
 from slime.models.inputs import InputBuilder
 from slime.models.loading import backbone_of, load_hf_model
 from slime.models.packed_attention import NAME
@@ -31,8 +31,8 @@ def test_small_blocks_equal_the_mask_of_transformers(
     family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks whose ends differ, in packs with and without shared prompts."""
-    monkeypatch.setattr(sparse_attention, "BLOCK", 5)
-    monkeypatch.setattr(sparse_attention, "SCORES_AT_ONCE", 32 * 60)
+    monkeypatch.setattr(masked_attention, "BLOCK", 5)
+    monkeypatch.setattr(masked_attention, "SCORES_AT_ONCE", 32 * 60)
     check_packed(save_tiny(family, tmp_path, **changes))
 
 
@@ -59,8 +59,8 @@ def test_no_tensor_grows_with_the_square_of_a_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward of one sample, and of one twice as long."""
-    monkeypatch.setattr(sparse_attention, "BLOCK", 16)
-    monkeypatch.setattr(sparse_attention, "SCORES_AT_ONCE", 2**14)
+    monkeypatch.setattr(masked_attention, "BLOCK", 16)
+    monkeypatch.setattr(masked_attention, "SCORES_AT_ONCE", 2**14)
     model = load_hf_model(save_tiny("GLM-5", tmp_path), torch.float32, "cpu", NAME)
     builder = InputBuilder(backbone_of(model), CPU, stateful=prepare_packing(model))
     scorer = PolicyScorer(model)

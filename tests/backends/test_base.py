@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.needs import TrainNeeds
+from slime.backends.base import TrainNeeds
 from slime.backends.train_loop import score_rollout
 from slime.data.fields import RankBatch
 from tests.make_args import make_args as resolved_args

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.data.value_files import UnsafeFileError, load_plain, plain
+from slime.data.plain_values import UnsafeFileError, load_plain, plain
 
 
 class RunsCode:
@@ -178,7 +178,7 @@ def test_a_file_that_would_run_code_does_not(tmp_path: Path, more: dict[str, Any
 
 def test_own_classes_are_named_and_can_be_allowed(tmp_path: Path) -> None:
     path = saved({"state": Own()}, tmp_path / "state.pt")
-    with pytest.raises(UnsafeFileError, match=r"test_value_files.Own.*add_safe_globals"):
+    with pytest.raises(UnsafeFileError, match=r"test_plain_values.Own.*add_safe_globals"):
         load_plain(path)
     with torch.serialization.safe_globals([Own]):
         assert load_plain(path)["state"].value == 3

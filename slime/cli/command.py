@@ -1,12 +1,28 @@
-"""Types of the options of commands: numbers in a range. argparse says what is wrong, and the
-command exits with 2.
+"""What subcommands share: their error, and types of options: numbers in a range. argparse says what is
+wrong with these, and the command exits with 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class CommandError(Exception):
+    """An error for the user, which is printed without a traceback. The message says what is wrong
+    and what to do.
+    """
+
+
+@contextmanager
+def writing(what: object) -> Iterator[None]:
+    """Turn an ``OSError`` of the block, which writes ``what``, into a message."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"cannot write {what}: {error.strerror or error}") from error
 
 
 def whole(low: int, high: int = 10**9) -> Callable[[str], int]:

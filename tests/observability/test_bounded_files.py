@@ -17,7 +17,7 @@ import pytest
 
 from slime.cli.main import main
 from slime.observability.debug_data import DebugDataError, file_of_rollout, load_rollout
-from slime.observability.regular import (
+from slime.observability.files import (
     DEEPEST,
     MOST_BYTES,
     MOST_SETTINGS,
