@@ -30,6 +30,7 @@ LABELS = {
     "mfu_gpus": "Qwen3-4B, FSDP",
     "mfu_megatron_gpus": "Qwen3-4B, Megatron with TP2 and sequence parallelism",
 }
+FRONT = ("mfu", "mfu_gpus")
 PHASES, FILES = ("rollout", "train", "update_weights"), "results"
 Row = dict[str, Any]
 
@@ -112,14 +113,16 @@ def table(rows: list[Row]) -> str:
 
 
 def front(row: Row) -> str:
-    """The bullet of README.md."""
-    lines = [f"- **Training** on one host with {row['card']}s, 16k tokens in a micro-batch (commit"]
-    lines += [f"  {row['commit']}, {row['date']}), tokens/s of a GPU and share of its matrix rate:"]
-    for name, part in row["parts"].items():
-        if name in LABELS:
-            rate = f"**{part[RATE] / 1000:.1f}k**, {part['train_mfu']:.1%}"
-            lines.append(f"  - {label(name, part)}: {rate}")
-    return "\n".join(lines)
+    """The bullet of README.md: training with FSDP, on one GPU and on several."""
+    rates = "; ".join(
+        f"{label(name, part)}: **{part[RATE] / 1000:.1f}k**, {part['train_mfu']:.1%}"
+        for name, part in row["parts"].items()
+        if name in FRONT
+    )
+    return (
+        f"- **Training**, tokens/s of an {row['card']} and share of its matrix rate ({row['commit']}, "
+        f"{row['date']}):\n  {rates}. [All rows](docs/en/performance.md#measured-rates)."
+    )
 
 
 def pages(rows: list[Row]) -> dict[Path, str]:
