@@ -132,7 +132,7 @@ async def server_info(request: web.Request) -> web.Response:
             "dp_size": 1,
             "pp_size": 1,
             "context_length": loaded.context_len,
-            "max_running_requests": options.max_running_requests,
+            "max_running_requests": engine.scheduler.max_running,
             "max_total_num_tokens": engine.scheduler.max_total_tokens,
             "enable_deterministic_inference": options.deterministic,
             "deterministic_row_counts": list(engine.runner.row_counts)

@@ -17,8 +17,9 @@ def torch_device(text: str) -> None:
 class EmbeddedFlags(Section):
     _title = "embedded engine"
 
-    embedded_max_running_requests: int = flag(64, low=1)
-    """Maximum number of requests that the embedded engine decodes at once"""
+    embedded_max_running_requests: int | None = flag(low=1)
+    """Maximum number of requests that the embedded engine decodes at once. Default: 64; 256 on a GPU,
+    if no layer is recurrent"""
     embedded_max_total_tokens: int | None = flag(low=1)
     """Tokens in the embedded engine's KV cache. Default: chosen by available memory"""
     embedded_device: str = flag(valid=torch_device)

@@ -222,7 +222,7 @@ class EngineOptions:
     model_path: str
     dtype: str = "float32"
     device: str = "cpu"
-    max_running_requests: int = 64
+    max_running_requests: int | None = None
     max_total_tokens: int | None = None
     deterministic: bool = False
     trust_remote_code: bool = False
@@ -319,9 +319,13 @@ def load_engine(options: EngineOptions) -> Loaded:
     detokenizer = Detokenizer(tokenizer)
     context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)
     context_len = min(context_len, rotary_limit(text_config.to_dict()) or context_len)
+    # On a GPU a step of many rows takes as long as one of few. Each slot of a recurrent layer holds
+    # a large state.
+    many = device.type == "cuda" and not stateful
+    running = options.max_running_requests or (256 if many else 64)
     scheduler = Scheduler(
-        max_running=options.max_running_requests,
-        max_total_tokens=options.max_total_tokens or _tokens_that_fit(runner, context_len, options),
+        max_running=running,
+        max_total_tokens=options.max_total_tokens or _tokens_that_fit(runner, context_len, running),
         context_len=context_len,
         eos_token_ids=end_token_ids(options.model_path, tokenizer.eos_token_id),
         match_stop=detokenizer.match_stop,
@@ -427,7 +431,7 @@ def _probe_step(runner: Runner, request: GenerateRequest, start: int, end: int) 
     return logits.float()
 
 
-def _tokens_that_fit(runner: Runner, context_len: int, options: EngineOptions) -> int:
+def _tokens_that_fit(runner: Runner, context_len: int, running: int) -> int:
     """Return how many tokens of KV cache fit into a share of the free memory, but at least one full
     context.
 
@@ -437,7 +441,7 @@ def _tokens_that_fit(runner: Runner, context_len: int, options: EngineOptions) -
     runner.cache.resize(1, 64)
     _probe_step(runner, GenerateRequest("size", [0, 0], SamplingParams()), 0, 2)
     per_token = runner.cache.nbytes / (2 * 64)
-    states = runner.cache.slot_state_bytes * (options.max_running_requests + 1)
+    states = runner.cache.slot_state_bytes * (running + 1)
     runner.cache.clear()
     if runner.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(runner.device)
@@ -452,6 +456,6 @@ def _tokens_that_fit(runner: Runner, context_len: int, options: EngineOptions) -
             "memory: use a smaller --embedded-max-running-requests or a model with a shorter "
             "context",
             context_len,
-            options.max_running_requests + 1,
+            running + 1,
         )
     return max(int(room / max(per_token, 1)), context_len)

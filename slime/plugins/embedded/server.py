@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="default: float32 on CPU, else bfloat16",
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
-    parser.add_argument("--max-running-requests", type=int, default=64)
+    parser.add_argument("--max-running-requests", type=int)
     parser.add_argument(
         "--max-total-tokens", type=int, help="bound of the KV cache; default: by free memory"
     )
