@@ -844,7 +844,7 @@ async def test_worked_solutions_of_the_data_sets_score_one(datasets_dir):
 
 @pytest.mark.real
 async def test_math_verify_reads_every_label_of_math500(datasets_dir):
-    from slime.rollout.verifier import shared_pool
+    from slime.rollout.verifier.pool import shared_pool
 
     labels = sorted(set(gold_labels(datasets_dir, "math500")))
     verdicts = await asyncio.gather(

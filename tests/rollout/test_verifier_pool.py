@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout.verifier import VerifierLoadError, VerifierPool, shared_pool
+from slime.rollout.verifier.pool import VerifierLoadError, VerifierPool, shared_pool
 
 HOSTILE = str(Path(__file__).with_name("hostile_verifiers.py"))
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
@@ -241,7 +241,7 @@ def test_close_leaves_no_process_and_refuses_further_calls(pool):
 def test_workers_die_with_a_parent_that_is_killed(verifier):
     program = f"""
 import sys, time
-from slime.rollout.verifier import VerifierPool
+from slime.rollout.verifier.pool import VerifierPool
 pool = VerifierPool(1)
 print(pool.submit({HOSTILE + ":pid"!r}, timeout=20).result(60).value, flush=True)
 pool.submit({HOSTILE + ":" + verifier!r}, timeout=600)

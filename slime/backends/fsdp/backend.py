@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DTYPES, DataParallelReduce
-from slime.backends.fsdp.cast_parameters import CastParameters
 from slime.backends.fsdp.checkpoint import FsdpState
 from slime.backends.fsdp.experts import RoutingReplay
-from slime.backends.fsdp.gradients import ShardGradients
+from slime.backends.fsdp.gradients import CastParameters, ShardGradients
 from slime.backends.fsdp.hf_weights import (
     ModelFormat,
     iter_hf_weights,

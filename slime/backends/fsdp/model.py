@@ -322,7 +322,7 @@ def shard(
 
     It is not applied to one rank (``mesh`` is None): there is nothing to shard, and the hooks and
     copies of FSDP cost 7% of a step of SmolLM2 on the CPU (4.5 s for 64 samples, float32) and 6% of
-    one of Qwen3-4B's shape on an H200. In bfloat16, :mod:`slime.backends.fsdp.cast_parameters`
+    one of Qwen3-4B's shape on an H200. In bfloat16, :mod:`slime.backends.fsdp.gradients`
     keeps the float32 master weights instead.
     With ``offload``, parameters stay in CPU memory: FSDP's shards, or on one rank all of them. With
     ``reduce_in_bf16``, gradients of a pass in bfloat16 are summed over ranks in bfloat16 instead of

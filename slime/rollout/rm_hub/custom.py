@@ -38,8 +38,7 @@ from slime.observability.progress import DEBUGGER
 from slime.rollout.base_types import supported_kwargs
 from slime.rollout.ends import spoken
 from slime.rollout.rm_hub.outcome import RAISED, mark_unscored
-from slime.rollout.verifier import VerifierPool
-from slime.rollout.verifier.pool import default_workers
+from slime.rollout.verifier.pool import VerifierPool, default_workers
 from slime.types import JsonObject, JsonValue
 
 if TYPE_CHECKING:

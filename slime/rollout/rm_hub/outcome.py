@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.data.rewards import PARTS_KEY
 from slime.data.sample import Sample
-from slime.rollout.verifier import Verdict, shared_pool
+from slime.rollout.verifier.pool import Verdict, shared_pool
 
 if TYPE_CHECKING:
     from slime.config.data import RewardConfig

@@ -32,7 +32,7 @@ from typing import Literal
 import psutil
 
 from slime.config.process import module_command, reduced_environment
-from slime.rollout.verifier.channel import ChannelClosed, Request, receive, send
+from slime.rollout.verifier.worker import ChannelClosed, Request, receive, send
 from slime.types import JsonValue
 
 logger = logging.getLogger(__name__)

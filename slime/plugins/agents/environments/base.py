@@ -38,7 +38,7 @@ class StepFailed(RuntimeError):
 
     Attributes:
         status: ``timeout``, ``crashed`` or ``error``, as in
-            :class:`slime.rollout.verifier.Verdict`.
+            :class:`slime.rollout.verifier.pool.Verdict`.
     """
 
     def __init__(self, status: str, detail: str) -> None:

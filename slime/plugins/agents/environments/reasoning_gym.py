@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.verifier import shared_pool
+from slime.rollout.verifier.pool import shared_pool
 from slime.types import JsonValue
 
 from .base import (
