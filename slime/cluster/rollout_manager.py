@@ -37,9 +37,9 @@ from slime.engines.http import request, take_retries
 from slime.engines.process import exempt_from_proxy
 from slime.observability import progress
 from slime.observability.debug_data import load_rollout, save_rollout
-from slime.observability.evaluations import write_evaluation
 from slime.observability.files import take_warnings, warn
 from slime.observability.logging_utils import logged_into
+from slime.observability.metrics import write_evaluation
 from slime.observability.samples import KeptTexts, preview, write_samples
 from slime.observability.trace_file import TraceFiles
 from slime.rollout.abort import abort

@@ -21,9 +21,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from slime.observability.evaluations import evaluation_table, figures
 from slime.observability.files import AppendedFile, best_effort
-from slime.observability.metrics import REWARD_KEYS
+from slime.observability.metrics import REWARD_KEYS, evaluation_table, figures
 from slime.observability.progress import DEBUGGER, Timers
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import StateFile

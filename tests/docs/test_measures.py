@@ -21,7 +21,7 @@ LIMITS = {
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
     "functions_that_take_args": 240,
-    "files": 604,
+    "files": 603,
 }
 
 TOKENS = {
@@ -37,7 +37,7 @@ TOKENS = {
     "engines": 15_307,
     "environments": 45,
     "models": 39_670,
-    "observability": 15_744,
+    "observability": 15_714,
     "ray": 25,
     "rollout": 31_551,
     "utils": 958,
@@ -56,7 +56,7 @@ TOKENS = {
     "plugins/rewards": 20_806,
     "plugins/serve": 17_280,
     "plugins/sglang": 5_643,
-    "plugins/tools": 103_326,
+    "plugins/tools": 103_320,
     "plugins/trackers": 2_191,
     "plugins/vllm": 7_014,
     "plugins/workers": 2_889,

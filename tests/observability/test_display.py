@@ -15,7 +15,7 @@ from rich.console import Console
 
 from slime.observability import progress
 from slime.observability.display import Display, Phase, sparkline
-from slime.observability.evaluations import evaluation_table
+from slime.observability.metrics import evaluation_table
 from slime.observability.progress import Timers
 
 

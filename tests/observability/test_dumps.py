@@ -27,7 +27,7 @@ from slime.observability.debug_data import (
     save_train_data,
     subsample,
 )
-from slime.observability.evaluations import write_evaluation
+from slime.observability.metrics import write_evaluation
 from slime.observability.samples import (
     KeptTexts,
     preview,

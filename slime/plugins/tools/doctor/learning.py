@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from slime.observability.evaluations import figures
+from slime.observability.metrics import figures
 
 from .evidence import worst_tokens
 from .facts import FILTERED, Facts, Finding, Row, filtered

@@ -15,9 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from slime.observability.evaluations import figures
 from slime.observability.files import best_effort, parse_json, regular, replacing, shown
-from slime.observability.metrics import REWARD_KEYS, MetricsError, Row, read_metrics
+from slime.observability.metrics import REWARD_KEYS, MetricsError, Row, figures, read_metrics
 from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.types import JsonObject
 

@@ -12,8 +12,7 @@ from make_args import make_args
 from rich.console import Console
 
 from slime.observability.display import Display, sparkline
-from slime.observability.evaluations import figures
-from slime.observability.metrics import MetricsError, MetricsLogger
+from slime.observability.metrics import MetricsError, MetricsLogger, figures
 from slime.observability.run_dir import RunDir
 from slime.plugins.tools.summary.charts import bar_chart, reward_curve, reward_curve_png
 from slime.plugins.tools.summary.figures import print_summary, summarize
