@@ -246,6 +246,14 @@ async def test_a_reply_is_never_left_out(
         assert sample.response == f"ab<end>{shown}".replace("_", "").replace("p", "")
 
 
+async def test_images_for_a_model_without_a_processor_are_refused(scripted):
+    args, _, sample, params = scripted(("ab", "stop"))
+    talk = Conversation(args, sample, params)
+    await talk.turn()
+    with pytest.raises(ValueError, match=r"have images, but the model .* has no processor"):
+        talk.reply([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
+
+
 async def test_turns_have_seeds_of_their_own(scripted):
     args, engine, sample, params = scripted(*[("ab", "stop")] * 3)
     talk = Conversation(args, sample, params)

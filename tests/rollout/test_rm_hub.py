@@ -887,6 +887,15 @@ def test_a_reward_model_class_without_its_path_is_told_before_the_start(tmp_path
     assert "has no compute_reward" in problem
 
 
+@pytest.mark.parametrize("rm_type", ["dapo", "boxed_dapo"])
+def test_a_reward_that_is_no_number_needs_a_key(rm_type):
+    from slime.rollout.rm_hub.dispatch import check_rewards
+
+    (problem,) = check_rewards(arguments(rm_type=rm_type))
+    assert f"--rm-type {rm_type}" in problem and "--reward-key score" in problem
+    assert check_rewards(arguments(rm_type=rm_type, reward_key="score")) == []
+
+
 def test_reward_models_of_evaluation_sets_are_checked_too(tmp_path):
     from slime.rollout.rm_hub.dispatch import check_rewards
 

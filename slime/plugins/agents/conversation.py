@@ -241,11 +241,12 @@ class Conversation:
             room: The number of tokens for which there is room.
         """
         state = self.state
-        renderer = (
-            state.processor
-            if new.multimodal_inputs and state.processor is not None
-            else state.tokenizer
-        )
+        renderer = state.processor if new.multimodal_inputs else state.tokenizer
+        if renderer is None:
+            raise ValueError(
+                f"the messages have {', '.join(new.multimodal_inputs or ())}, but the model of "
+                "--hf-checkpoint has no processor for media"
+            )
         # Render a short conversation with a placeholder as the model's turn, and keep what follows
         # the placeholder. The real conversation is not rendered again: the template might change
         # earlier turns (drop reasoning, trim text).

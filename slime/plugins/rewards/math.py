@@ -203,10 +203,19 @@ def _dapo_label_problem(label: object, _: Mapping[str, object]) -> str | None:
     )
 
 
+def _dapo_check(reward: RewardConfig) -> list[str]:
+    if reward.reward_key or reward.reward_weights or reward.custom_reward_post_process_path:
+        return []
+    return [
+        f"--rm-type {reward.rm_type} gives a dict of score, acc and pred: add --reward-key score"
+    ]
+
+
 DAPO = Reward(
     dapo_reward,
     label_problem=_dapo_label_problem,
     needs_label=True,
     own_answer=lambda label, sample: f"Answer: {label}",
     boxed=lambda boxed, response: f"Answer: {boxed}",
+    check=_dapo_check,
 )

@@ -33,7 +33,7 @@ from slime.rollout.rm_hub.dispatch import (
     load_reward,
     opened_reasoning,
 )
-from slime.rollout.rm_hub.outcome import FAILURE_KEY, RAISED, failure
+from slime.rollout.rm_hub.outcome import FAILURE_KEY, RAISED, combine_rewards, failure
 from slime.rollout.rm_hub.reward import BOXED, last_boxed, reward_of
 from slime.rollout.sft_rollout import encode_sample, mask_generator
 from slime.rollout.state import GenerateState
@@ -326,6 +326,7 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
             else:
                 found.append(run(async_rm(args, sample)))
             sample.reward = found[-1]
+            combine_rewards(args, sample)
             if not args.custom_reward_post_process_path:
                 trained_reward(args, sample)
             if failure(sample) == RAISED:

@@ -143,9 +143,12 @@ def test_a_missing_chat_template_and_an_error_of_the_users_reward_are_told(
     assert any("'6'" in line and "ZeroDivisionError" in line for line in lines)
 
 
-@pytest.mark.parametrize("reward", ["(1.0, 'why')", "float('nan')"])
+@pytest.mark.parametrize(
+    ("reward", "ends"),
+    [("(1.0, 'why')", True), ("float('nan')", True), ("{'a': 'b'}", True), ("{'a': 1}", False)],
+)
 def test_a_reward_that_would_end_the_run_is_told(
-    reward: str, smollm2: Path, data: Path, tmp_path: Path
+    reward: str, ends: bool, smollm2: Path, data: Path, tmp_path: Path
 ) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(f"def reward(args, sample, **kwargs):\n    return {reward}\n")
@@ -153,7 +156,7 @@ def test_a_reward_that_would_end_the_run_is_told(
         hf_checkpoint=str(smollm2), prompt_data=str(data), custom_rm_path=f"{mine}:reward"
     )
     (line,) = (line for line in dry_run(args) if "reward of its own answer" in line)
-    assert "ValueError: the reward of sample 0 is" in line
+    assert ("ValueError: the reward of sample 0 is" in line) is ends
 
 
 def test_memory_by_phase_on_the_machines_gpus_and_a_warning_if_it_will_not_fit(
