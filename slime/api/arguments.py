@@ -120,10 +120,11 @@ def _settings(keywords: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any]
     # arguments.
     for given, value in keywords.items():
         name = ALIASES.get(given, given)
-        if given != name and None not in (value, keywords.get(name)):
-            problems.append(f"{given} and {name} are two names of the same flag: give one of them")
         if value is None:
             continue
+        # Compared by identity: a data frame compares itself with None element by element.
+        if given != name and keywords.get(name) is not None:
+            problems.append(f"{given} and {name} are two names of the same flag: give one of them")
         if name in _OF_THE_COMMAND_LINE and not (isinstance(value, int) and not value):
             problems.append(f"{given}: {_OF_THE_COMMAND_LINE[name]}")
             continue

@@ -24,6 +24,7 @@ from slime.api import arguments
 from slime.api.arguments import parse
 from slime.config.hooks import load_function
 from slime.config.parser import ConfigError
+from slime.data.rows import read_rows
 
 ROWS = [{"prompt": "1 + 1 =", "label": "2"}, {"prompt": "1 + 2 =", "label": "3"}]
 
@@ -343,12 +344,14 @@ def test_a_dry_run_prints_its_report(
     assert "2 prompts: 1.0, 1.0" in capsys.readouterr().out
 
 
-def test_a_real_data_frame_is_rows(tmp_path: Path) -> None:
+def test_a_real_data_frame_is_rows(base: dict[str, Any], tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas", reason="pip install pandas")
     frame = pandas.DataFrame({"prompt": ["x", "y"], "label": [3, 4]})
     path = Path(arguments.file_of(frame, tmp_path / "data.jsonl"))
     expected = [{"prompt": "x", "label": 3}, {"prompt": "y", "label": 4}]
     assert [json.loads(line) for line in path.read_text().splitlines()] == expected
+    args = parse(base | {"data": frame, "reward": "math"}, tmp_path)
+    assert [row["label"] for row in read_rows(args.prompt_data)] == [3, 4]
 
 
 def test_the_names_of_flags_do_for_those_of_keywords(base: dict[str, Any], tmp_path: Path) -> None:

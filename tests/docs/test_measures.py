@@ -27,7 +27,7 @@ LIMITS = {
 TOKENS = {
     "agent": 116,
     "algorithms": 7_239,
-    "api": 10_168,
+    "api": 10_164,
     "backends": 42_714,
     "checkpoint": 8_310,
     "cli": 682,
