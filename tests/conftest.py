@@ -103,11 +103,13 @@ def datasets_dir() -> Path:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Import the test files without the garbage collector, which then never visits what the imports
-    have created.
+    have created, and afterwards seldom runs: at Python's threshold of 700 objects, hypothesis's
+    measure of its time alone took seconds.
     """
     gc.disable()
     yield
     gc.freeze()
+    gc.set_threshold(50_000)
     gc.enable()
 
 

@@ -20,6 +20,7 @@ PRELOADED = [
     "slime.backends.train_loop",
     "slime.plugins.embedded.app",
     "slime.plugins.embedded.loading",
+    "frozen_imports",
 ]
 """The imports take five to ten CPU seconds, which each process that is spawned would take again."""
 

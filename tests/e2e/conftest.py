@@ -218,14 +218,15 @@ class Runner:
                 actors.use(None)  # later tests of this process use Ray
         return Result(code, said.getvalue(), self.tmp / "outputs" / name, self.marker)
 
-    def command(self, *words: object) -> Result:
-        """Run ``slime WORDS`` in this process, with ranks that are forked; its output is what it
-        prints on the standard output.
+    def command(self, *words: object, fork: bool = True) -> Result:
+        """Run ``slime WORDS`` in this process, with ranks that are forked, or start as a user's
+        do; its output is what it prints on the standard output.
         """
         from slime.cli.main import main
 
         said = io.StringIO()
-        with contextlib.chdir(self.tmp), contextlib.redirect_stdout(said), forked_ranks():
+        ranks = forked_ranks() if fork else contextlib.nullcontext()
+        with contextlib.chdir(self.tmp), contextlib.redirect_stdout(said), ranks:
             code = main([str(word) for word in words])
         return Result(code, said.getvalue(), self.tmp, self.marker)
 

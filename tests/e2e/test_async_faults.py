@@ -110,6 +110,7 @@ def numbers(rows: list[dict]) -> list[dict]:
 def test_a_killed_one_step_run_resumes_bit_for_bit(runner, asynchronous) -> None:
     """The rollout that was generated ahead is in the snapshot: it is trained, not made again."""
     one_step = [*asynchronous, "--async-buffer-size", 1, "--save-interval", 1, "--num-rollout", 5]
+    one_step += ["--rollout-max-response-len", 80]
     one_step += ["--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout"]
     whole = runner.inline(*one_step, "--save", runner.tmp / "whole", name="whole", script=SCRIPT)
     assert_accounted(whole, 5)
@@ -177,7 +178,7 @@ def test_a_replay_has_the_same_losses(runner, asynchronous, long_answers, mode) 
         "--update-weights-interval",
         2,
     ]
-    flags += ["--custom-generate-function-path", long_answers, "--rollout-max-response-len", 400]
+    flags += ["--custom-generate-function-path", long_answers, "--rollout-max-response-len", 250]
     first = runner.inline(*flags, name="first", script=SCRIPT)
     assert_accounted(first, 6)
     assert_divided(first.folder, kv_kept=mode == "in_place")

@@ -64,8 +64,8 @@ def test_a_step_is_computed_again_and_a_changed_record_is_named(
     assert code == 1 and "DIFFERS, first in rollout/" in said, said
 
 
-def test_code_of_a_run_is_named_and_runs_only_where_that_is_asked(runner, flags) -> None:
-    """With the command and its ranks as processes of their own."""
+def test_code_of_a_run_is_named_and_runs_only_where_that_is_asked(runner, flags, capsys) -> None:
+    """With the command and its ranks as processes of their own, where they must import nothing."""
     ran = runner.inline(*flags, "--num-rollout", 1, "--dump-details", "details")
     assert ran.code == 0, ran.output
 
@@ -84,20 +84,10 @@ def test_code_of_a_run_is_named_and_runs_only_where_that_is_asked(runner, flags)
         ):
             (place / name).write_text(EVIL)
 
-    def replay(*words: object) -> tuple[int, str]:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "slime.cli.main",
-            "replay",
-            str(ran.folder),
-            *map(str, words),
-        ]
-        result = runner.finish(runner.spawn(command), "run")
-        return result.code, result.output
-
-    code, said = replay("--step", 0)
+    words = ["replay", str(ran.folder), "--step", "0"]
+    process = runner.spawn([sys.executable, "-P", "-m", "slime.cli.main", *words])
+    result = runner.finish(process, "run")
+    code, said = result.code, result.output
     assert code == 0 and "equal: this step is the recorded one, bit for bit" in said, said
     assert not (started / "ran").exists() and not (Path(ran.folder) / "ran").exists()
     settings = json.loads(config.read_text())
@@ -107,11 +97,12 @@ def test_code_of_a_run_is_named_and_runs_only_where_that_is_asked(runner, flags)
         "loss_type": "policy_loss",
     }
     config.write_text(json.dumps(settings) + "\n")
-    code, said = replay("--step", 0)
+    code, said = runner.command(*words).code, capsys.readouterr().err
     named = f"custom_tis_function_path: evil.f ({started}/evil.py)"
     assert code == 1 and named in said and "Traceback" not in said, said
     assert not (started / "ran").exists()
-    code, said = replay("--step", 0, "--run-its-code")
+    runner.command(*words, "--run-its-code")
+    said = capsys.readouterr().err
     assert f"runs {named}" in said and (started / "ran").exists(), said
 
 

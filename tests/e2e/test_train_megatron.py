@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,10 +72,8 @@ def test_two_ranks_train_as_one_of_fsdp_and_their_step_is_replayed_by_them_and_b
     folder = trains_as_fsdp(runner, flags, "--tensor-model-parallel-size", 2, *kept)
 
     def again(name: str, *words: object) -> str:
-        command = [sys.executable, "-m", "slime.cli.main", name, str(folder), "--step", "1"]
-        command += map(str, words)
-        command += on_cpu()[2:]  # a run records no values of --train-env-vars
-        result = runner.finish(runner.spawn(command), "megatron")
+        # a run records no values of --train-env-vars
+        result = runner.command(name, folder, "--step", 1, *words, *on_cpu()[2:], fork=False)
         assert result.code == 0, result.output
         return result.output
 

@@ -3,6 +3,7 @@ refused with the reason."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
@@ -57,6 +58,7 @@ def loss_of(log_probs: Tensor, first: int) -> Tensor:
     return (log_probs * weights).sum()
 
 
+@functools.lru_cache(maxsize=1)  # packs and padded batches of a model are compared with it
 def one_at_a_time(folder: Path, count: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """The log-probs and gradients of each of the first ``count`` samples alone, with the attention
     of transformers.

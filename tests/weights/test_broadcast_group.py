@@ -236,7 +236,7 @@ async def test_a_member_lost_within_a_bucket_is_named_and_the_next_sync_works(
 
     task = asyncio.create_task(strike())
     async with asyncio.timeout(120):
-        result = await distributed.send(update(100, LARGE), members)
+        result = await distributed.send(update(40, LARGE), members)
     await task
     if result.torn:
         assert list(result.failed) == [lost.url] and result.torn == [other.url]
