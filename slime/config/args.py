@@ -9,7 +9,7 @@ import dataclasses
 import dis
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Self
@@ -237,10 +237,13 @@ class _Flags(Mapping[str, Flag]):
     def __len__(self) -> int:
         return len(_flags_with(sections()))
 
+    def items(self) -> ItemsView[str, Flag]:
+        return _flags_with(sections()).items()
+
 
 @functools.cache
 def _flags_with(parts: tuple[type, ...]) -> dict[str, Flag]:
-    flags = dict(flags_of(Args))
+    flags = flags_of(Args)
     for part in parts:
         for name, flag in flags_of(part).items():
             if name in flags:

@@ -135,27 +135,27 @@ def _words(part: str, run: Run, typed: bool) -> str | None:
     # Both --x and --no-x are conditions, and each holds for its own value.
     if flag.is_bool:
         return option if value is sets else None
-    shown = redacted(flag.name, value)
-    words = f"{option} {' '.join(map(str, shown)) if isinstance(shown, list) else shown}"
-    sign = next((sign for sign in _COMPARISONS if wanted.startswith(sign)), None)
-    if sign is not None:
-        return _compared(words, value, sign, wanted.removeprefix(sign), run.args)
-    if wanted:
+    told = ""
+    if sign := next((sign for sign in _COMPARISONS if wanted.startswith(sign)), ""):
+        wanted = wanted.removeprefix(sign)
+        compare, says = _COMPARISONS[sign]
+        if wanted.startswith("--"):
+            other = look_up(wanted, run.args)[0]
+            told = f" ({says} {wanted} {other})"
+        else:
+            other = float(wanted)
+        holds = None not in (value, other) and compare(value, other)
+    elif wanted:
         values = map(str, value if isinstance(value, list) else [value])
-        return (
-            words if (wanted.removeprefix("!=") in values) is not wanted.startswith("!=") else None
-        )
-    # Of a derived value, 0 means off, as in --lora-rank 0.
-    given = bool(value) or (isinstance(value, int | float) and (typed or not flag.derived))
-    return words if given and value != flag.default else None
-
-
-def _compared(words: str, value: object, sign: str, wanted: str, args: Args) -> str | None:
-    holds, says = _COMPARISONS[sign]
-    other = look_up(wanted, args)[0] if wanted.startswith("--") else float(wanted)
-    if value is None or other is None or not holds(value, other):
+        holds = (wanted.removeprefix("!=") in values) is not wanted.startswith("!=")
+    else:
+        # Of a derived value, 0 means off, as in --lora-rank 0.
+        given = value or (isinstance(value, int | float) and (typed or not flag.derived))
+        holds = given and value != flag.default
+    if not holds:
         return None
-    return f"{words} ({says} {wanted} {other})" if wanted.startswith("--") else words
+    shown = redacted(flag.name, value)
+    return f"{option} {' '.join(map(str, shown)) if isinstance(shown, list) else shown}{told}"
 
 
 def look_up(option: str, args: Args) -> tuple[Any, Spelling]:

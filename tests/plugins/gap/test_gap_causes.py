@@ -49,6 +49,12 @@ def samples(llama: PreTrainedModel) -> list[GapSample]:
     return samples_of(llama)
 
 
+@pytest.fixture(scope="module")
+def many(llama: PreTrainedModel) -> list[GapSample]:
+    """With fewer, the tensor next to a wrong one explains as much."""
+    return samples_of(llama, count=24)
+
+
 def explained(
     model: PreTrainedModel,
     samples: list[GapSample],
@@ -190,11 +196,10 @@ def test_a_head_in_bfloat16(llama, samples) -> None:
         ),
     ],
 )
-def test_a_wrong_single_tensor(llama, name: str) -> None:
-    samples = samples_of(llama, count=24)  # with fewer, the tensor next to it explains as much
+def test_a_wrong_single_tensor(llama, many, name: str) -> None:
     torch.manual_seed(11)
     engine = changed(llama, lambda one, t: t + 0.05 * torch.randn_like(t) if one == name else t)
-    found = explained(llama, samples, scores(engine, samples))
+    found = explained(llama, many, scores(engine, many))
     assert found.first == f"a wrong tensor: {name}", found
 
 

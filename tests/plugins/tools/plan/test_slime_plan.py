@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -354,6 +356,24 @@ def test_the_command_needs_the_config_of_the_model(
     assert "--hf-checkpoint is needed" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def options_plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Any]:
+    """A command line, and the plan that it prints."""
+    folder = tmp_path_factory.mktemp("options")
+    read(folder, DENSE | {"model_type": "qwen3"})
+    words = [*WORDS, "--hf-checkpoint", str(folder), "--max-tokens-per-gpu", "8192", "--json"]
+    # more requests than an engine runs at once, so that lengths matter
+    words += ["--rollout-batch-size", "100"]
+    return words, plan_of(words)
+
+
+def plan_of(words: list[str]) -> Any:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        main(words)
+    return json.loads(said.getvalue())
+
+
 @pytest.mark.parametrize(
     "option",
     [["--kind", "h100"], ["--gpus", "2"], ["--async"], ["--mean-prompt", "900"], ["--mean-response", "300"],
@@ -362,16 +382,10 @@ def test_the_command_needs_the_config_of_the_model(
     ids=lambda option: option[0],
 )  # fmt: skip
 def test_each_option_changes_the_plan(
-    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: list[str], options_plan: tuple[list[str], Any]
 ) -> None:
-    read(tmp_path, DENSE | {"model_type": "qwen3"})
-    words = [*WORDS, "--hf-checkpoint", str(tmp_path), "--max-tokens-per-gpu", "8192", "--json"]
-    # more requests than an engine runs at once, so that lengths matter
-    words += ["--rollout-batch-size", "100"]
-    main(words)
-    plain = json.loads(capsys.readouterr().out)
-    main([*words, *option])
-    assert json.loads(capsys.readouterr().out) != plain
+    words, plain = options_plan
+    assert plan_of([*words, *option]) != plain
 
 
 def test_no_response_is_longer_than_the_largest_length(
