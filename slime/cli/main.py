@@ -64,12 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> int:
-
     return run_loop(args.command, args.rest)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 LOOPS = {"train": "train.py", "train-async": "train_async.py"}
@@ -95,3 +90,7 @@ def run_loop(command: str, flags: Sequence[str]) -> int:
     sys.argv = [f"slime {command}", *flags]
     loop.train(parse_and_check(asynchronous=command == "train-async"))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
