@@ -245,8 +245,8 @@ def _register_others() -> Iterator[str]:
 
 _CORE = (
     ("algorithm", "grpo", "slime.algorithms.grpo:Grpo"),
-    ("algorithm", "gspo", "slime.algorithms.ratios:Gspo"),
-    ("algorithm", "cispo", "slime.algorithms.ratios:Cispo"),
+    ("algorithm", "gspo", "slime.algorithms.grpo:Gspo"),
+    ("algorithm", "cispo", "slime.algorithms.grpo:Cispo"),
     ("algorithm", "rloo", "slime.algorithms.grpo:Rloo"),
     ("algorithm", "dr_grpo", "slime.algorithms.dr_grpo:DrGrpo"),
     ("algorithm", "reinforce_plus_plus", "slime.algorithms.reinforce_plus_plus:ReinforcePlusPlus"),

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime.algorithms.algorithm import EstimatorSettings
+from slime.algorithms.grpo import Cispo, compute_cispo_loss, compute_gspo_kl, sequence_kl
 from slime.algorithms.losses import compute_approx_kl, compute_policy_loss, compute_value_loss
 from slime.algorithms.off_policy import compute_opsm_mask
-from slime.algorithms.ratios import Cispo, compute_cispo_loss, compute_gspo_kl, sequence_kl
 from slime.algorithms.sequences import MAX_LOG_RATIO
 
 quick = settings(deadline=None, max_examples=60)

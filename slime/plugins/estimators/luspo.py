@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from slime.algorithms.algorithm import Row
-from slime.algorithms.ratios import Gspo
+from slime.algorithms.grpo import Gspo
 from slime.algorithms.sequences import Reducer, constant_reducer
 
 if TYPE_CHECKING:
