@@ -40,7 +40,7 @@ from typing import Any
 
 from slime.observability.metrics import read_metrics
 from slime.observability.samples import read_samples, sample_files
-from slime.plugins.tools.summary.records import read_trace
+from slime.plugins.tools.summary import read_trace
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 POOL = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"

@@ -155,7 +155,7 @@ def measure_engine(
 ) -> tuple[list[float], dict[str, Any]]:
     """Start an engine, warm it up, run it ``repeats`` times, stop it."""
     from slime.engines.launch import EngineSettings
-    from slime.plugins.embedded.launch import start_embedded_engine
+    from slime.plugins.embedded.server import start_embedded_engine
     from slime.utils.async_utils import run
 
     start = time.perf_counter()

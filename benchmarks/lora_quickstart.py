@@ -32,7 +32,7 @@ sys.path.insert(0, str(CHECKOUT / "scripts" / "quickstart"))
 from run import RUN, train_flags  # noqa: E402  # the quickstart's own flags
 
 from slime.plugins.tools.commands.make_data import make_products  # noqa: E402
-from slime.plugins.tools.summary.records import read_trace  # noqa: E402
+from slime.plugins.tools.summary import read_trace  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:

@@ -12,7 +12,7 @@ from typing import Any
 
 from strike_cells import PHASES, TARGETS, Cell, all_cells
 
-from slime.plugins.tools.summary.records import read_weights
+from slime.plugins.tools.summary import read_weights
 
 
 def steps_in(run: Path) -> dict[int, dict[str, Any]]:

@@ -59,7 +59,7 @@ from strike_cover import cover
 from strike_hooks import BATCH, EVALUATED, FOLDER
 from strike_results import clear, differences, last_words, read_results, steps_in, table
 
-from slime.plugins.tools.summary.records import read_ledger
+from slime.plugins.tools.summary import read_ledger
 
 POLL_SECONDS = 0.02
 REACH_SECONDS = 300.0  # without a step, for a run to reach the phase of its next strike

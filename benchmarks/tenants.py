@@ -144,7 +144,7 @@ class Tenant:
         return self.number
 
     async def round(self, options: argparse.Namespace, prompt: list[int]) -> dict[str, float]:
-        from slime.plugins.serve.protobuf import field
+        from slime.plugins.serve.messages import field
 
         saved = {"model_id": self.model, "seq_id": self.next()}
         began = time.perf_counter()
@@ -172,7 +172,7 @@ def samples_of(answer: bytes) -> list[tuple[list[int], list[float]]]:
     """The tokens and log-probs of the sequences in a ``SampleResponse``."""
     import numpy as np
 
-    from slime.plugins.serve.protobuf import last, message, parse, raw
+    from slime.plugins.serve.messages import last, message, parse, raw
 
     sequences = [message(one) for one in parse(answer)[1]]
     return [
@@ -188,7 +188,7 @@ def datum(prompt: list[int], tokens: list[int], log_probs: list[float], place: i
     """A datum whose advantages are 0 for the prompt."""
     import numpy as np
 
-    from slime.plugins.serve.protobuf import field
+    from slime.plugins.serve.messages import field
 
     def tensor(values: list[Any], kind: str) -> bytes:
         count = len(values)  # as a varint

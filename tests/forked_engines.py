@@ -17,16 +17,16 @@ from quick_processes import context
 
 from slime.engines.launch import EngineSettings
 from slime.engines.process import EngineProcess
-from slime.plugins.embedded import launch
+from slime.plugins.embedded import server
 
 
 def fork_engine(settings: EngineSettings, index: int, log_path: Path) -> EngineProcess:
-    """What :func:`slime.plugins.embedded.launch.start_embedded_engine` returns, with the same
+    """What :func:`slime.plugins.embedded.server.start_embedded_engine` returns, with the same
     command line and environment.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "EngineProcess", ForkedEngine)
-        return launch.start_embedded_engine(settings, index, log_path=log_path)
+        patch.setattr(server, "EngineProcess", ForkedEngine)
+        return server.start_embedded_engine(settings, index, log_path=log_path)
 
 
 class ForkedEngine(EngineProcess):

@@ -1,7 +1,7 @@
 """Flags of inference servers: the router, and groups of SGLang servers
 (``--sglang-config``).
 
-``--sglang-config`` is read by :mod:`slime.plugins.sglang.groups`.
+``--sglang-config`` is read by :mod:`slime.plugins.sglang.options`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Documented import path of the interface of environments."""
 
-from slime.plugins.agents.environments.base import (
+from slime.plugins.agents.environments import (
     Environment,
     EnvironmentProblem,
     Episode,

@@ -20,7 +20,7 @@ from slime.checkpoint.numbers import Numbers
 from slime.cli.main import main
 from slime.data.sample import Sample
 from slime.observability.files import take_warnings
-from slime.plugins.tools.summary.records import read_ledger
+from slime.plugins.tools.summary import read_ledger
 
 
 def group(number: int, version: str | None = "0.0") -> list[Sample]:

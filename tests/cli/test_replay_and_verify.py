@@ -12,13 +12,13 @@ import pytest
 
 from slime.cli.main import main
 from slime.config.args import Args
+from slime.plugins.tools import verify as verify_run
 from slime.plugins.tools.commands import replay as replay_command
 from slime.plugins.tools.commands import verify as verify_command
-from slime.plugins.tools.replay import recorded, step
+from slime.plugins.tools.replay import step
 from slime.plugins.tools.replay.step import Wanted
-from slime.plugins.tools.verify import run as verify_run
+from slime.plugins.tools.verify import Verified
 from slime.plugins.tools.verify.check import Check
-from slime.plugins.tools.verify.run import Verified
 from slime.plugins.tools.verify.small import SmallModel
 
 
@@ -159,7 +159,9 @@ def test_a_damaged_checkpoint_leaves_out_the_texts_tokens(tmp_path: Path) -> Non
 def test_a_folder_of_tensors_that_cannot_be_written_is_told_before_the_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recorded, "read_run", lambda *_: SimpleNamespace(unrecorded=()))
+    monkeypatch.setattr(
+        "slime.plugins.tools.replay.read_run", lambda *_: SimpleNamespace(unrecorded=())
+    )
     monkeypatch.setattr(step, "replay_step", lambda *_: pytest.fail("it trains"))
     file = tmp_path / "file"
     file.touch()

@@ -224,7 +224,7 @@ def test_a_schedule_that_cannot_be_made_is_named_before_the_start_where_the_leng
 def test_an_environment_that_cannot_be_created_or_needs_a_template_is_told(tmp_path: Path) -> None:
     file = tmp_path / "one.py"
     file.write_text(
-        "from slime.plugins.agents.environments.base import Environment, Task\n"
+        "from slime.plugins.agents.environments import Environment, Task\n"
         "class One(Environment):\n"
         "    def __len__(self):\n        return 1\n"
         "    def task(self, number):\n        return Task([{'role': 'user', 'content': 'x'}])\n"

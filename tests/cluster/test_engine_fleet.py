@@ -29,7 +29,7 @@ from slime.engines.http import close_session, post
 from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 from slime.engines.process import EngineProcess, ServerFailed
 from slime.engines.router import Worker
-from slime.plugins.embedded.launch import start_embedded_engine
+from slime.plugins.embedded.server import start_embedded_engine
 from slime.utils.async_utils import run
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports import ranks_of_engines

@@ -132,7 +132,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("slime.rollout.rm_hub.gpqa", "slime.plugins.rewards.gpqa"): "a documented import path",
     (
         "slime.rollout.rm_hub.sglang_scorer",
-        "slime.plugins.rewards.sglang_scorer",
+        "slime.plugins.rewards.servers",
     ): "a documented import path",
     (
         "slime.rollout.rm_hub.math_utils",
@@ -147,7 +147,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "slime.plugins.compat.reward_helpers",
     ): "a documented import path",
     (
-        "slime.plugins.agents.environments.base",
+        "slime.plugins.agents.environments",
         "slime.environments.base",
     ): "the name that a message tells users",
 }

@@ -13,7 +13,7 @@ import pytest
 
 from slime.observability.samples import read_samples
 from slime.observability.trace_file import trace_of
-from slime.plugins.tools.summary.records import read_trace
+from slime.plugins.tools.summary import read_trace
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 

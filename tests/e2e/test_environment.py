@@ -12,7 +12,7 @@ from test_train import assert_good, digests, same_numbers
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LETTERS = '''
-from slime.plugins.agents.environments.base import Environment, Episode, Step, Task
+from slime.plugins.agents.environments import Environment, Episode, Step, Task
 
 class Letters(Environment):
     """Two turns; the reward of each is the share of a letter in it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.plugins.tools.summary.records import read_state
+from slime.plugins.tools.summary import read_state
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 

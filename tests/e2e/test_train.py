@@ -16,7 +16,7 @@ import pytest
 from run_processes import command_line
 
 from slime.engines.http import request_blocking
-from slime.plugins.tools.summary.records import read_state
+from slime.plugins.tools.summary import read_state
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.plugins.tools.summary.records import read_trace
+from slime.plugins.tools.summary import read_trace
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 GENERATE = """

@@ -20,7 +20,7 @@ from engine_parts import engine_settings, router_settings
 from slime.engines.handle import EngineHandle
 from slime.engines.payload import Bucket
 from slime.engines.process import EngineProcess, ServerFailed
-from slime.plugins.embedded.launch import start_embedded_engine
+from slime.plugins.embedded.server import start_embedded_engine
 from slime.utils.async_utils import run
 
 pytestmark = pytest.mark.real
@@ -48,7 +48,7 @@ import sys, time, pickle
 sys.path[:0] = {path!r}
 from engine_parts import engine_settings, router_settings
 from pathlib import Path
-from slime.plugins.embedded.launch import start_embedded_engine
+from slime.plugins.embedded.server import start_embedded_engine
 from slime.engines.router import start_router
 engine = start_embedded_engine(engine_settings(Path({model!r})), 0)
 engine.wait_ready(100)

@@ -12,8 +12,7 @@ import pytest
 from example_scripts import CHECKOUT, CLUSTER, EXAMPLES, LAPTOP, dry_run, parse, settings_of
 
 from slime.plugins.agents.sandbox import Sandbox, SandboxUnavailable
-from slime.plugins.compat.recorder import record
-from slime.plugins.compat.script_words import command_of, starts_training
+from slime.plugins.compat.recorder import command_of, record, starts_training
 
 FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/run_cpu.sh"))
 LOOPS = ("train.py", "train_async.py")

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "plugins" / "agents"))
 from agent_parts import ScriptedEngine, arguments, make_tokenizer
 
 from slime.plugins.agents.box import LIMITS, LocalBox
-from slime.plugins.agents.environments.base import task_sample
+from slime.plugins.agents.environments import task_sample
 from slime.plugins.agents.environments.harbor_tasks import read_tasks
 from slime.plugins.agents.sandbox import SandboxUnavailable
 

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from odd_values import TEXTS, numbers, value
 
-from slime.plugins.agents.environments.base import EnvironmentProblem, Spec, environment, own_seed
+from slime.plugins.agents.environments import EnvironmentProblem, Spec, environment, own_seed
 
 CHUNKS = 10
 OWN = """
-from slime.plugins.agents.environments.base import Environment, Task
+from slime.plugins.agents.environments import Environment, Task
 
 class Own(Environment):
     def __init__(self, tasks=3, **more):

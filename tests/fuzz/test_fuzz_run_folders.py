@@ -23,7 +23,7 @@ from odd_values import TEXTS, numbers, value
 from slime.cli.main import main
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import Settled
-from slime.plugins.tools.ui.page import NotFound, answer, as_json, path_of
+from slime.plugins.tools.ui import NotFound, answer, as_json, path_of
 from slime.plugins.tools.ui.runs import NoRuns, Runs
 
 CHUNKS = 10

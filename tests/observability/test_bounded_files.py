@@ -27,8 +27,8 @@ from slime.observability.files import (
     shown,
 )
 from slime.observability.run_dir import UnreadableRun, read_settings
-from slime.plugins.tools.summary.records import find_dump
-from slime.plugins.tools.ui.page import NotFound, answer, as_json, path_of
+from slime.plugins.tools.summary import find_dump
+from slime.plugins.tools.ui import NotFound, answer, as_json, path_of
 from slime.plugins.tools.ui.runs import NoRuns, Runs
 
 MADE = Path(__file__).parents[1] / "plugins" / "tools" / "ui" / "tiny"

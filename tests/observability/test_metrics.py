@@ -22,7 +22,7 @@ from slime.observability import metrics
 from slime.observability.metrics import MetricsError, MetricsLogger, read_metrics, roll_back
 from slime.observability.run_dir import RunDir
 from slime.observability.trackers import TrackerError
-from slime.plugins.trackers import weights_and_biases
+from slime.plugins.trackers import services
 
 
 def logger(
@@ -231,9 +231,7 @@ def test_wandb_alone_counts_optimizer_steps_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[dict[str, float]] = []
-    monkeypatch.setattr(
-        weights_and_biases, "start_wandb", lambda run: SimpleNamespace(log=rows.append)
-    )
+    monkeypatch.setattr(services, "start_wandb", lambda run: SimpleNamespace(log=rows.append))
     batch = {
         "rollout_batch_size": 8,
         "n_samples_per_prompt": 4,

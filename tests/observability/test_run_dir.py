@@ -11,7 +11,7 @@ import yaml
 from make_args import make_args
 
 from slime.observability.run_dir import RunDir, RunDirError
-from slime.plugins.tools.summary.records import MOST_NAMED, no_run, runs_in
+from slime.plugins.tools.summary import MOST_NAMED, no_run, runs_in
 
 
 @dataclass

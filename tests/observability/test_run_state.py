@@ -18,7 +18,7 @@ from slime.observability.display import Display
 from slime.observability.progress import Progress
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import FILE, RunState, StateFile
-from slime.plugins.tools.summary.records import read_state
+from slime.plugins.tools.summary import read_state
 
 
 def display(folder: Path) -> Display:

@@ -26,7 +26,7 @@ from slime.observability.trace_utils import (
     trace_next_attempt,
     trace_span,
 )
-from slime.plugins.tools.summary.records import read_trace
+from slime.plugins.tools.summary import read_trace
 
 
 def make(index: int = 0, group: int = 0) -> SimpleNamespace:

@@ -17,7 +17,7 @@ from slime.config.parser import check_args
 from slime.observability.metrics import MetricsLogger, read_metrics
 from slime.observability.run_dir import RunDir
 from slime.observability.trackers import Tracked, TrackerError
-from slime.plugins.trackers import weights_and_biases
+from slime.plugins.trackers import services
 
 OWN = """
 from slime.observability.trackers import Tracker
@@ -172,7 +172,7 @@ def test_wandb_that_is_down_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wandb = FailingWandb()
-    monkeypatch.setattr(weights_and_biases, "start_wandb", lambda run: wandb)
+    monkeypatch.setattr(services, "start_wandb", lambda run: wandb)
     run = log_three(run_args(tmp_path, "wandb"))
     assert len(read_metrics(run.metrics)) == 4 and wandb.codes == [0]
     assert (
@@ -196,7 +196,7 @@ def test_a_tracker_that_is_down_does_not_keep_a_lost_run_from_going_on(
     run = RunDir.create(args)
     with pytest.raises(TrackerError, match="no server"):
         MetricsLogger(args, run, 0)
-    monkeypatch.setattr(weights_and_biases, "start_wandb", down)
+    monkeypatch.setattr(services, "start_wandb", down)
     with pytest.raises(TrackerError, match="no route"):
         MetricsLogger(args.with_values(tracker=["wandb"]), run, 0)
     log = MetricsLogger(args, run, 0, unattended=True)
@@ -210,7 +210,7 @@ def test_trackers_are_told_that_an_error_ended_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = FailingWandb()
-    monkeypatch.setattr(weights_and_biases, "start_wandb", lambda run: wandb)
+    monkeypatch.setattr(services, "start_wandb", lambda run: wandb)
     (tmp_path / "own.py").write_text(OWN.replace('"closed', 'f"failed: {self.failed}'))
     args = run_args(tmp_path, "wandb", f"{tmp_path}/own.py:Lines")
     run = RunDir.create(args)
@@ -243,7 +243,7 @@ def test_trackio_has_the_curve_and_the_table(tmp_path: Path) -> None:
 def test_the_command_line_of_the_run_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["train.py", "--wandb-key", "s3cret", "--lr", "1e-6"]
     monkeypatch.setattr(sys, "argv", words)
-    with weights_and_biases.public_command_line():  # W&B copies it
+    with services.public_command_line():  # W&B copies it
         assert sys.argv == ["train.py", "--wandb-key", "***", "--lr", "1e-6"]
     assert sys.argv is words
 

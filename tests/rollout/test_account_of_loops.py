@@ -11,7 +11,7 @@ from rollout_parts import SmallEngine, arguments, source_of
 
 from slime.cluster.rollout_state import OWN_FUNCTIONS, Rollout, RolloutState
 from slime.data.sample import flatten
-from slime.plugins.tools.summary.records import read_ledger
+from slime.plugins.tools.summary import read_ledger
 from slime.rollout.fully_async_rollout import StandingPool
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.state import GenerateState

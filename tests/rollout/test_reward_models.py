@@ -10,7 +10,7 @@ from make_args import make_args
 from rollout_parts import SmallEngine, arguments, source_of
 
 from slime.data.sample import Sample, flatten
-from slime.plugins.rewards.sglang_scorer import JUDGE, judge_group, score, score_group
+from slime.plugins.rewards.servers import JUDGE, judge_group, score, score_group
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.dispatch import check_rewards
 from slime.rollout.rm_hub.outcome import RAISED, failure

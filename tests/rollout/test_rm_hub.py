@@ -24,7 +24,7 @@ from slime.data.sample import Sample
 from slime.plugins.rewards.answers import as_number, last_number, normalize_math
 from slime.plugins.rewards.gpqa import extract_letter
 from slime.plugins.rewards.math import dapo_reward
-from slime.plugins.rewards.sglang_scorer import judge_text
+from slime.plugins.rewards.servers import judge_text
 from slime.plugins.rewards.simple import f1_score
 from slime.rollout import rm_hub
 from slime.rollout.rm_hub import (
@@ -650,7 +650,7 @@ class RewardServer:
 
 @pytest.fixture
 def quick_retries(monkeypatch):
-    monkeypatch.setattr("slime.plugins.rewards.remote_rm.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("slime.plugins.rewards.servers.FIRST_PAUSE", 0.001)
 
 
 async def test_remote_rm_posts_and_tries_again(quick_retries):
@@ -662,8 +662,8 @@ async def test_remote_rm_posts_and_tries_again(quick_retries):
 
 
 async def test_remote_rm_waits_for_a_server_that_is_away(quick_retries, monkeypatch, caplog):
-    monkeypatch.setattr("slime.plugins.rewards.remote_rm.LONGEST_PAUSE", 0.001)
-    monkeypatch.setattr("slime.plugins.rewards.remote_rm.FIRST_REPORT", 0.001)
+    monkeypatch.setattr("slime.plugins.rewards.servers.LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr("slime.plugins.rewards.servers.FIRST_REPORT", 0.001)
     async with RewardServer(failures=40) as server:
         args = arguments("remote_rm", rm_url=server.url)
         assert await async_rm(args, Sample(prompt="p", response="a", label="l")) == 0.5
@@ -682,7 +682,7 @@ async def test_remote_rm_ends_with_the_address(quick_retries, monkeypatch):
     async with RewardServer(failures=999) as server:
         args = arguments("remote_rm", rm_url=server.url, phase_timeout=0.05)
         assert re.search(f"{server.url}.*--phase-timeout.*500", await raised(args))
-        monkeypatch.setattr("slime.plugins.rewards.remote_rm.UNKNOWN_SERVER_SECONDS", 0.01)
+        monkeypatch.setattr("slime.plugins.rewards.servers.UNKNOWN_SERVER_SECONDS", 0.01)
         assert "limit: 0.01 s" in await raised(arguments("remote_rm", rm_url=server.url))
     async with RewardServer(failures=99, status=422) as server:
         assert "422" in await raised(arguments("remote_rm", rm_url=server.url))
@@ -691,7 +691,7 @@ async def test_remote_rm_ends_with_the_address(quick_retries, monkeypatch):
 
 
 async def test_remote_rm_that_fails_on_one_sample_alone_marks_it(quick_retries, monkeypatch):
-    monkeypatch.setattr("slime.plugins.rewards.remote_rm.LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr("slime.plugins.rewards.servers.LONGEST_PAUSE", 0.001)
     async with RewardServer() as server:
         server.poison = "c"
         args, bad = arguments("remote_rm", rm_url=server.url), Sample(response="c")

@@ -21,7 +21,7 @@ from slime.config.process import module_command, reduced_environment
 from slime.engines.background import background_loop
 
 from .config import AgentConfig
-from .environments.base import SPEC
+from .environments import SPEC
 
 _KEPT_BYTES = 1 << 16  # the last bytes of a command's output that are kept
 _MOST_TASK_BYTES = 131_000  # a variable with its name may have 131,072 (MAX_ARG_STRLEN)

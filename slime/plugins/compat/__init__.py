@@ -3,8 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
 
+from slime.config.files import read_json
+from slime.config.flag import Section, flag
 from slime.registry import register
+
+_TYPES: dict[str, Any] = {"list of int": list[int], "list of str": list[str]}
+_TYPES |= {kind.__name__: kind for kind in (int, float, str, bool)}
+
+
+def _unsupported() -> type:
+    """Make the flags of the original interface that slime refuses or ignores. They remain
+    attributes of Args.
+    """
+    fields = []
+    for name, entry in read_json(Path(__file__).with_name("unsupported.json")).items():
+        declared = dict(entry)
+        kind = _TYPES[declared.pop("type")]
+        fields.append((name, kind | None if entry["default"] is None else kind, flag(**declared)))
+    return dataclasses.make_dataclass(
+        "UnsupportedConfig", fields, bases=(Section,), namespace={"_title": "not supported"}
+    )
+
+
+UnsupportedConfig = _unsupported()
 
 
 def parts() -> None:
@@ -14,7 +39,7 @@ def parts() -> None:
         "missing flag",
         "older",
         "slime.plugins.compat.older:why_missing",
-        flags="slime.plugins.compat.config:UnsupportedConfig",
+        flags=UnsupportedConfig,
     )
     register("client", "keys", "slime.plugins.compat.clients:send_keys_too")
     register("check", "older releases", "slime.plugins.compat.older:tell")

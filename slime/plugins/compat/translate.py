@@ -22,8 +22,7 @@ from slime.plugins.compat.frameworks import (
     tables,
 )
 from slime.plugins.compat.older import ORIGINAL_DEFAULTS
-from slime.plugins.compat.recorder import Recorded, record
-from slime.plugins.compat.script_words import command_of, read_script, starts_training
+from slime.plugins.compat.recorder import Recorded, command_of, read_script, record, starts_training
 from slime.plugins.megatron.flags import PERFORMANCE
 
 _GPUS = re.compile(r"--(?:nproc[_-]per[_-]node|num[_-]processes|num[_-]gpus)")

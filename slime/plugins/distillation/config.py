@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
-NO_REWARD = "slime.plugins.distillation.context.no_reward"
-ASK = "slime.plugins.distillation.served.ask_teachers"
+NO_REWARD = "slime.plugins.distillation.teachers.no_reward"
+ASK = "slime.plugins.distillation.teachers.ask_teachers"
 """The hook of ``--rollout-sample-hook-path`` for teachers behind a server."""
-EACH = "slime.plugins.distillation.context.add_context"
+EACH = "slime.plugins.distillation.teachers.add_context"
 """The hook of ``--rollout-sample-hook-path`` for privileged text of the row."""
-GROUPS = "slime.plugins.distillation.context.add_successes"
+GROUPS = "slime.plugins.distillation.teachers.add_successes"
 """The hook of ``--rollout-sample-filter-path`` for privileged text of the group."""
 SUCCESS = "success"
 TEMPLATE = "{prompt}\n\nA correct answer is:\n{context}\n\nNow give your own answer."

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from slime.backends.loss_type import LossType
 from slime.plugins.distillation.config import DistillationFlags, teacher_rows
-from slime.plugins.distillation.served import ServedTeacher
-from slime.plugins.distillation.teachers import Teacher, move_towards, samples_of
+from slime.plugins.distillation.teachers import ServedTeacher, Teacher, move_towards, samples_of
 
 if TYPE_CHECKING:
     import torch

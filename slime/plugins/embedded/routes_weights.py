@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 
 from slime.config.hooks import load_function
 from slime.plugins.embedded import adapters
-from slime.plugins.embedded.broadcast import GROUP_TIMEOUT, announced, join_group, receive
 from slime.plugins.embedded.fields import (
     LOADED,
     BadRequest,
@@ -34,7 +33,14 @@ from slime.plugins.embedded.fields import (
     truth,
     whole,
 )
-from slime.plugins.embedded.tensor_wire import MAX_TENSORS, read_tensors
+from slime.plugins.embedded.tensor_wire import (
+    GROUP_TIMEOUT,
+    MAX_TENSORS,
+    announced,
+    join_group,
+    read_tensors,
+    receive,
+)
 from slime.plugins.embedded.weights import overall_checksum
 from slime.registry import find, parts
 

@@ -22,13 +22,12 @@ from slime.observability.debug_data import load_rollout
 from slime.plugins.gap.reference import GapSample, Reference, Sampling, Setup, load
 from slime.plugins.gap.search import Explained, explain
 from slime.plugins.tools.local_ranks import Place
-from slime.plugins.tools.replay import capture
+from slime.plugins.tools.replay import RecordedRun, ReplayError, capture
 from slime.plugins.tools.replay.rank import RoleJob, copy_of_weights, read_batch
-from slime.plugins.tools.replay.recorded import RecordedRun, ReplayError
 from slime.plugins.tools.replay.step import has_gpu, ranks_of, write_parts
+from slime.plugins.tools.verify import engine_log_probs
 from slime.plugins.tools.verify.check import write_model
 from slime.plugins.tools.verify.reference import RandomSample
-from slime.plugins.tools.verify.run import engine_log_probs
 
 NOW, BEFORE, INITIAL = "now", "before", "initial"
 """Weights: of the step, of the step before it, and of the start of the run."""

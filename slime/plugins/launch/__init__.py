@@ -44,9 +44,7 @@ def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from slime.plugins.launch.clouds import rayjob, sky_task
-    from slime.plugins.launch.run_file import read_run_file
-    from slime.plugins.launch.slurm import sbatch_script
+    from slime.plugins.launch.jobs import rayjob, read_run_file, sbatch_script, sky_task
 
     write, suffix = {
         "slurm": (sbatch_script, ".sbatch"),

@@ -1,5 +1,5 @@
-"""Megatron's flags with its backend: which ones are read, which ones have no effect, and which ones
-are refused; and what the backend cannot train.
+"""Megatron's flags with its backend: which ones are read, which ones have no effect, which ones are
+refused, and which exclude or need each other; and what the backend cannot train.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from slime.config.files import read_json
 from slime.config.hf_config import SHAPE, model_config, read_config
 from slime.config.layout import ParallelLayout
 from slime.config.passthrough import by_name
+from slime.config.rules import RuleSet, Run
 from slime.config.run import other_folder
 from slime.config.settings import no_effect_notice
-from slime.plugins.megatron.layout import chunk_problems
-from slime.plugins.megatron.options import OPTIONS
-from slime.plugins.megatron.shape import drop_other_model, shape_problems
+from slime.plugins.megatron import OPTIONS
+from slime.plugins.megatron.layout import chunk_problems, drop_other_model, shape_problems
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.config.rules import Run
+
 
 _TABLE = read_json(Path(__file__).with_name("flags.json"))
 ARCHITECTURE = frozenset(_TABLE["architecture"])
@@ -265,3 +265,16 @@ def shadowing_notices() -> list[str]:
         f"{', '.join(paths)} on PYTHONPATH contains its own megatron.core, which slime does not "
         f"use: it imports the installed megatron-core {version}, with which it is tested"
     ]
+
+
+def _decay_changes(run: Run) -> bool:
+    both = [run.args.megatron.get(f"{name}_weight_decay") for name in ("start", "end")]
+    start, end = (run.args.weight_decay if value is None else value for value in both)
+    return bool(start != end)
+
+
+RULES = RuleSet(
+    Path(__file__).with_name("rules.json"),
+    {"a weight decay that changes": _decay_changes},
+    (check,),
+)

@@ -20,7 +20,6 @@ from slime.backends.trainable import (
 from slime.models.lora import LoraSettings, choose_layers, initial_factor, merged, shortest_targets
 from slime.models.peft_files import Factors
 from slime.plugins.megatron.core import MegatronError
-from slime.plugins.megatron.delta_net import PackedDeltaNet
 from slime.plugins.megatron.experts import GroupedExperts
 from slime.plugins.megatron.flags import adapter_problems
 from slime.plugins.megatron.lora_experts import (
@@ -40,8 +39,9 @@ from slime.plugins.megatron.lora_layers import (
     attach_delta_net,
     factors_of,
 )
+from slime.plugins.megatron.maps import QueryKeyValue
 from slime.plugins.megatron.maps.family import COLUMNS, REPLICATED, Entry, projection_layouts
-from slime.plugins.megatron.maps.layouts import QueryKeyValue
+from slime.plugins.megatron.mixers import PackedDeltaNet
 from slime.plugins.megatron.model import PolicyModel
 from slime.plugins.megatron.weights import Held, ModelWeights, gather, global_name, who_holds
 

@@ -30,8 +30,8 @@ from slime.models.peft_files import Factors
 from slime.plugins.megatron.core import MegatronError
 from slime.plugins.megatron.experts import GroupedExperts
 from slime.plugins.megatron.lora_layers import FACTOR_A, FACTOR_B, WEIGHT, FactorPair
+from slime.plugins.megatron.maps import Stacked
 from slime.plugins.megatron.maps.family import COLUMNS, REPLICATED, Entry
-from slime.plugins.megatron.maps.layouts import Stacked
 
 
 @dataclass(frozen=True)

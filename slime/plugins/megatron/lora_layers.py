@@ -22,8 +22,8 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor, nn
 
 from slime.models.cpu_kernels import linear
-from slime.plugins.megatron.delta_net import PackedDeltaNet
 from slime.plugins.megatron.maps.family import Entry
+from slime.plugins.megatron.mixers import PackedDeltaNet
 from slime.plugins.megatron.modules import gather_or_copy, scatter_or_reduce
 
 WEIGHT = ".weight"

@@ -37,6 +37,7 @@ from slime.backends.tensor_index import require_tensors
 from slime.config.run import other_folder
 from slime.models.shards import ModelError, local_folder, read_headers, shorten
 from slime.models.stored import NamedWeights, StoredWeights
+from slime.plugins.megatron.maps import Layout, Vocabulary
 from slime.plugins.megatron.maps.family import (
     Entry,
     Family,
@@ -45,7 +46,6 @@ from slime.plugins.megatron.maps.family import (
     family_of,
     text_config,
 )
-from slime.plugins.megatron.maps.layouts import Layout, Vocabulary
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OTHER_NAMES = {

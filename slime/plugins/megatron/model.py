@@ -44,9 +44,9 @@ from slime.backends.loss_inputs import Scores
 from slime.models.scorer import value_head_weight
 from slime.models.token_log_probs import default_chunk_size, token_log_probs
 from slime.plugins.megatron.core import MegatronError
-from slime.plugins.megatron.delta_net import DeltaNets, PackedDeltaNet
 from slime.plugins.megatron.experts import GroupedExperts, replace_dispatcher
 from slime.plugins.megatron.maps.family import Settings, moe_layers, padded_vocab_size
+from slime.plugins.megatron.mixers import DeltaNets, Indexers, PackedDeltaNet, SparseCoreAttention
 from slime.plugins.megatron.modules import (
     DividedRows,
     GatedAttention,
@@ -64,7 +64,6 @@ from slime.plugins.megatron.modules import (
     plain_residual,
 )
 from slime.plugins.megatron.rotary import LatentRotary, PackedRotary
-from slime.plugins.megatron.sparse import Indexers, SparseCoreAttention
 from slime.plugins.megatron.vocab_parallel import VocabShard, vocab_parallel_log_probs
 
 EMPTY = torch.zeros(0, dtype=torch.int64)

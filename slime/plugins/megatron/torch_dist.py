@@ -24,8 +24,8 @@ from torch import Tensor
 from slime.backends.tensor_index import META, require_tensors
 from slime.config.hf_config import megatron_folder
 from slime.data.plain_values import save_value
+from slime.plugins.megatron.maps import Stacked
 from slime.plugins.megatron.maps.family import Entry, Family, Settings
-from slime.plugins.megatron.maps.layouts import Stacked
 from slime.weights.hf_folder import HfFolder
 
 TENSORS = "torch_dist"

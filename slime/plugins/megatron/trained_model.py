@@ -23,14 +23,13 @@ from slime.models.loading import check_checkpoint
 from slime.plugins.megatron import rank_files, rotary
 from slime.plugins.megatron.config import ddp_config, merged_settings, transformer_config
 from slime.plugins.megatron.core import MegatronError
-from slime.plugins.megatron.delta_net import delta_nets
 from slime.plugins.megatron.lora import ModelAdapters, require_support
 from slime.plugins.megatron.maps.family import family_of, moe_layers, not_divided, text_config
 from slime.plugins.megatron.megatron_lm import read_megatron_lm
+from slime.plugins.megatron.mixers import Indexers, delta_nets
 from slime.plugins.megatron.model import PolicyModel, build_chunk, unwrapped, with_gradient
 from slime.plugins.megatron.routing import RoutingReplay
 from slime.plugins.megatron.shards import weight_shards
-from slime.plugins.megatron.sparse import Indexers
 from slime.plugins.megatron.torch_dist import RANK_FILES, TENSORS, adapter_only, read_meta
 from slime.plugins.megatron.weights import ModelWeights
 from slime.weights.hf_folder import HfFolder

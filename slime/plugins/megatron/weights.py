@@ -19,8 +19,8 @@ from slime.models.stored import NamedWeights
 from slime.plugins.megatron import groups
 from slime.plugins.megatron.core import MegatronError
 from slime.plugins.megatron.groups import Piece, batches, tensor_group, whole
+from slime.plugins.megatron.maps import Source
 from slime.plugins.megatron.maps.family import Entry, Family, Settings
-from slime.plugins.megatron.maps.layouts import Source
 from slime.plugins.megatron.model import PolicyModel
 
 EMBEDDING = "embedding.word_embeddings.weight"

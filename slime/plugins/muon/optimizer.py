@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from slime.backends.collectives import local
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.config.flag import section
-from slime.plugins.muon.config import MuonFlags
+from slime.plugins.muon import MuonFlags
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _OF_LAYER = re.compile(r"\.\d+\.")

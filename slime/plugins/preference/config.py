@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 LOSSES = ("dpo", "kto", "reward_model")
-ROLLOUT = "slime.plugins.preference.rollout.generate_rollout"
-REFERENCE_POINT = "slime.plugins.preference.kto.set_reference_point"
+ROLLOUT = "slime.plugins.preference.rows.generate_rollout"
+REFERENCE_POINT = "slime.plugins.preference.losses.set_reference_point"
 SOURCE = "slime.plugins.preference.rows.PreferenceSource"
 
 

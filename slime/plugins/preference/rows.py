@@ -1,9 +1,10 @@
 """Pairs of a data set: a prompt, the response that is preferred, and the other one. For KTO also rows
-with one response that is desirable or not.
+with one response that is desirable or not. They are a rollout as they are: nothing is generated.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,53 @@ from typing import TYPE_CHECKING, Any
 from slime.data.dataset import PromptMaker
 from slime.data.prompts import PromptRow, Report, check_messages
 from slime.data.rows import RawRow
-from slime.data.source import RolloutDataSource, prompt_maker
-from slime.plugins.preference.texts import prompt_and_answer
+from slime.data.sample import Group, Sample, flatten
+from slime.data.source import DataSource, RolloutDataSource, prompt_maker
+from slime.data.tokenizers import render_chat
+from slime.plugins.preference.losses import with_mismatched
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.prompts import encode
+from slime.rollout.state import GenerateState
+from slime.types import Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+
+
+def prompt_and_answer(
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[Mapping[str, Any]],
+    answer: str | Sequence[Mapping[str, Any]],
+    **options: object,
+) -> tuple[str, str]:
+    """Return prompt and answer as texts.
+
+    Messages are rendered with the chat template, and the answer is what it adds to the prompt,
+    without white space after the end token, which no model samples. A text gets the end token of
+    the tokenizer.
+
+    Args:
+        options: Arguments of the chat template.
+
+    Raises:
+        ValueError: The template changes the prompt when the answer follows, or one of the two is a
+            text and the other has messages that it does not fit.
+    """
+    end = tokenizer.eos_token or ""
+    if isinstance(prompt, str):
+        if not isinstance(answer, str):
+            raise ValueError("a prompt that is a text needs texts as responses")
+        return prompt, answer + end
+    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    start = render_chat(tokenizer, prompt, add_generation_prompt=True, **options)
+    whole = render_chat(tokenizer, [*prompt, *turns], **options)
+    if not whole.startswith(start):
+        raise ValueError(
+            "the chat template renders the prompt otherwise when the answer follows, so the answer "
+            "cannot be cut out"
+        )
+    text = whole.removeprefix(start)
+    return start, text.rstrip() if end and text.rstrip().endswith(end) else text
 
 
 @dataclass
@@ -157,3 +200,55 @@ class PreferenceSource(RolloutDataSource):
     """The data source of pairs; the order of an epoch, and its state, are those of prompts."""
 
     maker = staticmethod(pair_maker)
+
+
+def generate_rollout(
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
+) -> RolloutFnTrainOutput:
+    """Return ``--rollout-batch-size`` rows. A row is one rollout: of two samples for a pair, the
+    chosen response and the rejected one, and for KTO (:func:`with_mismatched`) of twice as many as it
+    has responses.
+
+    Raises:
+        ValueError: ``evaluation`` is True, or a response has no tokens.
+    """
+    if evaluation:
+        raise ValueError(
+            "pairs are not evaluated: set --eval-function-path, or do not set --eval-interval"
+        )
+    state = GenerateState(args)
+    groups: list[Group] = []
+    for group in data_source.get_samples(args.rollout_batch_size):
+        (pair,) = flatten(group)
+        assert isinstance(pair.label, dict), "the data source makes pairs"
+        groups.append([[filled(state, pair, name) for name in pair.label]])
+    if args.loss_type == "kto":
+        groups = with_mismatched(groups, args.kto_desirable_weight, args.kto_undesirable_weight)
+    return RolloutFnTrainOutput(samples=groups)
+
+
+def filled(state: GenerateState, pair: Sample, name: str) -> Sample:
+    """Return the sample of one response of a pair."""
+    assert isinstance(pair.label, dict), "the data source makes pairs"
+    options = pair.apply_chat_template_kwargs
+    answer: Any = pair.label[name]
+    try:
+        prompt, response = prompt_and_answer(state.tokenizer, pair.prompt, answer, **options)
+    except ValueError as error:
+        raise ValueError(f"sample {pair.index}: {error}") from error
+    sample = copy.copy(pair)
+    ids = encode(state.tokenizer, response)
+    if not ids:
+        raise ValueError(f"sample {pair.index}: its {name} response has no tokens")
+    sample.tokens = encode(state.tokenizer, prompt) + ids
+    sample.response = response
+    sample.response_length = len(ids)
+    if state.args.loss_type == "reward_model":
+        # A value is read before each response token. One more token makes the value after the last
+        # one, which is the score; it is attended to by none.
+        sample.tokens = [*sample.tokens, ids[-1]]
+        sample.loss_mask = [0] * len(ids) + [1]
+        sample.response_length = len(ids) + 1
+    sample.reward = float(name == "chosen")
+    sample.status = Sample.Status.COMPLETED
+    return sample

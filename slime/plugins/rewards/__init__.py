@@ -13,9 +13,9 @@ def parts() -> None:
     register("reward", "f1", "slime.plugins.rewards.simple:F1")
     register("reward", "last_number", "slime.plugins.rewards.simple:LAST_NUMBER")
     register("reward", "random", "slime.plugins.rewards.simple:RANDOM")
-    register("reward", "ifbench", "slime.plugins.rewards.ifbench:IFBENCH")
+    register("reward", "ifbench", "slime.plugins.rewards.ifbench_checks:IFBENCH")
     register("reward", "gpqa", "slime.plugins.rewards.gpqa:GPQA")
-    register("reward", "remote_rm", "slime.plugins.rewards.remote_rm:REMOTE_RM")
+    register("reward", "remote_rm", "slime.plugins.rewards.servers:REMOTE_RM")
     register("reward", "model", "slime.plugins.rewards.encoder:MODEL")
     register("reward", "rubric", "slime.plugins.rewards.rubric:RUBRIC")
     config = "slime.plugins.rewards.config"

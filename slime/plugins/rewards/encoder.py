@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.hf_config import is_hf_folder, model_config
 from slime.data.sample import Message, Sample
 from slime.data.tokenizers import load_tokenizer
-from slime.plugins.preference.texts import prompt_and_answer
+from slime.plugins.preference.rows import prompt_and_answer
 from slime.rollout.rm_hub.custom import model_rewards
 from slime.rollout.rm_hub.reward import Reward
 

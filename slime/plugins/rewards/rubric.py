@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from slime.data.rewards import PARTS_KEY
 from slime.data.sample import Sample
 from slime.plugins.rewards.config import PASS, Item, read_rubric
-from slime.plugins.rewards.sglang_scorer import judge_group
+from slime.plugins.rewards.servers import judge_group
 from slime.rollout.metrics import known_reward
 from slime.rollout.rm_hub.dispatch import async_rm
 from slime.rollout.rm_hub.outcome import ABSTAINED, FAILURE_KEY, failure, mark_unscored

@@ -15,7 +15,10 @@ from aiohttp import web
 from slime.config.rollout import served_context
 from slime.plugins.serve import runs
 from slime.plugins.serve.adapters import facts_of
-from slime.plugins.serve.answers import (
+from slime.plugins.serve.limits import OverLimit
+from slime.plugins.serve.log import Record
+from slime.plugins.serve.messages import Refused, read_batch, sampling_body
+from slime.plugins.serve.runs import (
     PREFIX,
     SECRET,
     STATE_KEY,
@@ -27,9 +30,6 @@ from slime.plugins.serve.answers import (
     guard,
     json_answer,
 )
-from slime.plugins.serve.limits import OverLimit
-from slime.plugins.serve.log import Record
-from slime.plugins.serve.messages import Refused, read_batch, sampling_body
 from slime.plugins.serve.state import Model, State
 from slime.plugins.serve.trainer import STATE, checked_name
 

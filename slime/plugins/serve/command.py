@@ -171,7 +171,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 def _replay(session: Session, folder: Path) -> int:
     from slime.plugins.serve.log import read
-    from slime.plugins.serve.replay import replay
+    from slime.plugins.serve.trainer import replay
 
     found = replay(session, read(folder / LOG))
     print(f"{found.equal} commands have the same answers, bit for bit")

@@ -11,8 +11,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from slime.observability.trackers import Tracked, Tracker
-from slime.plugins.tools.summary.records import read_state
-from slime.plugins.trackers.config import PrometheusConfig
+from slime.plugins.tools.summary import read_state
+from slime.plugins.trackers import PrometheusConfig
 
 
 class Prometheus(Tracker):

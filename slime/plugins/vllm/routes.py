@@ -8,7 +8,6 @@ from pathlib import Path
 
 from aiohttp import web
 
-from slime.plugins.embedded.broadcast import GROUP_TIMEOUT
 from slime.plugins.embedded.fields import (
     BadRequest,
     WeightError,
@@ -24,6 +23,7 @@ from slime.plugins.embedded.fields import (
     truth,
     whole,
 )
+from slime.plugins.embedded.tensor_wire import GROUP_TIMEOUT
 from slime.plugins.vllm.engine import Loaded, VllmEngine
 
 routes = web.RouteTableDef()

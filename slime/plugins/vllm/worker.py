@@ -27,8 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.platforms import current_platform
 
 from slime.models.digest import tensor_digest
-from slime.plugins.embedded.broadcast import announced, join_group, receive
-from slime.plugins.embedded.tensor_wire import read_tensors
+from slime.plugins.embedded.tensor_wire import announced, join_group, read_tensors, receive
 
 WATCH_SECONDS = 1.0
 

@@ -1,5 +1,5 @@
-"""Documented import path; the code is in :mod:`slime.plugins.rewards.sglang_scorer`."""
+"""Documented import path; the code is in :mod:`slime.plugins.rewards.servers`."""
 
-from slime.plugins.rewards.sglang_scorer import score, score_group
+from slime.plugins.rewards.servers import score, score_group
 
 __all__ = ["score", "score_group"]

@@ -16,8 +16,8 @@ from slime.backends.train_loop import train_on_rollout
 from slime.config.args import Args
 from slime.data.fields import RankBatch
 from slime.plugins.distillation.config import DIVERGENCES
-from slime.plugins.distillation.context import TEACHER_PROMPT
 from slime.plugins.distillation.divergence import distilled
+from slime.plugins.distillation.teachers import TEACHER_PROMPT
 from tests.backends.fsdp_helpers import (
     make_args,
     make_backend,

@@ -19,7 +19,7 @@ from slime.plugins.distillation.config import (
     check,
     teacher_rows,
 )
-from slime.plugins.distillation.context import (
+from slime.plugins.distillation.teachers import (
     FEEDBACK,
     TEACHER_PROMPT,
     add_context,

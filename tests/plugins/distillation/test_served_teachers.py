@@ -11,9 +11,13 @@ from aiohttp import web
 
 from slime.data.sample import Sample
 from slime.plugins.distillation.config import ASK, EACH, TeacherRow, check
-from slime.plugins.distillation.context import TEACHER_PROMPT
 from slime.plugins.distillation.divergence import coarse, distilled, divergence
-from slime.plugins.distillation.served import TEACHER_TOP, ServedTeacher, ask_teachers
+from slime.plugins.distillation.teachers import (
+    TEACHER_PROMPT,
+    TEACHER_TOP,
+    ServedTeacher,
+    ask_teachers,
+)
 from tests.make_args import make_args
 from tests.rollout.rollout_parts import make_tokenizer
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from slime.cli.main import main
-from slime.plugins.launch.run_file import flag_words
+from slime.plugins.launch.jobs import flag_words
 
 JOB: dict[str, object] = {
     "name": "trial",

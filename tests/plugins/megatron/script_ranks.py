@@ -156,10 +156,9 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     from slime.config.layout import ParallelLayout
     from slime.config.resolve import resolve_defaults
     from slime.plugins.megatron.config import merged_settings, transformer_config
-    from slime.plugins.megatron.delta_net import delta_nets
     from slime.plugins.megatron.maps.family import get_family
+    from slime.plugins.megatron.mixers import Indexers, delta_nets
     from slime.plugins.megatron.model import build_chunk
-    from slime.plugins.megatron.sparse import Indexers
     from slime.plugins.megatron.weights import ModelWeights
 
     family = get_family(family_name(script))

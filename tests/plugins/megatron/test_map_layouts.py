@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime.plugins.megatron.maps.layouts import (
+from slime.plugins.megatron.maps import (
     COLUMNS,
     REPLICATED,
     ROWS,

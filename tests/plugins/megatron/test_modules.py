@@ -143,7 +143,7 @@ def test_the_flags_of_an_indexer_are_those_of_the_checkpoint() -> None:
 
 def test_a_stage_that_lacks_a_selection_is_refused() -> None:
     prepare()
-    from slime.plugins.megatron.sparse import Indexers
+    from slime.plugins.megatron.mixers import Indexers
 
     indexers = Indexers(CONFIGS["glm_moe_dsa"], CONFIGS["glm_moe_dsa"].indexer_types)
     indexers.require_stage(range(2, 4))

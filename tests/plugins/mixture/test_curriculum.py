@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.data.sample import Group, Sample, flatten
-from slime.plugins.mixture.curriculum import WINDOW, PassRates
-from slime.plugins.mixture.source import MixtureSource, listen
+from slime.plugins.mixture.source import WINDOW, MixtureSource, PassRates, listen
 from tests.plugins.mixture.test_mixture import mixture
 
 LATER = """

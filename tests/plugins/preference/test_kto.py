@@ -17,9 +17,8 @@ from slime.config.args import Args
 from slime.data.rows import DataError
 from slime.data.sample import flatten
 from slime.plugins.preference.config import REFERENCE_POINT, check
-from slime.plugins.preference.kto import WEIGHT_KEY, kto_loss, set_reference_point
-from slime.plugins.preference.rollout import generate_rollout
-from slime.plugins.preference.rows import PreferenceSource
+from slime.plugins.preference.losses import WEIGHT_KEY, kto_loss, set_reference_point
+from slime.plugins.preference.rows import PreferenceSource, generate_rollout
 from tests.make_args import make_args
 from tests.rollout.rollout_parts import make_tokenizer
 

@@ -13,8 +13,7 @@ from slime.config.rules import Run, idle_flags
 from slime.data.rows import DataError
 from slime.data.sample import Sample, flatten
 from slime.data.validate import check_data
-from slime.plugins.preference.rollout import generate_rollout
-from slime.plugins.preference.rows import PreferenceSource
+from slime.plugins.preference.rows import PreferenceSource, generate_rollout
 from slime.rollout.rm_hub import check_label
 from tests.make_args import CPU_MACHINE, make_args
 from tests.rollout.rollout_parts import make_tokenizer

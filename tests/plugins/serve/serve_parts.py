@@ -18,7 +18,7 @@ from slime.api.session import Session
 from slime.engines.http import close_session
 from slime.plugins.serve.app import make_app
 from slime.plugins.serve.limits import Limits
-from slime.plugins.serve.protobuf import field, last, message, parse, raw
+from slime.plugins.serve.messages import field, last, message, parse, raw
 from slime.plugins.serve.state import State
 
 KEYS = {"alice": "tml-alice", "bob": "tml-bob"}

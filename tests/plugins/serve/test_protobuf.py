@@ -9,14 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serve_parts import batch, datum
 
-from slime.plugins.serve.messages import Refused, read_batch, sampling_body
-from slime.plugins.serve.protobuf import (
+from slime.plugins.serve.messages import (
     Malformed,
+    Refused,
     double,
     field,
     last,
     message,
     parse,
+    read_batch,
+    sampling_body,
     text,
     whole,
 )

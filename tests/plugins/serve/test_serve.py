@@ -19,8 +19,8 @@ from slime.data.datum import Datum
 from slime.observability.run_dir import RunDir
 from slime.plugins.serve.limits import Limits
 from slime.plugins.serve.log import Log, compact, read
-from slime.plugins.serve.protobuf import field, last, message, parse, raw, whole
-from slime.plugins.serve.replay import replay
+from slime.plugins.serve.messages import field, last, message, parse, raw, whole
+from slime.plugins.serve.trainer import replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 OTHER = datum([7, 8, 9, 10, 11, 12], weights=[1.0, 0.5, 1.0, 1.0, 2.0])

@@ -16,7 +16,7 @@ from slime.api.session import Session
 from slime.cluster import actors
 from slime.data.datum import Datum
 from slime.plugins.serve.log import read
-from slime.plugins.serve.replay import replay
+from slime.plugins.serve.trainer import replay
 from slime.types import AdamSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

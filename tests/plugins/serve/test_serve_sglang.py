@@ -11,7 +11,7 @@ from serve_parts import WORDS, batch, log_probs_of, serving
 from slime.api.session import Session
 from slime.cluster import actors
 from slime.plugins.serve.command import SGLANG_ADAPTERS
-from slime.plugins.serve.protobuf import last, parse, raw
+from slime.plugins.serve.messages import last, parse, raw
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -14,7 +14,7 @@ from slime.config.engine import ServerGroupError, check_server_groups
 from slime.config.machine import Machine
 from slime.config.rules import Run, idle_flags
 from slime.engines.launch import engine_count, plan_engines
-from slime.plugins.sglang.groups import read_server_groups
+from slime.plugins.sglang.options import read_server_groups
 from slime.rollout.state import concurrency
 
 TWO_MODELS = """

@@ -27,7 +27,7 @@ from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.data.sample import Sample, flatten
 from slime.data.staleness import sample_staleness
 from slime.engines.background import run
-from slime.plugins.tools.summary.records import read_ledger
+from slime.plugins.tools.summary import read_ledger
 from slime.plugins.workers.workers import (
     RolloutWorkers,
     WorkersLost,

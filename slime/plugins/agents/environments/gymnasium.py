@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from slime.types import JsonValue
 
 from ..program import in_thread
-from .base import (
+from . import (
     Environment,
     EnvironmentProblem,
     Episode,

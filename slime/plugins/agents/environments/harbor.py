@@ -35,7 +35,7 @@ from slime.types import JsonValue
 from ..box import LIMITS, Box, BoxProblem, LocalBox, Ran
 from ..box_server import HttpBox
 from ..sandbox import Limits, SandboxUnavailable
-from .base import EnvironmentProblem, Task, opening
+from . import EnvironmentProblem, Task, opening
 from .harbor_tasks import HarborTask, read_tasks
 from .played import Played, converse
 

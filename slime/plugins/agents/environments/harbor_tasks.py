@@ -11,7 +11,7 @@ from posixpath import join, normpath
 from typing import Any
 
 from ..sandbox import Limits
-from .base import EnvironmentProblem
+from . import EnvironmentProblem
 
 WORKDIR = "/app"
 """Working directory of a task that names none."""

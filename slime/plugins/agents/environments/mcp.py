@@ -30,7 +30,7 @@ from ..conversation import Conversation
 from ..messages import RAW_ARGUMENTS, CalledFunction, Tool, ToolCall
 from ..sandbox import Limits, SandboxUnavailable, program_command
 from ..tool_parsers import ToolParser, parser_name, tool_parser, tools_in_words
-from .base import EnvironmentProblem, StepFailed, missing_package
+from . import EnvironmentProblem, StepFailed, missing_package
 from .rollout import give_up, said
 
 if TYPE_CHECKING:

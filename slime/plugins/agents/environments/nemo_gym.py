@@ -33,7 +33,7 @@ from slime.data.sample import Message
 from slime.types import JsonValue
 
 from ..messages import text_of
-from .base import EnvironmentProblem, Task
+from . import EnvironmentProblem, Task
 from .openenv import http_json
 from .played import Played, ask
 

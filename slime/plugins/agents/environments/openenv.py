@@ -19,7 +19,7 @@ import aiohttp
 
 from slime.types import JsonValue
 
-from .base import (
+from . import (
     Environment,
     EnvironmentProblem,
     Episode,

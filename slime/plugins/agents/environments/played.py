@@ -13,7 +13,7 @@ import aiohttp
 from slime.data.sample import Message
 from slime.types import JsonValue
 
-from .base import (
+from . import (
     NUMBER,
     SPEC,
     Environment,

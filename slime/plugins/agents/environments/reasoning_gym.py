@@ -15,7 +15,7 @@ from typing import Any
 from slime.rollout.verifier.pool import shared_pool
 from slime.types import JsonValue
 
-from .base import (
+from . import (
     Environment,
     EnvironmentProblem,
     Episode,

@@ -21,7 +21,7 @@ from slime.types import SamplingParams
 from ..conversation import Conversation, ModelTurn
 from ..rollout import generate as play
 from ..trajectory import without_response
-from .base import (
+from . import (
     NUMBER,
     SPEC,
     Episode,

@@ -20,7 +20,7 @@ from slime.rollout.prompts import encode, render_first
 from slime.types import Tokenizer
 
 from ..config import template_problem
-from .base import (
+from . import (
     SPEC,
     EnvironmentProblem,
     environment,

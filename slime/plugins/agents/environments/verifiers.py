@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slime.data.sample import Message
 from slime.types import JsonValue
 
-from .base import (
+from . import (
     Environment,
     EnvironmentProblem,
     Task,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from slime.plugins.megatron.maps import COLUMNS, REPLICATED, ROWS, ByHead, Layout
 from slime.plugins.megatron.maps.dense import qwen3_settings
 from slime.plugins.megatron.maps.experts import qwen3_moe_settings
 from slime.plugins.megatron.maps.family import (
@@ -17,7 +18,6 @@ from slime.plugins.megatron.maps.family import (
     moe_layers,
     norm_entries,
 )
-from slime.plugins.megatron.maps.layouts import COLUMNS, REPLICATED, ROWS, ByHead, Layout
 
 # Qwen3-Next (80B-A3B): gated delta nets and gated attention, norms of 1 + weight, a shared expert
 # with a gate.

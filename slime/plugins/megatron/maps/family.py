@@ -15,7 +15,7 @@ from torch import Tensor
 from slime.config.layout import ParallelLayout
 from slime.models.loading import load_hf_config
 from slime.models.stored import NamedWeights
-from slime.plugins.megatron.maps.layouts import (
+from slime.plugins.megatron.maps import (
     COLUMNS,
     REPLICATED,
     ROWS,

@@ -16,7 +16,7 @@ from . import Subparsers
 if TYPE_CHECKING:
     from slime.models.lora import LoraSettings
     from slime.models.peft_files import Factors
-    from slime.plugins.megatron.maps.layouts import Layout
+    from slime.plugins.megatron.maps import Layout
 
 Found = tuple["LoraSettings", Mapping[str, "Factors"], str]
 """The shape of an adapter, its factors, and the base that it names; empty if it names none."""

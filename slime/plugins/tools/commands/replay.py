@@ -20,7 +20,7 @@ from . import Subparsers
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from ..replay.recorded import RecordedRun
+    from ..replay import RecordedRun
     from ..replay.step import Replayed, Wanted
 
 
@@ -68,7 +68,7 @@ def reading() -> Iterator[None]:
     from slime.observability.debug_data import DebugDataError
 
     from ..local_ranks import RankError
-    from ..replay.recorded import ReplayError
+    from ..replay import ReplayError
 
     added = SAFE_PATH.keys() - os.environ.keys()
     os.environ.update(SAFE_PATH)  # also for the processes that libraries start
@@ -142,7 +142,7 @@ def replay(
     Raises:
         CommandError: The step cannot be replayed, or a training rank failed.
     """
-    from ..replay.recorded import read_run
+    from ..replay import read_run
     from ..replay.step import replay_step
 
     with reading():
@@ -192,7 +192,7 @@ def add_what_if(commands: Subparsers) -> None:
 
 
 def _what_if(args: argparse.Namespace) -> int:
-    from ..replay.recorded import read_run
+    from ..replay import read_run
     from ..replay.step import Wanted
     from ..replay.what_if import (
         ChangedSamples,

@@ -22,7 +22,7 @@ from . import Subparsers
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..summary.records import Report
+    from ..summary import Report
     from ..ui.runs import Runs
 
 _MOST_ROWS = 20
@@ -144,7 +144,7 @@ def ledger(args: argparse.Namespace) -> int:
     from slime.observability.files import regular
     from slime.observability.run_dir import RunDir
 
-    from ..summary.records import UNCHECKED, read_ledger
+    from ..summary import UNCHECKED, read_ledger
 
     path = args.run_dir
     file = RunDir(path.resolve()).ledger if path.is_dir() else path
@@ -314,7 +314,7 @@ def ui(args: argparse.Namespace) -> None:
 def _write(runs: Runs, path: Path, steps: int, samples: int) -> None:
     from slime.observability.files import replacing
 
-    from ..ui.page import Limits, export
+    from ..ui import Limits, export
 
     html = export(runs, Limits(steps, samples))
     with writing(path), replacing(path) as temporary:

@@ -18,7 +18,7 @@ from . import Subparsers
 from .replay import reading, tell_code
 
 if TYPE_CHECKING:
-    from ..verify.run import Target
+    from ..verify import Target
 
 
 PARALLEL = {
@@ -98,7 +98,7 @@ def _steps(text: str) -> list[int]:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from ..verify.run import Target
+    from ..verify import Target
 
     if args.steps:
         from ..replay.certificate import verify_run
@@ -146,7 +146,7 @@ def verify_model(target: Target, as_json: bool = False) -> int:
     from slime.engines.process import ServerFailed
 
     from ..local_ranks import RankError
-    from ..verify.run import table, verify
+    from ..verify import table, verify
     from ..verify.small import VerifyError
 
     transformers_logging.disable_progress_bar()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..summary.records import find_dump
+from ..summary import find_dump
 from .facts import Facts
 
 SECONDS = 10.0

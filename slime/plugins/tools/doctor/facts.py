@@ -19,7 +19,7 @@ from slime.observability.run_state import FILE as STATE
 from slime.observability.run_state import RunState, message_lines
 from slime.types import JsonValue
 
-from ..summary.records import end_of, no_run, read_state
+from ..summary import end_of, no_run, read_state
 
 if TYPE_CHECKING:
     import psutil

@@ -213,7 +213,7 @@ class Bench:
         from transformers.utils import logging
 
         from slime.engines.launch import EngineSettings
-        from slime.plugins.embedded.launch import start_embedded_engine
+        from slime.plugins.embedded.server import start_embedded_engine
 
         logging.disable_progress_bar()
         # A model that is as small as can be, with the vocabulary of the user's tokenizer.

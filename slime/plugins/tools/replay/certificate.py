@@ -19,8 +19,8 @@ from slime.observability.files import best_effort, replacing
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir, read_settings
 
-from ..summary.records import read_weights
-from .recorded import (
+from ..summary import read_weights
+from . import (
     ReplayError,
     attempt_of,
     attempts_of,
@@ -89,7 +89,7 @@ def verify_run(
         ReplayError: There is no certificate, or a file of the run is not readable.
         RankError: A training rank failed.
     """
-    from .recorded import read_run
+    from . import read_run
     from .step import Wanted, replay_step
 
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from slime.config.layout import ParallelLayout
 from slime.observability.run_state import SentWeights, digest_of_digests
 
-from .recorded import steps_text
+from . import steps_text
 
 if TYPE_CHECKING:
     import torch

@@ -19,6 +19,7 @@ from slime.rollout.metrics import rollout_metrics
 from slime.weights.update import frozen_by_flags, whole_frozen
 
 from ..local_ranks import run_ranks
+from . import RecordedRun, ReplayError
 from .compare import (
     TOLERANCE,
     MetricsCompared,
@@ -27,7 +28,6 @@ from .compare import (
     matches,
 )
 from .rank import RoleJob, RoleResult, part_file, replay_role
-from .recorded import RecordedRun, ReplayError
 
 if TYPE_CHECKING:
     from slime.config.args import Args

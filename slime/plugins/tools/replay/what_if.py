@@ -26,8 +26,8 @@ from slime.models.shards import copy_side_files
 from slime.observability.metrics import read_metrics
 from slime.observability.run_dir import RunDir
 
+from . import RecordedRun, ReplayError, attempt_of, attempts_of
 from .capture import AFTER, BEFORE, Influence
-from .recorded import RecordedRun, ReplayError, attempt_of, attempts_of
 from .step import Replayed, Wanted, replay_step
 
 METRICS = ("train/loss", "train/pg_loss", "train/grad_norm", "train/ppo_kl", "train/pg_clipfrac")

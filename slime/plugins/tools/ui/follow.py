@@ -17,7 +17,7 @@ import orjson
 from slime.observability.files import LONGEST_LINE, regular, shallow
 from slime.types import JsonObject
 
-from ..summary.records import Report, read_ledger
+from ..summary import Report, read_ledger
 
 MARK = 64
 """So many bytes before the position are compared, to notice that the file was cut and written

@@ -15,7 +15,7 @@ from slime.observability.run_dir import RunDir
 from slime.observability.run_state import RunState
 
 from ..doctor.facts import processes_of
-from ..summary.records import no_run, read_state, runs_in
+from ..summary import no_run, read_state, runs_in
 from .follow import EngineLoads, Ledger, Series
 from .index import SampleIndex
 from .tokens import TokenDumps

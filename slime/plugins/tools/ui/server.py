@@ -22,7 +22,7 @@ from aiohttp.typedefs import Handler
 
 from slime.engines.request_guard import names_this_server
 
-from .page import NotFound, answer, as_json, assets, served
+from . import NotFound, answer, as_json, assets, served
 from .runs import Runs
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from slime.observability.trace_file import DRIVER, trace_of
 
-from ..summary.records import read_trace
+from ..summary import read_trace
 
 MOST_SPANS = 6000
 """With more spans of samples, only those groups are drawn that ended last."""

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..summary.records import find_dump
+from ..summary import find_dump
 
 MOST_BYTES = 2 << 30
 MOST_TOKENS = 20_000

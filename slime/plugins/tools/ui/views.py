@@ -15,7 +15,7 @@ from slime.observability.metrics import REWARD_KEYS
 from slime.observability.run_state import RunState
 from slime.observability.trace_file import trace_of
 
-from ..summary.records import end_of
+from ..summary import end_of
 from .index import Row, spans_of
 from .runs import Run
 from .timeline import timeline

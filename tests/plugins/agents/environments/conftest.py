@@ -23,7 +23,7 @@ from agent_parts import ScriptedEngine, arguments, make_tokenizer  # noqa: E402
 from scripted_engine import Script, byte_tokenizer  # noqa: E402
 
 from slime.data.sample import Sample  # noqa: E402
-from slime.plugins.agents.environments.base import own_seed  # noqa: E402
+from slime.plugins.agents.environments import own_seed  # noqa: E402
 from slime.plugins.agents.environments.rollout import generate  # noqa: E402
 from slime.plugins.agents.environments.source import task_sample  # noqa: E402
 

@@ -18,7 +18,7 @@ from make_args import make_args, rule_problems
 from slime.config.args import Args
 from slime.data.sample import Sample
 from slime.plugins.agents.config import ENVIRONMENT_GENERATE, ENVIRONMENT_SOURCE
-from slime.plugins.agents.environments.base import EnvironmentProblem, Spec, environment, own_seed
+from slime.plugins.agents.environments import EnvironmentProblem, Spec, environment, own_seed
 from slime.plugins.agents.environments.rollout import generate
 from slime.plugins.agents.environments.source import EnvironmentSource
 from slime.registry import parts
@@ -26,7 +26,7 @@ from slime.registry import parts
 ECHO = '''
 import numpy as np
 
-from slime.plugins.agents.environments.base import Environment, Episode, Step, StepFailed, Task
+from slime.plugins.agents.environments import Environment, Episode, Step, StepFailed, Task
 
 class Echo(Environment):
     """Reward 1 for repeating the word; a wrong answer gets another try."""
@@ -217,7 +217,7 @@ async def test_failures_are_counted_and_no_reward(
 
 
 CHANGING = """
-from slime.plugins.agents.environments.base import Environment, Episode, Step, Task
+from slime.plugins.agents.environments import Environment, Episode, Step, Task
 
 class Changing(Environment):
     \"\"\"Asks for another number in each of its episodes, or ends a later one at once.\"\"\"

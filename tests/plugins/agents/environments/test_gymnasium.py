@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
-from slime.plugins.agents.environments.base import (
+from slime.plugins.agents.environments import (
     EnvironmentProblem,
     StepFailed,
     StepLimits,

@@ -13,7 +13,7 @@ from aiohttp import web
 from slime.data.sample import Sample
 from slime.plugins.agents.box import LIMITS, BoxProblem, LocalBox
 from slime.plugins.agents.box_server import KEY, BoxServer
-from slime.plugins.agents.environments.base import EnvironmentProblem, environment
+from slime.plugins.agents.environments import EnvironmentProblem, environment
 from slime.plugins.agents.environments.harbor import LOGS, TESTS, Harbor, judge, read_rewards
 from slime.plugins.agents.environments.harbor_tasks import HarborTask, read_tasks
 from slime.plugins.agents.sandbox import SandboxUnavailable

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
-from slime.plugins.agents.environments.base import EnvironmentProblem, environment
+from slime.plugins.agents.environments import EnvironmentProblem, environment
 from slime.plugins.agents.environments.harbor import reward_of_trial
 
 FAKE = '''#!{python}

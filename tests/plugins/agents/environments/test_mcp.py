@@ -18,7 +18,7 @@ from scripted_engine import Script
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.plugins.agents.config import MCP_GENERATE
-from slime.plugins.agents.environments.base import EnvironmentProblem
+from slime.plugins.agents.environments import EnvironmentProblem
 from slime.plugins.agents.environments.mcp import check_servers, generate
 from slime.plugins.agents.environments.source import check_environment
 

@@ -20,7 +20,7 @@ from gym_server import gym_server
 
 from slime.data.sample import Sample
 from slime.engines.process import free_port
-from slime.plugins.agents.environments.base import EnvironmentProblem, environment, task_sample
+from slime.plugins.agents.environments import EnvironmentProblem, environment, task_sample
 
 TOOL = {
     "type": "function",

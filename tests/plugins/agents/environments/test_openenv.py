@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
-from slime.plugins.agents.environments.base import EnvironmentProblem, StepLimits, environment
+from slime.plugins.agents.environments import EnvironmentProblem, StepLimits, environment
 from slime.plugins.agents.environments.openenv import OpenEnv, OpenEnvEpisode
 from slime.utils.misc import get_free_port
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from make_args import make_args
 
-from slime.plugins.agents.environments.base import (
+from slime.plugins.agents.environments import (
     EnvironmentProblem,
     environment,
     own_seed,

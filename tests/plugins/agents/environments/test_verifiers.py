@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from agent_parts import arguments, make_tokenizer
 
 from slime.data.sample import Sample
-from slime.plugins.agents.environments.base import (
+from slime.plugins.agents.environments import (
     EnvironmentProblem,
     environment,
     own_seed,

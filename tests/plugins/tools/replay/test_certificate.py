@@ -11,13 +11,13 @@ import pytest
 from slime.cli.main import main
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import Settled
+from slime.plugins.tools.replay import ReplayError
 from slime.plugins.tools.replay.certificate import (
     certify,
     other_versions,
     problems,
     version_of_all,
 )
-from slime.plugins.tools.replay.recorded import ReplayError
 
 
 @pytest.fixture

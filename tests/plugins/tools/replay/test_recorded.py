@@ -25,7 +25,7 @@ from slime.observability.run_state import (
     digest_of_digests,
 )
 from slime.plugins.agents.config import AGENT_GENERATE
-from slime.plugins.tools.replay.recorded import (
+from slime.plugins.tools.replay import (
     RecordedRun,
     ReplayError,
     attempt_of,
@@ -33,7 +33,7 @@ from slime.plugins.tools.replay.recorded import (
     read_run,
 )
 from slime.plugins.tools.replay.step import Wanted, replay_step
-from slime.plugins.tools.summary.records import Attempt, lineage, read_attempts, read_weights
+from slime.plugins.tools.summary import Attempt, lineage, read_attempts, read_weights
 
 SETTLED = Settled(False, False, 9, 2, 4096, 4096, 0, None, "/somewhere")
 

@@ -18,8 +18,7 @@ from slime.config.args import FLAGS
 from slime.config.passthrough import by_name
 from slime.observability.run_dir import RunDir, public_settings
 from slime.observability.run_state import Settled
-from slime.plugins.tools.replay import settings
-from slime.plugins.tools.replay.recorded import ReplayError, read_run
+from slime.plugins.tools.replay import ReplayError, read_run, settings
 from slime.plugins.tools.replay.settings import holds_data
 
 EVIL = (

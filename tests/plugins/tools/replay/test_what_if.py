@@ -10,8 +10,8 @@ import torch
 
 from slime.cli.main import main
 from slime.data.sample import Sample
+from slime.plugins.tools.replay import ReplayError
 from slime.plugins.tools.replay.capture import save_tensors
-from slime.plugins.tools.replay.recorded import ReplayError
 from slime.plugins.tools.replay.what_if import ChangedSamples, compare, compare_folders
 
 

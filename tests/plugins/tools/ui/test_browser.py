@@ -16,8 +16,8 @@ import pytest
 from slime.observability.files import replacing
 from slime.observability.progress import Span
 from slime.observability.trace_file import Load, load_events, phase_events, trace_of
-from slime.plugins.tools.summary.records import read_trace
-from slime.plugins.tools.ui.page import Limits, export
+from slime.plugins.tools.summary import read_trace
+from slime.plugins.tools.ui import Limits, export
 from slime.plugins.tools.ui.runs import Refresher, Runs
 from tests.plugins.tools.ui.browser import Browser, chromium, film
 from tests.plugins.tools.ui.test_server import served

@@ -12,7 +12,7 @@ import pytest
 
 from slime.cli.main import main
 from slime.observability.files import replacing
-from slime.plugins.tools.ui.page import Limits, as_json, evenly, export
+from slime.plugins.tools.ui import Limits, as_json, evenly, export
 from slime.plugins.tools.ui.runs import Runs
 
 HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)>"

@@ -13,9 +13,9 @@ import zstandard
 from slime.data.sample import Sample
 from slime.observability import samples
 from slime.observability.samples import KeptTexts, write_samples
+from slime.plugins.tools.ui import NotFound, answer, path_of
 from slime.plugins.tools.ui.follow import MARK, Series, Tail
 from slime.plugins.tools.ui.index import SampleIndex, reward_number
-from slime.plugins.tools.ui.page import NotFound, answer, path_of
 from slime.plugins.tools.ui.runs import Runs
 
 

@@ -19,7 +19,7 @@ import yarl
 
 from slime.cli.main import main
 from slime.engines.process import free_port
-from slime.plugins.tools.ui.page import assets
+from slime.plugins.tools.ui import assets
 from slime.plugins.tools.ui.runs import Runs
 from slime.plugins.tools.ui.server import Door, PortTaken, bind, is_loopback, serve
 

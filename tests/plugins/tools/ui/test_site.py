@@ -17,7 +17,7 @@ import pytest
 from slime.observability.files import replacing
 from slime.observability.run_state import RunState
 from slime.observability.samples import read_samples
-from slime.plugins.tools.ui.page import NotFound, answer, as_json, path_of
+from slime.plugins.tools.ui import NotFound, answer, as_json, path_of
 from slime.plugins.tools.ui.runs import NoRuns, Run, Runs
 from slime.plugins.tools.ui.tokens import NO_DUMP, NO_TRAINER, pieces
 

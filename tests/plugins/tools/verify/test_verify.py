@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.models.llama import modeling_llama
 
+from slime.plugins.tools import verify as verify_run
 from slime.plugins.tools.local_ranks import Place
-from slime.plugins.tools.verify import run as verify_run
+from slime.plugins.tools.verify import Target, engine_log_probs, table, verify
 from slime.plugins.tools.verify.check import (
     check_gradients,
     check_log_probs,
@@ -38,7 +39,6 @@ from slime.plugins.tools.verify.reference import (
     reference_scores,
     verify_rank,
 )
-from slime.plugins.tools.verify.run import Target, engine_log_probs, table, verify
 from slime.plugins.tools.verify.small import VerifyError, cut_down, make_small
 
 BIG = {

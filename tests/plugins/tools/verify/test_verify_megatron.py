@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from slime.plugins.tools.verify.run import Target, verify
+from slime.plugins.tools.verify import Target, verify
 
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 TESTS = Path(__file__).parents[3]
