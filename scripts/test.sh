@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The quick tests, in the environment of scripts/env.sh. The last line is pytest's own summary.
 #
-#   bash scripts/test.sh                        # the quick tests, shared by two processes (SLIME_TEST_PROCESSES)
+#   bash scripts/test.sh                        # the quick tests, shared by three processes (SLIME_TEST_PROCESSES)
 #   bash scripts/test.sh tests/engines -k keys  # any arguments of pytest
 #   bash scripts/test.sh --affected [COMMIT]    # the tests that the changes since a commit (main) can break
 #
@@ -32,8 +32,9 @@ if [ "${1:-}" = --affected ]; then
     set -- -n 2 --dist loadfile -m "not slow and not sglang and not vllm and not megatron" "${files[@]}"
 fi
 if [ $# -eq 0 ]; then
-    # A process that has finished its share takes tests from the end of the other's, so that both end together.
-    set -- -n "${SLIME_TEST_PROCESSES:-2}" --dist worksteal -m "not real and not slow and not sglang and not vllm and not megatron"
+    # Three on two cores, because a quarter of the time tests wait for deadlines. A process that has finished its share takes
+    # tests from the end of another's, so that all end together.
+    set -- -n "${SLIME_TEST_PROCESSES:-3}" --dist worksteal -m "not real and not slow and not sglang and not vllm and not megatron"
 fi
 # pytest takes the last -m, so one among the arguments replaces this one.
 exec "$python" -m pytest -m "not slow and not sglang and not vllm and not megatron" "$@"

@@ -34,7 +34,8 @@ def test_freed_memory_is_used_again() -> None:
         "    before = faults()\n"
         "    torch.ones(1 << 22)\n"
         "    return faults() - before\n"
-        "print(min(once() for _ in range(5)))"
+        # The first few may each take another part of the heap.
+        "print(min(once() for _ in range(30)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
