@@ -47,6 +47,7 @@ _tree = Path()  # of this process: its copy of the checkout
 _seconds = itertools.count(1)
 # tests that have failed with a mutant, and whether they pass without one
 _sound: dict[str, bool] = {}
+_stop = multiprocessing.get_context("fork").Event()  # judge no further mutant
 
 
 class Mutant(NamedTuple):
@@ -120,6 +121,8 @@ def make_tree(folder: str) -> None:
 
 def judge(mutant: Mutant) -> tuple[str, str, float]:
     """Return the verdict, the test that failed with the mutant, and the seconds that this took."""
+    if _stop.is_set():
+        return "not run", "", 0.0
     start, path = time.monotonic(), _tree / mutant.file
     text, changed = path.read_text(), path.stat().st_mtime_ns
     path.write_text(text.replace(mutant.old, mutant.new))
@@ -188,11 +191,11 @@ def run(mutants: list[Mutant], results: Path, jobs: int, minutes: float) -> dict
         asked = {pool.submit(judge, one): one for one in missing}
         # After the workers were forked: the mutants that are judged now end, the others are left
         # for the next call.
-        signal.signal(signal.SIGTERM, lambda *_: pool.shutdown(wait=False, cancel_futures=True))
+        signal.signal(signal.SIGTERM, lambda *_: _stop.set())
         for future in as_completed(asked):
-            if future.cancelled():
-                continue
             one, (verdict, test, seconds) = asked[future], future.result()
+            if verdict == "not run":
+                continue
             verdicts[one] = verdict
             print(
                 json.dumps({"digest": digests[one], "verdict": verdict, "mutant": str(one)}),
@@ -201,7 +204,7 @@ def run(mutants: list[Mutant], results: Path, jobs: int, minutes: float) -> dict
             )
             print(f"{verdict:8} {seconds:5.1f} s  {one}  {test}", flush=True)
             if time.monotonic() > end:
-                pool.shutdown(wait=False, cancel_futures=True)
+                _stop.set()
     return verdicts
 
 

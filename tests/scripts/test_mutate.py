@@ -96,13 +96,16 @@ def test_what_is_killed_what_survives_and_where_a_second_call_goes_on(
 
     environment = os.environ | {"PYTHONPATH": str(stand_ins)}
 
-    def call() -> tuple[int, list[str]]:
-        command = [sys.executable, "tools/mutate.py", "--jobs", "2"]
+    def call(*words: str) -> tuple[int, list[str]]:
+        command = [sys.executable, "tools/mutate.py", "--jobs", "2", *words]
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         return done.returncode, done.stdout.split("\nfile")[-1].splitlines()
 
+    # However many are judged in no time, the call ends, and the next one goes on.
+    assert call("--minutes", "0")[0] == 1
+    assert (tmp_path / "outputs" / "mutants.jsonl").read_text()
     status, table = call()
     results = (tmp_path / "outputs" / "mutants.jsonl").read_text()
     assert status == 1
