@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from fsdp_helpers import make_args, make_samples, weights_of
 from fsdp_ranks import optimizer_state, rank_batch, train
-from needs import ALL
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.backends.collectives import local
@@ -30,22 +29,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "flat": {},
     "hybrid": HYBRID,
     "replicas_of_one": {"fsdp_shard_size": 1},
-    "one_group": {"fsdp_shard_size": 4},
-    "accumulate": ACCUMULATE,
-    "keep": KEEP,
     "hybrid_accumulate_keep": HYBRID | ACCUMULATE | KEEP,
 }
-OF_EACH_COMMIT = ("flat", "hybrid", "replicas_of_one", "hybrid_accumulate_keep")
-"""The others differ from one of these in a single flag."""
-PARTS = [(name, per_token) for name in VARIANTS for per_token in (False, True)]
-"""What trains in parts: each variant, with the mean of samples and of tokens."""
-PARTS_OF_EACH_COMMIT = [("flat", False), ("hybrid", True), ("hybrid_accumulate_keep", False)]
+PARTS = [("flat", False), ("hybrid", True), ("hybrid_accumulate_keep", False)]
+"""What trains in parts, with the mean of samples or of tokens."""
 READERS = {"flat": ["hybrid"], "hybrid": ["hybrid", "replicas_of_one"], "async": ["flat"]}
-"""Which layouts read the snapshot of each; in the long circle, every layout reads every
-snapshot.
-"""
-if ALL:
-    READERS = {writer: ["flat", "hybrid", "replicas_of_one"] for writer in READERS}
+"""Which layouts read the snapshot of each."""
 SAVED = dict(keep_old_actor=True, lr_decay_style="linear", lr_warmup_iters=3)
 
 
@@ -197,9 +186,8 @@ def loaded(ranks: Rank, name: str, **flags: Any) -> Result:
 
 
 def four_ranks(ranks: Rank) -> Result:
-    variants = VARIANTS if ALL else OF_EACH_COMMIT
-    results: Result = {name: several_steps(ranks, **VARIANTS[name]) for name in variants}
-    for name, per_token in PARTS if ALL else PARTS_OF_EACH_COMMIT:
+    results: Result = {name: several_steps(ranks, **flags) for name, flags in VARIANTS.items()}
+    for name, per_token in PARTS:
         flags = VARIANTS[name] | {"calculate_per_token_loss": per_token}
         results[f"parts_{name}_{per_token}"] = [
             in_parts(ranks, early, **flags) for early in (None, 0, 2)

@@ -9,9 +9,7 @@ import pytest
 import torch
 from hsdp_ranks import (
     MICRO_BATCHES,
-    OF_EACH_COMMIT,
     PARTS,
-    PARTS_OF_EACH_COMMIT,
     READERS,
     VARIANTS,
     worker,
@@ -28,12 +26,6 @@ GROUPS = 3  # of parameters that FSDP gathers together: two layers and the rest
 Ranks = list[dict[str, Any]]
 
 
-def variant(name: str, *more: object) -> Any:
-    """Values of parameters; those of a variant that only the long circle runs are marked so."""
-    marks = () if name in OF_EACH_COMMIT else (pytest.mark.long,)
-    return pytest.param(name, *more, marks=marks)
-
-
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return save_models(tmp_path_factory.mktemp("hsdp"))
@@ -47,7 +39,7 @@ def ranks(paths: dict[str, Path]) -> Ranks:
     )
 
 
-@pytest.mark.parametrize("variant", [variant(name) for name in VARIANTS if name != "flat"])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "flat"])
 def test_every_way_to_communicate_gives_the_same_steps(ranks: Ranks, variant: str) -> None:
     for rank in ranks:
         got, want = rank[variant], rank["flat"]
@@ -63,13 +55,7 @@ def test_every_way_to_communicate_gives_the_same_steps(ranks: Ranks, variant: st
     )
 
 
-@pytest.mark.parametrize(
-    ("variant", "per_token"),
-    [
-        pytest.param(*part, marks=[] if part in PARTS_OF_EACH_COMMIT else [pytest.mark.long])
-        for part in PARTS
-    ],
-)
+@pytest.mark.parametrize(("variant", "per_token"), PARTS)
 def test_a_rollout_that_is_trained_in_parts_is_the_same_step(
     ranks: Ranks, variant: str, per_token: bool
 ) -> None:
@@ -103,10 +89,9 @@ def test_replicas_stay_equal_to_the_bit(ranks: Ranks, variant: str) -> None:
 @pytest.mark.parametrize(
     ("variant", "size"),
     [
-        variant("flat", 4),
-        variant("one_group", 4),
-        variant("hybrid", 2),
-        variant("replicas_of_one", 1),
+        ("flat", 4),
+        ("hybrid", 2),
+        ("replicas_of_one", 1),
     ],
 )
 def test_a_rank_holds_its_share_of_a_replica(ranks: Ranks, variant: str, size: int) -> None:
@@ -131,16 +116,14 @@ def test_gradients_cross_between_replicas_once_per_step(ranks: Ranks) -> None:
     assert hybrid["allreduce_"] - flat["allreduce_"] == GROUPS
 
 
-@pytest.mark.parametrize("variant", [variant("accumulate"), variant("hybrid_accumulate_keep")])
-def test_unsharded_gradients_are_reduced_once_per_step(ranks: Ranks, variant: str) -> None:
-    assert ranks[0][variant]["counts"]["_reduce_scatter_base_"] == GROUPS
+def test_unsharded_gradients_are_reduced_once_per_step(ranks: Ranks) -> None:
+    assert ranks[0]["hybrid_accumulate_keep"]["counts"]["_reduce_scatter_base_"] == GROUPS
 
 
-@pytest.mark.parametrize("variant", [variant("keep"), variant("hybrid_accumulate_keep")])
-def test_kept_parameters_are_gathered_once_per_step(ranks: Ranks, variant: str) -> None:
+def test_kept_parameters_are_gathered_once_per_step(ranks: Ranks) -> None:
     again = (GROUPS - 1) * 2 + 1  # the rest is not freed between the forward and the backward pass
     assert ranks[0]["flat"]["counts"]["_allgather_base_"] == again * MICRO_BATCHES
-    assert ranks[0][variant]["counts"]["_allgather_base_"] == GROUPS
+    assert ranks[0]["hybrid_accumulate_keep"]["counts"]["_allgather_base_"] == GROUPS
 
 
 @pytest.mark.parametrize("case", ["critic", "context_parallel", "moe"])
