@@ -3,16 +3,21 @@
 # It lists the slowest at its end; the last line is pytest's own summary.
 #
 #   bash scripts/test_processes.sh                      # all of them, shared by two processes
+#   bash scripts/test_processes.sh tests/e2e            # those of folders
 #   bash scripts/test_processes.sh tests/e2e -k train   # any arguments of pytest
+#
+# With SLIME_TESTS=long, those of the long circle.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-if [ $# -eq 0 ]; then
+cd "$here/.."
+if ! printf '%s\n' "$@" | grep -qvE '^(tests[a-z0-9_/]*)?$'; then # nothing but folders
     # A group is a file, or a whole run. Those of most tests come first, and of the whole runs, which are one test each, those
     # that take half a minute to a minute and a half: at the end, one process would wait for the other's.
     # Only files with such a mark are imported, which takes half of the time that all take.
     long='/test_(lost_ranks|critic_apart|train_megatron|hub_qwen|preference_megatron)\.py$'
-    found="$(cd "$here/.." && grep -rlE 'mark\.(real|slow|megatron)\b' tests --include='test_*.py' | sort)"
+    found="$(grep -rlE 'mark\.(real|slow|megatron)\b' "${@:-tests}" --include='test_*.py' | sort)"
+    if [ "${SLIME_TESTS:-}" = long ]; then found="$(xargs grep -lE 'mark\.(long|more)\b|@given' <<<"$found")"; fi
     mapfile -t files < <(grep -E "$long" <<<"$found"; grep -vE "$long" <<<"$found")
     set -- -n 2 --dist loadfile --durations 40 "${files[@]}"
 fi

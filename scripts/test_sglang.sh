@@ -7,7 +7,7 @@
 # once (SLIME_EXTRA=sglang-cpu bash scripts/env.sh). Each start of a server takes some 50 CPU seconds, so each commit runs
 # the contract suite and one cell of each kind; the others are of the long circle:
 #
-#   SLIME_TESTS=all bash scripts/test_sglang.sh
+#   SLIME_TESTS=long bash scripts/test_sglang.sh
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

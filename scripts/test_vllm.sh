@@ -7,7 +7,7 @@
 # seconds, so each commit runs the contract suite, which starts one, and a whole run, which starts three; the others are
 # of the long circle:
 #
-#   SLIME_TESTS=all bash scripts/test_vllm.sh
+#   SLIME_TESTS=long bash scripts/test_vllm.sh
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -28,8 +28,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import pytest
-from hypothesis import HealthCheck, settings
-from needs import of_all
+from hypothesis import HealthCheck, is_hypothesis_test, settings
+from needs import ALL, of_all
 
 # No test depends on how busy the machine is: neither by a deadline per example nor by how fast
 # examples are made.
@@ -117,13 +117,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark by fixture, so that ``-m 'not needs_model'`` and ``-k torchao`` work without a mark on
     every test.
 
-    Tests of the long circle are left out unless ``$SLIME_TESTS`` is ``all``.
+    Each commit leaves out the tests marked ``long``. The long circle, ``SLIME_TESTS=long``, runs
+    these, and those that try more cases there: they are marked ``more``, or are of hypothesis.
     """
-    if os.environ.get("SLIME_TESTS") != "all":
-        config.hook.pytest_deselected(
-            items=[item for item in items if item.get_closest_marker("long")]
-        )
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    chosen = [item for item in items if of_this_circle(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
     for item in items:
         names = getattr(item, "fixturenames", ())
         if "smollm2" in names:
@@ -134,14 +133,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.extra_keyword_matches.add("torchao")
 
 
+def of_this_circle(item: pytest.Item) -> bool:
+    marks = {mark.name for mark in item.iter_markers()}
+    if not ALL:
+        return "long" not in marks
+    return bool(marks & {"long", "more"}) or is_hypothesis_test(getattr(item, "obj", None))
+
+
+WHOLE_RUNS = ("/e2e/", "/test_whole_examples.py", "/test_init.py")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``--dist loadfile``, each whole run is a unit of its own; of other files, all tests run
     in one process.
 
-    The tests of a file share fixtures that take long to make; whole runs (tests/e2e) share nothing,
-    but for those of the specification's commands, which are typed with their ports. (xdist 3.8 has
-    ``--dist loadgroup`` for this, which with pytest 9.2 groups nothing: it sets an attribute that
+    The tests of a file share fixtures that take long to make; whole runs (``WHOLE_RUNS``) share
+    nothing, but for those of the specification's commands, which are typed with their ports. (xdist
+    3.8 has ``--dist loadgroup`` for this, which with pytest 9.2 groups nothing: it sets an attribute that
     pytest reads no more.)
     """
     if config.getoption("dist") != "loadfile":
@@ -151,7 +160,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class FilesAndRuns(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            if "/e2e/" not in file:
+            if not any(runs in file for runs in WHOLE_RUNS):
                 return file
             return "seeds" if "/test_seed_" in file else nodeid
 

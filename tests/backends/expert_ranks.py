@@ -186,15 +186,15 @@ def of_size(ranks: Rank) -> Result:
     """All cases of a number of ranks."""
     size = ranks.world_size
     results: Result = {}
-    if size == 4:
+    if size == 4 and not ALL:
         results = {name: steps(ranks, model, **flags) for name, (model, flags) in FOUR.items()}
     for name, (model, flags) in TWO.items() if size < 4 else ():
-        if name in LONG and not ALL:
+        if (name in LONG) != ALL:
             continue
         if size == 1:
             flags = {key: x for key, x in flags.items() if key not in ON_ONE_RANK_ONLY}
         results[name] = steps(ranks, model, **flags, fsdp_expert_parallel_size=size)
-    for layout in READERS:
+    for layout in READERS if not ALL else ():
         if LAYOUTS[layout][0] == size:
             results[f"saved {layout}"] = saved(ranks, layout, **LAYOUTS[layout][1])
     return results
@@ -202,7 +202,7 @@ def of_size(ranks: Rank) -> Result:
 
 def read(ranks: Rank) -> Result:
     results: Result = {}
-    for name, layouts in READERS.items():
+    for name, layouts in READERS.items() if not ALL else ():
         for layout in layouts:
             size, flags = LAYOUTS[layout]
             if size == ranks.world_size:

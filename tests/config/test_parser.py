@@ -153,6 +153,7 @@ def near_misses(option: str) -> list[str]:
     ]
 
 
+@pytest.mark.more
 def test_near_misses_are_told_the_flag_that_was_meant() -> None:
     """Whichever way the name was hit wrong; where two flags are as near, one of them."""
     tried = [

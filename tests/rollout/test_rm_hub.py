@@ -780,6 +780,7 @@ async def scores(rm_type, pairs):
     return [reward["score"] if isinstance(reward, dict) else reward for reward in rewards]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "aime", "dapo"])
 @pytest.mark.parametrize(
     ("rm_type", "answer"),
@@ -816,6 +817,7 @@ async def test_every_answer_of_hotpotqa_is_read(datasets_dir):
     assert [label for label, reward in zip(labels, got, strict=True) if reward != 1.0] == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["gsm8k", "aime", "dapo"])
 async def test_wrong_numbers_score_nothing(datasets_dir, name):
     labels = gold_labels(datasets_dir, name)

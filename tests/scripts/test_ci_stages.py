@@ -1,5 +1,5 @@
-"""Every test is run by a stage of CI, and the quick suite leaves out what has a stage of its
-own.
+"""Every test is run by a stage of CI or of the long circle, and the quick suite leaves out what has
+a stage of its own.
 """
 
 from __future__ import annotations
@@ -19,30 +19,37 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
+from hypothesis import given
+from hypothesis import strategies as st
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 OUTSIDE = {"cuda"}
 """What CI has no machine for."""
 
+OF_THE_LONG_CIRCLE = {"long", "more", "given"}
+"""What the stages with ``SLIME_TESTS=long`` run (tests/conftest.py); ``given`` is hypothesis's."""
+
 compiled = functools.cache(Expression.compile)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One call of a test script: which marks it selects, and the files that it is limited to or
-    ignores.
+    """One call of a test script: which marks it selects, the files that it is limited to or
+    ignores, and whether it runs what each commit leaves out.
     """
 
     marks: str
     only: tuple[str, ...]
     ignored: tuple[str, ...]
+    long: bool
 
     def runs(self, file: str, marks: frozenset[str]) -> bool:
         wanted = not self.only or file.startswith(self.only)
         return (
             wanted
             and file not in self.ignored
+            and bool(marks & OF_THE_LONG_CIRCLE if self.long else "long" not in marks)
             and compiled(self.marks).evaluate(lambda m: m in marks)
         )
 
@@ -59,25 +66,33 @@ def marks_of_script(name: str) -> str:
     return found[1] or found[2]
 
 
-def stages() -> list[Stage]:
+def stages(file: str, long: bool) -> list[Stage]:
     found = []
-    for line in (CHECKOUT / ".ci" / "run").read_text(encoding="utf-8").splitlines():
+    for line in (CHECKOUT / file).read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") or long != ("SLIME_TESTS=long" in line):
+            continue
         if call := re.search(r"bash scripts/(test\w*\.sh)([^>&]*)", line):
             own, arguments = marks_of_script(call[1]), shlex.split(call[2])
             ignored = tuple(b for a, b in itertools.pairwise(arguments) if a == "--ignore")
             marks = [b for a, b in itertools.pairwise(arguments) if a == "-m"]
             only = tuple(
-                word for word in arguments if word.startswith("tests/") and word not in ignored
+                word if word.endswith(".py") else f"{word}/"
+                for word in arguments
+                if word.startswith("tests/") and word not in ignored
             )
-            found.append(Stage((marks or [own])[-1], only, ignored))
+            found.append(Stage((marks or [own])[-1], only, ignored, long))
     return found
 
 
-STAGES = stages()
+STAGES = stages(".ci/run", long=False)
+LONG_STAGES = stages("scripts/test_all.sh", long=True)
 
 
 def marks_in(nodes: list[ast.expr]) -> frozenset[str]:
-    return frozenset(re.findall(r"pytest\.mark\.(\w+)", " ".join(map(ast.unparse, nodes))))
+    texts = [ast.unparse(node) for node in nodes]
+    return frozenset(re.findall(r"pytest\.mark\.(\w+)", " ".join(texts))) | frozenset(
+        "given" for text in texts if text.startswith("given(")
+    )
 
 
 def _marked_tests() -> Iterator[tuple[str, str, frozenset[str]]]:
@@ -111,11 +126,20 @@ def marked_tests() -> list[tuple[str, str, frozenset[str]]]:
 
 
 def test_each_test_is_run_by_a_stage() -> None:
-    assert len(STAGES) >= 4, STAGES
+    """Of CI, unless it is marked ``long``, and what each commit leaves out by one of the long
+    circle.
+    """
+    assert len(STAGES) >= 4 and len(LONG_STAGES) >= 4
     forgotten = [
         f"{file}::{name} {sorted(marks)}"
         for file, name, marks in marked_tests()
-        if not marks & OUTSIDE and not any(stage.runs(file, marks) for stage in STAGES)
+        for stages_of_it, chosen in (
+            (STAGES, "long" not in marks),
+            (LONG_STAGES, marks & OF_THE_LONG_CIRCLE),
+        )
+        if chosen
+        and not marks & OUTSIDE
+        and not any(stage.runs(file, marks) for stage in stages_of_it)
     ]
     assert forgotten == []
 
@@ -137,12 +161,13 @@ def test_each_mark_is_declared_and_run_by_a_stage() -> None:
         "asyncio",
         "xfail",
         "skip",
+        "given",
     }
     assert used - by_plugins <= declared
     run = {
         mark
         for file, _, marks in tests
-        if any(stage.runs(file, marks) for stage in STAGES)
+        if any(stage.runs(file, marks) for stage in (*STAGES, *LONG_STAGES))
         for mark in marks
     }
     assert used - OUTSIDE <= run
@@ -156,7 +181,7 @@ def test_the_quick_suite_starts_no_engine_and_no_ray() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.marks)
+@pytest.mark.parametrize("stage", [*STAGES, *LONG_STAGES], ids=str)
 def test_each_stage_has_tests(stage: Stage) -> None:
     assert any(stage.runs(file, marks) for file, _, marks in marked_tests())
 
@@ -172,16 +197,27 @@ def run_pytest(*arguments: str, code: int = 0, **environment: str) -> str:
 
 
 @pytest.mark.real
-def test_the_long_circle_is_left_out_unless_all_tests_are_asked_for(tmp_path: Path) -> None:
-    file = CHECKOUT / "tests" / "scripts" / "test_ci_stages.py"
-    chosen = f"{file}::test_of_the_long_circle"
-    assert "1 deselected" in run_pytest("--collect-only", chosen, code=5, SLIME_TESTS="")
-    assert "1 passed" in run_pytest(chosen, SLIME_TESTS="all")
+def test_what_each_commit_leaves_out_is_run_by_the_long_circle_alone() -> None:
+    file = "tests/scripts/test_ci_stages.py"
+    marked = ("test_long", "test_more", "test_of_hypothesis")
+    chosen = [f"{file}::{name}" for name in (*marked, "test_no_two_test_files_have_one_name")]
+    assert "3 passed, 1 deselected" in run_pytest(*chosen, SLIME_TESTS="")
+    assert "3 passed, 1 deselected" in run_pytest(*chosen, SLIME_TESTS="long")
 
 
 @pytest.mark.long
-def test_of_the_long_circle() -> None:
-    """What the test above looks for."""
+def test_long() -> None:
+    """What the test above looks for, like the next two."""
+
+
+@pytest.mark.more
+def test_more() -> None:
+    pass
+
+
+@given(st.just(0))
+def test_of_hypothesis(_: int) -> None:
+    pass
 
 
 @pytest.mark.real

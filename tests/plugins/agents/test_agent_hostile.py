@@ -407,6 +407,7 @@ def example_bodies() -> list[tuple[str, dict[str, Any]]]:
     ]  # fmt: skip
 
 
+@pytest.mark.more
 def test_random_outputs_in_each_form_of_calls_and_each_api() -> None:
     rng = random.Random(0)
     for _ in range(EXAMPLES):
@@ -435,6 +436,7 @@ def test_random_outputs_in_each_form_of_calls_and_each_api() -> None:
                 assert encoder.begin() + encoder.text(content) + encoder.end(turn)
 
 
+@pytest.mark.more
 def test_random_bodies_are_read_or_refused() -> None:
     rng, read, refused = random.Random(1), 0, 0
     template, examples = ChatTemplate(make_tokenizer(), {}), example_bodies()

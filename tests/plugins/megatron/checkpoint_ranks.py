@@ -24,6 +24,7 @@ from megatron_ranks import (
     make_arguments,
     rank_batch,
 )
+from needs import ALL
 
 FLAGS: dict[str, Any] = dict(lr_decay_style="linear", lr_warmup_iters=3, keep_old_actor=True)
 
@@ -141,8 +142,11 @@ FURTHER = [
         (rank_files("llama", use_distributed_optimizer=False, **{TP: 2}),),
     ),
 ]
-if os.environ.get("SLIME_TESTS") == "all":
-    CASES = [*(replace(case, readers=(*case.readers, *case.further)) for case in CASES), *FURTHER]
+if ALL:
+    CASES = [
+        *(replace(case, readers=case.further) for case in CASES if case.further),
+        *FURTHER,
+    ]
 REFUSED = [
     Case(rank_files("qwen3", **{TP: 2}), (layout("qwen3", **{PP: 2}), layout("qwen3", **{TP: 2}))),
 ]

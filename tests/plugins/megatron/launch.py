@@ -55,7 +55,8 @@ def run_ranks(function: str, ranks: int, *args: Any, seconds: float = SECONDS) -
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    paths = [str(HERE), str(HERE.parents[1] / "backends"), str(HERE.parents[2])]
+    tests = HERE.parents[1]
+    paths = [str(HERE), str(tests), str(tests / "backends"), str(tests.parent)]
     paths.append(os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

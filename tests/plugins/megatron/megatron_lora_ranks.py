@@ -134,9 +134,9 @@ KEPT = [
     for layout in PLAN
     if layout.model == "qwen3" and "use_kl_loss" in layout.flags and layout.world < 4
 ]
-KEPT += [
-    layout for layout in PLAN if layout == lora("qwen3_5", 2, {TP: 2, SP: True}, **KL)
-] + OF_EXPERTS[1:3]
+KEPT += [layout for layout in PLAN if layout == lora("qwen3_5", 2, {TP: 2, SP: True}, **KL)] + [
+    layout for layout in OF_EXPERTS[1:3] if layout in PLAN
+]
 """Those that also write and read files."""
 ORDINARY: dict[str, Any] = dict(
     lr=1e-2, adam_eps=1e-8, weight_decay=0.01, clip_grad=1.0, keep_old_actor=True

@@ -4,11 +4,11 @@ combination.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import combinations, product
 from typing import TYPE_CHECKING
 
+from needs import ALL
 from transformers import PreTrainedConfig
 
 if TYPE_CHECKING:
@@ -47,12 +47,15 @@ def traits(config: PreTrainedConfig) -> set[str]:
 
 
 def pairwise(plan: Sequence[Layout], kept: Sequence[Layout] = ()) -> list[Layout]:
-    """Return ``kept`` and a part of ``plan`` that has all :func:`properties` of the plan.
-
-    The long circle (``SLIME_TESTS=all``) has the whole plan.
+    """Return ``kept`` and a part of ``plan`` that has all :func:`properties` of the plan; in the
+    long circle, the rest of the plan.
     """
-    if os.environ.get("SLIME_TESTS") == "all":
-        return list(plan)
+    part = cover(plan, kept)
+    return [layout for layout in plan if (layout in part) != ALL]
+
+
+def cover(plan: Sequence[Layout], kept: Sequence[Layout] = ()) -> list[Layout]:
+    """Return ``kept`` and a part of ``plan`` that has all :func:`properties` of the plan."""
     of = {layout.name: properties(layout) for layout in plan}
     chosen = list(kept)
     missing = set().union(*of.values()).difference(*(of[layout.name] for layout in kept))
@@ -66,7 +69,7 @@ def pairwise(plan: Sequence[Layout], kept: Sequence[Layout] = ()) -> list[Layout
             *(of[other.name] for other in others)
         ):
             chosen = others
-    return [layout for layout in plan if layout in chosen]
+    return chosen
 
 
 def properties(layout: Layout) -> set[frozenset[str]]:

@@ -32,6 +32,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 PAIRS = [(number, i) for number, case in enumerate(CASES) for i in range(len(case.readers))]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("number", "i"),
     PAIRS,

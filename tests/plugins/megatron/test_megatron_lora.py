@@ -114,6 +114,7 @@ def result(ranks: list[Results], layout: Layout, rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", PLAN, ids=lambda layout: layout.name)
 def test_loss_and_gradients_of_both_factors_are_those_of_fsdp(
     layout: Layout, ranks: list[Results], expected: dict[Any, dict[str, Any]]
@@ -147,6 +148,7 @@ def _as_actor(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", PLAN, ids=lambda layout: layout.name)
 def test_only_the_adapter_is_trained_and_engines_get_what_fsdp_sends(
     layout: Layout, ranks: list[Results], expected: dict[Any, dict[str, Any]]
@@ -227,6 +229,7 @@ def test_weights_in_bfloat16() -> None:
 # ----------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", KEPT, ids=lambda layout: layout.name)
 def test_the_reference_is_the_base_bit_for_bit(layout: Layout, ranks: list[Results]) -> None:
     for rank in range(layout.world):
@@ -236,6 +239,7 @@ def test_the_reference_is_the_base_bit_for_bit(layout: Layout, ranks: list[Resul
         assert not any(map(torch.equal, mine["actor"], mine["separate"])), "the adapter is on again"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", KEPT, ids=lambda layout: layout.name)
 def test_resume_is_exact(layout: Layout, ranks: list[Results]) -> None:
     for rank in range(layout.world):
@@ -249,6 +253,7 @@ def test_resume_is_exact(layout: Layout, ranks: list[Results]) -> None:
         assert all(map(torch.equal, mine["old"], mine["resumed_old"]))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", KEPT, ids=lambda layout: layout.name)
 def test_snapshots_and_exports_hold_the_adapter(
     layout: Layout, ranks: list[Results], paths: dict[str, Path], tmp_path: Path
