@@ -170,6 +170,11 @@ def _setting(given: str, name: str, value: Any, folder: Path) -> dict[str, Any]:
             {"group_rm": True} if isinstance(function, GroupReward | AsyncGroupReward) else {}
         )
         return {name: ship(function, given, folder), **whole_groups}
+    if given == "reward" and isinstance(value, Iterable) and not isinstance(value, str):
+        raise UnknownParameters(
+            "it is one function: for several rewards return a dict of them, whose weighted sum is "
+            "trained (reward_weights), and each has a curve"
+        )
     if given == "reward" and not any(mark in str(value) for mark in ".:"):
         return {"rm_type": value}
     return {name: os.fspath(value) if isinstance(value, os.PathLike) else value}
@@ -278,8 +283,10 @@ def _rows(data: Rows) -> Iterable[Any]:
             "not the file"
         )
     if isinstance(data, Mapping | bytes) or not isinstance(data, Iterable):
+        of = f" of {', '.join(map(repr, list(data)[:9]))}" if isinstance(data, Mapping) else ""
         raise RowsError(
-            f"rows are a list of dicts or texts, a table, or a path, not a {type(data).__name__}"
+            "rows are a list of dicts or texts, a table, one split of a data set, or a path, not a "
+            f"{type(data).__name__}{of}"
         )
     return data
 

@@ -57,6 +57,8 @@ def adapt(name: str, function: Function) -> Function:
         return function
     if parameters and parameters[0].name in ("args", "_args"):
         return function
+    if name == "custom_rm_path" and any(one.name == "completions" for one in parameters):
+        return (AsyncColumnsReward if is_async(function) else ColumnsReward)(function, {})
     names, alone, make = known
     wanted = _wanted(parameters, names, alone)
     return make(function, wanted)
@@ -131,12 +133,34 @@ class GroupReward(_Adapter):
     """Scores all samples of a group in one call, with ``--group-rm``."""
 
     def __call__(self, args: object, samples: list[Sample], **more: object) -> Any:
-        return [_number(reward) for reward in self.call({"samples": samples})]
+        return [_number(reward) for reward in self.call({"samples": samples, "args": args})]
 
 
 class AsyncGroupReward(_Adapter):
     async def __call__(self, args: object, samples: list[Sample], **more: object) -> Any:
-        return [_number(reward) for reward in await self.call({"samples": samples})]
+        return [_number(reward) for reward in await self.call({"samples": samples, "args": args})]
+
+
+class _Columns(_Adapter):
+    """A reward of TRL's form, called with lists over the samples of a group, named as columns."""
+
+    def call(self, values: Mapping[str, Any]) -> Any:
+        from slime.rollout.base_types import supported_kwargs
+
+        rows = []
+        for sample in values["samples"]:
+            chat = [{"role": "assistant", "content": sample.response}]
+            said = sample.response if isinstance(sample.prompt, str) else chat
+            row = {**sample.metadata, values["args"].label_key or "label": sample.label}
+            rows.append(row | {"prompts": sample.prompt, "completions": said})
+        columns = {name: [row.get(name) for row in rows] for name in rows[0]}
+        return self.function(**supported_kwargs(self.function, **columns))
+
+
+class ColumnsReward(_Columns, GroupReward): ...
+
+
+class AsyncColumnsReward(_Columns, AsyncGroupReward): ...
 
 
 def _reward(function: Function, wanted: dict[str, str]) -> Function:

@@ -187,6 +187,11 @@ def call_problem(name: str, function: object) -> str | None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions have no signature
         return None
+    if name == "custom_rm_path" and "completions" in signature.parameters:
+        return (
+            "it takes lists of completions, as TRL calls it: give the function itself to "
+            "slime.train, or define it as fn(args, sample), where sample.response is the completion"
+        )
     try:
         signature.bind(*[None] * (len(arguments) - len(keywords)), **keywords)
     except TypeError as error:

@@ -13,6 +13,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+ENDS_A_LOOP = (SystemExit, KeyboardInterrupt)
+"""What asyncio lets out of a task and out of its loop. In a thread only a function raises these."""
+
 _lock = threading.Lock()
 _loops: dict[tuple[str, int], asyncio.AbstractEventLoop] = {}
 _waited_for: dict[int, asyncio.Task[object]] = {}
@@ -36,11 +39,12 @@ def background_loop(name: str = "slime-loop") -> asyncio.AbstractEventLoop:
 
 
 def serve_forever(loop: asyncio.AbstractEventLoop) -> None:
-    """Run an event loop also after a user's function in it has called ``sys.exit``: asyncio leaves
-    the loop then, and whoever waits for one of its tasks would wait forever.
+    """Run an event loop also after a user's function in it has called ``sys.exit`` or raised
+    ``KeyboardInterrupt``: asyncio leaves the loop then, and whoever waits for one of its tasks
+    would wait forever.
     """
     while True:
-        with contextlib.suppress(SystemExit):
+        with contextlib.suppress(*ENDS_A_LOOP):
             loop.run_forever()
             return
 
@@ -70,7 +74,7 @@ def run(coroutine: Coroutine[object, None, T]) -> T:
         _waited_for[thread] = task
         try:
             return await coroutine
-        except SystemExit as error:  # of a user's function
+        except ENDS_A_LOOP as error:  # of a user's function
             raise RuntimeError(f"a function raised {error!r}, which ends no run") from error
         finally:
             del _waited_for[thread]

@@ -152,6 +152,12 @@ def test_all_problems_come_at_once(base: dict[str, Any], tmp_path: Path) -> None
     assert len(raised.value.problems) == 6, text
 
 
+def test_a_list_of_rewards_is_told_what_to_return(base: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(base | {"reward": [lambda response: 1.0, lambda response: 2.0]}, tmp_path)
+    assert len(raised.value.problems) == 1 and "return a dict" in raised.value.problems[0]
+
+
 def test_a_loaded_model_is_refused_as_such(base: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         parse(base | {"reward": "math", "model": torch.nn.Linear(2, 3)}, tmp_path)
@@ -197,7 +203,7 @@ def nested(depth: int) -> list[Any]:
     [
         ([], "no rows"),
         ([1], "row 1 is a int"),
-        ({"prompt": "x"}, "not a dict"),
+        ({"prompt": "x"}, "not a dict of 'prompt'"),
         (5, "not a int"),
         (b"abc", "not a bytes"),
         (

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 from make_args import make_args
 
-from slime.api.functions import UnknownParameters, adapt, forget, pack, ship
+from slime.api.functions import (
+    AsyncGroupReward,
+    GroupReward,
+    UnknownParameters,
+    adapt,
+    forget,
+    pack,
+    ship,
+)
 from slime.config.hooks import is_async, load_function
 from slime.data.sample import Sample
 from slime.rollout.base_types import supported_kwargs
@@ -72,6 +80,41 @@ def test_a_reward_of_a_group() -> None:
         return [1] * len(samples)
 
     assert asyncio.run(adapt(REWARD, each)(None, [sample()])) == [1.0]
+
+
+async def awaited(completions: list, **columns: list) -> list[float]:
+    return [len(text) / number for text, number in zip(completions, columns["a"], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda completions, **columns: [float("6" in text) for text in completions], [1.0, 0.0]),
+        (
+            lambda prompts, completions, label: [
+                np.float32(text.count(answer) + prompt.count("3"))
+                for prompt, text, answer in zip(prompts, completions, label, strict=True)
+            ],
+            [2.0, 1.0],
+        ),
+        (lambda completions: [None, 1], [None, 1.0]),
+        (awaited, [7 / 3, 5 / 3]),
+    ],
+)
+def test_a_reward_of_trl_gets_lists_named_after_columns(function: Any, expected: list) -> None:
+    reward = adapt(REWARD, function)
+    assert isinstance(reward, GroupReward | AsyncGroupReward), "a run sets --group-rm for it"
+    call = call_bounded(5.0, None, reward, make_args(), [sample("it is 6"), sample("dunno")])
+    assert asyncio.run(call) == expected
+
+
+def test_a_reward_of_trl_gets_messages_where_the_prompts_are_messages() -> None:
+    one = sample("six")
+    one.prompt = [{"role": "user", "content": "3 x 2?"}]
+    reward = adapt(
+        REWARD, lambda completions, answer: [len(completions[0][0]["content"] + answer[0])]
+    )
+    assert reward(make_args().with_values(label_key="answer"), [one]) == [4.0]
 
 
 def test_a_generate_function_keeps_its_form() -> None:

@@ -204,6 +204,14 @@ def test_a_hook_with_other_parameters_is_told_before_it_is_called(workplace, nam
     assert ("async def" in str(call_problem(name, awaited))) == (name not in AWAITED)
 
 
+@pytest.mark.parametrize(
+    "parameters", ["completions, **columns", "prompts, completions, **columns"]
+)
+def test_a_reward_of_trl_is_told_where_it_can_be_used(workplace, parameters: str) -> None:
+    file = workplace.write("trl.py", f"def f({parameters}): return [1.0]\n")
+    one_problem(workplace, ["--custom-rm-path", f"{file}:f"], "slime.train")
+
+
 def test_a_hook_with_other_parameters_is_a_problem_of_the_command(workplace) -> None:
     file = workplace.write("hooks.py", "def keep(args): ...\nnumber = 5\n")
     one_problem(

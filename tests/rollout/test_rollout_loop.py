@@ -726,6 +726,9 @@ import json, sys
 def exits(args, sample, **kw):
     if sample.index == 3: sys.exit("no such option")
     return float(sample.index % 2)
+def interrupts(args, sample, **kw):
+    if sample.index == 3: raise KeyboardInterrupt("stop")
+    return float(sample.index % 2)
 def parses(args, sample, **kw):
     return json.loads("{") if sample.index == 3 else float(sample.index % 2)
 async def once(args, sample, **kw):
@@ -754,7 +757,12 @@ async def test_an_exception_of_a_reward_costs_its_sample(tokenizer_dir, hooks):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("exits", "SystemExit: no such option"), ("parses", "JSONDecodeError")]
+    ("name", "told"),
+    [
+        ("exits", "SystemExit: no such option"),
+        ("interrupts", "KeyboardInterrupt: stop"),
+        ("parses", "JSONDecodeError"),
+    ],
 )
 async def test_an_exit_costs_its_sample_and_the_line_is_that_of_the_function(
     tokenizer_dir, hooks, name, told

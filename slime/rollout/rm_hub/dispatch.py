@@ -22,6 +22,7 @@ from slime.config.hooks import load_function
 from slime.data.eval_config import resolve_eval_datasets
 from slime.data.reasoning import Tags, after_thinking, opened_by, opened_by_ids
 from slime.data.sample import Sample
+from slime.engines.background import ENDS_A_LOOP
 from slime.registry import parts
 from slime.rollout.base_types import parameters
 from slime.rollout.ends import local_tokenizer, spoken
@@ -128,7 +129,7 @@ async def _by_users(
             mark_unscored(sample, "timeout", f"{path}: {error}")
         return None
     # The user's code can raise anything, also by sys.exit; it costs these samples.
-    except (Exception, SystemExit) as error:
+    except (Exception, *ENDS_A_LOOP) as error:
         mark_raised(samples, path, error)
         return None
 

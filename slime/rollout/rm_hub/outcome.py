@@ -66,7 +66,7 @@ def accept_rewards(path: str, samples: Sequence[Sample], rewards: Iterable[objec
     return plain
 
 
-def mark_raised(samples: Iterable[Sample], where: str, error: Exception | SystemExit) -> None:
+def mark_raised(samples: Iterable[Sample], where: str, error: BaseException) -> None:
     """Exclude samples whose reward function raised an exception."""
     frames = traceback.extract_tb(error.__traceback__)
     # Where a library raised, such as json, the line of the function that called it says more.

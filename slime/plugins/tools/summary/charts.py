@@ -30,8 +30,8 @@ def bar_chart(
     """Draw one bar per value as lines of text.
 
     The axis begins at 0, or at the minimum if it is negative. It ends at 1 if the maximum is
-    between 0 and 1, otherwise at the maximum. If there are too many values, they are averaged into
-    ``width // 2`` bars.
+    between 0 and 1 or all values are the same and not positive, otherwise at the maximum. If there
+    are too many values, they are averaged into ``width // 2`` bars.
 
     >>> print("\\n".join(bar_chart([0.0, 0.5, 1.0], height=2)))
      1.00 ┤    ██
@@ -41,7 +41,7 @@ def bar_chart(
         return []
     bars = _rebin(list(values), max(width // 2, 1))
     low = min(0.0, *bars)
-    high = max(bars) if max(bars) > 1.0 or max(bars) <= 0.0 else 1.0
+    high = max(bars) if max(bars) > 1.0 or low < max(bars) <= 0.0 else 1.0
     span = (high - low) or 1.0
     cell = max(min(width // len(bars), 4), 2) - 1  # columns of a bar, without the gap of one column
     lines = []

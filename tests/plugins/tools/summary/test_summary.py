@@ -91,6 +91,9 @@ def test_finish_prints_the_table_and_leaves_json_and_picture(tmp_path: Path) -> 
 def test_bars() -> None:
     assert bar_chart([0.0, 0.5, 1.0], height=2, width=9) == [" 1.00 ┤       ██", " 0.00 ┤    ██ ██"]
     assert bar_chart([]) == []
+    for level in (0.0, -1.0):
+        ends = [line.split()[0] for line in bar_chart([level, level])]
+        assert (ends[0], ends[-1]) == ("1.00", f"{level:.2f}"), "the ends of an axis differ"
     rows = bar_chart([float(i) for i in range(500)], width=40)
     assert len(rows) == 6 and max(map(len, rows)) <= 48 and rows[0].startswith("487")
     assert all(
