@@ -57,8 +57,11 @@ def adapt(name: str, function: Function) -> Function:
         return function
     if parameters and parameters[0].name in ("args", "_args"):
         return function
-    if name == "custom_rm_path" and any(one.name == "completions" for one in parameters):
-        return (AsyncColumnsReward if is_async(function) else ColumnsReward)(function, {})
+    columns = {one.name: one.name for one in parameters}
+    if name == "custom_rm_path" and "completions" in columns:
+        if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+            columns = {}  # it takes all
+        return (AsyncColumnsReward if is_async(function) else ColumnsReward)(function, columns)
     names, alone, make = known
     wanted = _wanted(parameters, names, alone)
     return make(function, wanted)
@@ -145,16 +148,14 @@ class _Columns(_Adapter):
     """A reward of TRL's form, called with lists over the samples of a group, named as columns."""
 
     def call(self, values: Mapping[str, Any]) -> Any:
-        from slime.rollout.base_types import supported_kwargs
-
         rows = []
         for sample in values["samples"]:
             chat = [{"role": "assistant", "content": sample.response}]
             said = sample.response if isinstance(sample.prompt, str) else chat
             row = {**sample.metadata, values["args"].label_key or "label": sample.label}
             rows.append(row | {"prompts": sample.prompt, "completions": said})
-        columns = {name: [row.get(name) for row in rows] for name in rows[0]}
-        return self.function(**supported_kwargs(self.function, **columns))
+        names = [name for name in self.wanted or rows[0] if name in rows[0]]
+        return self.function(**{name: [row.get(name) for row in rows] for name in names})
 
 
 class ColumnsReward(_Columns, GroupReward): ...
