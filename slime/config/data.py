@@ -218,8 +218,8 @@ class RewardConfig(Section):
 
     rm_type: str | None = None
     r"""Reward by its name, such as math or last_number (docs/en/rewards.md lists them), each also
-    with the prefix boxed_ (score the content of \boxed{}). Default: math if the rows have a label
-    and no other flag provides rewards"""
+    with the prefix boxed_ (score the content of \boxed{}). Default, if no other flag provides
+    rewards: remote_rm with --rm-url, math if the rows have a label"""
     math_answer: Literal["boxed", "any"] = flag()
     r"""Where --rm-type math finds the answer: in the last \boxed{} (boxed), or also after the last
     ####, else in the last expression (any). Default: boxed, or any if --rm-type is not given"""
@@ -255,21 +255,20 @@ class RewardConfig(Section):
 
 
 def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
-    """Use ``--rm-type math`` if no flag provides rewards and the first row has a label."""
+    """If no flag provides rewards, use ``--rm-type remote_rm`` with ``--rm-url``, and otherwise
+    ``math`` if the first row has a label.
+    """
     args.fill(math_answer="boxed" if args.rm_type else "any")
     # Without a readable row, the check of the data tells that a reward is missing.
-    if (
-        row is None
-        or not needs_reward(args)
-        or args.label_key is None
-        or lookup(row, args.label_key) is None
-    ):
+    key = args.label_key
+    has_label = row is not None and key is not None and lookup(row, key) is not None
+    if not needs_reward(args) or not (args.rm_url or has_label):
         return
-    args.rm_type = "math"
+    args.rm_type = "remote_rm" if args.rm_url else "math"
     if args.custom_generate_function_path is None:
+        why = "--rm-url names a server" if args.rm_url else f"rows have a {key!r}"
         args.notices.append(
-            f"neither --rm-type nor --custom-rm-path is given: rows have a {args.label_key!r}, so "
-            "--rm-type is math"
+            f"neither --rm-type nor --custom-rm-path is given: {why}, so --rm-type is {args.rm_type}"
         )
 
 

@@ -234,6 +234,8 @@ def check_messages(value: object, where: str) -> list[Message]:
         raise RowError(
             f"the prompt {where} must be a text or a list of messages, not {_describe(value)}"
         )
+    if isinstance(value[0], int):
+        raise RowError(f"the prompt {where} is a list of numbers: give the text of token ids")
     messages = []
     for i, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

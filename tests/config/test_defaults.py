@@ -273,6 +273,13 @@ def test_a_label_may_be_inside_of_an_object(workplace: Workplace) -> None:
     )
 
 
+@pytest.mark.parametrize("row", ['{"prompt": "2+2", "label": "4"}', '{"prompt": "2+2"}'])
+def test_the_url_of_a_reward_server_is_enough(workplace: Workplace, row: str) -> None:
+    data = workplace.write("rows.jsonl", row + "\n")
+    args = workplace.load(f"--prompt-data {data} --rm-url http://127.0.0.1:9/score")
+    assert args.rm_type == "remote_rm" and any("--rm-url" in notice for notice in args.notices)
+
+
 def test_the_first_row_may_begin_with_a_byte_order_mark(workplace: Workplace) -> None:
     data = workplace.root / "mark.jsonl"
     data.write_text('{"input": "2+2", "label": "4"}\n', encoding="utf-8-sig")

@@ -122,6 +122,7 @@ def test_every_malformed_row_is_named(file: Path) -> None:
         {"prompt": "p", "tools": "x"},
         {"prompt": "p", "label": float("nan")},
         {"prompt": " "},
+        {"prompt": [7, 5]},
     ]
     path = write(file, rows)
     expected = [
@@ -136,6 +137,7 @@ def test_every_malformed_row_is_named(file: Path) -> None:
         (11, "tools is a text that is not valid JSON"),
         (12, "NaN is not JSON"),
         (13, "the prompt 'prompt' is empty"),
+        (14, "give the text of token ids"),
     ]
     found = problems_of(path)
     assert len(found) == len(expected)
