@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 HELD_OUT = 128
 SYSTEM = "Answer with a number."
+ONLY_NUMBER = "Answer with the number only."
 CALCULATOR = "Answer with a number. You can calculate: <calc>1 + 1</calc>"
 NUMBERS, GUESSES = 15, 4
 """Of the guessing game: with a guess in the middle each time, four are enough for 15 numbers."""
@@ -27,6 +29,12 @@ GAME = [
     {"role": "user", "content": f"Right. Guess my new number from 1 to {NUMBERS}."},
 ]
 """What the model reads first: a game that shows the form of an answer, and not a good guess."""
+GYM = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2, "size": 2000}
+"""Of reasoning-gym's ``chain_sum``, whose task ``number`` is made from the seed plus ``number``."""
+GYM_SEEDS = 1, 100_000
+"""To train on, and held out."""
+START = "<bos>"
+"""Gemma's first token. Slime adds none to a text, and without it this model is lost."""
 WARM_UP_ROWS = 512
 DROPPED = (3, 4, 5, 7, 14, 26)
 """The six of SmolLM2's 30 layers that cost a short answer the least likelihood, each left out alone."""
@@ -108,6 +116,52 @@ def write_answers(folder: Path) -> Path:
     return _write(folder / "answers.jsonl", talks)
 
 
+def write_few_shot(folder: Path) -> tuple[Path, Path]:
+    """The same questions as texts for a base model: a solved example of each kind, which is not
+    among them, and the question."""
+    rng = random.Random(4)
+    shots = "".join(f"Q: {q}\nA: {a}\n\n" for q, a in (kind(rng) for kind in KINDS))
+    made = []
+    for path in write_data(folder):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        texts = (f"{START}{shots}Q: {row['prompt'][-1]['content']}\nA:" for row in rows)
+        lines = [row | {"prompt": text} for row, text in zip(rows, texts, strict=True)]
+        made.append(_write(path.with_name(f"{path.stem}_few_shot.jsonl"), lines))
+    return made[0], made[1]
+
+
+def write_gsm8k(folder: Path, source: Path) -> tuple[Path, Path]:
+    """GSM8K (``train.jsonl`` and ``test.jsonl`` of ``source``) as texts for a base model: four
+    solved examples, and the question. The held-out rows are of its test set."""
+    train, test = (
+        [json.loads(line) for line in (source / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("train.jsonl", "test.jsonl")
+    )
+
+    def asked(row: Row) -> str:
+        return f"Question: {row['question']}\nAnswer:"
+
+    def answer(row: Row) -> str:
+        steps, result = re.sub(r"<<.*?>>", "", row["answer"]).split("\n#### ")
+        return f" {' '.join(steps.split())} The answer is {result}.\n\n"
+
+    shortest = sorted(train, key=lambda row: len(row["answer"]))[200:204]
+    shots = START + "".join(asked(row) + answer(row) for row in shortest)
+
+    def rows(all_rows: list[Row]) -> list[Row]:
+        kept = [row for row in all_rows if row not in shortest]
+        label = [row["answer"].split("####")[1].strip().replace(",", "") for row in kept]
+        return [
+            {"prompt": shots + asked(row), "label": result}
+            for row, result in zip(kept, label, strict=True)
+        ]
+
+    return (
+        _write(folder / "train.jsonl", rows(train)),
+        _write(folder / "held_out.jsonl", rows(test)[:HELD_OUT]),
+    )
+
+
 def write_calculations(folder: Path, rows: int = 2000, seed: int = 2) -> tuple[Path, Path]:
     rng = random.Random(seed)
     made = {question: str(value) for question, _, value in (to_calculate(rng) for _ in range(rows))}
@@ -141,6 +195,32 @@ def write_games(folder: Path, environment: str) -> Path:
     metadata = ({"environment": environment, "environment_task": 1000 + i} for i in range(HELD_OUT))
     rows = [{"prompt": GAME, "label": "", "metadata": entry} for entry in metadata]
     return _write(folder / "held_out.jsonl", rows)
+
+
+def gym_environment(seed: int) -> str:
+    """The flag's value for the tasks of reasoning-gym with this seed."""
+    options = "&".join(f"{name}={value}" for name, value in GYM.items())
+    return f"reasoning_gym:chain_sum?{options}&seed={seed}&system={ONLY_NUMBER.replace(' ', '%20')}"
+
+
+def write_gym(folder: Path) -> Path:
+    """Held-out tasks of reasoning-gym, none of which is among those to train on."""
+    import reasoning_gym
+
+    train, tasks = (
+        reasoning_gym.create_dataset("chain_sum", seed=seed, **GYM) for seed in GYM_SEEDS
+    )
+    asked = {task["question"] for task in train}
+    rows = [
+        {
+            "prompt": prompt(task["question"], ONLY_NUMBER),
+            "label": task["answer"],
+            "metadata": {"environment": gym_environment(GYM_SEEDS[1]), "environment_task": number},
+        }
+        for number, task in enumerate(tasks)
+        if task["question"] not in asked
+    ]
+    return _write(folder / "held_out.jsonl", rows[:HELD_OUT])
 
 
 def drop_layers(model: Path, folder: Path) -> Path:

@@ -19,6 +19,8 @@ class Recipe:
     """Steps of supervised fine-tuning before, of 64 conversations each."""
     teacher: bool = False
     """The fine-tuned model is the teacher of a smaller one, and not what is trained further."""
+    needs: tuple[str, ...] = ()
+    """Folders that the command line must name: ``gemma``, which is then the model, and ``gsm8k``."""
 
 
 COLOCATED = "--colocate --no-offload-train --no-offload-rollout"
@@ -58,6 +60,19 @@ RECIPES = {
     "megatron": Recipe("GRPO with Megatron", f"{COLOCATED} --train-backend megatron"),
     "calculator": Recipe("tool use: a calculator", COLOCATED, task="calculator", warm_up=16),
     "guess": Recipe("several turns: a guessing game", COLOCATED, task="guess"),
+    "reasoning_gym": Recipe("sums of reasoning-gym", COLOCATED, task="reasoning_gym"),
+    "gemma": Recipe(
+        "a base model, Gemma-3-270M, with solved examples",
+        f"{COLOCATED} --lr 2e-6",
+        task="few_shot",
+        needs=("gemma",),
+    ),
+    "gsm8k": Recipe(
+        "GSM8K with the same base model",
+        f"{COLOCATED} --lr 2e-6",
+        task="gsm8k",
+        needs=("gemma", "gsm8k"),
+    ),
     "distill": Recipe(
         "distillation into 24 of the 30 layers",
         f"{COLOCATED} --loss-type distill --lr 1e-4",

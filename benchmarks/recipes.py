@@ -1,13 +1,14 @@
-"""Recipes with results: a real model, SmolLM2-135M-Instruct, learns with each kind of training that
-slime has.
+"""Recipes with results: real models, SmolLM2-135M-Instruct and Gemma-3-270M, learn with each kind of
+training that slime has.
 
     python benchmarks/recipes.py --model FOLDER --output DIR                     # all, one after the other
     python benchmarks/recipes.py --model FOLDER --output DIR --only grpo,lora --seeds 1,2,3
     python benchmarks/recipes.py --model FOLDER --output DIR --gpus 0,1 --at-once 3
+    python benchmarks/recipes.py --model FOLDER --gemma FOLDER --gsm8k FOLDER --output DIR --only gemma,gsm8k
     python benchmarks/recipes.py --page benchmarks/results/h200_recipes.jsonl    # docs/en/recipes.md
 
 The task of most is a mixture of sums of two-digit numbers, of three digits, products, word problems
-and the largest of four numbers, 48 tokens at most; two have tasks of their own (``recipe_data.py``,
+and the largest of four numbers, 48 tokens at most; others have tasks of their own (``recipe_data.py``,
 ``recipe_tasks.py``). 128 questions that no run trains on are answered before and after, four times
 each at temperature 1. Each run is ``python train.py`` with a deadline and a folder of its own, some
 after a short supervised fine-tuning; one that fails costs its own row only. With ``--at-once``, runs
@@ -38,12 +39,17 @@ from typing import Any
 
 from recipe_data import (
     GUESSES,
+    GYM_SEEDS,
     drop_layers,
+    gym_environment,
     write_answers,
     write_calculations,
     write_calls,
     write_data,
+    write_few_shot,
     write_games,
+    write_gsm8k,
+    write_gym,
 )
 from recipe_kinds import COLOCATED, RECIPES
 from recipe_page import draw, table, write_page
@@ -59,8 +65,12 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--page", type=Path, help="write this file's table into the page, no run")
     parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--gemma", type=Path, help="folder of Gemma-3-270M, for gemma and gsm8k")
+    parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl")
     parser.add_argument("--output", type=Path, help="folder for runs and results")
-    parser.add_argument("--only", default=",".join(RECIPES), help="comma-separated; default: all")
+    parser.add_argument(
+        "--only", help="comma-separated; default: all whose models and data are given"
+    )
     parser.add_argument("--seeds", default="1", help="comma-separated")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument(
@@ -75,8 +85,18 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.page is None and (options.model is None or options.output is None):
         parser.error("--model and --output are needed, or --page")
-    if unknown := set(options.only.split(",")) - set(RECIPES):
-        parser.error(f"--only {', '.join(sorted(unknown))}: known are {', '.join(RECIPES)}")
+    missing = {
+        name: needs
+        for name, recipe in RECIPES.items()
+        if (needs := [f"--{each}" for each in recipe.needs if getattr(options, each) is None])
+    }
+    if options.only is None:
+        options.only = ",".join(name for name in RECIPES if name not in missing)
+    for name in options.only.split(","):
+        if name not in RECIPES:
+            parser.error(f"--only {name}: known are {', '.join(RECIPES)}")
+        if name in missing:
+            parser.error(f"--only {name} needs {' and '.join(missing[name])}")
     return options
 
 
@@ -93,6 +113,18 @@ def task_flags(options: argparse.Namespace, task: str) -> tuple[dict[str, Any], 
         flags |= {"prompt-data": train, "custom-rm-path": f"{HOOKS}:last_turn"}
         flags |= {"custom-generate-function-path": f"{HOOKS}:calculate", "max-turns": 3}
         flags |= {"rollout-max-response-len": 128}
+    elif task == "reasoning_gym":
+        flags["environment"] = gym_environment(GYM_SEEDS[0])
+        held_out = write_gym(folder)
+        flags["rollout-max-response-len"] = 48
+    elif task == "gsm8k":
+        train, held_out = write_gsm8k(folder, options.gsm8k)
+        flags |= {"prompt-data": train, "rm-type": "last_number", "rollout-max-response-len": 192}
+        flags["rollout-stop"] = "\n\n"
+    elif task == "few_shot":
+        train, held_out = write_few_shot(folder)
+        flags |= {"prompt-data": train, "rm-type": "last_number", "rollout-max-response-len": 12}
+        flags["rollout-stop"] = "\n"
     else:
         train, held_out = write_data(folder)
         flags |= {"prompt-data": train, "rm-type": "last_number", "rollout-max-response-len": 48}
@@ -108,6 +140,7 @@ def command(options: argparse.Namespace, name: str, seed: int) -> list[str]:
     own_flags, evaluation = task_flags(options, recipe.task)
     flags: dict[str, Any] = {
         **of_all(options),
+        **({"hf-checkpoint": options.gemma.resolve()} if "gemma" in recipe.needs else {}),
         **own_flags,
         "rollout-batch-size": prompts,
         "n-samples-per-prompt": samples,
