@@ -57,7 +57,7 @@ TOKENS = {
     "plugins/serve": 17_129,
     "plugins/sglang": 5_598,
     "plugins/tools": 103_284,
-    "plugins/trackers": 2_155,
+    "plugins/trackers": 2_165,
     "plugins/vllm": 7_006,
     "plugins/workers": 2_889,
     "plugins/megatron": 48_301,

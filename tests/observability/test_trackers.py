@@ -84,7 +84,7 @@ def test_tensorboard_is_one_of_them(tmp_path: Path) -> None:
 
 
 def test_mlflow_has_the_curve_the_table_and_the_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("mlflow", reason="pip install 'slime-rl[mlflow]'")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -92,6 +92,7 @@ def test_mlflow_has_the_curve_the_table_and_the_settings(
     args = run_args(tmp_path, "mlflow", tracker_project="sums", lr=2e-6)
     run = log_three(args)
     log_three(args, resume=True)
+    assert "artifacts:" not in capfd.readouterr().err, "no bars between the lines of a run"
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=(run.path / "mlruns").as_uri())

@@ -93,6 +93,8 @@ class Mlflow(Tracker):
     def __init__(self, run: Tracked) -> None:
         from mlflow.tracking import MlflowClient
 
+        # Each table of samples would draw bars over the lines of the run.
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
         # Without a server, the files are in the folder of the run, where they move with it.
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
