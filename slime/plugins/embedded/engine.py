@@ -358,18 +358,15 @@ class Engine:
         """
         rows: dict[int, torch.Tensor] = {}  # the logits to sample from, by index of the work
         for logits in self.runner.run(plan):
+            if plan.decode and len(logits.owners) == len(plan.works):
+                # All rows are wanted and in order: sample without a copy of the logits.
+                return self._sample(logits.values, plan)
             self._score(plan, logits)
             for row, (owner, position) in enumerate(
                 zip(logits.owners, logits.positions, strict=True)
             ):
                 if plan.works[owner].sample and position == plan.works[owner].end - 1:
                     rows[owner] = logits.values[row]
-            if len(logits.owners) == len(plan.works) == len(plan.sampled) and len(rows) == len(
-                plan.works
-            ):
-                # All rows are wanted and in order, as in every plain decode step: sample without a
-                # copy of the logits.
-                return self._sample(logits.values, plan)
         picked = [
             rows[i]
             for i, work in enumerate(plan.works)

@@ -211,6 +211,9 @@ class KVCache:
     ``states`` has the tensors ``[slots + 1, ...]`` of each layer with a state, by the kind of
     state. A state belongs to all tokens of a slot that are computed, so a copy of a slot is a copy
     of its state.
+
+    Attributes:
+        generation: How often all tensors were replaced.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -218,6 +221,7 @@ class KVCache:
         self.device = device
         self.num_slots = 0
         self.capacity = 0
+        self.generation = 0
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.index_keys: dict[int, torch.Tensor] = {}
@@ -268,6 +272,7 @@ class KVCache:
         length = min(capacity, self.capacity)
         self.num_slots = num_slots
         self.capacity = capacity
+        self.generation += 1
         for store in self.stores:
             for layer, old in store.items():
                 store[layer] = self._zeros(old.shape[2], old.shape[3])
@@ -305,21 +310,28 @@ class KVCache:
         store[layer].flatten(0, 1).index_copy_(0, index, rows.to(self.dtype))
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Execute the moves of the scheduler, in order."""
-        for store in self.stores:
-            for tensor in store.values():
-                for move in moves:
-                    if isinstance(move, Copy):
-                        tensor[move.target, : move.length].copy_(tensor[move.source, : move.length])
-                    else:
-                        _swap(tensor, move)
-        for kinds in self.states.values():
-            for state in kinds.values():
-                for move in moves:
-                    if isinstance(move, Copy):
-                        state[move.target].copy_(state[move.source])
-                    else:
-                        state[[move.a, move.b]] = state[[move.b, move.a]]
+        """Execute the moves of the scheduler, as if one after the other."""
+        # The slot whose contents a slot has in the end. All moves are one gather and one scatter
+        # for each tensor, because launching a kernel on a GPU takes longer than copying a slot.
+        origins: dict[int, int] = {}
+        longest = 0
+        for move in moves:
+            if isinstance(move, Copy):
+                origins[move.target] = origins.get(move.source, move.source)
+                longest = max(longest, move.length)
+            else:
+                a = origins.get(move.a, move.a)
+                origins[move.a] = origins.get(move.b, move.b)
+                origins[move.b] = a
+                longest = max(longest, move.length_a, move.length_b)
+        moved = [pair for pair in origins.items() if pair[0] != pair[1]]
+        if not moved:
+            return
+        targets, sources = torch.tensor(moved, device=self.device).T
+        parts = [tensor[:, :longest] for store in self.stores for tensor in store.values()]
+        parts += [state for kinds in self.states.values() for state in kinds.values()]
+        for part in parts:
+            part[targets] = part[sources]
 
     def clear(self) -> None:
         """Free the memory. All cached keys and values are lost."""
@@ -327,10 +339,4 @@ class KVCache:
             store.clear()
         self.states.clear()
         self.num_slots = self.capacity = 0
-
-
-def _swap(tensor: torch.Tensor, move: Swap) -> None:
-    # Only the valid tokens are moved, which are far fewer than those of two whole slots.
-    kept = tensor[move.a, : move.length_a].clone()
-    tensor[move.a, : move.length_b].copy_(tensor[move.b, : move.length_b])
-    tensor[move.b, : move.length_a].copy_(kept)
+        self.generation += 1

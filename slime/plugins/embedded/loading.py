@@ -23,6 +23,7 @@ from slime.config.hf_config import end_token_ids, rotary_limit
 from slime.models.loading import is_multimodal, load_hf_config, load_hf_model, plain_attention
 from slime.plugins.embedded import attention
 from slime.plugins.embedded.engine import Engine
+from slime.plugins.embedded.graphs import DecodeGraphs, cuda_recorder
 from slime.plugins.embedded.images import ImageReader
 from slime.plugins.embedded.linear import PackedLinears
 from slime.plugins.embedded.protocol import GenerateRequest, SamplingParams
@@ -208,6 +209,7 @@ def _probs(runner: Runner, trial: _Trial, rows: Iterable[int]) -> torch.Tensor:
     return torch.softmax(logits.float(), dim=-1)
 
 
+CUDA_GRAPHS = False  # until they are measured on a GPU
 DETERMINISTIC_SEED = 42  # for requests without a seed, as in SGLang
 # the part of the memory free after loading that the KV cache may use
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}
@@ -315,6 +317,8 @@ def load_engine(options: EngineOptions) -> Loaded:
             ", ".join(map(str, runner.row_counts)),
             alone,
         )
+    if CUDA_GRAPHS and device.type == "cuda" and not (options.deterministic or stateful):
+        runner.graphs = DecodeGraphs(runner, cuda_recorder(device))
     # Build the parts around the model.
     detokenizer = Detokenizer(tokenizer)
     context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)

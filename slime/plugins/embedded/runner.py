@@ -12,6 +12,7 @@ from slime.models.masked_attention import image_blocks_of, images_see_ahead
 from slime.models.token_log_probs import Kernels
 from slime.plugins.embedded import attention
 from slime.plugins.embedded.attention import RowGroup, Segment, StateRun, StepContext
+from slime.plugins.embedded.graphs import DecodeGraphs
 from slime.plugins.embedded.kv_cache import Copy, KVCache
 from slime.plugins.embedded.linear import NamedAdapters, PackedLinears
 from slime.plugins.embedded.scheduler import Plan, Work
@@ -264,6 +265,7 @@ class Runner:
         self.packed = PackedLinears(model) if PackedLinears.available(device, dtype) else None
         self.row_counts: tuple[int, ...] = (max(FIXED_ROWS),)
         self.attend_alone = False
+        self.graphs: DecodeGraphs | None = None
         self.position_axes = _position_axes(model.config)
 
     def weights_changed(self) -> None:
@@ -286,20 +288,19 @@ class Runner:
             self.cache.move(plan.moves)
         if self.packed is not None:
             self.packed.refresh()
-        if len(plan.works) == 1 and plan.works[0].sequence.has_images and not plan.decode:
-            yield self._image_prefill(plan.works[0])
-            return
-        images = [work for work in plan.works if work.sequence.has_images and not plan.decode]
-        texts = [work for work in plan.works if work not in images]
-        for work in images:
-            done = self._image_prefill(work)
-            yield Logits(done.values, [plan.works.index(work)] * len(done.owners), done.positions)
+        texts = []  # the indices of the works of a text
+        for index, work in enumerate(plan.works):
+            if work.sequence.has_images and not plan.decode:
+                done = self._image_prefill(work)
+                yield Logits(done.values, [index] * len(done.owners), done.positions)
+            else:
+                texts.append(index)
         if texts:
             yield from self._text_step(plan, texts)
 
-    def _text_step(self, plan: Plan, works: list[Work]) -> Iterator[Logits]:
+    def _text_step(self, plan: Plan, index: list[int]) -> Iterator[Logits]:
+        works = [plan.works[i] for i in index]
         rows = rows_of(works)
-        index = [plan.works.index(work) for work in works]
         copies = [
             Copy(work.sequence.slot, follower.slot, work.end)
             for work in works
@@ -310,7 +311,7 @@ class Runner:
             outputs = [self._fixed_block(block) for block in blocks]
         elif plan.decode:
             blocks = [rows]
-            outputs = [self.forward(rows, row_context(self.cache, rows, fixed=False), rows.wanted)]
+            outputs = [self._decode(rows)]
         else:
             blocks = [rows]
             outputs = [self.forward(rows, segment_context(self.cache, works, rows), rows.wanted)]
@@ -321,6 +322,12 @@ class Runner:
             if values is not None:
                 owners = [index[owner] for owner in block.owners]
                 yield Logits(values, owners, [block.positions[row] for row in block.wanted])
+
+    def _decode(self, rows: Rows) -> torch.Tensor | None:
+        """Compute one token of each sequence, as a graph if there is one for this step."""
+        if self.graphs is not None and (logits := self.graphs.forward(rows)) is not None:
+            return logits
+        return self.forward(rows, row_context(self.cache, rows, fixed=False), rows.wanted)
 
     def _fixed_block(self, block: Rows) -> torch.Tensor | None:
         """Compute a block padded to one of ``row_counts``. The rows for the logits are padded
@@ -350,22 +357,27 @@ class Runner:
         """Return the logits ``[len(wanted), vocab]`` in the dtype of the model, or None if no rows
         are wanted.
         """
-        self._start(step, rows)
-        try:
-            output = self.model(
-                input_ids=torch.tensor([rows.tokens], device=self.device),
-                position_ids=self._position_ids(rows),
-                use_cache=False,
-                logits_to_keep=torch.tensor(wanted or [0], device=self.device),
-            )
-        finally:
-            attention.set_step(None)
-        return output.logits[0] if wanted else None
-
-    def _start(self, step: attention.StepContext, rows: Rows) -> None:
         self.adapters.select(rows.adapters, self.device)
+        logits = self.compute(
+            step,
+            input_ids=torch.tensor([rows.tokens], device=self.device),
+            position_ids=self._position_ids(rows),
+            logits_to_keep=torch.tensor(wanted or [0], device=self.device),
+        )
+        return logits if wanted else None
+
+    def compute(self, step: attention.StepContext, **inputs: object) -> torch.Tensor:
+        """Return the logits ``[rows, vocab]`` that the model computes for a step, with the adapters
+        that are selected.
+        """
         step.adapters = self.adapters
         attention.set_step(step)
+        try:
+            output = self.model(use_cache=False, **inputs)
+        finally:
+            attention.set_step(None)
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     def _position_ids(self, rows: Rows) -> torch.Tensor:
         if not self.position_axes:
@@ -394,21 +406,18 @@ class Runner:
         # otherwise the model would use the deltas of the last prompt
         if hasattr(inner, "rope_deltas"):
             inner.rope_deltas = None
-        self._start(step, rows)
-        try:
-            output = self.model(
-                input_ids=torch.tensor([seq.tokens[: work.end]], device=self.device),
-                use_cache=False,
-                logits_to_keep=torch.tensor(rows.wanted, device=self.device),
-                **inputs,
-            )
-        finally:
-            attention.set_step(None)
+        self.adapters.select(rows.adapters, self.device)
+        logits = self.compute(
+            step,
+            input_ids=torch.tensor([seq.tokens[: work.end]], device=self.device),
+            logits_to_keep=torch.tensor(rows.wanted, device=self.device),
+            **inputs,
+        )
         # Later tokens continue at the rotary position at which the images ended.
         deltas = getattr(inner, "rope_deltas", None)
         if deltas is not None:
             seq.position_shift = int(deltas.flatten()[0])
-        return Logits(output.logits[0], rows.owners, [rows.positions[row] for row in rows.wanted])
+        return Logits(logits, rows.owners, [rows.positions[row] for row in rows.wanted])
 
 
 def _extended(inputs: Mapping[str, object], length: int) -> dict[str, object]:

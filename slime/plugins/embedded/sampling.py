@@ -68,19 +68,18 @@ def sample_tokens(
     ]
     if any(t != 1.0 for t in temperatures):
         padded = temperatures + [1.0] * (scores.shape[0] - count)
-        scores = scores.div_(torch.tensor(padded, device=scores.device)[:, None])
+        scores = scores.div_(on_device(torch.tensor(padded), scores.device)[:, None])
     probs = torch.softmax(scores, dim=-1)
     best = scores.argmax(dim=-1)
-    tokens, nuclei = _choose(probs, best, sequences)
-    chosen = torch.tensor(tokens, device=probs.device)
+    chosen, nuclei = _choose(probs, best, sequences)
     if kernels is None:
-        logprobs = token_logprobs(scores, probs, best, chosen).tolist()
+        logprobs = token_logprobs(scores, probs, best, chosen)
     else:
         divisors = torch.tensor(temperatures, device=logits.device)
-        logprobs = kernels.score(logits[:count], chosen, divisors)[0].tolist()
-    sampled = [
-        SampledToken(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)
-    ]
+        logprobs = kernels.score(logits[:count], chosen, divisors)[0]
+    # The host waits for the device once, for both: float64 holds them exactly.
+    pairs = torch.stack([chosen.double(), logprobs.double()], dim=1).tolist()
+    sampled = [SampledToken(int(token), logprob) for token, logprob in pairs]
     for row, (seq, one) in enumerate(zip(sequences, sampled, strict=True)):
         request = seq.request
         if request.return_top_p_token_ids:
@@ -165,36 +164,35 @@ def _penalise(row: torch.Tensor, seq: Sequence) -> None:
 
 def _choose(
     probs: torch.Tensor, best: torch.Tensor, sequences: Rows[Sequence]
-) -> tuple[list[int], dict[int, torch.Tensor]]:
-    """Return one token per sequence, and for each row that was filtered the ids left by the
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Return one token per sequence, int64, and for each row that was filtered the ids left by the
     filters.
     """
     count = len(sequences)
-    tokens = [0] * count
-    nuclei: dict[int, torch.Tensor] = {}
-    plain = [
-        i
-        for i, seq in enumerate(sequences)
-        if not seq.request.params.greedy and not seq.request.params.filtered
-    ]
-    greedy = [i for i, seq in enumerate(sequences) if seq.request.params.greedy]
+    greedy = [seq.request.params.greedy for seq in sequences]
+    filtered = [row for row, seq in enumerate(sequences) if seq.request.params.filtered]
     numbers = uniforms([seq.seed for seq in sequences], [seq.num_output for seq in sequences])
-    if greedy:
-        top = best.tolist()
-        for row in greedy:
-            tokens[row] = top[row]
-    if plain:
+    if sum(greedy) + len(filtered) == count:
+        tokens = best[:count].clone()
+    else:
         # All rows are computed, including padding: in deterministic mode the shapes must not depend
         # on the batch.
         padded = np.zeros(probs.shape[0])
         padded[:count] = numbers
-        chosen = inverse_cdf(probs, torch.from_numpy(padded)).tolist()
-        for row in plain:
-            tokens[row] = chosen[row]
-    for row, seq in enumerate(sequences):
-        if seq.request.params.filtered:
-            tokens[row], nuclei[row] = _filtered(probs[row], seq, float(numbers[row]))
+        uniform = on_device(torch.from_numpy(padded), probs.device)
+        tokens = inverse_cdf(probs, uniform)[:count]
+        if any(greedy):
+            certain = on_device(torch.tensor(greedy), probs.device)
+            tokens = torch.where(certain, best[:count], tokens)
+    nuclei: dict[int, torch.Tensor] = {}
+    for row in filtered:
+        tokens[row], nuclei[row] = _filtered(probs[row], sequences[row], float(numbers[row]))
     return tokens, nuclei
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the CPU on a device. The host does not wait for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -344,7 +344,7 @@ def _strided_view(name: str, parameter: torch.Tensor, numbers: torch.Tensor) -> 
 
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
-"""``cuda_graph`` is accepted because SGLang has it; this engine has no CUDA graphs."""
+"""CUDA graphs are dropped with any of them, because they have the addresses of all."""
 
 
 class Memory:
@@ -368,6 +368,8 @@ class Memory:
                 self.runner.packed.drop()
             if self.runner.device.type == "cuda":
                 self._to_host()
+        if self.runner.graphs is not None:
+            self.runner.graphs.drop()
         self.released |= new
         gc.collect()
         if self.runner.device.type == "cuda":
