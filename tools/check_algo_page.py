@@ -8,13 +8,14 @@ It takes half a minute for each estimator. With names, only their rows are writt
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from slime.plugins.tools.check_algo import Report, check_algorithm, draw  # noqa: E402
-from slime.plugins.tools.check_algo.lab import make_args  # noqa: E402
+from slime.plugins.tools.check_algo import Report, check_algorithm  # noqa: E402
+from slime.plugins.tools.check_algo.lab import STALENESS, Measured, make_args  # noqa: E402
 from slime.registry import parts  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "check_algo.md"
@@ -44,6 +45,31 @@ def rows_of(page: str) -> dict[str, str]:
     """Return the rows of the page by the name of the estimator."""
     lines = [line for line in page.splitlines() if line.startswith("| `")]
     return {line.split("`")[1]: line for line in lines}
+
+
+def draw(rows: Mapping[str, Sequence[Measured]], path: Path) -> None:
+    """Write a PNG with the bias and the variance of estimators at each staleness."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for place, (name, measured) in enumerate(rows.items()):
+        style = {"linestyle": ("-", "--", ":")[place % 3], "marker": "osv^"[place % 4]}
+        stale = [row for row in measured if row.name.startswith("staleness")]
+        left.plot(STALENESS, [100 * row.bias for row in stale], label=name, **style)
+        right.plot(STALENESS, [row.to_rloo for row in stale], **style)
+    left.set_title("bias of the expected gradient, %", loc="left")
+    right.set_title("variance, relative to RLOO", loc="left")
+    right.axhline(1.0, color="#999999", linewidth=0.8)
+    for axes in (left, right):
+        axes.set_xlabel("staleness of the samples, in steps")
+        axes.set_xticks(STALENESS)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False, fontsize=8, ncols=2)
+    figure.savefig(path, facecolor="white", format="png")
 
 
 def main(names: list[str]) -> None:

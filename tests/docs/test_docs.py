@@ -24,9 +24,9 @@ NOT_TRAINING = {
     "--output", "--page", "--seeds",  # of benchmarks/recipes.py
     "--rooms", "--task", "--run-its-code", "--host", "--token", "--export", "--export-steps", "--export-samples",
     "--step", "--sample", "--tensors", "--through", "--tolerance", "--backend", "--engine", "--cover",
-    "--kind", "--mean-prompt", "--mean-response", "--sigma", "--median-response", "--lengths-from", "--outside",
+    "--kind", "--mean-prompt", "--mean-response", "--sigma", "--median-response", "--lengths-from",
     "--layouts", "--async", "--json", "--layers", "--dp", "--tp", "--pp", "--cp", "--ep", "--etp", "--vpp", "--sp",
-    "--tuned", "--affected", "--only", "--picture", "--without-sample", "--flip-reward", "--rank-samples", "--steps",
+    "--tuned", "--affected", "--only", "--without-sample", "--flip-reward", "--rank-samples", "--steps",
     "--submit", "--yes", "--requeue", "--evaluate", "--build-arg", "--accept-gemma-terms",
 }  # fmt: skip
 NOT_BY_HAND = {"reference", "benchmarks", "tests"}

@@ -1,5 +1,5 @@
 """``slime check-algo``: an estimator beside the exact gradient of the expected reward, on a policy
-so small that every response can be enumerated. A verdict, two tables and a picture; and which checks
+so small that every response can be enumerated. A verdict and two tables; and which checks
 an estimator fails by design, with the reason and its source.
 
 An estimator that is not in the table has the reasons of the class that it derives from. A class of
@@ -9,17 +9,15 @@ the user adds its own in an attribute ``by_design``, which has the form of one r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from slime.config.algorithm import algorithm_class
 from slime.config.args import Args
-from slime.observability.files import replacing
 from slime.registry import find, parts
 
 from .checks import CHECKS, Checks, Finding, run_checks
-from .lab import ONE_LENGTH, STALENESS, Lab, Measured, measure
+from .lab import ONE_LENGTH, Lab, Measured, measure
 
 
 @dataclass(frozen=True)
@@ -121,36 +119,6 @@ def page(report: Report) -> Iterator[str]:
             "tokens in place of their mean (slime.algorithms.dr_grpo.pg_loss_reducer) has no such "
             "part"
         )
-
-
-def draw(rows: Mapping[str, Sequence[Measured]], path: Path) -> None:
-    """Write a PNG with the bias and the variance of estimators at each staleness.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    for place, (name, measured) in enumerate(rows.items()):
-        style = {"linestyle": ("-", "--", ":")[place % 3], "marker": "osv^"[place % 4]}
-        stale = [row for row in measured if row.name.startswith("staleness")]
-        left.plot(STALENESS, [100 * row.bias for row in stale], label=name, **style)
-        right.plot(STALENESS, [row.to_rloo for row in stale], **style)
-    left.set_title("bias of the expected gradient, %", loc="left")
-    right.set_title("variance, relative to RLOO", loc="left")
-    right.axhline(1.0, color="#999999", linewidth=0.8)
-    for axes in (left, right):
-        axes.set_xlabel("staleness of the samples, in steps")
-        axes.set_xticks(STALENESS)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False, fontsize=8, ncols=2)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, facecolor="white", format="png")
 
 
 _STD = (

@@ -106,7 +106,7 @@ def add_replay(commands: Subparsers) -> None:
         "--tensors",
         type=Path,
         metavar="DIR",
-        help="write weights, gradients, batch and the sample's activations there",
+        help="write weights, gradients and batch there",
     )
     replay.add_argument(
         "--tolerance",

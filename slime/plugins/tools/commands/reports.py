@@ -43,12 +43,6 @@ def add_doctor(commands: Subparsers) -> None:
         help="folder of a run (default: outputs/latest)",
     )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON instead")
-    doctor.add_argument(
-        "--outside",
-        action="store_true",
-        help="also read logs outside of the run's folder, to which NCCL_DEBUG_FILE or a link in "
-        "the folder leads",
-    )
     doctor.set_defaults(run=diagnosis)
 
 
@@ -66,7 +60,7 @@ def diagnosis(args: argparse.Namespace) -> int:
     from ..doctor.facts import NoRun, read_facts
 
     try:
-        facts = read_facts(args.run_dir.resolve(), stacks, outside=args.outside)
+        facts = read_facts(args.run_dir.resolve(), stacks)
     except NoRun as error:
         raise CommandError(str(error)) from error
     findings = diagnose(facts)

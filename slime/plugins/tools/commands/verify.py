@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.cli.command import CommandError, whole, writing
+from slime.cli.command import CommandError, whole
 from slime.observability.files import shown
 
 from . import Subparsers
@@ -178,13 +178,12 @@ def add_check_algo(commands: Subparsers) -> None:
         allow_abbrev=False,
     )
     check.add_argument("algorithm", help="a name of --advantage-estimator, or FILE.py:CLASS")
-    check.add_argument("--picture", type=Path, metavar="FILE", help="draw bias and variance (PNG)")
     check.add_argument("--json", action="store_true", help="print the result as JSON instead")
     check.set_defaults(run=_check, takes_flags=True)
 
 
 def _check(options: argparse.Namespace) -> int:
-    from ..check_algo import as_dict, check_algorithm, draw, page
+    from ..check_algo import as_dict, check_algorithm, page
     from ..check_algo.lab import CheckAlgoError, make_args
 
     try:
@@ -193,12 +192,4 @@ def _check(options: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     lines = [json.dumps(as_dict(report), indent=2)] if options.json else map(shown, page(report))
     print(*lines, sep="\n")
-    if options.picture is not None and report.rows:
-        try:
-            with writing(f"--picture {options.picture}"):
-                draw({report.name: report.rows}, options.picture)
-        except ModuleNotFoundError as error:
-            raise CommandError(
-                f"--picture needs {error.name}: pip install 'slime-rl[plots]'"
-            ) from error
     return int(bool(report.failing))

@@ -61,8 +61,8 @@ def page(facts: Facts, findings: list[Finding]) -> Iterator[str]:
     if facts.outside:
         yield (
             "\n"
-            f"{facts.outside} log(s) outside of the run's folder, to which NCCL_DEBUG_FILE or a "
-            "link leads, were not read. If the run is yours: slime doctor --outside"
+            f"{facts.outside} log(s) outside of the run's folder, to which a link leads, were not "
+            "read: if the run is yours, put them in its place"
         )
 
 

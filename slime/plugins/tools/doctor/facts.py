@@ -3,7 +3,6 @@ still there; and what a rule finds in it."""
 
 from __future__ import annotations
 
-import glob
 import re
 import socket
 import time
@@ -29,7 +28,6 @@ Stacks = Callable[[Sequence[tuple[int, str]]], list[str]]
 """Returns the stacks of processes, given by id and name."""
 LOG_BYTES = 200_000
 """So much of the end of each log is read."""
-MOST_NCCL_LOGS = 64
 FILTERED = "rollout/dynamic_filter/drop_"
 DUMPS = "flight_recorder_"
 """The beginning of the names of PyTorch's dumps, see :mod:`slime.plugins.tools.doctor.flight`."""
@@ -83,9 +81,7 @@ class Facts:
         now: Wall time in seconds since 1970.
         free_bytes: Free space of the file system of the run's folder.
         stacks: Looks into processes; None if that is not wanted.
-        outside: Number of logs and dumps that were not read because they are outside of the folder,
-            where ``NCCL_DEBUG_FILE`` or a symbolic link in the folder leads.
-        reads_outside: Whether such files are read.
+        outside: Number of logs and dumps that were not read because a link leads out of the folder.
     """
 
     folder: Path
@@ -99,7 +95,6 @@ class Facts:
     free_bytes: int | None = None
     stacks: Stacks | None = None
     outside: int = 0
-    reads_outside: bool = False
 
     def series(self, name: str) -> list[float]:
         """Return the values of a metric in the steps that have it."""
@@ -176,15 +171,13 @@ def filtered(row: Row) -> float:
     return sum(row[name] or 0.0 for name in names)
 
 
-def read_facts(folder: Path, stacks: Stacks | None = None, outside: bool = False) -> Facts:
-    """Read the folder of a run.
+def read_facts(folder: Path, stacks: Stacks | None = None) -> Facts:
+    """Read the folder of a run, but no file outside of it: a folder that somebody else made can have
+    links to any file of this machine, and the report would show lines of it.
 
     Args:
         stacks: Looks into the processes of a run that hangs (seconds, if there are many); None if
             that is not wanted.
-        outside: Whether files outside of the folder are read, to which a link in it or
-            ``NCCL_DEBUG_FILE`` leads. A folder that somebody else made can name any file of this
-            machine, and the report would show lines of it.
 
     Raises:
         NoRun: The folder has no ``config.yaml``; or it, ``metrics.jsonl`` or ``state.json`` is
@@ -195,39 +188,30 @@ def read_facts(folder: Path, stacks: Stacks | None = None, outside: bool = False
     run = RunDir(folder)
     if not run.config.is_file():
         raise NoRun(no_run(folder))
-    # A folder that somebody else made could lead anywhere.
-    for path in () if outside else (run.config, run.metrics, folder / STATE):
+    for path in (run.config, run.metrics, folder / STATE):
         if path.exists() and not is_inside(path, folder):
-            raise NoRun(
-                f"{path} leads out of the run's folder or is no file. If the run is yours: slime "
-                "doctor --outside"
-            )
+            raise NoRun(f"{path} leads out of the run's folder or is no file")
     try:
         settings = read_settings(run.config)
         rows = read_metrics(run.metrics) if run.metrics.is_file() else []
     except (UnreadableRun, MetricsError) as error:
         raise NoRun(str(error)) from error
     state = read_state(folder)
-    # Logs outside of the folder are counted, and read only if the caller wants it.
-    logs = [*sorted(run.logs.glob("*.log")), *_logs_of_nccl(settings)]
-    left = 0
-    if not outside:
-        inside = [path for path in logs if is_inside(path, folder)]
-        dumps = [path for path in run.logs.glob(f"{DUMPS}*") if not is_inside(path, folder)]
-        logs, left = inside, len(logs) - len(inside) + len(dumps)
+    # Those outside of the folder are only counted.
+    logs = sorted(run.logs.glob("*.log"))
+    outside = [one for one in (*logs, *run.logs.glob(f"{DUMPS}*")) if not is_inside(one, folder)]
     return Facts(
         folder,
         settings,
         [row for row in rows if "rollout/step" in row],
         [row for row in rows if "eval/step" in row],
-        {path.name: end_of(path, LOG_BYTES)[0] for path in logs},
+        {path.name: end_of(path, LOG_BYTES)[0] for path in logs if path not in outside},
         state,
         processes_of(state),
         time.time(),
         shutil.disk_usage(folder).free,
         stacks,
-        left,
-        outside,
+        len(outside),
     )
 
 
@@ -237,24 +221,6 @@ def is_inside(path: Path, folder: Path) -> bool:
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):  # a circle of links
         return False
-
-
-def _logs_of_nccl(settings: Mapping[str, JsonValue]) -> list[Path]:
-    """Return the newest files that NCCL wrote because of ``NCCL_DEBUG_FILE``; %h and %p in it are
-    host and process.
-    """
-    given = settings.get("train_env_vars")
-    name = given.get("NCCL_DEBUG_FILE") if isinstance(given, Mapping) else None
-    if not name:
-        return []
-    # NCCL writes one file for each host and process.
-    path = Path(str(name))
-    pattern = re.sub(r"%[hp]", "*", glob.escape(path.name))
-    try:
-        files = [file for file in path.parent.glob(pattern) if file.is_file()]
-        return sorted(files, key=lambda file: file.stat().st_mtime)[-MOST_NCCL_LOGS:]
-    except (OSError, ValueError):  # no name of a file, or a folder that must not be read
-        return []
 
 
 def processes_of(state: RunState | None) -> list[Process] | None:

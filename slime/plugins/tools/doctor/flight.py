@@ -61,20 +61,17 @@ class Recording:
     members: Mapping[str, Sequence[int]]
 
 
-def read_recordings(
-    folder: Path, newer_than: float = 0.0, links: bool = True
-) -> dict[str, dict[int, Recording]]:
-    """Return the dumps in the folder of the logs by role and rank; files that are no dumps are left
-    out.
+def read_recordings(folder: Path, newer_than: float = 0.0) -> dict[str, dict[int, Recording]]:
+    """Return the dumps in the folder of the logs by role and rank; files that are no dumps, or that
+    a link has elsewhere, are left out.
 
     Args:
         newer_than: Wall time in seconds. Older files are of a trouble that the run has survived.
-        links: Whether dumps are read to which a link leads out of the folder of the run.
     """
     found: dict[str, dict[int, Recording]] = {}
     for path in sorted(folder.glob(f"{DUMPS}*_rank_*")):
         match = _NAME.fullmatch(path.name)
-        if match is None or not path.is_file() or not (links or is_inside(path, folder.parent)):
+        if match is None or not is_inside(path, folder.parent):
             continue
         try:
             status = path.stat()
@@ -134,7 +131,7 @@ def collectives(facts: Facts) -> Iterator[Finding]:
     # Dumps from before the last complete step are of a trouble that is over.
     trained = facts.series("time")
     since = trained[-1] if trained else 0.0
-    recordings = read_recordings(facts.folder / "logs", since, facts.reads_outside)
+    recordings = read_recordings(facts.folder / "logs", since)
     for role, ranks in recordings.items():
         groups = sorted({name for one in ranks.values() for name in one.operations})
         finding = next(

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,19 +28,10 @@ from ..summary import (
     read_attempts,
     read_weights,
 )
-from .settings import (
-    LEFT_OUT,
-    RUNS_CODE,
-    STOOD_FOR,
-    Recorded,
-    recorded_settings,
-)
+from .settings import RUNS_CODE, Recorded, recorded_settings
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-
-
-_GENERATES = LEFT_OUT | STOOD_FOR | {"eval_interval", "save_interval"}
 
 
 class ReplayError(ValueError):
@@ -57,7 +48,7 @@ class RecordedRun:
         args: The settings with which the step was trained, with the changes of the caller.
         settled: What the start of the attempt that trained the step has settled.
         begins: The first rollout of each attempt, with the snapshot from which it began.
-        earliest: The first rollout that was trained with the same settings as the step.
+        earliest: The first rollout of the attempt that trained the step.
         changes: The settings that the caller has changed, by name.
         template: The path of the rollouts' dumps, with ``{rollout_id}``.
         dumps: The rollouts whose dumps exist.
@@ -114,19 +105,13 @@ class RecordedRun:
                 f"there is no dump of the samples of step {step} ({self.template}): "
                 f"{_listed(self.replayable())}"
             )
-        # States from which all steps up to this one have dumps, and were trained with its settings.
+        # States from which all steps up to this one have dumps. Steps of an earlier attempt may
+        # have had other settings.
         starts = [
             start
             for start in self.starts()
-            if start <= step and set(range(start, step)) <= self.dumps
+            if self.earliest <= start <= step and set(range(start, step)) <= self.dumps
         ]
-        allowed = [start for start in starts if start >= self.earliest]
-        if through and starts and not allowed:
-            raise ReplayError(
-                f"the run was resumed at step {self.earliest} with other settings, and the "
-                f"snapshot before that step is gone; {_listed(self.replayable())}"
-            )
-        starts = allowed
         if not starts or (max(starts) != step and not through):
             more = ""
             if starts:
@@ -245,7 +230,7 @@ def read_run(
         args=args.with_values(**_settled(settled, changes)),
         settled=settled,
         begins={one.settled.first_rollout: _loaded(one.settled) for one in attempts},
-        earliest=_earliest(attempts, chosen),
+        earliest=settled.first_rollout,
         changes=changes,
         template=template,
         dumps=_all_dumps(attempts),
@@ -291,41 +276,6 @@ def _loaded(settled: Settled) -> str | None:
         if settled.loaded is not None
         else None
     )
-
-
-def _earliest(attempts: Sequence[Attempt], chosen: Attempt) -> int:
-    """Return the first rollout of the attempts right before ``chosen`` that had its settings, or of
-    ``chosen``.
-    """
-    first = chosen
-    for one in reversed(attempts[: attempts.index(chosen)]):
-        if _trains_like(one) != _trains_like(chosen):
-            break
-        first = one
-    return 0 if first is attempts[0] else first.settled.first_rollout
-
-
-def _trains_like(attempt: Attempt) -> dict[str, Any]:
-    """Return all that decides how a step is trained; a resumed run differs from its first attempt
-    in ``load``.
-    """
-    # A resumed run differs in these from its first attempt, and trains the same.
-    of_start = (
-        "load",
-        "ckpt_step",
-        "finetune",
-        "no_load_optim",
-        "no_load_rng",
-        "num_rollout",
-        "start_rollout_id",
-    )
-    settings = {
-        name: value
-        for name, value in attempt.settings.items()
-        if name not in {*of_start, *_GENERATES}
-    }
-    settled = asdict(replace(attempt.settled, first_rollout=0, loaded=None))
-    return {"settings": settings, "settled": settled}
 
 
 def _ends(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, int | None]]:

@@ -1,5 +1,5 @@
-"""Values from inside of a training step: what one sample adds to the loss, gradients, and the
-outputs of modules.
+"""Values from inside of a training step: what one sample adds to the loss, gradients, and
+the influence of samples.
 """
 
 from __future__ import annotations
@@ -7,9 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -309,40 +307,6 @@ def _whole(tensor: Tensor) -> Tensor:
 
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().float().cpu().clone()
-
-
-@contextmanager
-def outputs_of(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
-    """Add the first output of each call of each module of ``model`` to ``found``, by the module's
-    name.
-    """
-
-    def keep(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, Tensor) and name not in found:
-            found[name] = first.detach().cpu().clone()
-
-    hooks = [
-        module.register_forward_hook(partial(keep, name))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def alone(batch: RankBatch, position: int) -> RankBatch:
-    """Return a batch with one sample of another, for a forward pass."""
-    entries = {
-        name: [batch[name][position]] for name in ("tokens", "total_lengths", "response_lengths")
-    }
-    media = batch.get("multimodal_train_inputs")
-    if media is not None:
-        entries["multimodal_train_inputs"] = [media[position]]
-    return RankBatch({**entries, "group_indices": [0], "micro_batch_indices": [[0]]})
 
 
 def save_tensors(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ import pickle
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -206,8 +206,6 @@ def _replay(
             stack.enter_context(capture.influences_of(backend, score, parts, shares))
         if job.tensors is not None:
             stack.enter_context(capture.gradients_of(backend, gradients))
-        if actor and job.tensors is not None and position is not None:
-            _write_outputs(backend, job, batch, place, position)
         result.metrics, _ = train_on_rollout(backend, batch)
     # The weights are compared last, because loading the snapshot replaces them.
     after: dict[str, Tensor] = {}
@@ -227,21 +225,6 @@ def _replay(
         capture.save_tensors(job.tensors, of_rank, capture.tensors_of_batch(batch))
     if job.expected is not None and actor:
         _compare(backend, job, before, after, result)
-
-
-def _write_outputs(
-    backend: TrainBackend, job: RoleJob, batch: RankBatch, place: Place, position: int
-) -> None:
-    """Write the outputs of all modules for the sample alone. Only on one rank, where no other rank
-    must take part.
-    """
-    model: Any = getattr(backend, "scorer", None)
-    if backend.world_size > 1 or not isinstance(model, torch.nn.Module) or job.tensors is None:
-        return
-    outputs: dict[str, Tensor] = {}
-    with capture.outputs_of(model, outputs):
-        backend.log_probs(capture.alone(batch, position))
-    capture.save_tensors(job.tensors, f"outputs_of_sample_{job.sample}.safetensors", outputs)
 
 
 def copy_of_weights(backend: TrainBackend, job: RoleJob) -> dict[str, Tensor]:

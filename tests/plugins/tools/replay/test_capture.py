@@ -1,6 +1,4 @@
-"""What is taken from inside of a step: the parts of the loss, gradients and the outputs of
-modules.
-"""
+"""What is taken from inside of a step: the parts of the loss, and gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "backends"))
 
@@ -79,18 +76,6 @@ def test_gradients_are_those_that_the_optimizer_gets(model: Path) -> None:
     assert len(found) == 2
     norms = [torch.sqrt(sum((g.double() ** 2).sum() for g in grads.values())) for grads in found]
     assert float(sum(norms)) / 2 == pytest.approx(metrics["train/grad_norm"], rel=1e-5)
-
-
-def test_outputs_of_modules_are_written_for_one_sample(model: Path, tmp_path: Path) -> None:
-    backend, batch, found = backend_of(model), whole_batch(make_samples()), {}
-    with capture.outputs_of(backend.scorer, found):
-        alone = backend.log_probs(capture.alone(batch, 2))["log_probs"][0]
-    torch.testing.assert_close(alone, backend.log_probs(batch)["log_probs"][2])
-    capture.save_tensors(tmp_path / "new", "outputs.safetensors", found)
-    names = load_file(tmp_path / "new" / "outputs.safetensors").keys()
-    assert {"hf.model.layers.0.mlp", "hf.model.layers.1.self_attn.q_proj", "hf.model.norm"} <= set(
-        names
-    )
 
 
 def test_the_tensors_of_a_batch_have_the_index_of_their_sample(model: Path) -> None:

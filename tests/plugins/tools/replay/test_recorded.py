@@ -251,7 +251,7 @@ def test_what_only_generates_is_not_needed(tmp_path: Path, generation: dict[str,
         known = {"custom_generate_function_path": AGENT_GENERATE}
     resumed(tmp_path, known | generation)
     run = read_run(tmp_path, 4)
-    assert run.args.debug_train_only and run.start_of(4, through=True) == 0
+    assert run.args.debug_train_only
     assert bool(run.args.custom_rollout_log_function_path) == (
         "custom_rollout_log_function_path" in generation
     )
@@ -262,9 +262,10 @@ def test_a_fully_asynchronous_run_is_read_as_one(tmp_path: Path) -> None:
     assert read_run(tmp_path, 4).args.rollout_function_path == FULLY_ASYNC_FUNCTION
 
 
-def test_steps_of_attempts_with_equal_settings_may_be_trained_through(tmp_path: Path) -> None:
+def test_steps_are_trained_through_from_where_their_attempt_began(tmp_path: Path) -> None:
     resumed(tmp_path, {})
-    assert read_run(tmp_path, 4).start_of(4, through=True) == 0
+    with pytest.raises(ReplayError, match="before step 4"):
+        read_run(tmp_path, 4).start_of(4, through=True)
     (tmp_path / "saved" / "iter_2").mkdir(parents=True)
     run = read_run(tmp_path, 4)
     assert (

@@ -21,6 +21,28 @@ from slime.observability.run_state import Settled
 from slime.plugins.tools.replay import ReplayError, read_run, settings
 from slime.plugins.tools.replay.settings import holds_data
 
+LEFT_OUT = frozenset((
+    "output_dir", "run_name", "override", "custom_config_path", "prompt_data", "data_source_path",
+    "buffer_filter_path", "dynamic_sampling_filter_path", "rollout_sample_hook_path", "rollout_sample_filter_path",
+    "rollout_all_samples_process_path", "custom_eval_rollout_log_function_path",
+    "custom_update_weight_post_write_path", "replay_schedule", "embedded_device", "sglang_router_ip",
+    "rollout_external_engine_addrs", "sglang_config", "environment", "mcp_server", "agent_function_path",
+    "agent_command", "agent_env", "agent_tool_parser", "agent_reasoning_parser", "agent_host", "custom_rm_path",
+    "eval_reward_key", "verifier_env", "eval_prompt_data", "eval_config", "eval_function_path", "eval_input_key",
+    "rubric", "prompt_mixture", "metrics_host", "distill_context", "distill_template", "critic_save",
+    "eval_label_key", "eval_tool_key", "save", "save_hf", "tracker", "tracker_project", "tb_project_name",
+    "tb_experiment_name", "wandb_dir", "wandb_key", "wandb_host", "wandb_team", "wandb_group", "wandb_project",
+    "wandb_run_id", "log_samples", "save_debug_rollout_data", "load_debug_rollout_data", "load_forge_rollout_data",
+    "save_debug_train_data", "dump_details", "memory_snapshot_dir", "config", "custom_model_provider_path",
+    "rollout_task_type", "rollout_buffer_url", "ci_save_grad_norm", "ci_load_grad_norm",
+    "megatron_deepgemm_forward_modules", "megatron_deepgemm_moe_forward_modules", "distributed_backend",
+    "megatron_to_hf_mode", "qkv_format", "http_proxy", "fsdp_cpu_backend", "update_weight_local_checkpoint_dir",
+))  # fmt: skip
+"""Settings of generation, evaluation, snapshots and outputs, which a replay does not take. The files
+that they name may be gone, too.
+"""
+MEGATRON_LEFT_OUT = frozenset(("config_logger_dir", "tokenizer_type", "tokenizer_model"))
+
 EVIL = (
     "from pathlib import Path\n"
     "Path(__file__).with_name('ran').touch()\n"
@@ -47,14 +69,14 @@ def folder_of_a_run(folder: Path, **changes: Any) -> Path:
 
 def test_every_setting_belongs_to_one_kind() -> None:
     for name, flag in FLAGS.items():
-        kinds = (settings.TEXTS, settings.LEFT_OUT, settings.STOOD_FOR, settings.RUNS_CODE)
+        kinds = (settings.TEXTS, LEFT_OUT, settings.STOOD_FOR, settings.RUNS_CODE)
         assert holds_data(flag) + sum(name in kind for kind in kinds) == 1, (
             f"{name} belongs to none, or to several"
         )
     for name, option in by_name("megatron").items():
         kinds = (
             settings.MEGATRON_TEXTS,
-            settings.MEGATRON_LEFT_OUT,
+            MEGATRON_LEFT_OUT,
             settings.MEGATRON_CODE,
             frozenset(),
         )
