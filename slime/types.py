@@ -63,7 +63,6 @@ class SamplingParams(TypedDict, total=False):
     spaces_between_special_tokens: bool
     sampling_seed: int
     ignore_eos: bool
-    structural_tag: str
 
 
 class GenerateBody(TypedDict, total=False):

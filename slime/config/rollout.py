@@ -55,8 +55,8 @@ class RolloutConfig(Section):
     rollout_top_k: int = flag(-1, low=1, off=-1)
     """Top-k: number of most likely tokens to sample from; -1 disables it"""
     allow_truncated_sampling: bool = False
-    """Allow --rollout-top-p and --rollout-top-k with SGLang or Megatron, and train tokens of
-    --agent-constrained-decoding, with wrong importance ratios"""
+    """Allow --rollout-top-p and --rollout-top-k with SGLang or Megatron, with wrong importance
+    ratios"""
     rollout_max_response_len: int = flag(1024, low=1)
     """Maximum number of tokens of a response, per sample"""
     rollout_max_prompt_len: int | None = flag(low=1)

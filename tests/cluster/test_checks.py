@@ -18,7 +18,7 @@ from slime.cluster.checks import (
 )
 from slime.config.args import Args
 from slime.plugins.agents.environments.source import check_environment
-from slime.plugins.tools.plan.checkpoint_size import check_save_folder, snapshot_bytes
+from slime.plugins.tools.plan.read import check_save_folder, snapshot_bytes
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from tiny_checkpoints import (

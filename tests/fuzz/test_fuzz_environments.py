@@ -12,7 +12,7 @@ import pytest
 import yaml
 from odd_values import TEXTS, numbers, value
 
-from slime.plugins.agents.environments import EnvironmentProblem, Spec, environment, own_seed
+from slime.plugins.agents.environments import EnvironmentProblem, environment, own_seed
 
 CHUNKS = 10
 OWN = """
@@ -102,9 +102,7 @@ def test_values(tmp_path: Path, chunk: int) -> None:
         text = spec(Random(f"environment {case}"), tmp_path)
         try:
             whole = own_seed(text, 42)
-            assert own_seed(whole, 7) == whole and Spec.parse(whole) == Spec.parse(
-                str(Spec.parse(whole))
-            ), (case, text)
+            assert own_seed(whole, 7) == whole, (case, text)
             made = environment(whole)
             assert len(made) >= 1 and made.task(len(made) - 1).prompt, (case, text)
         except EnvironmentProblem as problem:

@@ -71,10 +71,6 @@ class AgentConfig(Section):
     """Parser that separates reasoning from the answer in responses: auto (by the chat template and
     the tokenizer), none, or a parser of SGLang such as qwen3, deepseek-r1, glm45, kimi_k2, kimi,
     mistral"""
-    agent_constrained_decoding: bool = False
-    """Let SGLang constrain answers to the tool_choice and response_format of the request; these
-    tokens are trained only with --allow-truncated-sampling. By default an answer that does not
-    comply is an error for the agent"""
     agent_host: str = "127.0.0.1"
     """Address of this machine at which agent programs reach the endpoint"""
 

@@ -5,7 +5,6 @@ tree stores.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import uuid
 from collections import Counter
@@ -36,8 +35,8 @@ from slime.types import GenerateBody, GenerateOutput, SamplingParams
 
 from .chat import ChatTemplate
 from .config import AgentConfig, reasoning_tags
-from .demands import UNMET, structural_tag
-from .messages import ApiError, Ask, Message, Reply, note
+from .demands import UNMET
+from .messages import ApiError, Ask, Message, note
 from .streaming import StreamedAnswer, read_stream
 from .tool_formats import KNOWN_MARKS, NoCalls
 from .tool_parsers import (
@@ -262,13 +261,6 @@ class Session:
         self._set_seed(params, probe.tokens)
         most, opened = self._room(parent, added, ask), self._opened(added)
         shown = Shown((*parser.marks, *stops), getattr(parser, "opening", ()))
-        constraint = self._constraint(ask, opened)
-        if constraint is not None:
-            params["structural_tag"] = json.dumps(constraint)
-            # A constrained answer starts again from its beginning after an interruption, but text
-            # that was streamed to the client cannot be taken back. So it is sent only when it is
-            # complete.
-            on_part = None
         on_text = (
             None if on_part is None else _parting(on_part, StreamSplit(self.tags, opened, shown))
         )
@@ -283,10 +275,8 @@ class Session:
             self.fault = self.fault or error
             raise
         answer = self._message(parser, begun, opened, outputs, params)
-        turn = Turn(
-            parent, messages, ask.tools, answer, added, outputs, ask.id if ask.choices == 1 else uuid.uuid4().hex,
-            constrained=constraint is not None,
-        )  # fmt: skip
+        turn_id = ask.id if ask.choices == 1 else uuid.uuid4().hex
+        turn = Turn(parent, messages, ask.tools, answer, added, outputs, turn_id)
         siblings = (
             parent.children if parent else [t for t in self.tree.turns.values() if t.parent is None]
         )
@@ -295,17 +285,6 @@ class Session:
         self.tree.add(turn)
         self._check_demand(ask, turn)
         return turn
-
-    def _constraint(self, ask: Ask, opened: bool) -> Reply | None:
-        """Return the structural tag for the engine; None without ``--agent-constrained-decoding``
-        or without a demand."""
-        if ask.demand is None or not self.settings.agent_constrained_decoding:
-            return None
-        tag = structural_tag(ask.demand, self.parser_name, ask.tools, self.tags, opened)
-        if tag is None:
-            what = f"--agent-tool-parser {self.parser_name}"
-            note(what, "has no grammar, so answers are not constrained but only checked")
-        return tag
 
     def _set_seed(self, params: SamplingParams, prompt_ids: list[int]) -> None:
         # Parallel requests arrive in any order. For reproducible runs, the seed depends on the
@@ -425,14 +404,6 @@ class Session:
                 if output
                 else []
             )
-            if (
-                "structural_tag" in params
-                and output
-                and output["meta_info"]["finish_reason"]["type"] == "abort"
-            ):
-                # The engine would apply the constraint to the rest as if it were the whole answer,
-                # so the partial answer is discarded.
-                new = []
             if output and new:
                 outputs.append(output)
             if output and output["meta_info"]["finish_reason"]["type"] != "abort":

@@ -38,8 +38,6 @@ class Turn:
         outputs: The engine's outputs in order; several if generation was interrupted and continued.
         overflowed: Whether the program tried to continue after this turn, but there was no room for
             another answer.
-        constrained: Whether a constraint limited the vocabulary, so that the log-probs are not the
-            model's.
     """
 
     parent: Turn | None
@@ -51,7 +49,6 @@ class Turn:
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
     overflowed: bool = False
-    constrained: bool = False
     children: list[Turn] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -201,16 +198,7 @@ def _sample(state: GenerateState, base: Sample, leaf: Turn, trained: set[Turn]) 
             continue
         # without text: Tree.samples decodes all ids of the response together
         for output in turn.outputs:
-            # The engine sampled from a part of the vocabulary, but the trainer scores all of it, so
-            # these tokens are not trained.
-            if turn.constrained and not args.allow_truncated_sampling:
-                meta = output["meta_info"]
-                ids = [int(item[1]) for item in meta["output_token_logprobs"]]
-                sample.append_response_tokens(
-                    args, tokens=ids, log_probs=None, trainable=False, meta_info=meta
-                )
-            else:
-                append_output(state, sample, {**output, "text": ""})
+            append_output(state, sample, {**output, "text": ""})
     sample.status = (
         Sample.Status.TRUNCATED if leaf.cut or leaf.overflowed else Sample.Status.COMPLETED
     )

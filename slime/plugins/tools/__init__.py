@@ -42,7 +42,7 @@ def parts() -> None:
     register(
         "check",
         "save folder",
-        "slime.plugins.tools.plan.checkpoint_size:check_save_folder",
+        "slime.plugins.tools.plan.read:check_save_folder",
         when=("save",),
     )
     register("check", "certificate", check, flags=CertificateFlags, when=("certificate",))

@@ -39,8 +39,7 @@ from slime.rollout.sft_rollout import encode_sample, mask_generator
 from slime.rollout.state import GenerateState
 from slime.types import Tokenizer
 
-from .plan.checkpoint_size import memory_lines
-from .plan.read import report
+from .plan.read import memory_lines, report
 
 SCORED_ROWS = 8
 """The number of labels that are scored as if the model had answered them."""

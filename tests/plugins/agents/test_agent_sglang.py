@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,57 +36,6 @@ def sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield engine
     finally:
         engine.stop()
-
-
-PICK: dict[str, Any] = {
-    "type": "object",
-    "properties": {"n": {"enum": [1, 2]}},
-    "required": ["n"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_real_sglang_constrains_what_clients_demand(
-    endpoint: AgentServer, tiny_model: Path, sglang: Any, stream: bool
-) -> None:
-    args = arguments(tiny_model, sglang.url, agent_constrained_decoding=True)
-    args.rollout_backend = "sglang"
-    state = GenerateState(args)
-    session = endpoint.open(state, Sample(prompt="p"), state.sampling_params)
-    client = openai.AsyncOpenAI(base_url=f"{endpoint.url(session)}/v1", api_key="x", max_retries=0)
-    create = client.chat.completions.create
-    tools = [
-        {"type": "function", "function": {"name": name, "parameters": PICK}}
-        for name in ("pick", "drop")
-    ]
-
-    async def ask(**more: Any) -> Any:
-        answer = await create(model="m", messages=HELLO, stream=stream, **more)
-        if stream:
-            async for chunk in answer:
-                assert chunk.choices
-        return list(session.tree.turns.values())[-1]
-
-    turn = await ask(tools=tools, tool_choice={"type": "function", "function": {"name": "drop"}})
-    assert [entry["function"]["name"] for entry in turn.answer["tool_calls"]][:1] == [
-        "drop"
-    ] or turn.cut
-    turn = await ask(
-        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": PICK}}
-    )
-    assert turn.cut or json.loads(turn.answer["content"])["n"] in (1, 2)
-    assert session.counts["turns"] == 2 and not session.counts["unmet"] and session.error is None
-    samples = session.tree.samples(state, session.sample)
-    assert [sample.effective_response_length for sample in samples] == [0, 0], (
-        "sampled from a part of the vocabulary"
-    )
-    with pytest.raises(openai.APIStatusError) as refused:
-        remote = {"type": "object", "properties": {"n": {"$ref": "#/nowhere"}}, "required": ["n"]}
-        await ask(
-            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": remote}}
-        )
-    assert refused.value.status_code == 400 and session.fault is None
 
 
 async def test_real_sglang(endpoint: AgentServer, tiny_model: Path, sglang: Any) -> None:

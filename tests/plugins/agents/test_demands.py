@@ -1,23 +1,17 @@
-"""``tool_choice`` and ``response_format``: what is required of an answer is checked, or constrained
-by SGLang.
-"""
+"""``tool_choice`` and ``response_format``: what is required of an answer is checked."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from agent_parts import ScriptedEngine, make_tokenizer
-from call_forms import FORMS, TOOLS
-from make_args import make_args, rule_problems
+from call_forms import TOOLS
 from test_agent_tools import ADD, CALL, QUESTION, Scripted
 
-from slime.data.reasoning import THINK
-from slime.plugins.agents.demands import Demand, demand_of, structural_tag
+from slime.plugins.agents.demands import Demand, demand_of
 from slime.plugins.agents.messages import ApiError, guarded
 from slime.plugins.agents.server import DIALECTS, AgentServer
 from slime.types import JsonObject
@@ -215,7 +209,6 @@ async def test_an_answer_that_does_not_meet_it_is_an_error_and_stays_in_the_sess
             await ask(response_format=FORM)
         assert talk.session.counts["unmet"] == 2 and talk.session.counts["turns"] == 4
         assert talk.session.fault is None and talk.session.error is None
-        assert all("structural_tag" not in body["sampling_params"] for body in engine.bodies)
     samples = talk.session.tree.samples(talk.state, talk.session.sample)
     assert len(samples) == 4 and all(sample.effective_response_length for sample in samples), (
         "the model wrote them"
@@ -240,128 +233,6 @@ async def test_the_other_apis_say_it_in_their_forms(
             text = await response.text()
     assert response.status == (200 if stream else 422) and "tool call" in text
     assert "completed" not in text and "message_stop" not in text
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_constrained_answers_are_trained_only_by_name(
-    endpoint: AgentServer, checkpoint: Path, allowed: bool, stream: bool
-) -> None:
-    script = [("<tool_call>\n{", {"type": "abort"}), CALL, "Sure."]
-    async with ScriptedEngine(make_tokenizer(), script) as engine:
-        talk = Scripted(endpoint, checkpoint, engine)
-        talk.session.settings = dataclasses.replace(
-            talk.session.settings, agent_constrained_decoding=True
-        )
-        talk.args.allow_truncated_sampling, talk.args.rollout_backend = allowed, "sglang"
-        create = talk.openai.chat.completions.create
-        fixed: dict[str, Any] = {"model": "m", "tools": CHAT_TOOLS}
-        answer = await create(messages=QUESTION, tool_choice="required", stream=stream, **fixed)  # type: ignore[call-overload]
-        if stream:
-            deltas = [chunk.choices[0].delta async for chunk in answer]
-            assert "".join(delta.content or "" for delta in deltas) == "Let me see.\n", (
-                "nothing of what was interrupted"
-            )
-        (turn,) = talk.session.tree.turns.values()
-        said = {
-            "role": "assistant",
-            "content": turn.answer["content"],
-            "tool_calls": turn.answer["tool_calls"],
-        }
-        said["tool_calls"][0]["function"]["arguments"] = json.dumps(
-            said["tool_calls"][0]["function"]["arguments"]
-        )
-        result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}
-        await create(messages=[*QUESTION, said, result], **fixed)
-    first, again, free = engine.bodies
-    tag = json.loads(first["sampling_params"]["structural_tag"])
-    assert tag["format"]["tags"][0]["begin"] == '<tool_call>\n{"name": "add", "arguments": '
-    assert again == first | {"rid": again.get("rid")} if "rid" in again else again == first, (
-        "it begins anew"
-    )
-    assert "structural_tag" not in free["sampling_params"]
-    sample = talk.sample()
-    trained = [
-        token
-        for token, kept in zip(
-            sample.tokens[-sample.response_length :], sample.loss_mask, strict=True
-        )
-        if kept
-    ]
-    text = talk.state.tokenizer.decode(trained)
-    assert text == (f"{CALL}<|end|>Sure.<|end|>" if allowed else "Sure.<|end|>")
-    assert len(sample.weight_versions) == 2
-
-
-def test_a_form_without_a_grammar_is_checked_only() -> None:
-    assert structural_tag(Demand(calls=True), "pythonic", TOOLS, None, False) is None
-    assert structural_tag(Demand(schema=SCHEMA), "pythonic", [], None, False) == {
-        "type": "structural_tag", "format": {"type": "json_schema", "json_schema": SCHEMA}
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem", "notice"),
-    [
-        ({"agent_constrained_decoding": False, "rollout_backend": "embedded"}, None, None),
-        ({"rollout_backend": "embedded"}, "only SGLang supports constraints", None),
-        ({"rollout_backend": "sglang"}, None, "are not trained (loss mask 0)"),
-        (
-            {"rollout_backend": "sglang", "allow_truncated_sampling": True},
-            None,
-            "importance ratios are wrong",
-        ),
-        ({"rollout_backend": "sglang", "debug_rollout_only": True}, None, None),
-    ],
-)
-def test_the_flag(flags: dict[str, Any], problem: str | None, notice: str | None) -> None:
-    args = make_args(**{"agent_constrained_decoding": True, **flags})
-    problems = rule_problems(args)
-    assert [problem in text for text in problems if problem] == [True] * (problem is not None)
-    assert [notice in text for text in args.notices if notice] == [True] * (notice is not None)
-
-
-@pytest.mark.sglang
-def test_xgrammar_takes_each_form() -> None:
-    import xgrammar
-    from xgrammar.testing import _is_grammar_accept_string as accepts
-
-    seen = set()
-    for name, parser, text, calls in FORMS:
-        required = structural_tag(Demand(calls=True), parser, TOOLS, THINK, False)
-        # other spellings, which parsers read as well
-        if required is None or name in ("hermes, two", "llama 3, tag"):
-            continue
-        seen.add(parser)
-        body = text.removeprefix("I look.").lstrip()
-        grammar = xgrammar.Grammar.from_structural_tag(json.dumps(required))
-        assert accepts(grammar, body) and accepts(grammar, f"<think>x\n</think>\n\n{body}"), name
-        assert not accepts(grammar, "hello") and not accepts(grammar, ""), name
-        only = structural_tag(Demand(True, ("get_time",)), parser, TOOLS, THINK, True)
-        grammar = xgrammar.Grammar.from_structural_tag(json.dumps(only))
-        assert not accepts(grammar, f"so</think>{body}") and "get_weather" in [
-            entry[0] for entry in calls
-        ], name
-        either = structural_tag(Demand(schema=SCHEMA), parser, TOOLS, None, False)
-        grammar = xgrammar.Grammar.from_structural_tag(json.dumps(either))
-        assert (
-            accepts(grammar, '{"a": 1}')
-            and accepts(grammar, body)
-            and not accepts(grammar, '{"a": "x"}')
-        ), name
-        free = structural_tag(Demand(False, ("get_time",)), parser, TOOLS, None, False)
-        grammar = xgrammar.Grammar.from_structural_tag(json.dumps(free))
-        assert accepts(grammar, "any text"), name
-    assert seen == {
-        "qwen25",
-        "glm45",
-        "glm47",
-        "deepseekv3",
-        "deepseekv31",
-        "kimi_k2",
-        "llama3",
-        "qwen3_coder",
-    }
 
 
 def test_demands_are_values() -> None:

@@ -16,9 +16,9 @@ import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import yaml
 
@@ -251,27 +251,14 @@ class Spec:
             raise EnvironmentProblem("it has no name; the form is NAME:WHAT?key=value")
         return cls(name, what, options)
 
-    def __str__(self) -> str:
-        pairs = (
-            f"{key}={quote(_text(value), safe='')}" for key, value in sorted(self.options.items())
-        )
-        return f"{self.name}{':' if self.what else ''}{self.what}?{'&'.join(pairs)}".removesuffix(
-            "?"
-        )
-
-
-def _text(value: JsonValue) -> str:
-    """Write a value so that YAML reads the same value."""
-    return yaml.safe_dump(value, default_flow_style=True, width=2**30).removesuffix("...\n").strip()
-
 
 def own_seed(text: str, seed: int) -> str:
     """Return the value of ``--environment`` in its full form, with the seed of the run if it has no
     ``seed`` of its own. The user's own environments get no option that they do not ask for."""
     spec = Spec.parse(text)
-    if spec.name in parts("environment"):
-        spec = replace(spec, options={"seed": seed, **spec.options})
-    return str(spec)
+    if spec.name not in parts("environment") or "seed" in spec.options:
+        return text
+    return f"{text}{'&' if '?' in text else '?'}seed={seed}"
 
 
 @functools.cache

@@ -24,7 +24,6 @@ from . import (
     Episode,
     SeededTasks,
     Step,
-    StepFailed,
     StepLimits,
     missing_package,
 )
@@ -137,13 +136,8 @@ async def _call(
     """Run a call that may block in a thread; see :func:`in_thread`.
 
     Raises:
-        StepFailed: It took longer than the limit. The thread is abandoned, since a thread cannot be
-            ended.
+        TimeoutError: It took longer than the limit. The thread is abandoned, since a thread cannot
+            be ended.
     """
-    try:
-        async with asyncio.timeout(limits.seconds):
-            return await in_thread(call, "slime-environment", abandon)
-    except TimeoutError as error:
-        raise StepFailed(
-            "timeout", f"no answer in {limits.seconds:g} s (--environment-timeout)"
-        ) from error
+    async with asyncio.timeout(limits.seconds):
+        return await in_thread(call, "slime-environment", abandon)

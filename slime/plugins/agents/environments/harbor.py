@@ -91,8 +91,6 @@ def make(
         EnvironmentProblem: There is no task, or one needs what slime does not have.
     """
     if program:
-        from .harbor import Package
-
         return Package(read_tasks(what, tasks, own=False), system, program, agent, engine)
     made = Harbor(read_tasks(what, tasks), sandbox, seconds, system)
     try:

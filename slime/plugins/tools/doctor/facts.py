@@ -114,12 +114,10 @@ class Facts:
         count = max(len(values) // 5, 2)
         return median(values[:count]), median(values[-count:])
 
-    def lately(self, name: str, least: int = 3) -> float | None:
-        """Return the median of the last five values of a metric; None if it has fewer than
-        ``least`` values.
-        """
+    def lately(self, name: str) -> float | None:
+        """Return the median of the last five values of a metric; None if it has fewer than three."""
         values = self.series(name)
-        return median(values[-5:]) if len(values) >= least else None
+        return median(values[-5:]) if len(values) >= 3 else None
 
     def last_lines(self, part: str = "", most: int = 8) -> tuple[str, ...]:
         """Return the last telling line of each log whose name contains ``part``; of the last

@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
+from ..summary import PHASES
 from .facts import Facts, Finding
 from .learning import listed, whole
 
-PHASES = (
-    *("rollout", "train", "update_weights", "eval", "save_model", "audit_weights"),
-    *("offload", "onload", "sleep", "wake_up"),
-)
 FREE_BYTES = 2 * 2**30
 MOSTLY_FAILED = 0.5
 """At least this share of a step's samples failed."""

@@ -96,7 +96,7 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
     dense = model.dense_layers / layout.pp + model.head_and_embedding / min(
         layout.pp, 2 if not model.tied else 1
     )
-    trained = _trained(model, train)
+    trained = trained_parameters(model, train)
     # What the optimizer needs: weights, gradients and moments, each divided over the ranks that
     # share it.
     if train.backend == "fsdp":
@@ -159,7 +159,7 @@ def _kept_by_layer(model: PlannedModel, train: TrainSetup, batch: Packs) -> floa
     return model.kept_width * own + gathered
 
 
-def _trained(model: PlannedModel, train: TrainSetup) -> float:
+def trained_parameters(model: PlannedModel, train: TrainSetup) -> float:
     """Parameters that the optimizer changes: all, or those of an adapter on each matrix of the
     layers.
     """
@@ -214,15 +214,11 @@ def phases(
     engine: EngineSetup | None,
     place: Placement,
     batch: Packs,
-    communicators: float = COMMUNICATORS,
 ) -> list[Phase]:
     """List the device memory by phase, of a GPU that both sides share if they are colocated.
 
     Otherwise the phase ``generate`` is that of an engine's GPU, and the others are those of a
     training GPU.
-
-    Args:
-        communicators: Bytes of NCCL in a trainer on several GPUs.
     """
     # An engine takes its share of the device, whatever it needs of it.
     taken = engine.fraction * kind.memory if engine is not None else 0.0
@@ -231,7 +227,7 @@ def phases(
         return [Phase("generate", generate)] if engine is not None else []
     shared = place.colocate and engine is not None
     trainer = train_memory(model, train, batch)
-    joined = communicators if train.layout.world_size > 1 else 0.0
+    joined = COMMUNICATORS if train.layout.world_size > 1 else 0.0
     outside = {"outside of torch": CONTEXT + LIBRARIES + joined}
     states = {"weights": trainer.weights, "optimizer": trainer.optimizer}
     peak = dict(states)

@@ -4,20 +4,33 @@ GPUs of this machine, for ``--dry-run`` and the start of a run."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from slime.checkpoint.files import try_to_write
 from slime.config.engine import FIRST_CONCURRENCY
 from slime.config.layout import ParallelLayout
 from slime.config.lora import EXPERTS
 from slime.data.schedule import PackingSettings
 
+from .memory import engine_weights, train_memory, trained_parameters
 from .plan import Run, make_plan
 from .seconds import MOST, response_lengths
-from .setups import GIB, KINDS, EngineSetup, GpuKind, Placement, PlannedModel, TrainSetup, Workload
+from .setups import (
+    GIB,
+    KINDS,
+    EngineSetup,
+    GpuKind,
+    Packs,
+    Placement,
+    PlannedModel,
+    TrainSetup,
+    Workload,
+)
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -179,6 +192,50 @@ def misfits(args: Args, asynchronous: bool = False, kind: GpuKind | None = None)
         return []
     run = read_run(args, kind, asynchronous)
     return list(make_plan(run).problems) if run is not None else []
+
+
+def memory_lines(args: Args) -> Iterator[str]:
+    """One line each for the model, the trainer, an engine and a snapshot; activations and KV caches
+    are left out.
+    """
+    model = PlannedModel.from_checkpoint(args.hf_checkpoint)
+    if model is None:
+        yield "not known: config.json of the model cannot be read here, or lacks its size"
+        return
+    yield f"model           {model.parameters / 1e6:,.1f} M parameters"
+    if not args.debug_rollout_only:
+        setup = replace(_train(args, None), state_on_cpu=False)
+        held = train_memory(model, setup, Packs(1, 0.0, 0.0, 0.0))
+        size = (held.weights + held.gradients + held.optimizer) * (2 if args.use_critic else 1)
+        where = " of CPU memory" if args.fsdp_cpu_offload else ""
+        yield (
+            f"training        {size / GIB:.2f} GiB{where} per rank: weights, gradients and the "
+            "optimizer's state"
+        )
+    if not args.debug_train_only:
+        weights = engine_weights(model, _engine(args)) / GIB
+        yield f"an engine       {weights:.2f} GiB of weights on each of its GPUs"
+    if args.save:
+        yield f"a snapshot      {snapshot_bytes(args) / GIB:.2f} GiB on the disk"
+
+
+def snapshot_bytes(args: Args) -> int:
+    """Approximate size of a snapshot in bytes: master weights and Adam's two moments; 0 if it
+    cannot be known.
+    """
+    model = PlannedModel.from_checkpoint(args.hf_checkpoint)
+    if model is None:
+        return 0
+    setup = _train(args, None)
+    kept = setup.moments and not args.no_save_optim
+    each = setup.master_bytes + (setup.moment_bytes if kept else 0.0)
+    return int(trained_parameters(model, setup) * each) * (2 if args.use_critic else 1)
+
+
+def check_save_folder(args: Args) -> list[str]:
+    """Check that this machine can write to ``--save``, and that there is room for a snapshot."""
+    problem = try_to_write(Path(str(args.save)).expanduser(), snapshot_bytes(args))
+    return [f"--save {args.save} {problem}: name another folder, or make room"] if problem else []
 
 
 def report(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) -> list[str]:

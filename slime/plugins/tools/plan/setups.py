@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, exp
+from math import ceil, exp, prod
 from statistics import fmean
 
 from slime.config.hf_config import read_config
 from slime.config.layout import ParallelLayout
 from slime.data.balance import ModelShape, forward_flops
-
-from .checkpoint_size import count_parameters
+from slime.models.shards import ModelError, local_folder, quantization_of, read_headers
 
 GIB = 2.0**30
 
@@ -251,6 +250,19 @@ def packs(work: Workload, train: TrainSetup) -> Packs:
     )
 
 
+def count_parameters(checkpoint: str | None) -> int:
+    """Return the number of parameters in the headers of a Hugging Face checkpoint; 0 if they cannot
+    be read here, or if it is quantized, so that a stored number can hold several.
+    """
+    folder = local_folder(checkpoint) if checkpoint else None
+    if folder is None or quantization_of(read_config(str(folder)) or {}) is not None:
+        return 0
+    try:
+        return sum(prod(header.shape) for header in read_headers(folder).values())
+    except ModelError:  # Another check reports it, or the files have PyTorch's older format.
+        return 0
+
+
 _WITH_CACHE = (
     "attention",
     "full_attention",
@@ -266,7 +278,7 @@ class PlannedModel:
 
     Attributes:
         tied: Whether the LM head is the embedding.
-        stored: Parameters in the headers of the checkpoint's files; 0 if only config.json is there.
+        stored: Parameters in the headers of the checkpoint's files, see :func:`count_parameters`.
         others: Kinds of layers that are no attention and keep no KV cache, by their names in
             config.json.
         cached_layers: Layers with a KV cache; None for all.
@@ -376,10 +388,10 @@ class PlannedModel:
         needed = s.hidden + (q + 2 * kv) + (q + kv) + q + s.hidden + (self.matrices - 1) * middle
         return needed + 2 * s.hidden + (q + 2 * kv)
 
-    def cache_bytes_per_token(self, width: int = 2) -> int:
-        """Bytes of the KV cache per token, with ``width`` bytes per element."""
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of the KV cache per token, in bf16."""
         s = self.shape
         layers = self.shape.layers if self.cached_layers is None else self.cached_layers
         if s.kv_rank is not None:
-            return layers * (s.kv_rank + s.rope_width) * width
-        return layers * s.kv_heads * (s.key_width + s.value_width) * width
+            return layers * (s.kv_rank + s.rope_width) * 2
+        return layers * s.kv_heads * (s.key_width + s.value_width) * 2

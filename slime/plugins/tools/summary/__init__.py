@@ -22,6 +22,11 @@ from slime.observability.run_dir import RunDir
 from slime.observability.run_state import FILE, RunState, SentWeights, Settled
 from slime.types import JsonObject
 
+PHASES = (
+    *("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload"),
+    *("audit_weights", "eval", "save_model"),
+)
+"""The phases of a step whose seconds are metrics, ``perf/<phase>_time``."""
 MOST_NAMED = 6
 """So many runs are named to somebody who gave another path."""
 

@@ -20,12 +20,8 @@ from slime.observability.metrics import REWARD_KEYS, MetricsError, Row, figures,
 from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.types import JsonObject
 
+from . import PHASES
 from .charts import bar_chart, reward_curve_png
-
-PHASES = (
-    *("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload"),
-    *("audit_weights", "eval", "save_model"),
-)
 
 
 class Series(TypedDict):

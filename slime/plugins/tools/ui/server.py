@@ -223,26 +223,17 @@ def bind(host: str, port: int | None) -> socket.socket:
 
 
 def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        found = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        return socket.create_server((host, port), family=family)
     except UnicodeError as error:  # a part of the name is empty or too long
         raise OSError(errno.EINVAL, "not the name of a machine") from error
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(128)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(
                 f"port {port} of {host} is used by another program; give another --port"
             ) from error
         raise
-    return listener
 
 
 async def serve(runs: Runs, door: Door, listener: socket.socket, stop: asyncio.Event) -> None:

@@ -24,6 +24,7 @@ from slime.config.args import Args
 from slime.data.fields import RankBatch
 
 from ..local_ranks import Place
+from .small import VOCAB
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -140,7 +141,7 @@ class RandomSample(TypedDict):
 
 
 def make_samples(
-    groups: int = 4, size: int = SIZE, seed: int = 0, zero_groups: int = 0, vocabulary: int = 61
+    groups: int = 4, size: int = SIZE, seed: int = 0, zero_groups: int = 0
 ) -> list[RandomSample]:
     """Return samples of groups that share a prompt; the last ``zero_groups`` have reward 0
     everywhere.
@@ -148,9 +149,9 @@ def make_samples(
     rng = random.Random(seed)
     samples: list[RandomSample] = []
     for group in range(groups):
-        prompt = [rng.randrange(vocabulary) for _ in range(rng.randrange(3, 9))]
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(3, 9))]
         for k in range(size):
-            response = [rng.randrange(vocabulary) for _ in range(rng.randrange(2, 11))]
+            response = [rng.randrange(VOCAB) for _ in range(rng.randrange(2, 11))]
             mask = [1] * len(response)
             if k == 1:
                 mask[0] = 0

@@ -166,13 +166,11 @@ def _set_layers(small: PreTrainedConfig, given: dict[str, Any], layers: int) -> 
         small.num_nextn_predict_layers = 0
 
 
-def save_small(
-    config: PreTrainedConfig, folder: Path, seed: int = 0, trust_remote_code: bool = False
-) -> None:
+def save_small(config: PreTrainedConfig, folder: Path, trust_remote_code: bool = False) -> None:
     """Write a random model. Norms and biases are random too, so that a wrong one is found."""
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     with torch.no_grad():
         # A bias of the choice of experts is a buffer in some families.
@@ -225,7 +223,7 @@ def make_small(
         raise VerifyError(f"{model}: its config.json has {text.num_hidden_layers} layers")
     try:
         small = cut_down(text, layers, heads)
-        save_small(small, folder, trust_remote_code=trust_remote_code)
+        save_small(small, folder, trust_remote_code)
     except UNKNOWN as error:
         raise unknown_family(model, text.model_type, error) from error
     experts = next((given for name in ("num_experts", "n_routed_experts", "num_local_experts")

@@ -11,8 +11,6 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from make_args import make_args, rule_problems
 
 from slime.config.args import Args
@@ -72,21 +70,10 @@ def source_args(spec: str, folder: Path, **more: Any) -> Args:
     return make_args(environment=spec, hf_checkpoint=str(folder), n_samples_per_prompt=2, **more)
 
 
-@given(
-    st.dictionaries(
-        st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(str.isidentifier),
-        st.one_of(
-            st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False), st.lists(st.integers()),
-            st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), min_size=1).filter(
-                lambda text: text.strip() == text
-            ),
-        ),
-        max_size=4,
-    )
-)  # fmt: skip
-def test_the_full_form_is_read_as_it_was_written(options: dict[str, Any]) -> None:
-    spec = Spec("reasoning_gym", "chain_sum", options)
-    assert Spec.parse(str(spec)) == spec
+def test_an_environment_without_a_seed_gets_that_of_the_run() -> None:
+    assert own_seed("reasoning_gym:chain_sum", 5) == "reasoning_gym:chain_sum?seed=5"
+    assert own_seed("gymnasium:x?tag=a", 5) == "gymnasium:x?tag=a&seed=5"
+    assert own_seed("gymnasium:x?seed=1&tag=a", 5) == "gymnasium:x?seed=1&tag=a"
 
 
 @pytest.mark.parametrize(
@@ -96,11 +83,8 @@ def test_the_full_form_is_read_as_it_was_written(options: dict[str, Any]) -> Non
 def test_a_text_is_taken_as_it_is(option: str, text: str) -> None:
     """YAML would make a mapping, a shorter text, a truth value or an error of these."""
     for name in parts("environment"):
-        spec = Spec.parse(f"{name}:x?{option}={quote(text)}")
-        assert (
-            spec.options == {option: text}
-            and Spec.parse(own_seed(str(spec), 1)).options[option] == text
-        )
+        whole = own_seed(f"{name}:x?{option}={quote(text)}", 1)
+        assert Spec.parse(whole).options == {option: text, "seed": 1}
     assert Spec.parse(f"gymnasium:x?{option}='a: b'").options == {option: "a: b"}
     assert Spec.parse(f"own.py:Mine?{option}=5").options == {option: 5}, (
         "the user's own classes get YAML"

@@ -59,7 +59,7 @@ def test_every_family_has_a_plan(
 def test_the_files_of_a_checkpoint_say_how_many_parameters_there_are(
     family: str, tmp_path: Path
 ) -> None:
-    from slime.plugins.tools.plan.checkpoint_size import count_parameters
+    from slime.plugins.tools.plan.setups import count_parameters
 
     model = PlannedModel.from_checkpoint(str(save_tiny(family, tmp_path)))
     assert model is not None

@@ -60,7 +60,7 @@ def test_parameters_are_those_of_the_public_models(dense: PlannedModel, tmp_path
 
 
 def test_parameters_are_those_in_the_header_of_a_checkpoint(smollm2: str) -> None:
-    from slime.plugins.tools.plan.checkpoint_size import count_parameters
+    from slime.plugins.tools.plan.setups import count_parameters
 
     model = PlannedModel.from_checkpoint(smollm2)
     assert model is not None
