@@ -18,6 +18,7 @@ engines). The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
 import statistics
@@ -28,7 +29,10 @@ from typing import Any
 import numpy as np
 
 from slime.cluster.generation import GarbageCollection
-from slime.plugins.tools.plan.simulated_engines import Engines, SpeedCurve
+from slime.config.run import RunConfig
+from slime.config.seeds import derive_seed
+from slime.data.sample import Sample
+from slime.plugins.tools.plan.simulated_engines import Engines, SimulatedLoop, SpeedCurve
 from slime.plugins.tools.plan.simulation import SYNCHRONOUS, Mode, Run, Setting, simulate
 
 MODES = (
@@ -61,6 +65,29 @@ class Tail(Setting):
         return list(
             np.maximum(np.round(self.median * np.minimum(sizes, 16.0)), 1).astype(int).tolist()
         )
+
+
+class Filtered(Run):
+    """A run of which a dynamic filter drops a share of the groups, whatever they hold."""
+
+    drop_share = 0.4
+
+    def __init__(self, setting: Setting, mode: Mode, train_seconds: float) -> None:
+        super().__init__(setting, mode, train_seconds)
+        self.args = self.args.with_values(
+            dynamic_sampling_filter_path=f"{__name__}.{drop_some.__name__}"
+        )
+        more = int(len(self.lengths) / (1 - self.drop_share))
+        self.lengths[:] = setting.draw(more)
+        self.fleet.drop_share = self.drop_share  # type: ignore[attr-defined]  # for drop_some
+
+
+def drop_some(args: RunConfig, group: list[Sample]) -> bool:
+    """The filter of :class:`Filtered`, which finds the share where the engines are."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimulatedLoop)
+    share: float = vars(loop.fleet)["drop_share"]
+    return derive_seed(args.seed, "dropped", group[0].group_index or 0) / 2**31 >= share
 
 
 class TimedEngines(Engines):

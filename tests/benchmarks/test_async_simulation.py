@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import async_simulation as benchmark
-from async_simulation import MODES, Tail, gains
+from async_simulation import MODES, Filtered, Tail, gains
 
 from slime.plugins.tools.plan import simulation
 from slime.plugins.tools.plan.simulated_engines import (
@@ -62,7 +62,7 @@ def test_taking_what_is_finished_first_would_starve_the_slow_ones(
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_with_a_filter_every_group_is_trained_or_dropped(mode: Mode) -> None:
-    run = simulate(Tail(**{**vars(SMALL), "drop_share": 0.4}), mode, 2e-4)
+    run = simulate(SMALL, mode, 2e-4, Filtered)
     assert len(run.trained) == SMALL.steps * SMALL.batch * SMALL.samples
     assert run.trained == sorted(run.trained), "in the order of admission"
     groups = {index // SMALL.samples for index in run.trained}
@@ -95,10 +95,14 @@ def test_no_trained_token_is_older_than_the_bound(
     train_seconds: float,
 ) -> None:
     staleness = None if spare is None else interval - 1 + spare
-    setting = Tail(2, 8, batch, 2, 10, median=64, sigma=sigma, drop_share=drop_share, seed=seed)
-    run = simulate(
-        setting, Mode("any", "groups", buffer, interval, staleness, drains), train_seconds
-    )
+    setting = Tail(2, 8, batch, 2, 10, median=64, sigma=sigma, seed=seed)
+
+    class SomeFiltered(Filtered):
+        pass
+
+    SomeFiltered.drop_share = drop_share
+    mode = Mode("any", "groups", buffer, interval, staleness, drains)
+    run = simulate(setting, mode, train_seconds, SomeFiltered)
     assert max(run.staleness) <= simulation.Admission(batch, buffer, interval, staleness).bound
     assert run.trained == sorted(run.trained)
     assert len(run.trained) == 10 * batch * 2

@@ -5,7 +5,6 @@ train.py.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import threading
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from slime.cli.command import CommandError, finite, whole
 
 from ..plan.setups import KINDS
-from . import Subparsers
+from . import Subparsers, print_report
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -129,10 +128,8 @@ def plan(options: argparse.Namespace) -> int:
     )
     # Without a distribution of lengths there is no tail, which decides how far the modes differ.
     found = ways(made, options.gpus or made.gpus) if others and (options.sigma or lengths) else []
-    if options.json:
-        print(json.dumps(as_json(made, others, found, options.rest), indent=2))
-    else:
-        print("\n".join(page(made, others, found, options.rest)))
+    planned = made, others, found, options.rest
+    print_report(options.json, as_json(*planned), page(*planned))
     return int(not made.fits)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from slime.cli.command import CommandError, finite, whole, writing
 from slime.observability.files import shown
 
-from . import Subparsers
+from . import Subparsers, print_report
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -84,10 +83,7 @@ def reading() -> Iterator[None]:
 def print_result(
     result: DataclassInstance, as_json: bool, lines: Iterable[str], **more: object
 ) -> None:
-    if as_json:
-        print(json.dumps(asdict(result) | more, indent=2, default=_plain))
-    else:
-        print(*map(shown, lines), sep="\n")
+    print_report(as_json, asdict(result) | more, lines)
 
 
 def add_replay(commands: Subparsers) -> None:
@@ -258,9 +254,3 @@ def texts(run: RecordedRun, tokens: list[int]) -> list[str]:
     except (OSError, ValueError, KeyError):
         return []
     return [str(tokenizer.decode([token])) for token in tokens]
-
-
-def _plain(value: object) -> object:
-    import torch
-
-    return value.tolist() if isinstance(value, torch.Tensor) else str(value)

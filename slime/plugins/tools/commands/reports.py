@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from slime.cli.command import CommandError, whole, writing
 from slime.observability.files import shown
 
-from . import Subparsers
+from . import Subparsers, print_report
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,11 +64,7 @@ def diagnosis(args: argparse.Namespace) -> int:
     except NoRun as error:
         raise CommandError(str(error)) from error
     findings = diagnose(facts)
-    if args.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        for line in page(facts, findings):
-            print(shown(line))
+    print_report(args.json, [asdict(finding) for finding in findings], page(facts, findings))
     return int(any(not finding.hint for finding in findings))
 
 

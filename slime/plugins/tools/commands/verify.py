@@ -5,7 +5,6 @@ or an estimator beside the exact gradient of the expected reward, and compare.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from slime.cli.command import CommandError, whole
 from slime.observability.files import shown
 
-from . import Subparsers
+from . import Subparsers, print_report
 from .replay import reading, tell_code
 
 if TYPE_CHECKING:
@@ -154,15 +153,11 @@ def verify_model(target: Target, as_json: bool = False) -> int:
         result = verify(target)
     except (VerifyError, RankError, ServerFailed) as error:
         raise CommandError(str(error)) from error
-    if as_json:
-        facts = asdict(result) | {"good": result.good}
-        for check in facts["checks"]:
-            if not math.isfinite(check["largest"]):  # JSON has no infinity
-                check["largest"] = None
-        print(json.dumps(facts, indent=2, default=str, allow_nan=False))
-    else:
-        for line in table(target, result):
-            print(line)
+    facts = asdict(result) | {"good": result.good}
+    for check in facts["checks"]:
+        if not math.isfinite(check["largest"]):  # JSON has no infinity
+            check["largest"] = None
+    print_report(as_json, facts, table(target, result))
     return int(not result.good)
 
 
@@ -190,6 +185,5 @@ def _check(options: argparse.Namespace) -> int:
         report = check_algorithm(make_args(options.algorithm, options.rest))
     except CheckAlgoError as error:
         raise CommandError(str(error)) from error
-    lines = [json.dumps(as_dict(report), indent=2)] if options.json else map(shown, page(report))
-    print(*lines, sep="\n")
+    print_report(options.json, as_dict(report), page(report))
     return int(bool(report.failing))

@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.config.seeds import derive_seed
-
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.config.run import RunConfig
     from slime.data.sample import Sample
 
 H200_CURVE = ((1, 271.0), (64, 9690.0), (256, 15660.0))
@@ -205,27 +202,21 @@ class Fleet:
 
     Attributes:
         lengths: Tokens by the index of a sample.
-        drop_share: Share of the groups that :func:`drop_some` drops.
         held_step: How many steps had trained the weights that the engines hold.
         divided: Number of responses that a weight update went through.
     """
 
     engines: Engines
     lengths: list[int]
-    drop_share: float = 0.0
     held_step: int = 0
     divided: int = 0
 
 
-def _fleet() -> Fleet:
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, SimulatedLoop) and loop.fleet is not None
-    return loop.fleet
-
-
 async def generate(args: Args, sample: Sample, sampling_params: dict[str, object]) -> Sample:
     """The generate function of a simulated run (``--custom-generate-function-path``)."""
-    fleet = _fleet()
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimulatedLoop) and loop.fleet is not None
+    fleet = loop.fleet
     assert sample.index is not None
     length = fleet.lengths[sample.index]
     step = fleet.held_step
@@ -239,9 +230,3 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, object
     sample.tokens = tokens
     sample.status = sample.Status.COMPLETED
     return sample
-
-
-def drop_some(args: RunConfig, group: list[Sample]) -> bool:
-    """A dynamic filter that drops a share of the groups, whatever they hold."""
-    fleet = _fleet()
-    return derive_seed(args.seed, "dropped", group[0].group_index or 0) / 2**31 >= fleet.drop_share

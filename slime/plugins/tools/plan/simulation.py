@@ -36,7 +36,6 @@ class Setting:
         slots: Requests that may run on an engine at once.
         batch, samples: Groups per step, and samples of a group.
         lengths: Tokens of responses, of which each sample draws one.
-        drop_share: Share of the groups that a dynamic filter drops.
         curve: Output tokens/s of an engine by the number of running requests.
         start_seconds: Time for which the start of a request keeps the other requests of its engine
             waiting.
@@ -50,7 +49,6 @@ class Setting:
     steps: int = 16
     lengths: tuple[int, ...] = (1024,)
     update_seconds: float = 0.1
-    drop_share: float = 0.0
     seed: int = 1
     curve: tuple[tuple[int, float], ...] = H200_CURVE
     start_seconds: float = 0.0
@@ -132,21 +130,16 @@ class Run:
             update_weights_interval=mode.interval,
             max_weight_staleness=mode.staleness,
             custom_generate_function_path="slime.plugins.tools.plan.simulated_engines.generate",
-            dynamic_sampling_filter_path="slime.plugins.tools.plan.simulated_engines.drop_some"
-            if setting.drop_share
-            else None,
             rm_type="random",
             phase_timeout=1e7,  # simulated
         )
         # The functions of a run find the engines and the lengths in the loop, since a run knows
         # them only by name.
         self.engines = Engines(setting.engines, SpeedCurve(setting.curve), setting.start_seconds)
-        groups = int(
-            (setting.steps + mode.buffer + 2) * setting.batch / (1 - setting.drop_share) * 1.5
-        )
-        self.lengths = setting.draw(groups * setting.samples)
+        groups = (setting.steps + mode.buffer + 2) * setting.batch
+        self.lengths = setting.draw(groups * setting.samples * 3 // 2)
         self.args: Any = Args(**settings)
-        self.fleet = Fleet(self.engines, self.lengths, setting.drop_share)
+        self.fleet = Fleet(self.engines, self.lengths)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimulatedLoop)
         loop.fleet = self.fleet

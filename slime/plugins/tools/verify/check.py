@@ -108,7 +108,6 @@ def check_gradients(expected: Scores, ranks: Sequence[Scores]) -> Check:
     """Compare the gradient of each parameter on each rank, and classify what differs."""
     worst = 0.0
     wrong: dict[str, int] = {}
-    ratios: list[float | None] = []
     # Each parameter on each rank, relative to its own norm unless that is rounding.
     least = NEGLIGIBLE * expected.grad_norm
     for number, rank in enumerate(ranks):
@@ -121,7 +120,6 @@ def check_gradients(expected: Scores, ranks: Sequence[Scores]) -> Check:
             worst = max(worst, far, key=_nan_last)
             if not far <= GRADIENT:
                 wrong.setdefault(name, number)
-                ratios.append(_ratio(mine, theirs))
     if not wrong:
         return Check("gradients", True, worst, GRADIENT)
     first = next(name for name in expected.gradients if name in wrong)
@@ -136,9 +134,6 @@ def check_gradients(expected: Scores, ranks: Sequence[Scores]) -> Check:
             ": all of them, so look at the sum of gradients over data-parallel ranks and at the "
             "divisor of the loss"
         )
-        known = [ratio for ratio in ratios if ratio is not None]
-        if known and len(known) == len(ratios) and max(known) - min(known) < 1e-2 * abs(known[0]):
-            note += f" (each is {known[0]:.4g} times the right one)"
     else:
         note += (
             ": a sum over tensor-, sequence- or context-parallel ranks is missing there, or its "
@@ -181,16 +176,6 @@ def all_checks(expected: Scores, ranks: Sequence[Scores]) -> list[Check]:
         check_gradients(expected, ranks),
         check_grad_norm(expected, ranks),
     ]
-
-
-def _ratio(mine: Tensor, theirs: Tensor) -> float | None:
-    """Return c if ``mine`` = c · ``theirs``, otherwise None."""
-    square = float((theirs.double() ** 2).sum())
-    if square == 0:
-        return None
-    ratio = float((mine.double() * theirs.double()).sum()) / square
-    rest = float((mine.double() - ratio * theirs.double()).norm())
-    return ratio if rest <= 1e-2 * float(mine.double().norm()) else None
 
 
 def _largest(difference: Tensor) -> float:
