@@ -226,8 +226,6 @@ def _listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
-    except UnicodeError as error:  # a part of the name is empty or too long
-        raise OSError(errno.EINVAL, "not the name of a machine") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(
