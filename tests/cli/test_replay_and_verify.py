@@ -15,7 +15,7 @@ from slime.config.args import Args
 from slime.plugins.tools import verify as verify_run
 from slime.plugins.tools.commands import replay as replay_command
 from slime.plugins.tools.commands import verify as verify_command
-from slime.plugins.tools.replay import step
+from slime.plugins.tools.replay import ReplayError, step
 from slime.plugins.tools.replay.step import Wanted
 from slime.plugins.tools.verify import Verified
 from slime.plugins.tools.verify.check import Check
@@ -114,14 +114,22 @@ def test_other_options_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     assert as_json
 
 
-def test_options_of_replay_and_flags_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[object, ...]] = []
+def test_options_of_replay_and_flags_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[object] = []
 
-    def replay(*words: object) -> int:
+    def read_run(*words: object) -> SimpleNamespace:
         asked.append(words)
-        return 1
+        return SimpleNamespace(unrecorded=())
 
-    monkeypatch.setattr(replay_command, "replay", replay)
+    def replay_step(run: object, wanted: Wanted) -> None:
+        asked.append(wanted)
+        raise ReplayError("this is enough")
+
+    monkeypatch.setattr("slime.plugins.tools.replay.read_run", read_run)
+    monkeypatch.setattr(step, "replay_step", replay_step)
+    monkeypatch.chdir(tmp_path)
     assert main(["replay", "outputs/mine", "--step", "3", "--context-parallel-size", "2"]) == 1
     words = [
         "--step",
@@ -137,9 +145,12 @@ def test_options_of_replay_and_flags_of_the_run(monkeypatch: pytest.MonkeyPatch)
     ]
     words += ["--run-its-code"]
     assert main(["replay", "outputs/mine", *words]) == 1
+    folder = tmp_path / "outputs" / "mine"
     assert asked == [
-        (Path("outputs/mine"), Wanted(3), ["--context-parallel-size", "2"], False, False),
-        (Path("outputs/mine"), Wanted(4, True, 7, Path("t").absolute(), 0.5), [], True, True),
+        (folder, 3, ["--context-parallel-size", "2"], None),
+        Wanted(3),
+        (folder, 4, [], replay_command.tell_code),
+        Wanted(4, True, 7, tmp_path / "t", 0.5),
     ]
 
 

@@ -112,25 +112,7 @@ def add_replay(commands: Subparsers) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from ..replay.step import Wanted
-
-    tensors = args.tensors.absolute() if args.tensors is not None else None
-    wanted = Wanted(args.step, args.through, args.sample, tensors, args.tolerance)
-    return replay(args.run_dir, wanted, args.rest, args.json, args.run_its_code)
-
-
-def replay(
-    folder: Path,
-    wanted: Wanted,
-    flags: Sequence[str] = (),
-    as_json: bool = False,
-    run_its_code: bool = False,
-) -> int:
     """Replay a step and print the comparison.
-
-    Args:
-        flags: Flags of train.py that replace settings of the run.
-        run_its_code: Whether code that the folder names may run.
 
     Returns:
         0 if the step is the recorded one (within the tolerance), otherwise 1.
@@ -139,22 +121,25 @@ def replay(
         CommandError: The step cannot be replayed, or a training rank failed.
     """
     from ..replay import read_run
-    from ..replay.step import replay_step
+    from ..replay.step import Wanted, replay_step
 
+    tensors = args.tensors.absolute() if args.tensors is not None else None
+    wanted = Wanted(args.step, args.through, args.sample, tensors, args.tolerance)
+    tell = tell_code if args.run_its_code else None
     with reading():
-        run = read_run(folder.resolve(), wanted.step, flags, tell_code if run_its_code else None)
+        run = read_run(args.run_dir.resolve(), wanted.step, args.rest, tell)
         if run.unrecorded:
             names = shown(", ".join(run.unrecorded))
             print(
                 f"slime replay: the values of {names} are not recorded: pass --train-env-vars",
                 file=sys.stderr,
             )
-        if wanted.tensors is not None:
-            with writing(f"--tensors {wanted.tensors}"):
-                wanted.tensors.mkdir(parents=True, exist_ok=True)
+        if tensors is not None:
+            with writing(f"--tensors {tensors}"):
+                tensors.mkdir(parents=True, exist_ok=True)
         result = replay_step(run, wanted)
     lines = _lines(result, wanted, run)
-    print_result(result, as_json, lines, equal=result.equal, first=result.first)
+    print_result(result, args.json, lines, equal=result.equal, first=result.first)
     return int(not result.equal)
 
 

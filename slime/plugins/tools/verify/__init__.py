@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,6 @@ from .check import (
     Place,
     all_checks,
     check_log_probs,
-    guesses,
-    load_weights,
-    write_model,
     write_variants,
 )
 from .reference import (
@@ -93,7 +90,6 @@ class Verified:
         checks: In the order in which an error spreads.
         places: The parts of the model whose outputs are wrong; found only if log-probs differ.
         parameters: Those of the first wrong part.
-        guess: What would explain its outputs; empty if nothing that was tried does.
     """
 
     small: SmallModel
@@ -101,7 +97,6 @@ class Verified:
     checks: list[Check]
     places: list[str] = field(default_factory=list)
     parameters: tuple[str, ...] = ()
-    guess: str = ""
 
     @property
     def good(self) -> bool:
@@ -140,11 +135,7 @@ def verify(target: Target) -> Verified:
         job = VerifyJob(target.backend, dict(target.sizes), flags, small.folder)
         ranks = _train(target, job, folder / "ranks")
         checks = all_checks(expected, [scores[0] for scores in ranks])
-        wrong: list[_Wrong] = []
-        guess = ""
-        if not checks[1].good:
-            wrong = _wrong_places(target, job, folder, samples)
-            guess = _explain(target, wrong[0], folder, samples) if wrong else ""
+        wrong = _wrong_places(target, job, folder, samples) if not checks[1].good else []
         # The engine has the same model, and no part in the training.
         if target.engine is not None:
             found = engine_log_probs(
@@ -155,10 +146,8 @@ def verify(target: Target) -> Verified:
                     expected.log_probs, [found], f"log-probs of the {target.engine} engine"
                 )
             )
-    parameters = wrong[0].place.parameters if wrong else ()
-    return Verified(
-        small, target.world_size, checks, [one.place.name for one in wrong], parameters, guess
-    )
+    parameters = wrong[0].parameters if wrong else ()
+    return Verified(small, target.world_size, checks, [one.name for one in wrong], parameters)
 
 
 def _check_layout(target: Target) -> None:
@@ -184,19 +173,9 @@ def _train(target: Target, job: VerifyJob, folder: Path) -> list[list[Scores]]:
     return [scores for scores in ranks if isinstance(scores, list)]
 
 
-@dataclass(frozen=True)
-class _Wrong:
-    """A part whose outputs are wrong, and the log-probs that each rank has computed with its
-    variant.
-    """
-
-    place: Place
-    log_probs: Sequence[Mapping[int, Tensor]]
-
-
 def _wrong_places(
     target: Target, job: VerifyJob, folder: Path, samples: list[RandomSample]
-) -> list[_Wrong]:
+) -> list[Place]:
     """Return the parts of the model whose variant differs from the reference."""
     places = write_variants(job.model, folder / "variants")
     if not places:
@@ -211,26 +190,10 @@ def _wrong_places(
         expected = reference_scores(place.variant, samples, False, target.trust_remote_code)
         found = [scores[number].log_probs for scores in ranks]
         if not check_log_probs(expected.log_probs, found, place.name).good:
-            wrong.append(_Wrong(place, found))
+            wrong.append(place)
     # What is outside of the layers is a part of every variant. If it is wrong, nothing is known
     # about the others.
-    return wrong[:1] if wrong and wrong[0].place is places[0] else wrong
-
-
-def _explain(target: Target, wrong: _Wrong, folder: Path, samples: list[RandomSample]) -> str:
-    """Return the mistake with which the reference computes the same as the backend; empty if none
-    was found.
-    """
-    # Only a guess with the very log-probs of the backend is told.
-    for number, guess in enumerate(
-        guesses(load_weights(wrong.place.variant), wrong.place.parameters)
-    ):
-        model = folder / f"guess_{number}"
-        write_model(guess.weights, wrong.place.variant, model)
-        expected = reference_scores(model, samples, False, target.trust_remote_code)
-        if check_log_probs(expected.log_probs, wrong.log_probs, guess.text).good:
-            return guess.text
-    return ""
+    return wrong[:1] if wrong and wrong[0] is places[0] else wrong
 
 
 START_SECONDS = 300.0
@@ -300,6 +263,4 @@ def table(target: Target, result: Verified) -> Iterator[str]:
             "parameters of the first: "
             f"{', '.join(inside[:12])}{', ...' if len(inside) > 12 else ''}"
         )
-    if result.guess:
-        yield f"its outputs are {result.guess}"
     yield "verified" if result.good else "NOT verified"

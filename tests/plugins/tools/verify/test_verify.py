@@ -209,7 +209,6 @@ def test_a_model_with_code_of_its_own_is_verified(here: Any, tmp_path: Path) -> 
     )
     found = verify(Target(str(tmp_path), layers=2, trust_remote_code=True))
     assert found.places == ["model.layers.0.mlp", "model.layers.1.mlp"], found.checks
-    assert found.guess == "as if mlp.gate_proj.weight and mlp.up_proj.weight were swapped"
     assert found.checks[-1].what == "log-probs of the embedded engine" and found.checks[-1].good, (
         found.checks
     )
@@ -236,9 +235,8 @@ def test_swapped_projections_of_every_layer_are_named(here: Any, llama: str) -> 
     found = verify(target(llama))
     assert not found.good and found.checks[0].good, "the weights themselves are right"
     assert found.places == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    assert found.guess == "as if mlp.gate_proj.weight and mlp.up_proj.weight were swapped"
     lines = "\n".join(table(target(llama), found))
-    assert "wrong outputs: model.layers.0.mlp" in lines and "if mlp.gate_proj" in lines
+    assert "wrong outputs: model.layers.0.mlp" in lines and "mlp.gate_proj" in lines
     assert lines.endswith("NOT verified")
 
 
@@ -302,7 +300,6 @@ def test_a_wrong_norm_of_one_layer_is_named(here: Any, llama: str) -> None:
     here(lambda patch: patch.setattr(modeling_llama.LlamaDecoderLayer, "__init__", init))
     found = verify(target(llama))
     assert found.places == ["model.layers.1.self_attn"]
-    assert found.guess == "as if input_layernorm.weight were 1 everywhere"
 
 
 def test_a_wrong_export_names_the_first_tensor(here: Any, llama: str) -> None:
