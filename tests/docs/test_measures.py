@@ -15,13 +15,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
-    "files_above_400_lines": 50,
+    "files_above_400_lines": 49,
     "functions_above_60_lines": 11,
     "getattr_of_args_with_default": 0,
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
-    "functions_that_take_args": 239,
-    "files": 567,
+    "functions_that_take_args": 238,
+    "files": 566,
 }
 
 TOKENS = {
@@ -42,7 +42,7 @@ TOKENS = {
     "rollout": 31_558,
     "utils": 952,
     "weights": 19_189,
-    "plugins/agents": 50_564,
+    "plugins/agents": 49_386,
     "plugins/compat": 11_727,
     "plugins/delta": 6_720,
     "plugins/distillation": 4_020,
@@ -56,7 +56,7 @@ TOKENS = {
     "plugins/rewards": 20_804,
     "plugins/serve": 17_129,
     "plugins/sglang": 5_598,
-    "plugins/tools": 103_284,
+    "plugins/tools": 100_642,
     "plugins/trackers": 2_165,
     "plugins/vllm": 7_006,
     "plugins/workers": 2_889,
