@@ -9,6 +9,6 @@ flags=(
     --use-dynamic-batch-size --max-tokens-per-gpu 2048 --log-multi-turn "${engine[@]}"
 )
 train blackbox_agent train.py "${flags[@]}" --agent-function-path "$here/agent.py:run" \
-    --eval-prompt-data products "$(products eval)" --eval-interval 6 --rollout-batch-size 8 --num-rollout 6
+    --eval-prompt-data products "$(products eval)" --eval-interval 6 --rollout-batch-size 8 --num-rollout "${NUM_ROLLOUT:-6}"
 train blackbox_agent_command train.py "${flags[@]}" --agent-command "$python $here/agent.py" \
     --rollout-batch-size 2 --num-rollout 1
