@@ -97,9 +97,7 @@ def run(backend: FsdpBackend, seed: int) -> dict[str, float]:
     ("compiler", "changes"),
     [
         ("aot_eager", CHANGES),
-        pytest.param("aot_eager", {}, marks=pytest.mark.long),
         # the C++ that it generates here is not what runs on a GPU
-        pytest.param("inductor", CHANGES, marks=pytest.mark.long),
         pytest.param("inductor", {}, marks=pytest.mark.long),
     ],
     indirect=["compiler"],

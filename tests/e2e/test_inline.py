@@ -77,15 +77,14 @@ PPO = ("--advantage-estimator", "ppo", "--num-steps-per-rollout", 2)
 
 
 @pytest.mark.slow
-@pytest.mark.long  # the next test and that of a kill in test_train.py have such rollouts too
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "more"),
     [
-        ("train.py", PPO),
         ("train.py", ("--lora-rank", 4, "--lora-sync", "adapter")),
         ("train_async.py", ()),
     ],
-    ids=["ppo", "lora", "async"],
+    ids=["lora", "async"],
 )
 def test_the_numbers_are_those_of_a_run_with_ray(
     runner, flags, script: str, more: tuple[object, ...]
@@ -100,7 +99,9 @@ def test_the_numbers_are_those_of_a_run_with_ray(
 
 @pytest.mark.slow
 def test_a_run_with_ray_goes_on_from_the_snapshot_of_an_inline_one(runner, flags) -> None:
-    """With an actor and a critic. The other way round is in ``test_train.py``, after a kill."""
+    """With an actor and a critic: the numbers are those of one inline run. The other way round is in
+    ``test_train.py``, after a kill.
+    """
     saves = (*flags, *PPO, "--save-interval", 2, "--num-rollout", 4, "--save")
     whole = runner.inline(*saves, "whole", name="whole")
     assert whole.code == 0, whole.output

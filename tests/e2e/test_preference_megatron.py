@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.m
     [
         ("dpo", ["--tensor-model-parallel-size", 2]),
         ("reward_model", ["--pipeline-model-parallel-size", 2]),
-        pytest.param("kto", ["--pipeline-model-parallel-size", 2], marks=pytest.mark.long),
         pytest.param("kto", [], marks=pytest.mark.long),
     ],
 )

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -94,15 +93,24 @@ def assert_saved_in_order(runner, process: subprocess.Popen[str]) -> None:
     assert runner.wait_gone() == []
 
 
-ALWAYS = [("train_async.py", 2, "generate")]
-CELLS = list(product(["train.py", "train_async.py"], [1, 2], ["generate", "train", "save"]))
 FURTHER = pytest.mark.long
+CELLS = [
+    ("train_async.py", 2, "generate"),
+    *(
+        pytest.param(*cell, marks=FURTHER)
+        for cell in (
+            ("train.py", 1, "generate"),
+            ("train.py", 2, "train"),
+            ("train.py", 1, "save"),
+            ("train_async.py", 1, "train"),
+            ("train_async.py", 2, "save"),
+        )
+    ),
+]
+"""Each pair of a loop, a number of ranks and a phase."""
 
 
-@pytest.mark.parametrize(
-    ("script", "ranks", "phase"),
-    [cell if cell in ALWAYS else pytest.param(*cell, marks=FURTHER) for cell in CELLS],
-)
+@pytest.mark.parametrize(("script", "ranks", "phase"), CELLS)
 def test_a_signal_to_the_process_group_saves_and_ends_in_order(
     runner, begin, tmp_path, script, ranks, phase
 ) -> None:

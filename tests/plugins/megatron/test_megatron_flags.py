@@ -106,15 +106,7 @@ print("training", training and training.origin)
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("is_regular", "place"),
-    [
-        (False, "first"),
-        (True, "last"),
-        pytest.param(False, "last", marks=pytest.mark.long),
-        pytest.param(True, "first", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("is_regular", "place"), [(False, "first"), (True, "last")])
 def test_the_installed_core_is_imported_beside_a_checkout(
     tmp_path: Path, is_regular: bool, place: str
 ) -> None:

@@ -14,17 +14,15 @@ from tiny_families import save_family
 pytestmark = pytest.mark.megatron
 
 
-OFFLOAD = {"optimizer_cpu_offload": True}
-
-
 @pytest.mark.parametrize(
     "megatron",
     [
-        pytest.param({}, marks=pytest.mark.long),
-        pytest.param({"expert_model_parallel_size": 2}, marks=pytest.mark.long),
         {"tensor_model_parallel_size": 2},
-        pytest.param(OFFLOAD, marks=pytest.mark.long),
-        {**OFFLOAD, "optimizer_offload_fraction": 0.5, "expert_model_parallel_size": 2},
+        {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 0.5,
+            "expert_model_parallel_size": 2,
+        },
     ],
 )
 def test_pieces_give_what_all_at_once_gives(megatron: dict[str, Any], tmp_path: Path) -> None:

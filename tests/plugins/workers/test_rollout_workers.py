@@ -315,7 +315,6 @@ def test_an_evaluation_goes_through_the_workers(begin, hook, tmp_path: Path) -> 
     [
         (1, 1, "SIGKILL"),
         pytest.param(2, 2, "SIGSTOP", marks=pytest.mark.long),
-        pytest.param(4, 2, "SIGKILL", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize("engine", [{"slow": lambda prompt: "prompt 1:" in prompt}], indirect=True)
