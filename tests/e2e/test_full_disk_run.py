@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from needs import fill, small_disk
+from needs import MIB, fill, small_disk
 from test_train_megatron import on_cpu
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+
+HOOK = '''
+"""Training waits until the disk is full: otherwise a snapshot could be written before that."""
+import time
+from pathlib import Path
+
+
+def wait(args, rollout_id, rollout_data):
+    while not Path(__file__).with_name("filled").exists():
+        time.sleep(0.05)
+'''
 
 
 @pytest.fixture
@@ -43,6 +55,8 @@ def test_a_full_disk_pauses_the_run(
     runner, flags, larger_model: Path, tmp_path: Path, more: list[object]
 ) -> None:
     flags[flags.index("--hf-checkpoint") + 1] = larger_model
+    (tmp_path / "hook.py").write_text(HOOK)
+    flags += ["--rollout-data-postprocess-path", f"{tmp_path / 'hook.py'}:wait"]
     with small_disk(tmp_path / "disk", mib=40) as disk:
         process = runner.start(
             "--run-name", "run", *flags, *more, "--num-rollout", 1, "--save-interval", 1
@@ -57,9 +71,18 @@ def test_a_full_disk_pauses_the_run(
                 said += line
 
         read_until("audit weights")  # the start has found room for a snapshot
+        small = [disk / f"small-{number}" for number in range(5)]
+        for file in small:
+            file.write_bytes(bytes(2 * MIB))
         ballast = fill(disk, free=5)
+        (tmp_path / "filled").touch()
         read_until("the run is paused")
         ballast.unlink()
+        # The run goes on when there is more room than when it began to wait, which may be after
+        # this, or else after a minute.
+        for file in small:
+            time.sleep(1)
+            file.unlink()
         said += process.stdout.read()
         assert process.wait() == 0, said
         assert f"the disk of disk/{'hf' if '--save-hf' in more else 'saved'}" in said, said
