@@ -28,21 +28,22 @@ LENGTH_STEP = 64
 
 
 Replay = Callable[[], object]
+Recorder = Callable[[Replay], Replay]
+"""Records what a function launches, and returns what launches it again."""
 
 
-def cuda_recorder(device: torch.device) -> Callable[[Replay], Replay]:
-    """Return a function that records what another one launches, and returns what launches it again.
+def cuda_recorder(stream: torch.cuda.Stream) -> Recorder:
+    """Return what records graphs on a stream of their own. They share memory, and when all of them
+    are gone, no more can be recorded in it.
 
     Raises:
-        RuntimeError: (by the function that is returned) It waits for the GPU, or its memory is
-            full.
+        RuntimeError: (when it records) A function waits for the GPU, or memory is full.
     """
-    stream = torch.cuda.Stream(device)
     pool = torch.cuda.graph_pool_handle()
 
     def record(launch: Replay) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             # Other threads of a run in one process may use the GPU meanwhile.
             graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -50,7 +51,7 @@ def cuda_recorder(device: torch.device) -> Callable[[Replay], Replay]:
                 launch()
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
         return graph.replay
 
     return record
@@ -64,12 +65,12 @@ class DecodeGraphs:
     something on the host cannot be recorded; all its steps are computed without a graph.
 
     Args:
-        record: See :func:`cuda_recorder`.
+        recorder: Returns a new recorder; see :func:`cuda_recorder`.
     """
 
-    def __init__(self, runner: Runner, record: Callable[[Replay], Replay]) -> None:
+    def __init__(self, runner: Runner, recorder: Callable[[], Recorder]) -> None:
         self.runner = runner
-        self.record = record
+        self.recorder = recorder
         self.possible = not runner.position_axes and runner.kernels is None
         self.drop()
 
@@ -78,6 +79,7 @@ class DecodeGraphs:
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
         self._replays: dict[tuple[int, int], Replay] = {}
         self._logits: torch.Tensor | None = None  # [slots, vocab], of all graphs
+        self._record = self.recorder()
         self._generation = self.runner.cache.generation
 
     @torch.inference_mode()
@@ -112,7 +114,7 @@ class DecodeGraphs:
             self._inputs[shape].copy_(on_device(host, self.runner.device))
             if shape not in self._replays:
                 try:
-                    self._replays[shape] = self.record(partial(self._compute, shape))
+                    self._replays[shape] = self._record(partial(self._compute, shape))
                 except RuntimeError as error:
                     logger.info("decode steps of this model are no CUDA graphs: %s", error)
                     self.drop()

@@ -318,7 +318,9 @@ def load_engine(options: EngineOptions) -> Loaded:
             alone,
         )
     if CUDA_GRAPHS and device.type == "cuda" and not (options.deterministic or stateful):
-        runner.graphs = DecodeGraphs(runner, cuda_recorder(device))
+        runner.graphs = DecodeGraphs(
+            runner, functools.partial(cuda_recorder, torch.cuda.Stream(device))
+        )
     # Build the parts around the model.
     detokenizer = Detokenizer(tokenizer)
     context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)

@@ -4,11 +4,13 @@ recorded with.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from engine_drivers import finish, load, make, step
+from engine_drivers import finish, load, make
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from slime.plugins.embedded.graphs import DecodeGraphs, Replay, cuda_recorder
 from slime.plugins.embedded.loading import Loaded
@@ -62,7 +64,7 @@ def assert_same(one: Loaded, other: Loaded, tolerance: float) -> None:
 def test_graphs_give_the_tokens_of_plain_steps(tiny_llama: Path) -> None:
     loaded = load(tiny_llama)
     recorder = Recorder(loaded)
-    loaded.engine.runner.graphs = DecodeGraphs(loaded.engine.runner, recorder)
+    loaded.engine.runner.graphs = DecodeGraphs(loaded.engine.runner, lambda: recorder)
     for _ in range(2):  # the second time, graphs of the first are used again
         recorded = recorder.recorded
         assert_same(loaded, load(tiny_llama), 1e-4)
@@ -74,10 +76,15 @@ def test_graphs_give_the_tokens_of_plain_steps(tiny_llama: Path) -> None:
 def test_no_graph_is_used_after_its_tensors_have_moved(tiny_llama: Path, move: str) -> None:
     loaded = load(tiny_llama)
     engine = loaded.engine
-    recorder = Recorder(loaded)
+    recorders = []
+
+    def recorder() -> Recorder:
+        recorders.append(Recorder(loaded))
+        return recorders[-1]
+
     engine.runner.graphs = DecodeGraphs(engine.runner, recorder)
     results(loaded)
-    before = recorder.recorded
+    before = recorders[-1]
     if move == "release":
         engine.release(["weights"])
         engine.resume(["weights"])
@@ -86,7 +93,9 @@ def test_no_graph_is_used_after_its_tensors_have_moved(tiny_llama: Path, move: s
     else:
         engine.forget_computed()
     results(loaded)
-    assert recorder.recorded > before > 0
+    # CUDA records no more in the memory of graphs that are gone.
+    assert recorders[-1] is not before
+    assert recorders[-1].recorded > 0 < before.recorded
 
 
 def test_a_model_that_cannot_be_recorded_is_computed_plainly(tiny_llama: Path) -> None:
@@ -97,23 +106,52 @@ def test_a_model_that_cannot_be_recorded_is_computed_plainly(tiny_llama: Path) -
         attempts.append(launch)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    loaded.engine.runner.graphs = DecodeGraphs(loaded.engine.runner, refuse)
+    loaded.engine.runner.graphs = DecodeGraphs(loaded.engine.runner, lambda: refuse)
     assert_same(loaded, load(tiny_llama), 1e-4)
     assert len(attempts) == 1
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("broken", [False, pytest.param(True, id="waits for the GPU")])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_gpu(tiny_llama: Path, broken: bool, dtype: str) -> None:
-    loaded = load(tiny_llama, device="cuda", dtype=dtype)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def on_gpu(model: Path, dtype: str, graphs: bool) -> Loaded:
+    """An engine with CUDA graphs, or one that launches the same kernels one by one."""
+    loaded = load(model, device="cuda", dtype=dtype)
     runner = loaded.engine.runner
-    if broken:
-        runner.model.model.norm.register_forward_hook(lambda *seen: print(seen[2].sum().item()))
-    runner.graphs = DecodeGraphs(runner, cuda_recorder(runner.device))
-    plain = load(tiny_llama, device="cuda", dtype=dtype)
-    plain.engine.runner.graphs = None
-    assert_same(loaded, plain, 1e-4 if dtype == "float32" else 0.05)
-    assert runner.graphs.possible is not broken
-    assert step(loaded) is None
+    recorder = partial(cuda_recorder, torch.cuda.Stream(runner.device))
+    runner.graphs = DecodeGraphs(runner, recorder if graphs else lambda: lambda launch: launch)
+    return loaded
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cuda_graphs_give_the_bits_of_their_kernels(tiny_llama: Path, dtype: str) -> None:
+    loaded = on_gpu(tiny_llama, dtype, True)
+    other = on_gpu(tiny_llama, dtype, False)
+    assert_same(loaded, other, 0)
+    for engine in (loaded.engine, other.engine):
+        engine.forget_computed()  # the graphs are gone, and others are recorded
+    assert_same(loaded, other, 0)
+    graphs = loaded.engine.runner.graphs
+    assert graphs is not None
+    assert graphs.possible
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_a_model_that_waits_for_the_gpu_is_computed_plainly(tiny_llama: Path) -> None:
+    loaded = on_gpu(tiny_llama, "float32", True)
+    other = on_gpu(tiny_llama, "float32", False)
+    graphs = loaded.engine.runner.graphs
+    assert graphs is not None
+
+    def wait(model: object, inputs: object, output: CausalLMOutputWithPast) -> None:
+        assert output.logits is not None
+        output.logits.sum().item()
+
+    waits = loaded.engine.runner.model.register_forward_hook(wait)
+    assert_same(loaded, other, 1e-4)
+    assert not graphs.possible
+    waits.remove()
+    assert_same(loaded, other, 1e-4)
