@@ -21,7 +21,7 @@ NOT_TRAINING = {
     "--with", "--torch-backend",
     "--origin-hf-dir", "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid", "--block", "--parts", "--batch",
     "--all-weights", "--compact", "--keys", "--max-models", "--replay", "--state", "--teacher",  # of slime serve
-    "--output", "--page", "--seeds",  # of benchmarks/recipes.py
+    "--gemma", "--output", "--page", "--seeds",  # of benchmarks/recipes.py
     "--rooms", "--task", "--run-its-code", "--host", "--token", "--export", "--export-steps", "--export-samples",
     "--step", "--sample", "--tensors", "--through", "--tolerance", "--backend", "--engine", "--cover",
     "--kind", "--mean-prompt", "--mean-response", "--sigma", "--median-response", "--lengths-from",

@@ -119,6 +119,18 @@ async def test_what_differs_is_named(
         await run(engines, digests, probe)
 
 
+@pytest.mark.parametrize(("theirs", "passes"), [(-22.3, True), (-24.5, False)])
+async def test_the_limit_grows_with_the_size_of_a_log_prob(theirs: float, passes: bool) -> None:
+    """Gemma in bfloat16 differs by more than 1 at tokens that it thinks impossible."""
+    engine = Engine("y", {}, [-3.0, theirs])
+    checked = run([engine], {}, Probe([5, 6, 7], [-3.5, -21.1]), limit=1.0)
+    if passes:
+        await checked
+    else:
+        with pytest.raises(WeightAuditError, match=r"token 2 .*the limit is 2\.1"):
+            await checked
+
+
 async def test_engines_that_divide_their_tensors_in_another_way_are_not_compared() -> None:
     """Such as a group of prefill servers with data-parallel attention, and a group of decode
     servers without.
