@@ -46,7 +46,7 @@ TOKENS = {
     "plugins/compat": 11_727,
     "plugins/delta": 6_720,
     "plugins/distillation": 4_020,
-    "plugins/embedded": 42_465,
+    "plugins/embedded": 42_460,
     "plugins/estimators": 6_199,
     "plugins/launch": 2_015,
     "plugins/mixture": 4_926,

@@ -136,7 +136,8 @@ def test_a_killed_fully_asynchronous_run_goes_on_and_its_replay_repeats_it(
 ) -> None:
     """In the mode ``retract``; the other ones are below."""
     saved = runner.tmp / "saved"
-    asynchronous += ["--custom-generate-function-path", long_answers]
+    # Enough steps after the kill that an update comes while answers are under way.
+    asynchronous += ["--custom-generate-function-path", long_answers, "--num-rollout", 12]
     flags = [*asynchronous, "--save", saved, "--save-interval", 2]
     process = runner.start("--run-name", "parts", *flags, script=SCRIPT)
     runner.wait_until(process, lambda: steps_logged(runner.tmp / "outputs" / "parts") >= 4)

@@ -209,7 +209,6 @@ def _probs(runner: Runner, trial: _Trial, rows: Iterable[int]) -> torch.Tensor:
     return torch.softmax(logits.float(), dim=-1)
 
 
-CUDA_GRAPHS = False  # until they are measured on a GPU
 DETERMINISTIC_SEED = 42  # for requests without a seed, as in SGLang
 # the part of the memory free after loading that the KV cache may use
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}
@@ -317,7 +316,7 @@ def load_engine(options: EngineOptions) -> Loaded:
             ", ".join(map(str, runner.row_counts)),
             alone,
         )
-    if CUDA_GRAPHS and device.type == "cuda" and not (options.deterministic or stateful):
+    if device.type == "cuda" and not (options.deterministic or stateful):
         runner.graphs = DecodeGraphs(
             runner, functools.partial(cuda_recorder, torch.cuda.Stream(device))
         )
