@@ -52,7 +52,7 @@ def create_backend(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     made = backend_class(args.train_backend)
     from slime.config.algorithm import algorithm_class
-    from slime.models.cpu_memory import bound_kernel_caches, keep_freed_memory, large_imports
+    from slime.models.cpu_memory import keep_freed_memory, large_imports, set_compute_variables
 
     with large_imports():
         import torch
@@ -68,7 +68,7 @@ def create_backend(
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-        bound_kernel_caches()
+        set_compute_variables()
         if args.threads_per_process:
             torch.set_num_threads(args.threads_per_process)
     if args.deterministic:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -170,23 +170,6 @@ class EvalConfig(Section):
     """Maximum number of tokens of prompt and response together in evaluations. Default:
     --rollout-max-context-len
     """
-
-
-def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Split ``--eval-prompt-data aime a.jsonl gsm8k b.jsonl`` into (name, path) pairs; also return
-    the problems.
-
-    A single word is the path of a data set that is named ``aime``, for compatibility with older
-    scripts.
-    """
-    if len(words) == 1:
-        return [("aime", words[0])], []
-    if len(words) % 2:
-        return [], [
-            f"--eval-prompt-data needs pairs of NAME PATH, but has {len(words)} words: "
-            f"{' '.join(words)}"
-        ]
-    return list(zip(words[::2], words[1::2], strict=True)), []
 
 
 def can_evaluate(evaluation: EvalConfig, rollout_function: str) -> bool:

@@ -98,22 +98,6 @@ class ServedModel:
     groups: tuple[ServerGroup, ...]
 
 
-def simple_groups(
-    model_path: str, num_gpus: int, num_gpus_per_engine: int, prefill_servers: int
-) -> list[ServedModel]:
-    """Return the only model of a run without ``--sglang-config``: ``num_gpus`` GPUs are split into
-    engines, of which the first ``prefill_servers`` only prefill and the others only decode."""
-    # A number above that of the engines is refused by the checks, which also run after this plan
-    # was made.
-    prefill = min(prefill_servers * num_gpus_per_engine, num_gpus)
-    groups = [
-        ServerGroup("decode" if prefill else "regular", num_gpus - prefill, num_gpus_per_engine)
-    ]
-    if prefill:
-        groups.insert(0, ServerGroup("prefill", prefill, num_gpus_per_engine))
-    return [ServedModel(DEFAULT_MODEL, model_path, True, tuple(groups))]
-
-
 def served_models(args: Args) -> list[ServedModel]:
     """Return the models that a run serves: those of ``--sglang-config``, or without it the trained
     one.
@@ -127,8 +111,14 @@ def served_models(args: Args) -> list[ServedModel]:
         read = find("groups", "sglang")
         models: list[ServedModel] = read(args.sglang_config, checkpoint, per_engine)
         return models
+    # The first engines only prefill, and the others only decode. A number above that of the engines
+    # is refused by the checks, which also run after this plan was made.
     gpus = int(args.rollout_num_gpus or 0)
-    return simple_groups(checkpoint, gpus, per_engine, args.prefill_num_servers or 0)
+    prefill = min((args.prefill_num_servers or 0) * per_engine, gpus)
+    groups = [ServerGroup("decode" if prefill else "regular", gpus - prefill, per_engine)]
+    if prefill:
+        groups.insert(0, ServerGroup("prefill", prefill, per_engine))
+    return [ServedModel(DEFAULT_MODEL, checkpoint, True, tuple(groups))]
 
 
 def readable_models(args: Args) -> list[ServedModel]:

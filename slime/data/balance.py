@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.hf_config import SHAPE, lookup_dimension, model_config
+from slime.config.hf_config import SHAPE, lookup_dimension
 
 _GENERIC_HIDDEN = 4096
 
@@ -120,13 +120,6 @@ class ModelShape:
             shared_expert_width=given.get("moe_shared_expert_intermediate_size") or 0,
             sparse_layers=sparse if experts else 0,
         )
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: str | None) -> ModelShape | None:
-        """Read the shape from config.json of a Hugging Face checkpoint; None if it is not on this
-        machine.
-        """
-        return cls.from_config(model_config(checkpoint))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape | None:

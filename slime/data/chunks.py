@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing.connection import wait
 
 import numpy as np
 
+from slime.config.process import end_with_parent
 from slime.data.prompts import Report
 from slime.data.rows import RawRow, RowFile
 from slime.data.sample import Sample
@@ -98,15 +97,8 @@ class Chunks:
 def _begin(make: Make) -> None:
     global _make
     _make = make
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
     # Without this, a worker whose parent was killed would wait for work forever.
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+    end_with_parent(os.getppid())
 
 
 def _work(raws: list[RawRow]) -> Made:

@@ -311,19 +311,6 @@ class Dataset:
         for warning in problems.warnings:
             logger.warning("%s", warning)
 
-    @property
-    def origin_samples(self) -> list[Sample]:
-        """The prompts in the order of the file.
-
-        Raises:
-            ValueError: With streaming, they are not in memory.
-        """
-        if self._kept is None:
-            raise ValueError(
-                "a data set that streams its rows does not hold them: leave out --streaming-data"
-            )
-        return [sample for sample in self._kept if sample is not None]
-
     def __len__(self) -> int:
         return len(self._rows) if self._kept is None else len(self.samples)
 

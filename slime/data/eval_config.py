@@ -9,7 +9,6 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from slime.config.args import FLAGS, Args
-from slime.config.data import eval_pairs
 from slime.config.files import NamedDataError, data_name, load_yaml
 from slime.config.flag import out_of_range
 from slime.data.dataset import PromptMaker
@@ -119,10 +118,16 @@ def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
     if args.eval_config:
         defaults, entries = _read(Path(args.eval_config).expanduser())
     else:
-        pairs, problems = eval_pairs(args.eval_prompt_data or [])
-        if problems:
-            raise ValueError(problems[0])
+        words = args.eval_prompt_data or []
+        # for compatibility with older scripts
+        words = ["aime", *words] if len(words) == 1 else words
+        if len(words) % 2:
+            raise ValueError(
+                f"--eval-prompt-data needs pairs of NAME PATH, but has {len(words)} words: "
+                f"{' '.join(words)}"
+            )
         defaults = {}
+        pairs = zip(words[::2], words[1::2], strict=True)
         entries = [{"name": name, "path": path} for name, path in pairs]
     # Metrics and files of an evaluation are named after its data set.
     names = [entry["name"] for entry in entries]

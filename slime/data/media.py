@@ -93,12 +93,13 @@ def load_image(item: object) -> Image.Image:
     if isinstance(item, Image.Image):
         return item.convert("RGB")
     if isinstance(item, dict):
-        if item.get("bytes") is None and item.get("path") is None:
+        inner = item.get("path") if item.get("bytes") is None else item["bytes"]
+        if inner is None:
             raise TypeError(
                 "an image given as an object needs bytes or path, this has "
                 f"{', '.join(map(str, item))}"
             )
-        return load_image(item["bytes"] if item.get("bytes") is not None else item["path"])
+        return load_image(inner)
     if isinstance(item, bytes):
         return Image.open(io.BytesIO(item)).convert("RGB")
     if not isinstance(item, str | Path):

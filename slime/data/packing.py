@@ -119,19 +119,15 @@ def build_pack(
     """Lay out samples in one pack.
 
     Args:
-        tokens: Prompt + response ids of each sample, as lists, arrays or CPU tensors.
+        tokens: Prompt + response ids of each sample, as lists, arrays or CPU tensors. Its first
+            response token is predicted from a prompt token, so it needs one.
         response_lengths: Number of tokens at the end of each sample that are its response.
         group_keys: Only samples with equal keys may share tokens. None: all samples may.
         share_prompts: Whether equal prompts (``tokens[:total - response]``) of a group, and other
             common beginnings (see :func:`shared_beginnings`), are stored once.
         pad_to_multiple: The number of tokens is padded to a multiple of this.
-
-    Raises:
-        ValueError: There are no samples, or one has no prompt token, from which its first response
-            token is predicted.
     """
     arrays = [np.asarray(t, dtype=np.int64) for t in tokens]
-    _check(arrays, response_lengths, group_keys, pad_to_multiple)
     prompt_lens = [len(t) - r for t, r in zip(arrays, response_lengths, strict=True)]
     shared: list[list[Beginning]] = [[] for _ in arrays]
     if share_prompts:
@@ -296,31 +292,6 @@ def distinct_scores(layout: PackLayout) -> tuple[np.ndarray, np.ndarray, np.ndar
     if len(place) - len(first) < MIN_SHARED_TOKENS:
         return None
     return layout.logit_index[first], layout.targets[first], place
-
-
-def _check(
-    arrays: list[np.ndarray],
-    response_lengths: Sequence[int],
-    group_keys: Sequence[Hashable] | None,
-    pad_to_multiple: int,
-) -> None:
-    if not arrays:
-        raise ValueError("a pack needs at least one sample")
-    if len(response_lengths) != len(arrays) or (
-        group_keys is not None and len(group_keys) != len(arrays)
-    ):
-        keys = "" if group_keys is None else f", {len(group_keys)} group keys"
-        raise ValueError(
-            f"{len(arrays)} samples, but {len(response_lengths)} response lengths{keys}"
-        )
-    if pad_to_multiple < 1:
-        raise ValueError(f"pad_to_multiple is {pad_to_multiple}, must be at least 1")
-    for i, (array, response) in enumerate(zip(arrays, response_lengths, strict=True)):
-        if not 0 <= response < len(array):
-            raise ValueError(
-                f"sample {i} of the pack has {len(array)} tokens and response length {response}: "
-                "it needs at least one prompt token before the response"
-            )
 
 
 def _indices(ranges: list[Range]) -> np.ndarray:

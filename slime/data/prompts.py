@@ -17,7 +17,7 @@ from slime.data.sample import Message
 from slime.types import JsonValue
 
 _MISSING = object()
-_OPTIONAL_DEFAULTS = {"label": "label", "metadata": "metadata", "tools": "tools"}
+_OPTIONAL = ("label", "metadata", "tools")  # the columns with these names may be absent
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,7 @@ def _asked(keys: RowKeys) -> set[tuple[str, str]]:
     """The columns that some row should have, by name. Optional columns with their default names may
     be absent.
     """
-    optional = {name: getattr(keys, name) for name in _OPTIONAL_DEFAULTS}
-    named = {
-        (name, key) for name, key in optional.items() if key not in (None, _OPTIONAL_DEFAULTS[name])
-    }
+    named = {(name, key) for name in _OPTIONAL if (key := getattr(keys, name)) not in (None, name)}
     return {("prompt", keys.prompt), *keys.multimodal.items(), *named}
 
 
@@ -346,7 +343,7 @@ def _media_items(data: Mapping[str, object], column: str) -> list[Any]:
 def _label(data: Mapping[str, object], key: str | None) -> JsonValue:
     """Convert scalars to text; lists and objects are kept, for custom reward functions."""
     value = None if key is None else lookup(data, key, _MISSING)
-    if value is _MISSING and key != _OPTIONAL_DEFAULTS["label"]:
+    if value is _MISSING and key != "label":
         raise MissingColumn(f"no label column {key!r}; the row has {_names(data)}")
     if value is _MISSING or value is None or (isinstance(value, float) and math.isnan(value)):
         return None

@@ -22,10 +22,12 @@ class Tags(NamedTuple):
 THINK = Tags("<think>", "</think>")
 TAGS: dict[str, Tags] = {
     **dict.fromkeys(
-        ("deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax", "qwen3", "qwen3-thinking"),
+        (
+            *("deepseek-r1", "deepseek-v3", "glm45", "interns1", "kimi_k2", "minimax", "qwen3"),
+            *("qwen3-thinking", "step3", "step3p5"),
+        ),
         THINK,
     ),
-    **dict.fromkeys(("step3", "step3p5", "interns1"), THINK),
     "kimi": Tags("◁think▷", "◁/think▷"),
     "mistral": Tags("[THINK]", "[/THINK]"),
     "seed-oss": Tags("<seed:think>", "</seed:think>"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from slime.config.algorithm import registered_loss
 from slime.config.args import Args
+from slime.config.hf_config import model_config
 from slime.config.layout import ParallelLayout
 from slime.data.balance import ModelShape, first_fit, forward_flops, split_in_two
 from slime.data.lock_step import Items, deal, pack_in_lock_step
@@ -79,7 +80,7 @@ class PackingSettings:
                 args.share_prompt_in_pack and not pads and not args.use_rollout_routing_replay
             ),
             shape=ModelShape.from_megatron(args.megatron)
-            or ModelShape.from_checkpoint(args.hf_checkpoint),
+            or ModelShape.from_config(model_config(args.hf_checkpoint)),
             whole_rollouts=loss is not None and loss.whole_rollouts,
             global_batch_size=args.global_batch_size or 0,
             steps=(args.num_steps_per_rollout or 1)

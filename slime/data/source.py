@@ -282,9 +282,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Number of groups in the buffer."""
         return len(self.buffer)
 
-    def _get_samples_from_buffer(self, num_samples: int) -> list[Group]:
-        return self._from_buffer(num_samples)
-
     def buffer_filter(self, args: Args, buffer: list[Group], num_samples: int) -> list[Group]:
         """Choose at most ``num_samples`` groups of ``buffer``.
 

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slime.models.autograd import Context, Gradients
-from slime.models.segments import OwnBlock, PackSegments, PrefixBlock
+from slime.models.segments import Block, PackSegments, PrefixBlock
 
 MIN_ROWS = 4
 """With fewer rows, MKL's matrix-vector code is faster."""
@@ -381,7 +381,7 @@ def _repeated(x: Tensor, groups: int) -> Tensor:
 # --- rows of blocks; x is [H_kv, T, ...] ---
 
 
-def _pick(x: Tensor, block: OwnBlock) -> Tensor:
+def _pick(x: Tensor, block: Block) -> Tensor:
     """``[H_kv, T, ...]`` -> ``[H_kv·n, length, ...]``, with zeros after each segment that is
     shorter than the block.
     """
@@ -392,7 +392,7 @@ def _pick(x: Tensor, block: OwnBlock) -> Tensor:
     return picked.view(x.shape[0] * block.n, block.length, *x.shape[2:])
 
 
-def _put(whole: Tensor, block: OwnBlock, part: Tensor) -> None:
+def _put(whole: Tensor, block: Block, part: Tensor) -> None:
     """Write the rows of a block to their places in ``whole``, the inverse of :func:`_pick`."""
     flat = part.reshape(whole.shape[0], block.n * block.length, *whole.shape[2:])
     whole.index_copy_(

@@ -14,11 +14,6 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024
 LARGEST_INT = 2**31 - 1
 HUGE_PAGES = ("THP_MEM_ALLOC_ENABLE", "1")  # torch reads this variable at its first allocation
-KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""The variables for the number of kernels that oneDNN keeps, and ideep, which is the layer between
-torch and oneDNN.
-"""
-KERNELS_KEPT = "64"
 COMPUTE_VARIABLES = {
     # Threads that spin while they wait would take the cores from those that compute.
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -27,6 +22,13 @@ COMPUTE_VARIABLES = {
     # MKL gives the same bits for every alignment of buffers, at no measurable cost. Without it, the
     # embedded engine in deterministic mode computes attention row by row.
     "MKL_CBWR": "AUTO",
+    # oneDNN, and ideep between torch and oneDNN, compile a kernel of about 0.3 MB for each shape of
+    # a matrix product and keep 1024 each by default. Almost every pack of tokens has a new length,
+    # so these kernels are rarely used again, and a process grows by about 600 MB until the caches
+    # are full. A model needs about 20 shapes for the forward and backward passes of one micro-batch,
+    # for any number of layers. Compiling a kernel again takes 0.1 ms and gives the same kernel.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
 }
 """The variables of every process that computes, in a run with Ray and in one that is inline: equal,
 for equal bits.
@@ -97,24 +99,8 @@ def keep_freed_memory() -> bool:
 def set_compute_variables() -> None:
     """Set the environment variables that torch's libraries read once, unless the user has set them.
 
-    OpenMP reads its own when torch is imported, MKL at its first matrix product.
+    OpenMP reads its own when torch is imported, MKL and oneDNN at their first matrix product.
     """
     for name, value in COMPUTE_VARIABLES.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault(*HUGE_PAGES)  # huge pages for the large tensors of torch
-    bound_kernel_caches()
-
-
-def bound_kernel_caches() -> None:
-    """Limit the number of compiled matrix products that torch keeps on the CPU, unless the user has
-    set it.
-
-    oneDNN compiles a kernel of about 0.3 MB for each shape and keeps 1024 of them by default; ideep
-    keeps 1024 more. Almost every pack of tokens has a new length, so these kernels are rarely used
-    again, and a process grows by about 600 MB until the caches are full. A model needs about 20
-    shapes for the forward and backward passes of one micro-batch, for any number of layers.
-    Compiling a kernel again takes 0.1 ms and gives the same kernel. This must be called before
-    torch's first matrix product, which reads the variables.
-    """
-    for name in KERNEL_CACHES:
-        os.environ.setdefault(name, KERNELS_KEPT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -22,6 +21,4 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
     flat = tensor.detach().contiguous().reshape(-1)
     raw = flat.cpu().view(torch.uint8).numpy()
-    if sys.byteorder == "big":  # torch keeps native order in memory
-        raw = raw.reshape(-1, flat.element_size())[:, ::-1].copy()
     return xxhash.xxh3_128_hexdigest(raw.data)

@@ -43,12 +43,10 @@ def quantize(weight: Tensor, granularity: Granularity) -> tuple[Tensor, Tensor]:
         ceil(C / 128)]`` for blocks, ``[R, 1]`` for channels, ``[1]`` for a tensor.
     """
     wide = weight.detach().float()
-    if granularity == "tensor":
-        scale = (wide.abs().amax() / LARGEST).clamp_min(_SMALLEST_SCALE)
-        return _rounded(wide / scale), scale.reshape(1)
-    if granularity == "channel":
-        scales = (wide.abs().amax(1, keepdim=True) / LARGEST).clamp_min(_SMALLEST_SCALE)
-        return _rounded(wide / scales), scales
+    if granularity != "block":
+        axes = (0, 1) if granularity == "tensor" else (1,)
+        scales = (wide.abs().amax(axes, keepdim=True) / LARGEST).clamp_min(_SMALLEST_SCALE)
+        return _rounded(wide / scales), scales.flatten() if granularity == "tensor" else scales
     rows, columns = wide.shape
     padded = functional.pad(wide, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)

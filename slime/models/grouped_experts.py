@@ -88,36 +88,28 @@ def order_of_chunks(sizes: Tensor, chunks: Tensor, rows: int) -> Order:
 
 def spread(x: Tensor, order: Order) -> Tensor:
     """Return the token of each sorted row: ``[T, H]`` -> ``[N, H]``."""
-    return _Spread.apply(x, *order)
+    return _Moved.apply(x, *order, True)
 
 
 def combine(x: Tensor, order: Order) -> Tensor:
     """Return the sum of each token's rows: ``[N, H]`` -> ``[T, H]``, summed in float32."""
-    return _Combine.apply(x, *order)
+    return _Moved.apply(x, *order, False)
 
 
-class _Spread(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> Gradients:
-        (slots,) = ctx.saved_tensors
-        return _summed(grads[0].contiguous(), slots), None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        return _summed(x, slots)
+    def forward(ctx: Context, x: Tensor, rows: Tensor, slots: Tensor, spreads: bool) -> Tensor:
+        ctx.save_for_backward(rows, slots)
+        ctx.settings = (spreads,)
+        return x.index_select(0, rows) if spreads else _summed(x, slots)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Gradients:
-        (rows,) = ctx.saved_tensors
-        return grads[0].index_select(0, rows), None, None
+        rows, slots = ctx.saved_tensors
+        (spread,) = ctx.settings
+        grad = grads[0]
+        moved = _summed(grad.contiguous(), slots) if spread else grad.index_select(0, rows)
+        return moved, None, None, None
 
 
 @fused_on_cuda

@@ -36,9 +36,7 @@ class Place:
         """Return the modules of the layer whose class names end so. transformers puts the family's
         name before it.
         """
-        return [
-            module for module in self.layer.modules() if type(module).__name__.endswith(endings)
-        ]
+        return list(_ending(self.layer, endings))
 
 
 Sees = Callable[[PretrainedConfig, Tensor, Tensor], Tensor]
@@ -105,23 +103,6 @@ def all_before(config: PretrainedConfig, query: Tensor, key: Tensor) -> Tensor:
     selects.
     """
     return key <= query
-
-
-def whole_attention(
-    name: str,
-    is_at: Callable[[Place], bool],
-    types: tuple[str, ...],
-    sees: Sees = all_before,
-) -> LayerKind:
-    """Return a kind of attention that depends on the whole sequence: on a mask over it, or on the
-    index of a row.
-
-    Packing: the attention of the layer runs on a batch of whole sequences with a mask. Prompt
-    sharing: the prompt is computed once for each sample, from the rows that its samples share.
-    Context parallelism: whole sequences are dealt out among the ranks. Engine: as full attention,
-    with the positions in the slots; what is selected and masked depends on them only.
-    """
-    return LayerKind(name, is_at, types, ("Attention",), sees)
 
 
 def is_windowed(place: Place) -> bool:
@@ -280,6 +261,14 @@ SPARSE_INDEXER = LayerKind(
 )
 
 
+# Two kinds of attention that depend on the whole sequence: on a mask over it, or on the index of a
+# row.
+#
+# Packing: the attention of the layer runs on a batch of whole sequences with a mask. Prompt sharing:
+# the prompt is computed once for each sample, from the rows that its samples share. Context
+# parallelism: whole sequences are dealt out among the ranks. Engine: as full attention, with the
+# positions in the slots; what is selected and masked depends on them only.
+#
 # Attention inside chunks of fixed size, counted from the first token of a sequence (Llama 4).
 
 
@@ -292,8 +281,8 @@ def same_chunk(config: PretrainedConfig, query: Tensor, key: Tensor) -> Tensor:
     return key // size == query // size
 
 
-CHUNKED_ATTENTION = whole_attention(
-    "chunked attention", is_chunked, ("chunked_attention",), same_chunk
+CHUNKED_ATTENTION = LayerKind(
+    "chunked attention", is_chunked, ("chunked_attention",), ("Attention",), same_chunk
 )
 
 
@@ -311,7 +300,7 @@ def is_tuned(place: Place) -> bool:
     )
 
 
-TEMPERATURE_TUNING = whole_attention("temperature tuning", is_tuned, ())
+TEMPERATURE_TUNING = LayerKind("temperature tuning", is_tuned, (), ("Attention",), all_before)
 
 
 @cache

@@ -291,8 +291,8 @@ def padded_attention(
                 x.index_select(0, index).unflatten(0, (len(segments), -1))
                 for x, index in ((blocks, rows), (key_blocks, keys))
             )
-            mask = _causal_mask(*shape, -1, q.device) | same_image(of_queries, of_keys)
-            mask = (mask & _window_mask(*shape, window, q.device)).unsqueeze(1)
+            causal, near = _masks(*shape, window, q.device)
+            mask = ((causal | same_image(of_queries, of_keys)) & near).unsqueeze(1)
             part = masked_attention(queries, keys_values[0], keys_values[1], mask, scale, changes)
         else:
             part = _masked_attention(
@@ -315,34 +315,20 @@ def _masked_attention(
         # the queries are the last tokens, so no key after these is attended to
         seen = k_len - q_len + end
         first = max(0, seen - (end - start) - window) if window >= 0 else 0
-        mask = _causal_mask(end - start, seen - first, window, q.device)
+        causal, near = _masks(end - start, seen - first, window, q.device)
+        mask = causal & near if window >= 0 else causal
         arguments = q[:, :, start:end], k[:, :, first:seen], v[:, :, first:seen], mask, scale
         parts.append(masked_attention(*arguments, changes))
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
-def _causal_mask(q_len: int, k_len: int, window: int, device: torch.device) -> Tensor:
-    """Return a bool mask ``[q_len, k_len]``. It is aligned at the bottom right: the queries are the
-    last tokens.
+def _masks(q_len: int, k_len: int, window: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which keys are not after a query, and which are not too far before it, both bool
+    ``[q_len, k_len]``. They are aligned at the bottom right: the queries are the last tokens.
     """
-    query, key = _positions(q_len, k_len, device)
-    mask = key <= query
-    return mask & _window_mask(q_len, k_len, window, device) if window >= 0 else mask
-
-
-def _positions(q_len: int, k_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the positions of the queries, ``[q_len, 1]``, and of the keys, ``[1, k_len]``."""
-    return torch.arange(k_len - q_len, k_len, device=device)[:, None], torch.arange(
-        k_len, device=device
-    )[None, :]
-
-
-def _window_mask(q_len: int, k_len: int, window: int, device: torch.device) -> Tensor:
-    """Return which keys are not too far before a query, bool ``[q_len, k_len]``. Keys after it are
-    not too far.
-    """
-    query, key = _positions(q_len, k_len, device)
-    return key >= query - (window if window >= 0 else k_len)
+    query = torch.arange(k_len - q_len, k_len, device=device)[:, None]
+    key = torch.arange(k_len, device=device)[None, :]
+    return key <= query, key >= query - (window if window >= 0 else k_len)
 
 
 AttentionInterface.register(NAME, packed_attention)

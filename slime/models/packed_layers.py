@@ -82,17 +82,17 @@ def run_attention(
                 "sequences of a pack: use --attn-implementation sdpa"
             )
     rotary = _rotary_of_all(cast(Rotary, kwargs["position_embeddings"]), pack)
-    rows = pack.rows_of_all(rows)
-    out = torch.zeros_like(rows)
-    for block in pack.sequences:
-        result = plain(
-            hidden_states=block.gather(rows),
+
+    def attend(batch: Tensor, block: SequenceBlock) -> Tensor:
+        outputs = plain(
+            hidden_states=batch,
             position_embeddings=_of_block(rotary, block),
             position_ids=torch.arange(block.length, device=rows.device).expand(block.n, -1),
             attention_mask=_mask(module, sees, block, rows.device),
         )
-        out = out.index_copy(0, block.own, result[0].flatten(0, 1).index_select(0, block.picks))
-    return pack.own_rows(out).unsqueeze(0), None
+        return cast(Tensor, outputs[0])
+
+    return _run_on_rows_of_all(attend, rows, pack), None
 
 
 def use_sdpa(module: nn.Module) -> None:
@@ -197,10 +197,9 @@ def _per_sequence(plain: Callable[..., Tensor], shares: Shares | None) -> Callab
             return plain(hidden_states, *args, **kwargs)
         if shares is not None and can_divide(self, shares, pack):
             return run_by_heads(self, shares, hidden_states[0], pack).unsqueeze(0)
-        rows = pack.rows_of_all(hidden_states[0])
-        return pack.own_rows(
-            run_sequences(lambda batch: plain(hidden_states=batch), rows, pack)
-        ).unsqueeze(0)
+        return _run_on_rows_of_all(
+            lambda batch, _: plain(hidden_states=batch), hidden_states[0], pack
+        )
 
     return forward
 
@@ -215,11 +214,13 @@ def _attention_per_sequence(plain: Attention, sees: list[Sees]) -> Attention:
     return forward
 
 
-def run_sequences(mixer: Callable[[Tensor], Tensor], rows: Tensor, pack: PackSegments) -> Tensor:
-    """Run a module with a state on the sequences of a pack, which must be listed there.
+def run_sequences(
+    mixer: Callable[[Tensor, SequenceBlock], Tensor], rows: Tensor, pack: PackSegments
+) -> Tensor:
+    """Run a module on the sequences of a pack, which must be listed there.
 
     Args:
-        mixer: A causal function of whole sequences, ``[n, L, H]``.
+        mixer: A causal function of whole sequences, ``[n, L, H]``, which are those of a block.
         rows: ``[T, H]``, the rows of the pack.
 
     Returns:
@@ -227,6 +228,15 @@ def run_sequences(mixer: Callable[[Tensor], Tensor], rows: Tensor, pack: PackSeg
     """
     out = torch.zeros_like(rows)
     for block in pack.sequences:
-        result = mixer(block.gather(rows))
+        result = mixer(block.gather(rows), block)
         out = out.index_copy(0, block.own, result.flatten(0, 1).index_select(0, block.picks))
     return out
+
+
+def _run_on_rows_of_all(
+    mixer: Callable[[Tensor, SequenceBlock], Tensor], rows: Tensor, pack: PackSegments
+) -> Tensor:
+    """Do the same with the rows of all context-parallel ranks: ``[T, H]`` of this rank -> ``[1, T,
+    H]``.
+    """
+    return pack.own_rows(run_sequences(mixer, pack.rows_of_all(rows), pack)).unsqueeze(0)

@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from slime.data.packing import PackLayout
 
 
+def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _scattered_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
 class GatherRows(torch.autograd.Function):
     """The rows ``[rows, ...]`` of all ranks of a group, concatenated in order of rank: ``[ranks *
     rows, ...]``.
@@ -29,34 +41,24 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.settings = (group,)
-        out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
+        return _gathered(x, group)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Gradients:
-        (group,), grad = ctx.settings, grads[0].contiguous()
         # Every rank used every row, so the gradient of a row is the sum over ranks; each gets the
         # part of its own rows. That is a reduce-scatter, the mirror image of the gather.
-        out = grad.new_empty(grad.shape[0] // group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(out, grad, group=group)
-        return out, None
+        return _scattered_sum(grads[0], *ctx.settings), None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.settings = (group,)
-        out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-        dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
-        return out
+        return _scattered_sum(x, group)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Gradients:
-        (group,), grad = ctx.settings, grads[0].contiguous()
-        out = grad.new_empty(grad.shape[0] * group.size(), *grad.shape[1:])
-        dist.all_gather_into_tensor(out, grad, group=group)
-        return out, None
+        return _gathered(grads[0], *ctx.settings), None
 
 
 class _SumOver(torch.autograd.Function):
@@ -142,7 +144,7 @@ def to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class OwnBlock:
+class Block:
     """Segments of similar length that each attend causally to themselves.
 
     Attributes:
@@ -150,7 +152,8 @@ class OwnBlock:
         slots: int64 ``[N]``, the position of each row in the padded ``[n * length]``; None without
             padding.
         n: Number of segments.
-        length: Length of the longest segment.
+        length: Length of the longest segment. Shorter ones are padded at their end, which no
+            earlier token sees.
     """
 
     rows: Tensor
@@ -170,7 +173,7 @@ class PrefixBlock:
 
 
 @dataclass(frozen=True)
-class SequenceBlock:
+class SequenceBlock(Block):
     """Sequences of similar length, each from its first token: what a layer with a state computes as
     one batch.
 
@@ -178,20 +181,10 @@ class SequenceBlock:
     only those of its own rows are used, as only those of its own queries are in attention.
 
     Attributes:
-        rows: int64 ``[N]``, the rows of the sequences in the pack, one sequence after the other.
-        slots: int64 ``[N]``, the position of each row in the padded ``[n * length]``; None without
-            padding.
-        n: Number of sequences.
-        length: Length of the longest sequence. Shorter ones are padded at their end, which no
-            earlier token sees.
         own: int64 ``[M]``, the rows of the pack that get an output.
         picks: int64 ``[M]``, their positions in the padded ``[n * length]``.
     """
 
-    rows: Tensor
-    slots: Tensor | None
-    n: int
-    length: int
     own: Tensor
     picks: Tensor
 
@@ -224,7 +217,7 @@ class PackSegments:
     max_q: int
     max_k: int
     num_tokens: int
-    own: list[OwnBlock] = field(default_factory=list)
+    own: list[Block] = field(default_factory=list)
     prefixes: list[PrefixBlock] = field(default_factory=list)
     group: ProcessGroup | None = None
     sequences: list[SequenceBlock] = field(default_factory=list)
@@ -256,6 +249,8 @@ class PackSegments:
             for x in (layout.max_q, layout.max_k)
         ]
 
+        own_rows = [np.arange(*ranges[-1]) for ranges in layout.kv_ranges] if on_cpu else []
+
         def move(array: np.ndarray) -> Tensor:
             return to_device(array, device)
 
@@ -267,7 +262,7 @@ class PackSegments:
             max_k=largest[1],
             num_tokens=len(layout.tokens),
             own=[
-                _own_block(bucket, layout.q_starts, layout.q_lens)
+                Block(*_padded([own_rows[i] for i in sorted(bucket)], device))
                 for bucket in _similar(layout.q_lens)
             ]
             if on_cpu
@@ -323,25 +318,24 @@ def _sequence_blocks(
     lens = np.asarray([len(sequence) for sequence in sequences])
     blocks = []
     for bucket in _similar(lens):
-        length = int(lens[bucket].max())
-        slots = np.concatenate(
-            [np.arange(lens[i]) + slot * length for slot, i in enumerate(bucket)]
-        )
+        rows, slots, n, length = _padded([sequences[i] for i in bucket], device)
         ends = [lens[i] + slot * length for slot, i in enumerate(bucket)]
         picks = [np.arange(end - own_lens[i], end) for end, i in zip(ends, bucket, strict=True)]
-        blocks.append(
-            SequenceBlock(
-                rows=to_device(np.concatenate([sequences[i] for i in bucket]), device),
-                slots=to_device(slots, device) if len(slots) != len(bucket) * length else None,
-                n=len(bucket),
-                length=length,
-                own=to_device(
-                    np.concatenate([sequences[i][lens[i] - own_lens[i] :] for i in bucket]), device
-                ),
-                picks=to_device(np.concatenate(picks), device),
-            )
-        )
+        own = np.concatenate([sequences[i][lens[i] - own_lens[i] :] for i in bucket])
+        given = to_device(own, device), to_device(np.concatenate(picks), device)
+        blocks.append(SequenceBlock(rows, slots, n, length, *given))
     return blocks
+
+
+def _padded(
+    parts: list[np.ndarray], device: torch.device | str
+) -> tuple[Tensor, Tensor | None, int, int]:
+    """Return the fields of a :class:`Block` of these rows."""
+    length = max(map(len, parts))
+    slots = np.concatenate([np.arange(len(x)) + slot * length for slot, x in enumerate(parts)])
+    padded = len(slots) != len(parts) * length
+    rows = to_device(np.concatenate(parts), device)
+    return rows, to_device(slots, device) if padded else None, len(parts), length
 
 
 def _sequences(
@@ -371,17 +365,6 @@ def deal_sequences(lens: Sequence[int], ranks: int) -> list[list[int]]:
     for i in sorted(range(len(lens)), key=lambda i: -lens[i]):
         min(hands, key=lambda hand: sum(lens[j] for j in hand)).append(i)
     return hands
-
-
-def _own_block(bucket: list[int], starts: np.ndarray, lens: np.ndarray) -> OwnBlock:
-    order = sorted(bucket)
-    length = int(lens[order].max())
-    rows = np.concatenate([np.arange(starts[i], starts[i] + lens[i]) for i in order])
-    slots = np.concatenate([np.arange(lens[i]) + slot * length for slot, i in enumerate(order)])
-    padded = len(rows) != len(order) * length
-    return OwnBlock(
-        torch.from_numpy(rows), torch.from_numpy(slots) if padded else None, len(order), length
-    )
 
 
 def _prefix_blocks(layout: PackLayout) -> list[PrefixBlock]:

@@ -11,7 +11,6 @@ finds every file that is missing, empty, truncated or of another format.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -23,7 +22,6 @@ from typing import NamedTuple
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_MAX_HEADER = 100_000_000  # bytes; the limit of the format
 _SHOWN = 5
 _PART = 2**20
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.weight(?:_packed)?$")
@@ -36,10 +34,12 @@ UNTIES = "has an output layer that is not its embedding, but config.json says th
 layer.
 """
 
-DTYPE_BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
-    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
-}  # fmt: skip
+_DAMAGES = {
+    "header too": "is not a safetensors file",
+    "invalid header length": "is truncated",
+    "incomplete metadata": "is truncated, or has bytes after its last tensor",
+}
+"""What the library says of a damage -> what is wrong with the file."""
 PLAIN_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes of weights that need no scale."""
 
@@ -121,81 +121,29 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
     """Read the headers of one file. The message of a ValueError continues a sentence that begins
     with the file name.
     """
-    if not path.is_file():
-        raise ValueError("is missing")
-    size = path.stat().st_size
-    if size == 0:
-        raise ValueError("is empty")
-    try:
-        with open(path, "rb") as file:
-            # The length stands in eight bytes, which may be anything in a file of another kind: a
-            # text, for example.
-            start = file.read(8)
-            if start == b"version ":
-                raise ValueError("is a Git LFS pointer, not the weights (run git lfs pull)")
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= _MAX_HEADER:
-                raise ValueError("is not a safetensors file (no header length)")
-            if 8 + length > size:
-                raise ValueError(
-                    f"is truncated: it has {size} bytes, but its header alone needs {8 + length}"
-                )
-            entries = json.loads(file.read(length))
-        if not isinstance(entries, dict):
-            raise ValueError("is not a safetensors file (its header is not a JSON object)")
-        entries.pop("__metadata__", None)
-        headers = {name: _header(path.name, name, entry) for name, entry in entries.items()}
-        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"cannot be read as safetensors ({type(error).__name__}: {error})"
-        ) from error
-    # The end of the last tensor is the end of the file. So a download that was cut off is found
-    # without reading it.
-    if 8 + length + end != size:
-        what = "is truncated" if 8 + length + end > size else "has bytes after its last tensor"
-        raise ValueError(
-            f"{what}: it has {size} bytes, but its header describes {8 + length + end}"
-        )
-    _open_once(path)
-    return headers
-
-
-def _open_once(path: Path) -> None:
-    """Let the library that reads the tensors check the header as well: it knows fewer dtypes, and
-    types of metadata.
-    """
     from safetensors import SafetensorError, safe_open
 
+    if not path.is_file():
+        raise ValueError("is missing")
     try:
-        with safe_open(str(path), framework="np"):
-            pass
+        with open(path, "rb") as file:
+            start = file.read(8)
+        if not start:
+            raise ValueError("is empty")
+        if start == b"version ":
+            raise ValueError("is a Git LFS pointer, not the weights (run git lfs pull)")
+        # The library compares the header with the size of the file, so that a download that was
+        # cut off is found without reading it.
+        with safe_open(str(path), framework="np") as opened:
+            stored = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            return {
+                name: TensorHeader(path.name, tensor.get_dtype(), tuple(tensor.get_shape()))
+                for name, tensor in stored.items()
+            }
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot be read as safetensors ({error})"[:2000]) from error
-
-
-def _header(file: str, name: str, entry: object) -> TensorHeader:
-    try:
-        if not isinstance(entry, dict):
-            raise TypeError("not a JSON object")
-        dtype = str(entry["dtype"])
-        shape = tuple(int(n) for n in entry["shape"])
-        begin, end = (int(n) for n in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"has a damaged header: {name!r} is described by {str(entry)[:80]}"
-        ) from error
-    bits = DTYPE_BITS.get(dtype)
-    if (
-        min(shape, default=0) < 0
-        or begin < 0
-        or (bits is not None and (end - begin) * 8 != math.prod(shape) * bits)
-    ):
-        raise ValueError(
-            f"has a damaged header: {name!r} of {dtype} {list(shape)} cannot have {end - begin} "
-            "bytes"
-        )
-    return TensorHeader(file, dtype, shape)
+        known = (words for kind, words in _DAMAGES.items() if kind in str(error))
+        what = next(known, "cannot be read as safetensors")
+        raise ValueError(f"{what} ({error})"[:2000]) from error
 
 
 def own_head(folder: Path, headers: Mapping[str, TensorHeader]) -> str | None:

@@ -102,9 +102,9 @@ class NamedWeights(ABC):
         """
         return {name: self[name] for name in self.shapes()}
 
-    def empty(self) -> dict[str, Any]:
-        """Return such objects of tensors without memory (``meta``)."""
-        return {name: _Empty(shape) for name, shape in self.shapes().items()}
+    def empty(self) -> dict[str, Tensor]:
+        """Return tensors without memory (``meta``) in their place."""
+        return {name: torch.empty(shape, device="meta") for name, shape in self.shapes().items()}
 
 
 SHARD_BYTES = 4 * 1024**3
@@ -142,7 +142,7 @@ class StoredWeights(NamedWeights):
         self.dtype = _nominal_dtype(config)
         self.plan = Plan({}, frozenset())
         if quantization is not None:
-            self.plan = plan(str(folder), quantization, self.headers, self._read)
+            self.plan = plan(str(folder), quantization, self.headers, self.read)
         used = {
             part for weight in self.plan.weights.values() for part in weight.parts
         } | self.plan.left_out
@@ -204,14 +204,10 @@ class StoredWeights(NamedWeights):
         """
         self.shape(name)  # raises KeyError
         if name in self.plan.weights:
-            tensor = self.plan.weights[name].compute(self._read).to(self.dtype)[index]
+            tensor = self.plan.weights[name].compute(self.read).to(self.dtype)[index]
         else:
-            tensor = self._read(name, index)
+            tensor = self.read(name, index)
         return self.require_finite(name, tensor)
-
-    def header_tensor(self, name: str) -> Tensor:
-        """Read a stored tensor as it is, also one that is only a part of a weight."""
-        return self._read(name)
 
     def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the tensors that the files would have for new values of one weight, quantized and
@@ -228,10 +224,13 @@ class StoredWeights(NamedWeights):
                 f"{self.folder}: it cannot be written as that checkpoint stores it"
             )
         if name in self.plan.weights:
-            return self.plan.weights[name].store(tensor, self._read)
+            return self.plan.weights[name].store(tensor, self.read)
         return {name: tensor.to(PLAIN_DTYPES.get(self.plain[name].dtype, tensor.dtype))}
 
-    def _read(self, name: str, index: EllipsisType | tuple[slice, ...] = ...) -> Tensor:
+    def read(self, name: str, index: EllipsisType | tuple[slice, ...] = ...) -> Tensor:
+        """Read a stored tensor, or a part of it, as it is, also one that is only a part of a
+        weight.
+        """
         file = self.headers[name].file
         if file not in self._opened:
             self._opened[file] = safe_open(str(self.folder / file), framework="pt")
@@ -254,14 +253,6 @@ class StoredTensor:
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
         return self.stored.get(self.name, index)
-
-
-class _Empty:
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-
-    def __getitem__(self, index: EllipsisType) -> Tensor:
-        return torch.empty(self.shape, device="meta")
 
 
 def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool) -> None:

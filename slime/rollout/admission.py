@@ -42,10 +42,6 @@ class Admission:
             that trains it.
         version: Version of the engines' weights: the number of steps that have trained them.
         open: Number of units that were admitted, not dropped and not yet taken.
-
-    Raises:
-        ValueError: A value is out of range, or ``max_staleness`` is below what ``update_interval``
-            implies.
     """
 
     def __init__(
@@ -58,27 +54,6 @@ class Admission:
         last_step: int | None = None,
         version: int | None = None,
     ) -> None:
-        numbers = {
-            "batch": (batch, 1),
-            "buffer_size": (buffer_size, 0),
-            "update_interval": (update_interval, 1),
-        }
-        numbers |= {
-            "max_staleness": (0 if max_staleness is None else max_staleness, 0),
-            "first_step": (first_step, 0),
-        }
-        wrong = [
-            f"{name} is {value}, but must be at least {least}"
-            for name, (value, least) in numbers.items()
-            if value < least
-        ]
-        if max_staleness is not None and 0 <= max_staleness < update_interval - 1:
-            wrong.append(
-                f"max_staleness is {max_staleness}, but weights get up to {update_interval - 1} "
-                "steps old"
-            )
-        if wrong:
-            raise ValueError("; ".join(wrong))
         self.batch = batch
         self.first_step = first_step
         self.capacity = batch * (1 + buffer_size)

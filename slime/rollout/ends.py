@@ -19,18 +19,9 @@ from slime.rollout.state import GenerateState
 from slime.types import GenerateOutput, MetaInfo, SamplingParams, Tokenizer
 
 _OF_OTHERS = (
-    *(
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
-        "</s>",
-        "<end_of_turn>",
-        "<eos>",
-    ),
-    *("<|end|>", "<|return|>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>"),
-)
+    "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<end_of_turn>", "<eos>",
+    "<|end|>", "<|return|>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>",
+)  # fmt: skip
 """What other models end with. A user's function may set the text of such a model."""
 
 

@@ -108,12 +108,13 @@ def eval_groups(state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
     """Make new samples for all prompts of a data set. The file is read only once per run."""
     groups = []
     args = state.args
+    count = config.n_samples_per_eval_prompt or 1
     for i, prompt in enumerate(_dataset(state, config).samples):
         group: Group = []
-        for k in range(config.n_samples_per_eval_prompt or 1):
+        for k in range(count):
             sample = deep_copy(prompt)
             sample.group_index = i
-            sample.index = i * (config.n_samples_per_eval_prompt or 1) + k
+            sample.index = i * count + k
             _override(config, sample, args, args)
             group.append(sample)
         groups.append(group)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.data.rewards import PARTS_KEY, PASS_ABOVE, keys_of_rollouts, mean_reward
 from slime.data.sample import Sample, flatten
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from slime.config.observability import ObservabilityConfig
 
 Metrics = dict[str, float]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 def rollout_metrics(
@@ -48,16 +50,11 @@ def rollout_metrics(
         seconds: The duration of the rollout.
         gpus: The number of the engines' GPUs.
     """
-    metrics = {
-        f"rollout/{name}": value
-        for name, value in sample_metrics(samples, logged.log_reward_category).items()
-    }
+    metrics = dict_add_prefix(sample_metrics(samples, logged.log_reward_category), "rollout/")
     rewards = rollout_rewards(samples, reward.reward_key)
     if rewards:
         metrics["rollout/raw_reward"] = fmean(value for _, value in rewards)
-        metrics.update(
-            {f"rollout/zero_std/count_{k}": v for k, v in _without_spread(rewards).items()}
-        )
+        metrics.update(dict_add_prefix(_without_spread(rewards), "rollout/zero_std/count_"))
     metrics.update(_of_sources(samples, reward.reward_key))
     if logged.log_multi_turn:
         metrics.update(_multi_turn(samples))
@@ -96,12 +93,8 @@ def eval_metrics(
             )
         samples = part.get("samples")
         if samples:
-            metrics.update(
-                {
-                    f"eval/{name}/{k}": v
-                    for k, v in sample_metrics(flatten(samples), category).items()
-                }
-            )
+            of_samples = sample_metrics(flatten(samples), category)
+            metrics.update(dict_add_prefix(of_samples, f"eval/{name}/"))
         groups = prompt_rewards(part)
         rates = pass_rates([(key, reward) for key, rewards in groups.items() for reward in rewards])
         if len(rates) > 1 or (rates and passrate):
@@ -114,12 +107,11 @@ def eval_metrics(
 
 def prompt_rewards(part: EvalResults) -> dict[Hashable, list[float]]:
     """Return the rewards of each prompt of a data set, without NaN, in the order of the file."""
-    groups: dict[Hashable, list[float]] = {}
-    for key, reward in zip(_prompts(part), part["rewards"], strict=True):
-        groups.setdefault(key, [])
-        if not math.isnan(float(reward)):
-            groups[key].append(float(reward))
-    return groups
+    groups = _grouped(zip(_prompts(part), map(float, part["rewards"]), strict=True))
+    return {
+        key: [reward for reward in rewards if not math.isnan(reward)]
+        for key, rewards in groups.items()
+    }
 
 
 def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Metrics:
@@ -147,10 +139,7 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
     )
     metrics.update(_engine_metrics(samples))
     # Several rewards, each over the samples that have it.
-    parts: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.metadata.get(PARTS_KEY, {}).items():
-            parts.setdefault(name, []).append(value)
+    parts = _grouped(part for s in samples for part in s.metadata.get(PARTS_KEY, {}).items())
     metrics.update({f"reward/{name}": fmean(values) for name, values in sorted(parts.items())})
     # How far top-p and top-k cut the vocabulary.
     nuclei = [s for s in samples if s.rollout_top_p_token_offsets is not None and s.response_length]
@@ -200,9 +189,7 @@ def pass_rates(rewards: Sequence[tuple[Hashable, float]]) -> dict[int, float]:
     Args:
         rewards: (group, reward) pairs.
     """
-    groups: dict[Hashable, list[bool]] = {}
-    for group, reward in rewards:
-        groups.setdefault(group, []).append(reward > PASS_ABOVE)
+    groups = _grouped((group, reward > PASS_ABOVE) for group, reward in rewards)
     largest = max(map(len, groups.values()), default=0)
     powers = [1 << i for i in range(largest.bit_length())]
     return {
@@ -248,11 +235,11 @@ def rollout_rewards(samples: Sequence[Sample], key: str | None) -> list[tuple[Ha
 
 def _of_sources(samples: Sequence[Sample], key: str | None) -> Metrics:
     """Return the mean reward and the share of the samples of each ``metadata["source_name"]``."""
-    sources: dict[str, list[float | None]] = {}
-    for sample in samples:
-        if "source_name" in sample.metadata:
-            name = str(sample.metadata["source_name"])
-            sources.setdefault(name, []).append(known_reward(sample, key))
+    sources = _grouped(
+        (str(sample.metadata["source_name"]), known_reward(sample, key))
+        for sample in samples
+        if "source_name" in sample.metadata
+    )
     metrics: Metrics = {}
     for name, rewards in sorted(sources.items()):
         metrics[f"source/{name}/share"] = len(rewards) / len(samples)
@@ -264,10 +251,8 @@ def _of_sources(samples: Sequence[Sample], key: str | None) -> Metrics:
 
 def _without_spread(rewards: Sequence[tuple[Hashable, float]]) -> Metrics:
     """Count the groups whose rewards are all equal, by that reward."""
-    groups: dict[Hashable, list[float]] = {}
-    for group, reward in rewards:
-        groups.setdefault(group, []).append(reward)
-    counts = Counter(round(group[0], 1) for group in groups.values() if len(set(group)) == 1)
+    groups = _grouped(rewards).values()
+    counts = Counter(round(group[0], 1) for group in groups if len(set(group)) == 1)
     return {str(reward): float(count) for reward, count in sorted(counts.items())}
 
 
@@ -286,10 +271,8 @@ def _multi_turn(samples: Sequence[Sample]) -> Metrics:
         for sample in samples
         if "round_number" in sample.metadata
     ]
-    if rounds:
-        for name, value in _spread("", rounds).items():
-            metrics[f"multi_turn/multi_turn_metric/round_number_{name.lstrip('/')}"] = value
-    return metrics
+    prefix = "multi_turn/multi_turn_metric/round_number_"
+    return metrics | dict_add_prefix(compute_statistics(rounds), prefix)
 
 
 def _speed(samples: Sequence[Sample], seconds: float, gpus: int) -> Metrics:
@@ -311,6 +294,14 @@ def _speed(samples: Sequence[Sample], seconds: float, gpus: int) -> Metrics:
         if rates:
             metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] = max(rates)
     return metrics
+
+
+def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key, in the order of the first pairs."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def _spread(name: str, values: Sequence[float]) -> Metrics:
@@ -416,9 +407,7 @@ class Counts:
             "reward_timeout": self.timed_out,
             "reward_error": self.failed,
             "replaced_group": self.replaced,
-        }
-        counts["reward_abstained"] = self.abstained
-        counts |= {
+            "reward_abstained": self.abstained,
             "surplus_group": self.surplus,
             "aborted_group": self.aborted,
             "lost_group": self.lost,

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.data.media import encode_image_for_rollout_engine, load_image, processor_inputs
+from slime.data.media import (
+    MultimodalTypes,
+    encode_image_for_rollout_engine,
+    load_image,
+    processor_inputs,
+)
 from slime.data.sample import Message, Sample
 from slime.data.tokenizers import render_chat, render_prompt
 from slime.observability.files import warn
@@ -130,12 +135,10 @@ def add_media(fields: GenerateBody, sample: Sample) -> None:
     on unchanged.
     """
     media = sample.multimodal_inputs or {}
-    if media.get("images"):
-        fields["image_data"] = [_as_uri(item, "image") for item in media["images"]]
-    if media.get("videos"):
-        fields["video_data"] = [_as_uri(item, "video") for item in media["videos"]]
-    if media.get("audio"):
-        fields["audio_data"] = [_as_uri(item, "audio") for item in media["audio"]]
+    for kind in MultimodalTypes.ALL:
+        if items := media.get(kind.processor_key):
+            uris = [_as_uri(item, kind.name) for item in items]
+            fields[f"{kind.name}_data"] = uris  # type: ignore[literal-required]
 
 
 def folded_ids(state: GenerateState, sample: Sample) -> list[int] | None:

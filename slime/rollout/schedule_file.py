@@ -54,22 +54,14 @@ class ScheduleFile:
     def __init__(self, path: Path, position: int | None) -> None:
         self.path = path
         self._file: AppendedFile | None = None
-        size = path.stat().st_size if path.is_file() else None
-        if position is not None and size is None:  # the run is resumed in another folder
+        if position is not None and not path.is_file():  # the run is resumed in another folder
             warn(
                 f"{path} begins with this resume, so --replay-schedule, which repeats whole runs, "
                 "cannot use it"
             )
             position = None
-        if position is not None and size is not None and size < position:
-            self._lose(
-                f"it has {size} bytes, but it had {position} bytes when the snapshot was made"
-            )
-            position = None
-        if position and not _ends_line(path, position):
-            self._lose(
-                f"byte {position} is in the middle of a line, so it is the file of another run"
-            )
+        elif position and (problem := _cannot_continue(path, position)):
+            self._lose(problem)
             position = None
         self.is_new = position is None
         try:
@@ -122,10 +114,16 @@ class ScheduleFile:
         )
 
 
-def _ends_line(path: Path, position: int) -> bool:
+def _cannot_continue(path: Path, position: int) -> str:
+    """Explain why the file is not that of the snapshot; empty if a line ends at ``position``."""
     with path.open("rb") as file:
         file.seek(position - 1)
-        return file.read(1) == b"\n"
+        last = file.read(1)
+    if not last:
+        size = path.stat().st_size
+        return f"it has {size} bytes, but it had {position} bytes when the snapshot was made"
+    middle = f"byte {position} is in the middle of a line, so it is the file of another run"
+    return "" if last == b"\n" else middle
 
 
 def read_lines(path: Path) -> Iterator[ScheduleLine]:

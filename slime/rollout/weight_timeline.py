@@ -26,8 +26,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from slime.data.sample import Group, Sample, flatten
 from slime.data.staleness import step_of
@@ -41,16 +42,32 @@ SETTINGS = (
 )  # fmt: skip
 
 Send: TypeAlias = Callable[[GenerateBody], Awaitable[GenerateOutput | None]]
-TIMELINE: ContextVar[Asked | None] = ContextVar("weight_timeline", default=None)
+TIMELINE: ContextVar[RequestLog | None] = ContextVar("weight_timeline", default=None)
 """The schedule of the current task. It is set only in tasks that generate training samples of an
 asynchronous run; requests of evaluations are not recorded."""
 
 
-class Asked(Protocol):
-    """What requests of training samples go through."""
+class RequestLog:
+    """What requests of training samples go through, such that each leaves a line of the schedule.
+
+    Args:
+        keeps_kv: Whether requests keep their KV cache through a weight update.
+        write: Called with each line.
+    """
+
+    def __init__(self, keeps_kv: bool, write: Callable[[ScheduleLine], object]) -> None:
+        self.keeps_kv = keeps_kv
+        self.write = write
 
     async def ask(self, sample: Sample, body: GenerateBody, send: Send) -> GenerateOutput | None:
         """Return the reply of ``send(body)``, or None."""
+        turn = len(sample.weight_versions)
+        output = await send(body)
+        if output is not None and (
+            line := request_line(sample, turn, output["meta_info"], self.keeps_kv)
+        ):
+            self.write(line)
+        return output
 
 
 @dataclass(frozen=True)
@@ -187,7 +204,7 @@ class Recording:
         return sum(request.first <= step < request.last for request in self.requests.values())
 
 
-class WeightTimeline:
+class WeightTimeline(RequestLog):
     """Records the schedule of this run and, given a recording, repeats the recorded one.
 
     All methods must be called on the event loop.
@@ -211,13 +228,13 @@ class WeightTimeline:
     ) -> None:
         self.recording = recording
         self.attempt = attempt
-        self.keeps_kv = settings["update_weight_pause_mode"] == "in_place"
         # the number of steps that have trained the engines' weights; -1 before the first sync
         self.step = -1
         # by the step of their last weights: recorded requests that have a reply
         self.over: Counter[int] = Counter()
         self._newer = asyncio.Condition()
         self.file = ScheduleFile(path, position)
+        super().__init__(settings["update_weight_pause_mode"] == "in_place", self.file.append)
         if self.file.is_new:
             self.file.append({"settings": settings})
 
@@ -256,24 +273,18 @@ class WeightTimeline:
         """Call ``send(body)`` and record the reply. In a replay, send it when and as the recording
         says.
         """
-        turn = len(sample.weight_versions)
         recorded = None
         if self.recording is not None and sample.index is not None:
+            turn = len(sample.weight_versions)
             recorded = self.recording.requests.get((sample.index, turn))
         if recorded is None:
-            output = await send(body)
-        else:
-            output = await self._repeat(recorded, body, send)
-        if output is not None and (
-            line := request_line(sample, turn, output["meta_info"], self.keeps_kv)
-        ):
-            self.file.append(line)
-        if recorded is not None:
-            self.over[recorded.last] += 1
+            return await super().ask(sample, body, send)
+        output = await super().ask(sample, body, partial(self._repeat, recorded, send))
+        self.over[recorded.last] += 1
         return output
 
     async def _repeat(
-        self, recorded: Recorded, body: GenerateBody, send: Send
+        self, recorded: Recorded, send: Send, body: GenerateBody
     ) -> GenerateOutput | None:
         async with self._newer:
             await self._newer.wait_for(lambda: self.step >= recorded.first)
@@ -318,25 +329,6 @@ class WeightTimeline:
             f"{over} of {due} recorded requests are finished, and {held} of {divided} wait for "
             "newer weights"
         )
-
-
-class Noted:
-    """Keeps the lines of the requests of one group, in a process without the file of the
-    schedule.
-    """
-
-    def __init__(self, keeps_kv: bool) -> None:
-        self.keeps_kv = keeps_kv
-        self.lines: list[ScheduleLine] = []
-
-    async def ask(self, sample: Sample, body: GenerateBody, send: Send) -> GenerateOutput | None:
-        turn = len(sample.weight_versions)
-        output = await send(body)
-        if output is not None and (
-            line := request_line(sample, turn, output["meta_info"], self.keeps_kv)
-        ):
-            self.lines.append(line)
-        return output
 
 
 def request_line(sample: Sample, turn: int, meta: MetaInfo, keeps_kv: bool) -> ScheduleLine | None:

@@ -280,7 +280,7 @@ class ExportForm:
                 "quantized"
             )
         for name in sorted(self._stored.plan.left_out):
-            yield name, self._stored.header_tensor(name)
+            yield name, self._stored.read(name)
 
     def _as_stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if self._stored is None or self._failure is not None:

@@ -193,19 +193,6 @@ def test_nothing_to_share_needs_no_gather() -> None:
     assert by_prompt_alone.tokens.tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "lengths", "message"),
-    [
-        ([], [], "one sample"),
-        ([[1, 2]], [2], "prompt token"),
-        ([[1, 2]], [1, 1], r"1 samples.*2 response"),
-    ],
-)
-def test_impossible_packs(tokens: list[list[int]], lengths: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_pack(tokens, lengths)
-
-
 SAMPLES = st.lists(
     st.integers(2, 20).flatmap(lambda total: st.tuples(st.just(total), st.integers(1, total - 1))),
     min_size=1,

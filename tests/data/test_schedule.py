@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_args import make_args
 
+from slime.config.hf_config import model_config
 from slime.config.layout import ParallelLayout
 from slime.data.balance import ModelShape, first_fit, forward_flops, split_in_two
 from slime.data.convert import parts_of_ranks
@@ -271,7 +272,7 @@ def test_the_shape_of_a_checkpoint_is_that_of_its_flags(tmp_path: Path) -> None:
     )
     dense |= dict(intermediate_size=128, hidden_act="silu")
     (tmp_path / "config.json").write_text(json.dumps(dense))
-    assert ModelShape.from_checkpoint(str(tmp_path)) == ModelShape.from_megatron(DENSE)
+    assert ModelShape.from_config(model_config(str(tmp_path))) == ModelShape.from_megatron(DENSE)
     moe = dict(
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1
     )
@@ -280,8 +281,8 @@ def test_the_shape_of_a_checkpoint_is_that_of_its_flags(tmp_path: Path) -> None:
     expected = ModelShape.from_megatron(
         DENSE | flags | dict(moe_shared_expert_intermediate_size=32)
     )
-    assert ModelShape.from_checkpoint(str(tmp_path)) == expected
-    assert ModelShape.from_checkpoint(str(tmp_path / "nowhere")) is None
+    assert ModelShape.from_config(model_config(str(tmp_path))) == expected
+    assert ModelShape.from_config(model_config(str(tmp_path / "nowhere"))) is None
 
 
 def test_flops_without_a_shape_only_say_how_quadratic_attention_is() -> None:

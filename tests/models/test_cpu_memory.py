@@ -10,10 +10,10 @@ import pytest
 
 from slime.models.cpu_kernels import onednn_available
 from slime.models.cpu_memory import (
-    KERNEL_CACHES,
-    bound_kernel_caches,
+    COMPUTE_VARIABLES,
     keep_freed_memory,
     large_imports,
+    set_compute_variables,
 )
 
 
@@ -68,8 +68,8 @@ def test_large_tensors_come_from_huge_pages() -> None:
 PRODUCTS = """
 import torch
 from slime.models.cpu_kernels import linear
-from slime.models.cpu_memory import bound_kernel_caches
-bound_kernel_caches()
+from slime.models.cpu_memory import set_compute_variables
+set_compute_variables()
 weight = torch.ones(64, 64, requires_grad=True)
 def products(first, last):
     for length in range(first, last):
@@ -84,7 +84,7 @@ print(products(2, 82), products(82, 482))
     not (sys.platform.startswith("linux") and onednn_available()), reason="/proc, oneDNN"
 )
 def test_products_of_many_shapes_do_not_keep_a_kernel_each() -> None:
-    env = {name: value for name, value in os.environ.items() if name not in KERNEL_CACHES}
+    env = {name: value for name, value in os.environ.items() if name not in COMPUTE_VARIABLES}
     command = [sys.executable, "-c", PRODUCTS]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
     before, after = map(int, done.stdout.split())
@@ -93,11 +93,12 @@ def test_products_of_many_shapes_do_not_keep_a_kernel_each() -> None:
 
 
 def test_a_users_own_cache_capacity_has_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, other = KERNEL_CACHES
+    mine, other = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
+    for name in COMPUTE_VARIABLES:
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # has it restored afterwards
     monkeypatch.setenv(mine, "512")
-    monkeypatch.setenv(other, "")  # has it restored afterwards
     monkeypatch.delenv(other)
-    bound_kernel_caches()
+    set_compute_variables()
     assert os.environ[mine] == "512" and int(os.environ[other]) < 100
 
 

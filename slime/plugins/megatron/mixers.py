@@ -232,12 +232,14 @@ class PackedDeltaNet(MegatronModule):
             "packs only"
         )
         weights = self.weights_of_rank()
-
-        def mixer(batch: Tensor) -> Tensor:
-            return torch.func.functional_call(self.net, weights, kwargs={"hidden_states": batch})
-
-        rows = self._rows_of_all(hidden_states.squeeze(1))
-        return self._sum(run_sequences(mixer, rows, packed_seq_params.segments)).unsqueeze(1), None
+        mixed = run_sequences(
+            lambda batch, _: torch.func.functional_call(
+                self.net, weights, kwargs={"hidden_states": batch}
+            ),
+            self._rows_of_all(hidden_states.squeeze(1)),
+            packed_seq_params.segments,
+        )
+        return self._sum(mixed).unsqueeze(1), None
 
     def weights_of_rank(self) -> dict[str, Tensor]:
         """Return the weights with the heads that this rank computes, by their names in

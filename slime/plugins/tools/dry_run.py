@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import isclass
 from math import ceil
 from typing import Any
 
@@ -26,7 +27,6 @@ from slime.plugins.agents.conversation import ModelTurn
 from slime.rollout.ends import local_tokenizer
 from slime.rollout.group import TURNS
 from slime.rollout.prompts import prompt_ids
-from slime.rollout.rm_hub.custom import is_model_class
 from slime.rollout.rm_hub.dispatch import (
     async_rm,
     batched_async_rm,
@@ -352,7 +352,7 @@ def own_answer(args: Args, sample: Sample) -> str | None:
     if label is None or isinstance(label, dict | list):
         return None
     if args.custom_rm_path:
-        return None if is_model_class(load_reward(args.custom_rm_path)) else str(label)
+        return None if isclass(load_reward(args.custom_rm_path)) else str(label)
     asked = "rm_type" in args.explicit or sample.metadata.get("rm_type")
     # a program of the user's or an environment may give rewards
     if args.custom_generate_function_path and not asked:

@@ -22,7 +22,7 @@ from slime.observability.files import take_warnings
 from slime.rollout.group import generate_and_rm_group
 from slime.rollout.loop import packed
 from slime.rollout.state import GenerateState
-from slime.rollout.weight_timeline import TIMELINE, Noted
+from slime.rollout.weight_timeline import TIMELINE, RequestLog
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -129,13 +129,13 @@ class RolloutWorker:
         self._tasks[call.number] = task
         try:
             self._take_state(call)
-            noted = None
+            lines: list[ScheduleLine] = []
             if call.keeps_kv is not None:
-                TIMELINE.set(noted := Noted(call.keeps_kv))
+                TIMELINE.set(RequestLog(call.keeps_kv, lines.append))
             group = await generate_and_rm_group(
                 self.args, call.group, call.params, call.evaluation, call.purpose
             )
-            return GroupResult(packed(group), noted.lines if noted is not None else [])
+            return GroupResult(packed(group), lines)
         finally:
             del self._tasks[call.number]
 

@@ -20,7 +20,6 @@ the rollout, so it cannot block it, and if it hangs, its process is killed and r
 from __future__ import annotations
 
 import asyncio
-import atexit
 import functools
 import inspect
 import logging
@@ -28,8 +27,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import is_async, load_function
 from slime.data.sample import Message, Sample
@@ -38,7 +37,7 @@ from slime.observability.progress import DEBUGGER
 from slime.rollout.base_types import supported_kwargs
 from slime.rollout.ends import spoken
 from slime.rollout.rm_hub.outcome import RAISED, mark_unscored
-from slime.rollout.verifier.pool import VerifierPool, default_workers
+from slime.rollout.verifier.pool import default_workers, shared_pool
 from slime.types import JsonObject, JsonValue
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class _Call:
     limit: float
     used: float = 0.0  # seconds during which the loop was free to run the call
     running: bool = False  # False while the call waits for a thread
-    expired: bool = field(default=False)
+    expired: bool = False
 
 
 class _Host:
@@ -256,14 +255,7 @@ def _result(future: asyncio.Future[object]) -> object:
 
 _WORKER = "slime.rollout.rm_hub.custom"
 DEFAULT_CLASS = "CustomRewardModel"  # the class if --custom-rm-path names only a file
-# used in the rollout's process: one worker process per model
-_pools: dict[tuple[object, ...], VerifierPool] = {}
 _models: dict[tuple[str, str | None], Any] = {}  # used in the worker process
-
-
-def is_model_class(function: object) -> TypeGuard[type]:
-    """Whether the object that ``--custom-rm-path`` names is a reward model class."""
-    return inspect.isclass(function)
 
 
 async def model_rewards(
@@ -296,8 +288,9 @@ async def model_rewards(
         [sample.metadata for sample in samples],
     ]
     setup = (f"{_WORKER}:load", path, model_path)
-    run = _pool(path, model_path, tuple(reward.verifier_env or ())).run
-    verdict = await run(
+    # One process per model, which needs more memory than a verifier.
+    pool = shared_pool(1, reward.verifier_env or (), memory_bytes=0, of=(path, model_path))
+    verdict = await pool.run(
         f"{_WORKER}:compute", path, model_path, *columns, timeout=reward.reward_timeout, setup=setup
     )
     if verdict.ok:
@@ -328,15 +321,6 @@ def check_class(model_class: type, model_path: str | None) -> None:
             f"reward model class {model_class.__name__} needs {', '.join(required)}: set "
             "--rm-model-path to the folder or name that its __init__ loads"
         )
-
-
-def _pool(path: str, model_path: str | None, variables: tuple[str, ...]) -> VerifierPool:
-    key = (path, model_path, variables)
-    if key not in _pools:
-        # a model needs more memory than a verifier
-        _pools[key] = VerifierPool(1, memory_bytes=0, variables=variables)
-        atexit.register(_pools[key].close)
-    return _pools[key]
 
 
 # --- in the model's process ------------------------------------------------------------------

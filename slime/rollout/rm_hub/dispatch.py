@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 from collections.abc import Sequence
+from inspect import isawaitable, isclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
@@ -28,10 +28,10 @@ from slime.rollout.base_types import parameters
 from slime.rollout.ends import local_tokenizer, spoken
 from slime.rollout.prompts import render
 from slime.rollout.rm_hub.custom import (
+    DEFAULT_CLASS,
     RewardTimeout,
     call_bounded,
     check_class,
-    is_model_class,
     model_rewards,
 )
 from slime.rollout.rm_hub.outcome import (
@@ -63,7 +63,7 @@ async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
     # queued
     if not path:
         return await by_type(args, sample)
-    if is_model_class(load_reward(path)):
+    if isclass(load_reward(path)):
         rewards = await _by_users(args, path, [sample], [sample], kwargs) or [None]
     else:
         rewards = [await _by_users(args, path, sample, [sample], kwargs)]
@@ -105,7 +105,7 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: obje
 
 
 def _takes_lists(group_rm: bool, reward: Any) -> bool:
-    return is_model_class(reward) or (group_rm and "sample" not in parameters(reward)[0])
+    return isclass(reward) or (group_rm and "sample" not in parameters(reward)[0])
 
 
 async def _by_users(
@@ -118,7 +118,7 @@ async def _by_users(
     """Call a user's function with ``subject``, or a model class. If it takes too long, mark
     ``samples`` as unscored and return None."""
     reward = load_reward(path)
-    if is_model_class(reward):
+    if isclass(reward):
         return await model_rewards(args, args, path, reward, samples)
     deadline = getattr(reward, "deadline", None)
     limit = float(deadline(args)) if deadline is not None else args.reward_timeout
@@ -139,7 +139,7 @@ def scores_whole_groups(reward: RewardConfig) -> bool:
     scores batches.
     """
     path = reward.custom_rm_path
-    return reward.group_rm or (bool(path) and is_model_class(load_reward(str(path))))
+    return reward.group_rm or (bool(path) and isclass(load_reward(str(path))))
 
 
 def load_reward(path: str) -> Any:
@@ -148,7 +148,7 @@ def load_reward(path: str) -> Any:
     If it names only a file, the object is ``CustomRewardModel``, or the only function or class of
     the file.
     """
-    return load_function(path, "CustomRewardModel")
+    return load_function(path, DEFAULT_CLASS)
 
 
 async def by_type(args: Args, sample: Sample) -> Any:
@@ -189,7 +189,7 @@ async def by_type(args: Args, sample: Sample) -> Any:
     takes_args = "args" in parameters(reward_type.score)[0]
     try:
         result = reward_type.score(args, scored) if takes_args else reward_type.score(scored)
-        reward = await result if inspect.isawaitable(result) else result
+        reward = await result if isawaitable(result) else result
     except Exception as error:  # a verifier can raise anything; it costs this sample
         mark_raised([scored], name, error)
         reward = None
@@ -249,7 +249,7 @@ def _class_problem(where: str, path: str, model_path: str | None) -> list[str]:
         function = load_reward(path)
     except BaseException:
         return []
-    if not is_model_class(function):
+    if not isclass(function):
         return (
             [] if callable(function) else [f"{where}--custom-rm-path {path}: it is not a function"]
         )

@@ -195,9 +195,7 @@ def mark_too_long(sample: Sample, limit: int | None) -> None:
 
 def is_too_long(sample: Sample) -> bool:
     """Whether :func:`mark_too_long` excluded the sample."""
-    return sample.reward_timed_out and str(sample.metadata.get(FAILURE_KEY, "")).startswith(
-        TOO_LONG
-    )
+    return failure(sample) == TOO_LONG
 
 
 def says_too_long(error: Exception) -> bool:

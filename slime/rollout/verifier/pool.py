@@ -138,13 +138,8 @@ class _Worker:
     def _load(self, function: str, args: tuple[object, ...] | None = None) -> None:
         """Import ``function`` in the process. With ``args``, also call it (to load a model)."""
         deadline = time.monotonic() + STARTUP_SECONDS
-        request = (
-            Request(function=function, load_only=True)
-            if args is None
-            else Request(function=function, args=args)
-        )
         try:
-            send(self.sock, request, deadline)
+            send(self.sock, Request(function=function, args=args), deadline)
             reply = receive(self.sock, deadline)
         except (TimeoutError, ChannelClosed) as error:
             lost = isinstance(error, ChannelClosed) or self.stopped
@@ -214,16 +209,11 @@ class VerifierPool:
         memory_bytes: Address-space limit of each process in bytes; 0 means no limit.
         variables: Names of environment variables that the processes get in addition to those that
             any program needs.
-
-    Raises:
-        ValueError: ``workers`` is less than 1.
     """
 
     def __init__(
         self, workers: int, memory_bytes: int = DEFAULT_MEMORY, variables: Sequence[str] = ()
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"a verifier pool needs at least one worker, not {workers}")
         self.workers = workers
         self.memory_bytes = memory_bytes
         self.variables = tuple(variables)
@@ -381,16 +371,19 @@ def default_workers() -> int:
 
 
 def shared_pool(
-    workers: int | None = None, memory_bytes: int = DEFAULT_MEMORY, variables: Sequence[str] = ()
+    workers: int | None = None,
+    variables: Sequence[str] = (),
+    memory_bytes: int = DEFAULT_MEMORY,
+    of: tuple[str | None, ...] = (),
 ) -> VerifierPool:
-    """Return the pool of this process with this size and environment.
+    """Return the pool of this process with this size and environment, and for this purpose.
 
     Runs may share it, because verifiers are pure functions.
     """
     workers = workers or default_workers()
     # The process id is part of the key because a forked process has no copy of the threads of a
     # pool.
-    key = (os.getpid(), workers, memory_bytes, *sorted(variables))
+    key = (os.getpid(), workers, memory_bytes, of, *sorted(variables))
     with _shared_lock:
         if key not in shared_pools:
             shared_pools[key] = VerifierPool(workers, memory_bytes, variables)

@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Required, TypedDict
+from typing import Any, TypedDict
 
 from slime.config.hooks import load_function
 from slime.config.process import kill_with_parent
@@ -30,14 +30,13 @@ class ChannelClosed(ConnectionError):
     """The process at the other end has closed the socket or has ended."""
 
 
-class Request(TypedDict, total=False):
-    """A request of the pool to a worker: call ``function`` with ``args``, or only import it
-    (``load_only``).
+class Request(TypedDict):
+    """A request of the pool to a worker: call ``function`` with ``args``, or without, only import
+    it.
     """
 
-    function: Required[str]
-    args: Sequence[object]
-    load_only: bool
+    function: str
+    args: Sequence[object] | None
 
 
 def send(sock: socket.socket, message: object, deadline: float | None) -> None:
@@ -104,9 +103,8 @@ def _answer(request: Request, functions: dict[str, Callable[..., object]]) -> di
     try:
         if path not in functions:
             functions[path] = load_function(path)
-        if request.get("load_only"):
-            return {"status": "ok", "value": None}
-        return {"status": "ok", "value": functions[path](*request.get("args", ()))}
+        args = request["args"]
+        return {"status": "ok", "value": None if args is None else functions[path](*args)}
     # a verifier may also raise SystemExit or KeyboardInterrupt; report every error
     except BaseException as error:
         return {
