@@ -19,7 +19,7 @@ if [ -z "${SLIME_AGENTS_PYTHON:-}" ]; then
     "$SLIME_AGENTS_PYTHON" -m pip install --quiet \
         openai-agents==0.24.0 langgraph==1.2.24 langchain-openai==1.7.4 mini-swe-agent==2.4.6
 fi
-if [ -z "${HARBOR_PROGRAM:-}${NEMO_GYM_PYTHON:-}" ] && command -v python3.12 >/dev/null; then
+if [ -z "${HARBOR_PROGRAM:-}${NEMO_GYM_PYTHON:-}" ] && python3.12 -c "" 2>/dev/null; then  # pyenv has names of versions that are not in use
     for package in harbor==0.26.0 nemo-gym==0.4.0; do
         folder=".venv-${package%%=*}"  # one each, because they need other versions of the same packages
         [ -x "$folder/bin/python" ] || python3.12 -m venv "$folder"
