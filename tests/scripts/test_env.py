@@ -159,6 +159,8 @@ def test_first_run_installs_second_is_instant_and_a_new_pin_is_added(tiny: Tiny)
     assert str(tiny.root) in listed.stdout, "slime itself is importable"
 
     log = (tiny.root / ".venv" / "install.log").stat().st_mtime_ns
+    with open(tiny.root / "pyproject.toml", "a") as file:  # it changes no package
+        file.write("\n[tool.ruff]\nline-length = 100\n\n[tool.pytest.ini_options]\nmarkers = []\n")
     assert tiny.run() == (0, out, "")
     assert (tiny.root / ".venv" / "install.log").stat().st_mtime_ns == log
 
