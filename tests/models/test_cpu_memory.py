@@ -52,17 +52,17 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 )
 def test_large_tensors_come_from_huge_pages() -> None:
     code = (
-        "import resource, torch\n"
+        "import re, torch\n"
         "from slime.models.cpu_memory import keep_freed_memory\n"
         "keep_freed_memory()\n"
-        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "torch.ones(1 << 20); before = faults(); torch.ones(1 << 26); print(faults() - before)"
+        "kept = torch.ones(1 << 26)\n"
+        "print(re.search(r'AnonHugePages: +(\\d+)', open('/proc/self/smaps_rollup').read())[1])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
-    # 256 MB are 65,536 small pages; a system short of huge ones gives some
-    assert int(done.stdout) < 65_536 // 4
+    # Of 256 MB. A system whose memory is in small pieces gives few; without the request it is none.
+    assert int(done.stdout) >= 8 * 1024
 
 
 PRODUCTS = """
