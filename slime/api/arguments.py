@@ -175,7 +175,7 @@ def _setting(given: str, name: str, value: Any, folder: Path) -> dict[str, Any]:
             "it is one function: for several rewards return a dict of them, whose weighted sum is "
             "trained (reward_weights), and each has a curve"
         )
-    if given == "reward" and not any(mark in str(value) for mark in ".:"):
+    if given == "reward" and isinstance(value, str) and not any(mark in value for mark in ".:"):
         return {"rm_type": value}
     return {name: os.fspath(value) if isinstance(value, os.PathLike) else value}
 

@@ -27,7 +27,7 @@ LIMITS = {
 TOKENS = {
     "agent": 116,
     "algorithms": 7_208,
-    "api": 10_443,
+    "api": 10_447,
     "backends": 42_714,
     "checkpoint": 8_310,
     "cli": 682,

@@ -39,7 +39,7 @@ def estimator_of(choice: EstimatorChoice, settings: EstimatorSettings) -> Algori
     Raises:
         ValueError: It cannot be used for a data set. The message says why.
     """
-    named = {"name": choice} if isinstance(choice, str) else choice
+    named = choice if isinstance(choice, Mapping) else {"name": choice}
     name, given = named.get("name"), {key: v for key, v in named.items() if key != "name"}
     part = parts("algorithm").get(str(name))
     if part is None:

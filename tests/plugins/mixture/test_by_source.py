@@ -116,6 +116,7 @@ def test_the_settings_of_a_data_set_are_its_own() -> None:
     ("choice", "problem"),
     [
         ("grppo", "'grppo' is none of"),
+        (3, "3 is none of"),
         ({"name": "gspo", "sapo_tau_positive": 1}, "gspo has no sapo_tau_positive"),
         ({"name": "dppo", "dppo_delta": 0}, "dppo_delta 0: must be above 0"),
         ({"name": "gspo", "eps_clip": "small"}, "eps_clip 'small' is no float"),
