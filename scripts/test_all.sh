@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The long circle, before a release: what each commit runs (.ci/run), and then what that leaves out: the tests marked long,
 # all cases of those that try a part at each commit, 10,000 cases of each fuzzer, agents with their real packages, planted
-# mistakes, and the Dockerfile. An hour and a half on two idle cores.
+# mistakes, and the Dockerfile. Some two hours on two idle cores.
 #
 #   bash scripts/test_all.sh          # from where the last call stopped, if that was not at the end
 #   bash scripts/test_all.sh --again  # from the beginning
@@ -31,6 +31,7 @@ stage() { # NAME COMMAND...: runs the command unless it has passed before; statu
 }
 
 stage ci bash .ci/run
+export SLIME_ENV_DIR="${SLIME_ENV_DIR:-$(dirname "$(dirname "$(bash scripts/env.sh | tail -n 1)")")}" # and its environments
 export SLIME_TEST_MODEL="${SLIME_TEST_MODEL:-$cache/models/SmolLM2-135M-Instruct}" # where that has put it
 
 # SGLang's and vLLM's tests leave a core idle most of the time; so those in one process run beside others in one process.

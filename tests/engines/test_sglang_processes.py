@@ -52,7 +52,7 @@ def test_all_processes_of_a_server_die_with_a_killed_parent(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     script = PARENT.format(
-        path=[str(Path(__file__).parent)],
+        path=[str(folder) for folder in Path(__file__).parents[:2]],
         model=str(tiny_llama),
         flags=FLAGS,
         log=str(tmp_path / "log"),

@@ -81,7 +81,7 @@ def in_json(random_: Random, text: str) -> str:
 
 
 def in_lines(random_: Random, content: bytes) -> bytes:
-    lines = content.decode().splitlines()
+    lines = content.decode(errors="replace").splitlines()  # it may be damaged already
     if not lines:
         return content
     at = random_.randrange(len(lines))
