@@ -147,12 +147,12 @@ def test_a_killed_fully_asynchronous_run_goes_on_and_its_replay_repeats_it(
     wrong = runner.inline(*flags, "--load", saved, "--rollout-seed", 7, name="parts", script=SCRIPT)
     assert wrong.code != 0 and "rollout_seed: 42 -> 7" in wrong.output
     resumed = runner.run(*flags, "--load", saved, name="parts", script=SCRIPT)
-    said = assert_accounted(resumed)
+    said = assert_accounted(resumed, 12)
     assert [undone["attempt"] for undone in said["rolled_back"]] in ([1], [1, 2])
     assert_divided(resumed.folder, kv_kept=False)
     replay = ["--replay-schedule", resumed.folder / "schedule.jsonl"]
     repeated = runner.inline(*asynchronous, *replay, name="replay", script=SCRIPT)
-    assert_accounted(repeated)
+    assert_accounted(repeated, 12)
     assert numbers(repeated.metrics()) == numbers(resumed.metrics())
 
 
