@@ -111,19 +111,18 @@ def write_data(folder: Path, rows: int = 6000, seed: int = 1) -> tuple[Path, Pat
 def write_answers(folder: Path) -> Path:
     """The rows of :func:`write_data` to train on, each with its right answer."""
     train, _ = write_data(folder)
-    rows = map(json.loads, train.read_text(encoding="utf-8").splitlines())
-    talks = [{"messages": [*row["prompt"], assistant(row["label"])]} for row in rows]
+    talks = [{"messages": [*row["prompt"], assistant(row["label"])]} for row in _read(train)]
     return _write(folder / "answers.jsonl", talks)
 
 
 def write_few_shot(folder: Path) -> tuple[Path, Path]:
-    """The same questions as texts for a base model: a solved example of each kind, which is not
-    among them, and the question."""
+    """The same questions as texts for a base model: a solved example of each kind, none of which is
+    held out, and the question."""
     rng = random.Random(4)
     shots = "".join(f"Q: {q}\nA: {a}\n\n" for q, a in (kind(rng) for kind in KINDS))
     made = []
     for path in write_data(folder):
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = _read(path)
         texts = (f"{START}{shots}Q: {row['prompt'][-1]['content']}\nA:" for row in rows)
         lines = [row | {"prompt": text} for row, text in zip(rows, texts, strict=True)]
         made.append(_write(path.with_name(f"{path.stem}_few_shot.jsonl"), lines))
@@ -133,10 +132,7 @@ def write_few_shot(folder: Path) -> tuple[Path, Path]:
 def write_gsm8k(folder: Path, source: Path) -> tuple[Path, Path]:
     """GSM8K (``train.jsonl`` and ``test.jsonl`` of ``source``) as texts for a base model: four
     solved examples, and the question. The held-out rows are of its test set."""
-    train, test = (
-        [json.loads(line) for line in (source / name).read_text(encoding="utf-8").splitlines()]
-        for name in ("train.jsonl", "test.jsonl")
-    )
+    train, test = _read(source / "train.jsonl"), _read(source / "test.jsonl")
 
     def asked(row: Row) -> str:
         return f"Question: {row['question']}\nAnswer:"
@@ -145,15 +141,15 @@ def write_gsm8k(folder: Path, source: Path) -> tuple[Path, Path]:
         steps, result = re.sub(r"<<.*?>>", "", row["answer"]).split("\n#### ")
         return f" {' '.join(steps.split())} The answer is {result}.\n\n"
 
-    shortest = sorted(train, key=lambda row: len(row["answer"]))[200:204]
-    shots = START + "".join(asked(row) + answer(row) for row in shortest)
+    short = sorted(train, key=lambda row: len(row["answer"]))[200:204]
+    shots = START + "".join(asked(row) + answer(row) for row in short)
 
     def rows(all_rows: list[Row]) -> list[Row]:
-        kept = [row for row in all_rows if row not in shortest]
-        label = [row["answer"].split("####")[1].strip().replace(",", "") for row in kept]
+        kept = [row for row in all_rows if row not in short]
+        results = (row["answer"].split("####")[1].strip().replace(",", "") for row in kept)
         return [
             {"prompt": shots + asked(row), "label": result}
-            for row, result in zip(kept, label, strict=True)
+            for row, result in zip(kept, results, strict=True)
         ]
 
     return (
@@ -250,6 +246,10 @@ def _split(folder: Path, rows: list[Row]) -> tuple[Path, Path]:
         _write(folder / "train.jsonl", rows[HELD_OUT:]),
         _write(folder / "held_out.jsonl", rows[:HELD_OUT]),
     )
+
+
+def _read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _write(path: Path, rows: list[Row]) -> Path:

@@ -264,8 +264,8 @@ async def check_probe(
                 f"engine {url} and the trainer disagree on the probe after the sync: the log-prob "
                 f"of token {worst + 1} is {values[worst]:.6f} on the engine and "
                 f"{probe.log_probs[worst]:.6f} on the trainer (the difference is "
-                f"{differences[worst]:.2g}, the limit is {limits[worst]:.2g}). Either the weights differ, "
-                "or --audit-threshold is too small for these dtypes",
+                f"{differences[worst]:.2g}, the limit is {limits[worst]:.2g}). Either the weights "
+                "differ, or --audit-threshold is too small for these dtypes",
                 url,
             )
         gaps[url] = max(differences)

@@ -63,6 +63,8 @@ def test_a_base_model_reads_solved_examples_and_the_same_questions(
     assert [row["label"] for row in texts] == [row["label"] for row in chats]
     start = texts[0]["prompt"].rsplit("Q: ", 1)[0]
     assert start.startswith("<bos>Q: ") and start.count("\nA: ") == len(ANSWERS)
+    held_out = {row["prompt"][-1]["content"] for row in chats[-HELD_OUT:]}
+    assert not held_out & set(re.findall("Q: (.*)", start))
     for chat, row in zip(chats, texts, strict=True):
         assert row["prompt"] == f"{start}Q: {chat['prompt'][-1]['content']}\nA:"
 

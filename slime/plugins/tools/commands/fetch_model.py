@@ -370,8 +370,8 @@ def check_weights(folder: Path, is_base: bool = False) -> None:
     if not loss < CHECK_NATS:
         raise CommandError(
             f"the conversion is wrong: loss {loss:.2f} on a test sentence (limit {CHECK_NATS}). "
-            f"This is transformers {__version__}; 5.12, SGLang's pin, reads Gemma's tokenizer wrong, "
-            "5.19 right: convert in an environment without SGLang"
+            f"This is transformers {__version__}; 5.12, SGLang's pin, reads Gemma's tokenizer "
+            "wrong, 5.19 right: convert in an environment without SGLang"
         )
     _say(f"checked the converted weights: loss {loss:.2f} on a test sentence (limit {CHECK_NATS})")
 
