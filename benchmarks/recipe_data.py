@@ -31,8 +31,8 @@ GAME = [
 """What the model reads first: a game that shows the form of an answer, and not a good guess."""
 GYM = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2, "size": 2000}
 """Of reasoning-gym's ``chain_sum``, whose task ``number`` is made from the seed plus ``number``."""
-GYM_SEEDS = 1, 100_000
-"""To train on, and held out."""
+GYM_SEEDS = 1, 100_000, 200_000
+"""To train on, held out, and for the fine-tuning before."""
 START = "<bos>"
 """Gemma's first token. Slime adds none to a text, and without it this model is lost."""
 WARM_UP_ROWS = 512
@@ -137,25 +137,47 @@ def write_gsm8k(folder: Path, source: Path) -> tuple[Path, Path]:
     def asked(row: Row) -> str:
         return f"Question: {row['question']}\nAnswer:"
 
-    def answer(row: Row) -> str:
-        steps, result = re.sub(r"<<.*?>>", "", row["answer"]).split("\n#### ")
-        return f" {' '.join(steps.split())} The answer is {result}.\n\n"
-
     short = sorted(train, key=lambda row: len(row["answer"]))[200:204]
-    shots = START + "".join(asked(row) + answer(row) for row in short)
+    shots = START + "".join(f"{asked(row)} {_solution(row)}\n\n" for row in short)
 
     def rows(all_rows: list[Row]) -> list[Row]:
         kept = [row for row in all_rows if row not in short]
-        results = (row["answer"].split("####")[1].strip().replace(",", "") for row in kept)
-        return [
-            {"prompt": shots + asked(row), "label": result}
-            for row, result in zip(kept, results, strict=True)
-        ]
+        return [{"prompt": shots + asked(row), "label": _result(row)} for row in kept]
 
     return (
         _write(folder / "train.jsonl", rows(train)),
         _write(folder / "held_out.jsonl", rows(test)[:HELD_OUT]),
     )
+
+
+def write_questions(folder: Path, source: Path) -> tuple[Path, Path]:
+    """GSM8K's questions for a chat model. The held-out rows are of its test set."""
+
+    def rows(name: str) -> list[Row]:
+        asked = _read(source / name)
+        return [{"prompt": prompt(row["question"]), "label": _result(row)} for row in asked]
+
+    return (
+        _write(folder / "train.jsonl", rows("train.jsonl")),
+        _write(folder / "held_out.jsonl", rows("test.jsonl")[:HELD_OUT]),
+    )
+
+
+def write_solutions(folder: Path, source: Path) -> Path:
+    """The training questions of GSM8K with its solutions."""
+    rows = _read(source / "train.jsonl")
+    talks = [[*prompt(row["question"]), assistant(_solution(row))] for row in rows]
+    return _write(folder / "solutions.jsonl", [{"messages": messages} for messages in talks])
+
+
+def _solution(row: Row) -> str:
+    """A solution of GSM8K in one line, without its marks for a calculator."""
+    steps, result = re.sub(r"<<.*?>>", "", row["answer"]).split("\n#### ")
+    return f"{' '.join(steps.split())} The answer is {result}."
+
+
+def _result(row: Row) -> str:
+    return row["answer"].split("####")[1].strip().replace(",", "")
 
 
 def write_calculations(folder: Path, rows: int = 2000, seed: int = 2) -> tuple[Path, Path]:
@@ -201,22 +223,35 @@ def gym_environment(seed: int) -> str:
 
 def write_gym(folder: Path) -> Path:
     """Held-out tasks of reasoning-gym, none of which is among those to train on."""
-    import reasoning_gym
-
-    train, tasks = (
-        reasoning_gym.create_dataset("chain_sum", seed=seed, **GYM) for seed in GYM_SEEDS
-    )
-    asked = {task["question"] for task in train}
+    asked = {task["question"] for task in _gym_tasks(GYM_SEEDS[0])}
     rows = [
         {
             "prompt": prompt(task["question"], ONLY_NUMBER),
             "label": task["answer"],
             "metadata": {"environment": gym_environment(GYM_SEEDS[1]), "environment_task": number},
         }
-        for number, task in enumerate(tasks)
+        for number, task in enumerate(_gym_tasks(GYM_SEEDS[1]))
         if task["question"] not in asked
     ]
     return _write(folder / "held_out.jsonl", rows[:HELD_OUT])
+
+
+def write_gym_answers(folder: Path) -> Path:
+    """Other tasks of reasoning-gym, none of which is held out, with their right answers."""
+    held_out = {row["prompt"][-1]["content"] for row in _read(write_gym(folder))}
+    talks = [
+        [*prompt(task["question"], ONLY_NUMBER), assistant(task["answer"])]
+        for task in _gym_tasks(GYM_SEEDS[2])
+        if task["question"] not in held_out
+    ]
+    rows = [{"messages": messages} for messages in talks[:WARM_UP_ROWS]]
+    return _write(folder / "answers.jsonl", rows)
+
+
+def _gym_tasks(seed: int) -> list[Row]:
+    import reasoning_gym
+
+    return list(reasoning_gym.create_dataset("chain_sum", seed=seed, **GYM))
 
 
 def drop_layers(model: Path, folder: Path) -> Path:

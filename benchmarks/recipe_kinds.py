@@ -17,6 +17,7 @@ class Recipe:
     task: str = "arithmetic"
     warm_up: int = 0
     """Steps of supervised fine-tuning before, of 64 conversations each."""
+    warm_up_lr: float = 5e-5
     teacher: bool = False
     """The fine-tuned model is the teacher of a smaller one, and not what is trained further."""
     needs: tuple[str, ...] = ()
@@ -61,6 +62,12 @@ RECIPES = {
     "calculator": Recipe("tool use: a calculator", COLOCATED, task="calculator", warm_up=16),
     "guess": Recipe("several turns: a guessing game", COLOCATED, task="guess"),
     "reasoning_gym": Recipe("sums of reasoning-gym", COLOCATED, task="reasoning_gym"),
+    "reasoning_gym_tuned": Recipe(
+        "the same after supervised fine-tuning on other sums",
+        COLOCATED,
+        task="reasoning_gym",
+        warm_up=8,
+    ),
     "gemma": Recipe(
         "a base model, Gemma-3-270M, with solved examples",
         f"{COLOCATED} --lr 2e-6",
@@ -73,10 +80,19 @@ RECIPES = {
         task="gsm8k",
         needs=("gemma", "gsm8k"),
     ),
+    "gsm8k_tuned": Recipe(
+        "GSM8K after supervised fine-tuning on its solutions",
+        f"{COLOCATED} --lr 1e-5",
+        task="solutions",
+        warm_up=230,
+        warm_up_lr=1e-4,
+        needs=("gsm8k",),
+    ),
     "distill": Recipe(
         "distillation into 24 of the 30 layers",
         f"{COLOCATED} --loss-type distill --lr 1e-4",
         warm_up=80,
+        warm_up_lr=1e-4,
         teacher=True,
     ),
 }

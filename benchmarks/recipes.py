@@ -50,6 +50,9 @@ from recipe_data import (
     write_games,
     write_gsm8k,
     write_gym,
+    write_gym_answers,
+    write_questions,
+    write_solutions,
 )
 from recipe_kinds import COLOCATED, RECIPES
 from recipe_page import draw, table, write_page
@@ -57,6 +60,12 @@ from recipe_page import draw, table, write_page
 CHECKOUT = Path(__file__).resolve().parents[1]
 HOOKS = CHECKOUT / "benchmarks" / "recipe_tasks.py"
 GRACE_SECONDS = 40.0
+WARM_UP = {
+    "arithmetic": write_answers,
+    "calculator": write_calls,
+    "reasoning_gym": write_gym_answers,
+}
+"""What writes the conversations for the supervised fine-tuning before a task."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -121,6 +130,9 @@ def task_flags(options: argparse.Namespace, task: str) -> tuple[dict[str, Any], 
         train, held_out = write_gsm8k(folder, options.gsm8k)
         flags |= {"prompt-data": train, "rm-type": "last_number", "rollout-max-response-len": 192}
         flags["rollout-stop"] = "\n\n"
+    elif task == "solutions":
+        train, held_out = write_questions(folder, options.gsm8k)
+        flags |= {"prompt-data": train, "rm-type": "last_number", "rollout-max-response-len": 192}
     elif task == "few_shot":
         train, held_out = write_few_shot(folder)
         flags |= {"prompt-data": train, "rm-type": "last_number", "rollout-max-response-len": 12}
@@ -202,12 +214,19 @@ def warm_up_command(options: argparse.Namespace, name: str, seed: int) -> list[s
     run_name = f"{name}-seed{seed}-before"
     folder = options.output.resolve() / run_name
     own_flags, evaluation = task_flags(options, recipe.task)
-    write = write_answers if recipe.teacher else write_calls
+    if own_flags.pop("environment", None):  # it brings prompts of its own, and evaluates no others
+        evaluation = []
+    data = options.output.resolve() / "data" / recipe.task
+    rows = (
+        write_solutions(data, options.gsm8k)
+        if recipe.task == "solutions"
+        else WARM_UP[recipe.task](data)
+    )
     steps = recipe.warm_up if options.device == "cuda" else 2
     flags: dict[str, Any] = {
         **of_all(options),
         **own_flags,
-        "prompt-data": write(options.output.resolve() / "data" / recipe.task),
+        "prompt-data": rows,
         "input-key": "messages",
         "loss-type": "sft_loss",
         "rollout-function-path": "slime.rollout.sft_rollout.generate_rollout",
@@ -215,11 +234,11 @@ def warm_up_command(options: argparse.Namespace, name: str, seed: int) -> list[s
         "eval-input-key": "prompt",
         "rollout-batch-size": 64 if options.device == "cuda" else 8,
         "num-rollout": steps,
-        "eval-interval": steps,
+        **({"eval-interval": steps} if evaluation else {}),
         "save-interval": steps,
         "save": folder / "checkpoints",
         "save-hf": folder / "model",
-        "lr": 1e-4 if recipe.teacher else 5e-5,
+        "lr": recipe.warm_up_lr,
         "rollout-backend": "embedded",
         "seed": seed,
         "run-name": run_name,

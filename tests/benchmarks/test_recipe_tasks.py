@@ -75,3 +75,25 @@ def test_warm_up_of_the_calculator(tmp_path: Path) -> None:
             messages[3]["content"] == recipe_tasks.value(said[0]) == f"= {messages[4]['content']}"
         )
     assert calls == len(talks) // 2
+
+
+def test_warm_up_of_reasoning_gym_has_right_answers_and_no_held_out_task(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    held_out = recipe_data.write_gym(tmp_path).read_text()
+    rows = recipe_data.write_gym_answers(tmp_path).read_text().splitlines()
+    assert len(rows) == recipe_data.WARM_UP_ROWS
+    for _, question, answer in (json.loads(row)["messages"] for row in rows):
+        assert json.dumps(question["content"]) not in held_out
+        terms = question["content"].split(":")[1].removesuffix(" =")
+        assert str(eval(terms)) == answer["content"]
+
+
+def test_solutions_of_gsm8k_end_with_the_number_that_is_rewarded(tmp_path: Path) -> None:
+    row = {"question": "Two of 600?", "answer": "It is 2*600=<<2*600=1200>>1200.\nYes.\n#### 1,200"}
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    for path in recipe_data.write_questions(tmp_path / "data", tmp_path):
+        assert json.loads(path.read_text())["label"] == "1200"
+    solutions = recipe_data.write_solutions(tmp_path / "data", tmp_path)
+    answer = json.loads(solutions.read_text())["messages"][-1]["content"]
+    assert answer == "It is 2*600=1200. Yes. The answer is 1,200."
