@@ -16,6 +16,7 @@ import ast
 import functools
 import io
 import json
+import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "slime"
+HOOKS = PACKAGE.parent / "docs" / "en" / "get_started" / "customization.md"
+"""The page with the table of users' functions."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -43,6 +46,10 @@ class Measures:
     functions_above_60_lines: int = 0
     functions_with_any_parameter: int = 0
     functions_that_take_args: int = 0
+    own_functions_that_take_args: int = 0
+    """Those of them whose signature is slime's own choice: outside of plugins/compat, no registered
+    part, and without the parameters of a user's function (the table in customization.md).
+    """
     getattr_of_args_with_default: int = 0
     attributes_any_none: int = 0
     """Attributes and variables declared ``: Any = None``."""
@@ -62,13 +69,18 @@ class Measures:
 
 def measure(folder: Path) -> Measures:
     """Count in every Python file below ``folder``."""
-    found = [_of_file(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))]
+    found = [
+        _of_file(path.read_text(encoding="utf-8"), path.stem, "compat" in path.parts)
+        for path in sorted(folder.rglob("*.py"))
+    ]
     return Measures(*(sum(getattr(one, each.name) for one in found) for each in fields(Measures)))
 
 
 @functools.cache
-def _of_file(text: str) -> Measures:
+def _of_file(text: str, module: str, compat: bool) -> Measures:
     tree = ast.parse(text)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    class_of = {node: one.name for one in classes for node in one.body}
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     lines = text.count("\n")
     total = Measures(files=1, files_above_400_lines=int(lines > 400), total_lines=lines)
@@ -79,7 +91,11 @@ def _of_file(text: str) -> Measures:
     total.comment_lines += len(comments - code)
     for node in ast.walk(tree):
         if isinstance(node, Function):
-            _add_function(total, node)
+            takes_args = _add_function(total, node)
+            if takes_args and not compat:
+                part = module, class_of.get(node, node.name)
+                users = _parameters(node) in _of_users() and not node.name.startswith("_")
+                total.own_functions_that_take_args += part not in _registered() and not users
         elif isinstance(node, ast.Call):
             total.getattr_of_args_with_default += _is_getattr_of_args(node)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -88,7 +104,8 @@ def _of_file(text: str) -> Measures:
     return total
 
 
-def _add_function(total: Measures, function: Function) -> None:
+def _add_function(total: Measures, function: Function) -> bool:
+    """Count a function, and return whether it takes ``args``."""
     parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     named = {p.arg: ast.unparse(p.annotation) for p in parameters if p.annotation is not None}
     total.functions += 1
@@ -96,7 +113,30 @@ def _add_function(total: Measures, function: Function) -> None:
         function.end_lineno or function.lineno
     ) - function.lineno + 1 > 60
     total.functions_with_any_parameter += "Any" in named.values()
-    total.functions_that_take_args += named.get("args") in ("Any", "Args")
+    takes_args = named.get("args") in ("Any", "Args")
+    total.functions_that_take_args += takes_args
+    return takes_args
+
+
+def _parameters(function: Function) -> tuple[str, ...]:
+    """The names of the parameters that have no default."""
+    positional = function.args.args
+    return tuple(p.arg for p in positional[: len(positional) - len(function.args.defaults)])
+
+
+@functools.cache
+def _of_users() -> frozenset[tuple[str, ...]]:
+    """The parameters of each kind of users' functions that has others besides ``args``."""
+    calls = re.findall(r"`(?:await )?fn\((.+?)\)`", HOOKS.read_text(encoding="utf-8"))
+    names = (call.split(", ") for call in calls)
+    return frozenset(tuple(n for n in one if not set(n) & set("*=")) for one in names) - {("args",)}
+
+
+@functools.cache
+def _registered() -> frozenset[tuple[str, str]]:
+    """The places of the package's parts: module, without its package, and name."""
+    texts = (path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    return frozenset(place for text in texts for place in re.findall(r'\.(\w+):(\w+)"', text))
 
 
 def _is_getattr_of_args(call: ast.Call) -> bool:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.cluster.actors import ClusterError, door
 from slime.cluster.ray_wait import wait_for
-from slime.config.cluster import too_many_gpus
-from slime.config.engine import engines_beside_trainer
+from slime.config.cluster import gpu_problems
 from slime.models.cpu_memory import COMPUTE_VARIABLES
 
 if TYPE_CHECKING:
@@ -169,5 +168,5 @@ def pinning_environment(own: Mapping[str, str]) -> dict[str, str]:
 def check_resources(args: Args) -> None:
     """Raise :class:`ClusterError` if the cluster has GPUs, but can never hold the run."""
     have = int(door().resources().get("GPU", 0))
-    if have and (problems := [*engines_beside_trainer(args), *too_many_gpus(args, have)]):
+    if have and (problems := gpu_problems(args, have)):
         raise ClusterError(problems[0])

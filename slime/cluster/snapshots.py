@@ -23,6 +23,7 @@ from slime.cluster.folders import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.stop_signals import REPORTS, StopRequested, StopSignals
 from slime.config.args import FLAGS, Args
+from slime.config.passthrough import Attributes
 from slime.config.run import CheckpointConfig
 from slime.config.settings import to_dict
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from slime.cluster.ray_wait import ManagerClient
     from slime.cluster.train_group import TrainGroup
     from slime.cluster.trainer import Trainer
-    from slime.config.run import CheckpointConfig
     from slime.types import JsonObject
 
 T = TypeVar("T")
@@ -76,16 +76,18 @@ class StartingPoint:
         return self.snapshot.manifest if self.snapshot is not None and self.resumes else None
 
 
-def settings_of(args: Args) -> JsonObject:
-    """The settings that determine the result of a run, without those that control logging and
-    debugging.
+def settings_of(attributes: Attributes) -> JsonObject:
+    """Those attributes of the arguments that determine the result of a run, without settings that
+    control logging and debugging.
     """
     shown = {
         name
         for name, flag in FLAGS.items()
         if flag.group in ("observability", "debugging and profiling")
     }
-    return settings({name: value for name, value in to_dict(args).items() if name not in shown})
+    return settings(
+        {name: value for name, value in to_dict(attributes).items() if name not in shown}
+    )
 
 
 def restore_rollouts(

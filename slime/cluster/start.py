@@ -193,7 +193,7 @@ def start(parts: Parts) -> Run:
         parts.args = args = settle_token_budget(
             args, trainer, manager, placement.on_gpu, begin.manifest
         )
-        parts.settings = settings_of(args)
+        parts.settings = settings_of(vars(args))
         restore_rollouts(begin, parts.settings, manager, log, args)
         metrics = open_records(parts, placement)
     return begin_run(parts, manager, trainer, parts.urls, metrics)

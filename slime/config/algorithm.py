@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,15 +90,11 @@ class AlgorithmConfig(Section):
     """Compute the entropy of the policy in the log-prob pass, as a metric"""
 
 
-def derive_algorithm(args: Args) -> None:
-    args.fill(kl_loss_type="k1" if args.kl_coef != 0 else "low_var_kl")
-    # The standard deviation of one reward is 0.
-    if args.n_samples_per_prompt == 1:
-        args.grpo_std_normalization = False
-    # If the class cannot be loaded, check_estimator reports it later, together with all other
-    # problems.
-    loads = loading_problem(args.advantage_estimator) is None
-    args.use_critic = loads and algorithm_class(args.advantage_estimator).needs_critic
+def needs_critic(name: str) -> bool:
+    """Whether the estimator trains a critic. One that cannot be loaded does not, and
+    :func:`check_estimator` reports it later, together with all other problems.
+    """
+    return loading_problem(name) is None and algorithm_class(name).needs_critic
 
 
 @functools.cache
@@ -133,11 +130,7 @@ def registered_loss(args: AlgorithmConfig) -> Any:
 
 def create_algorithm(args: Args) -> Algorithm:
     """Create the run's estimator with its settings."""
-    return algorithm_class(args.advantage_estimator)(estimator_settings(args))
-
-
-def estimator_settings(args: Args) -> EstimatorSettings:
-    return EstimatorSettings(
+    settings = EstimatorSettings(
         eps_clip=args.eps_clip,
         eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
         eps_clip_c=args.eps_clip_c,
@@ -155,6 +148,7 @@ def estimator_settings(args: Args) -> EstimatorSettings:
         },
         own=own_section(parts("algorithm").get(args.advantage_estimator), args),
     )
+    return algorithm_class(args.advantage_estimator)(settings)
 
 
 def loading_problem(name: str) -> str | None:
@@ -172,12 +166,12 @@ def loading_problem(name: str) -> str | None:
     return None
 
 
-def trial_problem(name: str, settings: EstimatorSettings) -> str | None:
+def trial_problem(name: str, create: Callable[[], Algorithm]) -> str | None:
     """Try the estimator's baseline on a few small groups, and explain why it fails; None if it
     works.
     """
     try:
-        problem = baseline_problem(algorithm_class(name)(settings))
+        problem = baseline_problem(create())
     except Exception as error:  # the constructor of the user's class can raise anything
         problem = f"{type(error).__name__}: {error}"
     return f"--advantage-estimator {name}: {problem}" if problem else None
@@ -204,7 +198,7 @@ def check_estimator(args: Args) -> list[str]:
     and forbids.
     """
     name = args.advantage_estimator
-    if problem := loading_problem(name) or trial_problem(name, estimator_settings(args)):
+    if problem := loading_problem(name) or trial_problem(name, lambda: create_algorithm(args)):
         return [problem]
     algorithm = algorithm_class(name)
     flags = flags_of(type(args))

@@ -13,6 +13,7 @@ from slime.config.engine import (
     asked_gpus,
     engines_beside_trainer,
     readable_models,
+    shared_groups,
     total_gpus,
 )
 from slime.config.flag import Section, flag
@@ -75,9 +76,17 @@ class ClusterConfig(Section):
 
 def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     if args.critic_num_nodes or args.critic_num_gpus_per_node:
-        each = args.actor_num_gpus_per_node or 1
-        args.fill(critic_num_nodes=1, critic_num_gpus_per_node=each)
-    _default_placement(args, machine, asynchronous)
+        args.fill(critic_num_nodes=1, critic_num_gpus_per_node=args.actor_num_gpus_per_node or 1)
+    # What the user has placed stays as it is.
+    if args.actor_num_gpus_per_node is None:
+        gpus = max(machine.gpus - args.critic_gpus, 1) if machine.cuda else 1
+        alone = (
+            not machine.cuda
+            or args.debug_train_only
+            or args.debug_rollout_only
+            or bool(args.rollout_external_engine_addrs)
+        )
+        args.notices += _default_placement(args, gpus, alone, asynchronous)
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.sglang_config and (models := readable_models(args)):
         args.fill(rollout_num_gpus=total_gpus(models))
@@ -87,46 +96,44 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     )
 
 
-def derive_critic(args: Args) -> None:
-    """Let the actor and a critic on its GPUs make room for each other."""
-    if args.use_critic and args.colocate and not (args.offload_train or args.critic_gpus):
-        args.notices.append(
-            "--no-offload-train has no effect: actor and critic take turns on the engines' GPUs"
-        )
-        args.offload_train = True
+def derive_critic(cluster: ClusterConfig, shares: bool) -> list[str]:
+    """Let the actor and a critic that ``shares`` its GPUs make room for each other, and return
+    what is told.
+    """
+    if not (shares and cluster.colocate) or cluster.offload_train:
+        return []
+    cluster.offload_train = True
+    return ["--no-offload-train has no effect: actor and critic take turns on the engines' GPUs"]
 
 
-def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None:
-    """Place trainer and engines if --actor-num-gpus-per-node is not given: let them share the
-    machine's GPUs, or split the GPUs in train_async.py, where they run at the same time."""
-    # What the user has placed stays as it is.
-    if args.actor_num_gpus_per_node is not None:
-        return
-    gpus = max(machine.gpus - args.critic_gpus, 1)
-    has_no_partner = (
-        args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs
-    )
-    if not machine.cuda:
-        gpus = 1
-    elif args.colocate or has_no_partner:
+def _default_placement(
+    cluster: ClusterConfig, gpus: int, alone: bool, asynchronous: bool
+) -> list[str]:
+    """Place trainer and engines on ``gpus``, and return what is told: let them share these, or split
+    them in train_async.py, where they run at the same time; with only one of the two
+    (``alone``), it has all.
+    """
+    told: list[str] = []
+    if alone or cluster.colocate:
         pass
-    elif args.rollout_num_gpus is not None:
-        gpus = max(gpus - args.rollout_num_gpus, 1)
+    elif cluster.rollout_num_gpus is not None:
+        gpus = max(gpus - cluster.rollout_num_gpus, 1)
     # Generation and training alternate in train.py, so each may have all GPUs in its turn.
     elif not asynchronous:
-        args.colocate = True
-        args.notices.append(
+        cluster.colocate = True
+        told = [
             f"no placement is given, so trainer and engines share {gpus} GPU(s), as with --colocate"
-        )
+        ]
     # They run at the same time in train_async.py, so each gets a half; engines get the larger one.
     elif gpus > 1:
-        args.rollout_num_gpus = gpus - gpus // 2
+        cluster.rollout_num_gpus = gpus - gpus // 2
         gpus //= 2
-        args.notices.append(
-            f"{gpus} GPUs are used for training and {args.rollout_num_gpus} for generation "
+        told = [
+            f"{gpus} GPUs are used for training and {cluster.rollout_num_gpus} for generation "
             "(--actor-num-gpus-per-node, --rollout-num-gpus)"
-        )
-    args.actor_num_gpus_per_node = gpus
+        ]
+    cluster.actor_num_gpus_per_node = gpus
+    return told
 
 
 def environment_texts(variables: Mapping[str, object]) -> dict[str, str]:
@@ -137,43 +144,42 @@ def environment_texts(variables: Mapping[str, object]) -> dict[str, str]:
 def check_machine(args: Args, machine: Machine) -> list[str]:
     """Check the rules that depend on this machine. The GPUs of a Ray cluster are checked later,
     when the run connects to it."""
-    problems: list[str] = []
+    if machine.in_cluster:
+        return []
     engines = len(args.rollout_external_engine_addrs or []) or (
         (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
     )
     # More requests than sockets would fail one by one in the middle of a rollout.
     asked = (args.sglang_server_concurrency or 0) * engines
     most = connection_limit(args.sglang_router_ip)
-    if asked > most and not machine.in_cluster:
+    if asked > most:
         args.notices.append(
             f"--sglang-server-concurrency {args.sglang_server_concurrency} with {engines} engines "
             f"means {asked} concurrent requests; they are limited to {most}, because a request "
             "takes two open files (ulimit -Hn) and, with a router on another machine, a local "
             "port (ip_local_port_range)"
         )
-    if machine.in_cluster:
-        return problems  # the GPUs of the cluster are known only after Ray has connected to it
-    if machine.cuda:
-        problems += engines_beside_trainer(args)
-    return problems + (
-        too_many_gpus(args, machine.gpus) if machine.cuda else _too_many_slots(args, machine)
-    )
+    return gpu_problems(args, machine.gpus) if machine.cuda else _too_many_slots(args, machine)
 
 
-def too_many_gpus(args: Args, there: int) -> list[str]:
-    """Check that the run needs no more GPUs than this machine, or its cluster, has."""
+def gpu_problems(args: Args, there: int) -> list[str]:
+    """Check that colocated servers have the GPUs of training ranks, and that the run needs no more
+    GPUs than this machine, or its cluster, has.
+    """
+    problems = engines_beside_trainer(args, shared_groups(args))
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    external = bool(args.rollout_external_engine_addrs)
-    rollout = 0 if args.debug_train_only or external else args.rollout_num_gpus
+    has_none = args.debug_train_only or args.rollout_external_engine_addrs
+    rollout = 0 if has_none else args.rollout_num_gpus
     needed = (max(train, rollout) if args.colocate else train + rollout) + args.critic_gpus
     if needed <= there:
-        return []
+        return problems
     share = "" if args.colocate else "--colocate to share GPUs, "
     return [
+        *problems,
         f"the run needs {needed} GPUs ({asked_gpus(args)}, "
         f"{'shared' if args.colocate else 'not shared'}), but this machine (or cluster) has {there}: "
         f"use {share}smaller numbers, or a larger Ray cluster (ray start, then ray job submit or "
-        "RAY_ADDRESS)"
+        "RAY_ADDRESS)",
     ]
 
 

@@ -178,18 +178,19 @@ def can_evaluate(evaluation: EvalConfig, rollout_function: str) -> bool:
     return bool(own or evaluation.eval_prompt_data or evaluation.eval_config)
 
 
-def derive_evaluation(args: Args) -> None:
-    """Leave out evaluations without data."""
+def derive_evaluation(evaluation: EvalConfig, rollout_function: str) -> list[str]:
+    """Leave out evaluations without data, and return what is told."""
+    interval = evaluation.eval_interval
     # A run of hours must not end at its first evaluation, so an evaluation without data is only
     # told.
-    if args.eval_interval and not can_evaluate(args, args.rollout_function_path):
-        args.notices.append(
-            f"--eval-interval {args.eval_interval} has no data to evaluate: pass "
-            "--eval-prompt-data NAME PATH"
-        )
-        args.eval_interval = None
-    elif (args.eval_prompt_data or args.eval_config) and not args.eval_interval:
-        args.notices.append("the run does not evaluate its evaluation data: pass --eval-interval")
+    if interval and not can_evaluate(evaluation, rollout_function):
+        evaluation.eval_interval = None
+        return [
+            f"--eval-interval {interval} has no data to evaluate: pass --eval-prompt-data NAME PATH"
+        ]
+    if (evaluation.eval_prompt_data or evaluation.eval_config) and not interval:
+        return ["the run does not evaluate its evaluation data: pass --eval-interval"]
+    return []
 
 
 SFT_LIKE = ("sft_loss", "custom_loss")
@@ -242,10 +243,13 @@ def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
     ``math`` if the first row has a label.
     """
     args.fill(math_answer="boxed" if args.rm_type else "any")
+    scored_elsewhere = args.loss_type in SFT_LIKE or args.rollout_function_path not in OWN_FUNCTIONS
+    if args.rm_type or args.custom_rm_path or scored_elsewhere or args.debug_train_only:
+        return
     # Without a readable row, the check of the data tells that a reward is missing.
     key = args.label_key
     has_label = row is not None and key is not None and lookup(row, key) is not None
-    if not needs_reward(args) or not (args.rm_url or has_label):
+    if not (args.rm_url or has_label):
         return
     args.rm_type = "remote_rm" if args.rm_url else "math"
     if args.custom_generate_function_path is None:
@@ -253,13 +257,6 @@ def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
         args.notices.append(
             f"neither --rm-type nor --custom-rm-path is given: {why}, so --rm-type is {args.rm_type}"
         )
-
-
-def needs_reward(args: Args) -> bool:
-    """Whether samples need a reward and no flag provides one."""
-    own_rollout = args.rollout_function_path not in OWN_FUNCTIONS
-    scored_elsewhere = args.loss_type in SFT_LIKE or own_rollout
-    return not (args.rm_type or args.custom_rm_path or scored_elsewhere or args.debug_train_only)
 
 
 def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:

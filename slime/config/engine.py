@@ -152,17 +152,20 @@ def check_server_groups(args: Args) -> list[str]:
         total = total_gpus(served_models(args))
     except (ServerGroupError, OSError) as error:
         return [f"{where}: {error}"]
-    wrong = f"{where}: its groups have {total} GPUs, but --rollout-num-gpus is {gpus}"
-    return [] if total == gpus else [wrong]
+    if total == gpus:
+        return []
+    return [f"{where}: its groups have {total} GPUs, but --rollout-num-gpus is {gpus}"]
 
 
-def engines_beside_trainer(args: Args) -> list[str]:
-    """Refuse colocated servers on GPUs without a training rank, which CUDA IPC cannot reach."""
-    train = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if all(end <= train for _, end in shared_groups(args)):
+def engines_beside_trainer(gpus: ClusterConfig, shared: list[tuple[ServerGroup, int]]) -> list[str]:
+    """Refuse colocated servers (:func:`shared_groups`) on GPUs without a training rank, which CUDA
+    IPC cannot reach.
+    """
+    train = gpus.actor_num_nodes * (gpus.actor_num_gpus_per_node or 1)
+    if all(end <= train for _, end in shared):
         return []
     return [
-        f"--colocate with {asked_gpus(args)}: some servers that get the trainer's weights would "
+        f"--colocate with {asked_gpus(gpus)}: some servers that get the trainer's weights would "
         "be on GPUs without a training rank, which CUDA IPC cannot reach; place them on the "
         f"first {train} GPUs, or use --update-weight-transport disk"
     ]

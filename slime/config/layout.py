@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import Section, flag
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, longest_sample, served_context
+from slime.config.rollout import (
+    DEFAULT_ROLLOUT_FUNCTION,
+    RolloutConfig,
+    longest_sample,
+    served_context,
+)
 from slime.registry import find, parts
 
 if TYPE_CHECKING:
@@ -202,31 +207,33 @@ def _size_micro_batches(
         batch.fill(max_tokens_per_gpu=max(MIN_TOKEN_BUDGET, longest))
 
 
-def check_split(args: Args) -> list[str]:
+def check_split(batch: BatchConfig, rollout: RolloutConfig, layout: ParallelLayout) -> list[str]:
     """Check that the samples of a step can be distributed over the data-parallel ranks: evenly in
     micro-batches of a fixed size, and otherwise at least one for each rank."""
-    if args.debug_rollout_only or args.num_steps_per_rollout is None or not args.global_batch_size:
+    if batch.num_steps_per_rollout is None or not batch.global_batch_size:
         return []
-    layout = ParallelLayout.from_args(args)
     ranks = f"{layout.dp} data-parallel training ranks" + (
         f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else ""
     )
     unit = layout.dp * layout.vpp_group
-    if not args.use_dynamic_batch_size:
-        unit *= args.micro_batch_size
-        if unit < 1 or args.global_batch_size % unit == 0:
+    if not batch.use_dynamic_batch_size:
+        unit *= batch.micro_batch_size
+        if unit < 1 or batch.global_batch_size % unit == 0:
             return []
         return [
-            f"--global-batch-size {args.global_batch_size} is not a multiple of "
-            f"--micro-batch-size {args.micro_batch_size} x {ranks} = {unit}: change one of them, "
+            f"--global-batch-size {batch.global_batch_size} is not a multiple of "
+            f"--micro-batch-size {batch.micro_batch_size} x {ranks} = {unit}: change one of them, "
             "or pass --use-dynamic-batch-size"
         ]
     # Functions of the user can return several samples for one, so the number of samples is not
     # known in advance.
-    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
-    if args.custom_generate_function_path or own_rollout or args.global_batch_size >= unit:
+    if (
+        rollout.custom_generate_function_path
+        or rollout.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+        or batch.global_batch_size >= unit
+    ):
         return []
     return [
-        f"--global-batch-size {args.global_batch_size} is less than one sample for each of "
+        f"--global-batch-size {batch.global_batch_size} is less than one sample for each of "
         f"{ranks}: use a larger batch or fewer ranks"
     ]

@@ -123,8 +123,7 @@ def derive_debug_modes(args: Args) -> None:
         )
     # Nothing has to make room.
     if args.debug_rollout_only:  # there is no trainer to share the GPUs with
-        args.colocate = args.offload = False
-        args.offload_train = args.offload_rollout = False
+        args.colocate = args.offload = args.offload_train = args.offload_rollout = False
 
 
 def chosen_trackers(observability: ObservabilityConfig) -> list[str]:

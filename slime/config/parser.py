@@ -221,7 +221,7 @@ def read_command_line(
     # The user's own arguments are stored as argparse returned them.
     for name, value in values.items():
         setattr(args, name, value)
-    return args, misused + problems + _store(args, typed)
+    return args, misused + problems + _store(vars(args), typed)
 
 
 def _parse(
@@ -240,7 +240,7 @@ def _parse(
         return namespace, [], [str(error)]
 
 
-def _store(args: Args, typed: Sequence[tuple[str, list[str]]]) -> list[str]:
+def _store(attributes: passthrough.Attributes, typed: Sequence[tuple[str, list[str]]]) -> list[str]:
     """Convert and store the words of each option, and return the problems."""
     words_of: dict[str, list[str]] = {}
     for option, words in typed:
@@ -260,7 +260,7 @@ def _store(args: Args, typed: Sequence[tuple[str, list[str]]]) -> list[str]:
         # An option of another program may be an empty list.
         if not words and flag.takes_list and known.family is None:
             problems.append(f"{option}: it takes at least one value, but has none")
-        elif problem := store(args, flag.option, known, value):
+        elif problem := store(attributes, flag.option, known, value):
             problems.append(problem)
     return problems
 
@@ -368,33 +368,33 @@ def read_settings(
 
     Later sources take precedence. Derived defaults are not filled in yet."""
     args, problems = read_command_line(argv, add_custom_arguments)
-    if args.custom_config_path:
-        problems += apply_file(
-            args, args.custom_config_path, "--custom-config-path", new_names=True
-        )
+    attributes = vars(args)
+    if path := args.custom_config_path:
+        problems += apply_file(attributes, path, "--custom-config-path", new_names=True)
     # Recipes are scaled to a machine by this file, so it comes after everything that the recipe
     # says.
     if args.override:
-        problems += _apply_override(args, args.override)
+        problems += _apply_override(attributes, args.override)
     for name, value in (settings or {}).items():
-        if problem := set_value(args, name, value):
+        if problem := set_value(attributes, name, value):
             problems.append(problem)
     return args, problems
 
 
-def _apply_override(args: Args, file: str) -> list[str]:
-    before = passthrough.every_value(vars(args))
-    problems = apply_file(args, file, "--override", new_names=False)
+def _apply_override(attributes: passthrough.Attributes, file: str) -> list[str]:
+    before = passthrough.every_value(attributes)
+    problems = apply_file(attributes, file, "--override", new_names=False)
     if (
         before["ref_load"] is not None
-        and args.ref_load == before["ref_load"] == before["hf_checkpoint"]
+        and attributes["ref_load"] == before["ref_load"] == before["hf_checkpoint"]
     ):
         # --ref-load named the model that the file replaces, so it follows
-        args.ref_load = args.hf_checkpoint
+        attributes["ref_load"] = attributes["hf_checkpoint"]
     changed = [
         f"{name}: {redacted(name, before.get(name))} -> {redacted(name, value)}"
-        for name, value in passthrough.every_value(vars(args)).items()
+        for name, value in passthrough.every_value(attributes).items()
         if before.get(name) != value
     ]
-    args.notices.append(f"--override {file}: " + ("; ".join(changed) or "it changes nothing"))
+    changes = "; ".join(changed) or "it changes nothing"
+    attributes["notices"].append(f"--override {file}: {changes}")
     return problems

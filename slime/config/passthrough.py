@@ -13,15 +13,15 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Required, TypedDict
+from typing import Any, NamedTuple, Required, TypedDict
 
 from slime.config.files import read_json
 from slime.config.flag import Flag, Kind, Loose
 from slime.config.machine import version_of
 from slime.registry import load, parts
 
-if TYPE_CHECKING:
-    from slime.config.args import Args
+Attributes = dict[str, Any]
+"""The attributes of the arguments, ``vars(args)``."""
 
 KEYS = frozenset(("api_key", "admin_api_key", "control_plane_api_keys"))
 """Options that slime does not pass on a command line; see :mod:`slime.engines.keys`."""
@@ -55,9 +55,9 @@ class Spelling(NamedTuple):
     family: str | None  # of an option that is passed on
     sets: bool  # the value that a switch of this spelling sets
 
-    def values(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def values(self, attributes: Attributes) -> Attributes:
         """Return where the value is stored, by the flag's name."""
-        return settings if self.family is None else settings[self.family]
+        return attributes if self.family is None else attributes[self.family]
 
 
 @dataclass(frozen=True)
@@ -191,10 +191,9 @@ def every_value(attributes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def given_options(args: Args) -> dict[str, object]:
-    """Return the options that were given for the engine of the run; none if it has no own ones."""
-    options: dict[str, object] = vars(args).get(args.rollout_backend, {})
-    return {name: value for name, value in options.items() if name not in KEYS}
+def given_options(attributes: Attributes, engine: str) -> dict[str, object]:
+    """Return the options that were given for an engine; none if it has no own ones."""
+    return {name: value for name, value in attributes.get(engine, {}).items() if name not in KEYS}
 
 
 def check(values: Mapping[str, Any], engine: str) -> tuple[list[str], list[str]]:

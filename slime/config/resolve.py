@@ -48,7 +48,7 @@ def resolve_defaults(
             setattr(args, name, hooks.dotted(getattr(args, name)))
     # First the backends: the defaults of the model, of precision and of weight syncs depend on
     # them.
-    start.derive_backends(args, machine)
+    start.derive_backends(args, machine, args.inline)
     trainer.derive_model(args, machine)
     lora.derive_lora(args)
     # Then what replaces a part of the run: a debug mode has no trainer or no engines, and an
@@ -62,17 +62,22 @@ def resolve_defaults(
     data.derive_data(args)
     # The estimator decides on a critic, and the placement has to know whether there is one.
     problems += layout.derive_batch(args)
-    algorithm.derive_algorithm(args)
+    args.use_critic = algorithm.needs_critic(args.advantage_estimator)
+    args.fill(kl_loss_type="k1" if args.kl_coef else "low_var_kl")
+    # The standard deviation of one reward is 0.
+    if args.n_samples_per_prompt == 1:
+        args.grpo_std_normalization = False
     cluster.derive_resources(args, machine, asynchronous)
     # Then what follows from a single flag, or from conditions that are rows.
     for name, flag in FLAGS.items():
         if flag.same_as:
             args.fill(**{name: getattr(args, flag.same_as)})
     set_defaults(Run(args, asynchronous, machine))
-    cluster.derive_critic(args)
-    data.derive_evaluation(args)
+    args.notices += cluster.derive_critic(args, args.use_critic and not args.critic_gpus)
+    args.notices += data.derive_evaluation(args, args.rollout_function_path)
     # The folders come last: their names contain the model and the estimator.
-    start.derive_checkpoints(args)
+    if args.save_retain_interval:
+        args.fill(save_keep_last=1)
     start.derive_run_folder(args)
     return problems
 
@@ -113,7 +118,6 @@ def _checks(run: Run) -> Iterator[list[str]]:
     say. Each check gets the sections and values that it reads.
     """
     args = run.args
-    checkpoint = args.hf_checkpoint
     trains = not args.debug_rollout_only
     # The checkpoints, and the files that flags name.
     yield trainer.check_checkpoint(args)
@@ -123,19 +127,22 @@ def _checks(run: Run) -> Iterator[list[str]]:
     yield hooks.check_hooks(FLAGS, args)
     # What a rollout generates.
     if trains and args.loss_type != "sft_loss":
-        yield rollout.check_rotary(args, rollout.served_context(args), checkpoint)
+        yield rollout.check_rotary(args, rollout.served_context(args), args.hf_checkpoint)
     yield check_ranges(vars(args))
     yield missing_packages(vars(args))
     yield data.check_reward(args)
     # What is trained, and how it is divided over ranks.
-    yield layout.check_split(args)
+    divided = ParallelLayout.from_args(args)
+    if trains:
+        yield layout.check_split(args, args, divided)
     yield algorithm.check_estimator(args)
     if args.multimodal_keys:
-        yield trainer.check_media(checkpoint)
-    yield ParallelLayout.from_args(args).problems()
+        yield trainer.check_media(args.hf_checkpoint)
+    yield divided.problems()
     if args.train_backend not in parts("layout"):
-        sizes = args.fsdp_shard_size, args.world_size, args.fsdp_expert_parallel_size
-        yield layout.check_shard_size(*sizes)
+        yield layout.check_shard_size(
+            args.fsdp_shard_size, args.world_size, args.fsdp_expert_parallel_size
+        )
     yield lora.check_lora(args)
     # The processes and what is passed on to them.
     yield engine.check_server_groups(args)

@@ -213,14 +213,12 @@ def served_context(args: Args) -> int | None:
     # The embedded engine computes in the rotary frequencies of the trainer, so it must also keep
     # their limit.
     if args.rollout_backend == "embedded":
-        of_rotary = rotary_limit(model_config(path))
         limits = [
             context_length(model_config(path), scaled=False),
-            of_rotary,
+            rotary_limit(model_config(path)),
             args.embedded_max_total_tokens,
         ]
     else:
-        given = given_options(args)
         overrides: list[dict[str, Any]] = [{}]
         # without any if --sglang-config is invalid, which the checks report
         for model in readable_models(args)[:1]:
@@ -230,7 +228,9 @@ def served_context(args: Args) -> int | None:
         limits = []
         registered = programs().get(args.rollout_backend)
         name = "context_length" if registered is None else registered.context_length
-        for options in ({**given, **group} for group in overrides):
+        for options in (
+            {**given_options(vars(args), args.rollout_backend), **group} for group in overrides
+        ):
             length = options.get(name)
             length = length if str(length).isdigit() else context_length(model_config(path))
             limits += [length, options.get("max_total_tokens")]

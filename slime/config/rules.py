@@ -27,7 +27,7 @@ from slime.config.hf_config import is_hf_folder, model_config
 from slime.config.layout import context_ranks
 from slime.config.lora import has_experts
 from slime.config.machine import Machine, installed
-from slime.config.passthrough import Spelling
+from slime.config.passthrough import Attributes, Spelling
 from slime.config.rollout import (
     is_fully_async,
     may_use_workers,
@@ -128,7 +128,7 @@ def _words(part: str, run: Run, typed: bool) -> str | None:
     if fact := all_rules().facts.get(part):
         return part if fact(run) else None
     option, _, wanted = part.partition(" ")
-    value, (flag, family, sets) = look_up(option, run.args)
+    value, (flag, family, sets) = look_up(option, vars(run.args))
     # Options that are passed on exist only if they were typed.
     if typed and not family and flag.name not in run.args.explicit:
         return None
@@ -140,7 +140,7 @@ def _words(part: str, run: Run, typed: bool) -> str | None:
         wanted = wanted.removeprefix(sign)
         compare, says = _COMPARISONS[sign]
         if wanted.startswith("--"):
-            other = look_up(wanted, run.args)[0]
+            other = look_up(wanted, vars(run.args))[0]
             told = f" ({says} {wanted} {other})"
         else:
             other = float(wanted)
@@ -158,12 +158,12 @@ def _words(part: str, run: Run, typed: bool) -> str | None:
     return f"{option} {' '.join(map(str, shown)) if isinstance(shown, list) else shown}{told}"
 
 
-def look_up(option: str, args: Args) -> tuple[Any, Spelling]:
+def look_up(option: str, attributes: Attributes) -> tuple[Any, Spelling]:
     """Return the value of a flag that is named as it is typed, and what this spelling stands
     for.
     """
     known = spellings()[underscored(option)]
-    return known.values(vars(args)).get(known.flag.name), known
+    return known.values(attributes).get(known.flag.name), known
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def set_defaults(run: Run) -> None:
     """Turn on the switches that follow from other flags, and tell why if there is a reason to."""
     args = run.args
     for rule in all_rules().defaults:
-        name = look_up(rule.sets, args)[1].flag.name
+        name = spellings()[underscored(rule.sets)].flag.name
         is_open = name not in args.explicit and not vars(args)[name]
         if is_open and rule.broken(run):
             setattr(args, name, True)

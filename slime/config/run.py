@@ -71,9 +71,10 @@ class RunConfig(Section):
     """Deadline in seconds for generating a rollout, training on it, or a weight sync"""
 
 
-def derive_backends(args: Args, machine: Machine) -> None:
-    several = machine.cuda and not args.inline  # ranks of Megatron are processes
-    args.fill(
+def derive_backends(flags: Section, machine: Machine, inline: bool) -> None:
+    """Fill in the backends, and the device of the embedded engine."""
+    several = machine.cuda and not inline  # ranks of Megatron are processes
+    flags.fill(
         train_backend="megatron" if several and installed("megatron.core") else "fsdp",
         rollout_backend="sglang" if machine.cuda and installed("sglang") else "embedded",
         embedded_device="cuda" if machine.cuda else "cpu",
@@ -169,11 +170,6 @@ class CheckpointConfig(Section):
     ckpt_format: Literal["torch", "torch_dist"] = "torch_dist"
     """Snapshot format of the Megatron backend: torch_dist can be loaded with another parallel
     layout, torch (one file per rank) only with the same one"""
-
-
-def derive_checkpoints(checkpoints: CheckpointConfig) -> None:
-    if checkpoints.save_retain_interval:
-        checkpoints.fill(save_keep_last=1)
 
 
 def check_folders(saved: CheckpointConfig) -> list[str]:

@@ -18,7 +18,7 @@ from slime.config.files import read_yaml
 from slime.config.flag import Flag, OutOfRange, convert, defaults_of, did_you_mean, flags_of, shown
 from slime.config.hf_config import is_hf_folder
 from slime.config.layout import ParallelLayout, check_shard_size, check_split
-from slime.config.passthrough import Spelling, every_value, prefix_of, programs
+from slime.config.passthrough import Attributes, Spelling, every_value, prefix_of, programs
 from slime.registry import find, parts
 
 HIDDEN = "***"
@@ -134,8 +134,8 @@ RESERVED = frozenset(defaults_of(Args).keys() - flags_of(Args))
 """Attributes of the arguments that are not flags."""
 
 
-def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]:
-    """Set every key of the file on ``args``.
+def apply_file(attributes: Attributes, path: str, option: str, new_names: bool) -> list[str]:
+    """Set every key of the file.
 
     Args:
         new_names: Whether a key that is not a flag becomes a new attribute. Otherwise it is a
@@ -148,7 +148,7 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
     if content.keys() >= RESERVED:  # only the config.yaml of a run contains all derived attributes
         content = _of_a_run(content)
     for key, value in content.items():
-        problem = set_value(args, str(key), value, new_names)
+        problem = set_value(attributes, str(key), value, new_names)
         if problem:
             problems.append(f"{option} {path}: {problem}")
     return problems
@@ -173,9 +173,11 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def set_value(args: Args, key: str, value: object, new_names: bool = False) -> str | None:
-    """Set one flag by name, and return the problem, if any. The value None restores the default of
-    the flag.
+def set_value(
+    attributes: Attributes, key: str, value: object, new_names: bool = False
+) -> str | None:
+    """Set one flag by name in the attributes of the arguments, and return the problem, if any. The
+    value None restores the default of the flag.
     """
     name = underscored(key)
     if name in RESERVED or name in programs() or name.startswith("__"):
@@ -183,21 +185,20 @@ def set_value(args: Args, key: str, value: object, new_names: bool = False) -> s
     if name == "override" and not new_names:
         return f"{key}: an --override file cannot name another --override file"
     if (known := spellings().get(name)) is not None:
-        return store(args, key, known, value)
-    if new_names or name in args.__dict__:
-        setattr(args, name, value)
-        args.explicit |= {name}
+        return store(attributes, key, known, value)
+    if new_names or name in attributes:
+        attributes[name] = value
+        attributes["explicit"] |= {name}
         return None
-    reason = why_missing(f"--{name}")
-    if reason:
+    if reason := why_missing(f"--{name}"):
         return f"{key} {reason}"
     return f"{key}: no such flag{did_you_mean(name, spellings())}"
 
 
-def store(args: Args, key: str, known: Spelling, value: object) -> str | None:
+def store(attributes: Attributes, key: str, known: Spelling, value: object) -> str | None:
     """Convert a value and store it; return the problem, if any, which begins with ``key``."""
     flag = known.flag
-    values = known.values(vars(args))
+    values = known.values(attributes)
     if value is not None:
         try:
             converted = convert(flag, value)
@@ -213,7 +214,7 @@ def store(args: Args, key: str, known: Spelling, value: object) -> str | None:
     else:
         values.pop(flag.name, None)
     if known.family is None:
-        args.explicit |= {flag.name}
+        attributes["explicit"] |= {flag.name}
     return None
 
 
@@ -264,12 +265,13 @@ def check_roles(args: Args) -> list[str]:
 
 def _check_critic(critic: Args) -> list[str]:
     """Check the arguments of a critic with GPUs of its own."""
+    layout = ParallelLayout.from_args(critic)
     checks = (
-        ParallelLayout.from_args(critic).problems(),
+        layout.problems(),
         check_shard_size(
             critic.fsdp_shard_size, critic.world_size, critic.fsdp_expert_parallel_size
         ),
-        check_split(critic),
+        check_split(critic, critic, layout),
     )
     return [f"the critic: {problem}" for problems in checks for problem in problems]
 
@@ -283,14 +285,14 @@ def _changed(args: Args, role: str) -> tuple[Args, list[str]]:
     # The roles must not share dicts such as args.megatron.
     changed = copy.deepcopy(args)
     told = (
-        set_value(changed, str(name), value)
+        set_value(vars(changed), str(name), value)
         for name, value in values.items()
         if name not in _IGNORED
     )
     return changed, [problem for problem in told if problem]
 
 
-def to_dict(args: Args) -> dict[str, Any]:
+def to_dict(attributes: Attributes) -> dict[str, Any]:
     """Return all flags with their resolved values, the pass-through flags that were given, and
     attributes of hooks.
 
@@ -299,7 +301,7 @@ def to_dict(args: Args) -> dict[str, Any]:
     """
     return {
         name: _shown(name, value)
-        for name, value in every_value(vars(args)).items()
+        for name, value in every_value(attributes).items()
         if name != "override" and _plain(value)
     }
 

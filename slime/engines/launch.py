@@ -106,8 +106,8 @@ class EngineSettings:
             fp8=fp8_format(
                 args, args.rollout_backend, args.hf_checkpoint, args.rollout_num_gpus_per_engine
             ),
-            sglang={name: value for name, value in args.sglang.items() if name not in KEYS},
-            options=given_options(args),
+            sglang=given_options(vars(args), "sglang"),
+            options=given_options(vars(args), args.rollout_backend),
             keys=keys,
             whole_vocabulary=samples_whole_vocabulary(args, args),
             adapter_rank=args.lora_rank if named is not None else 0,

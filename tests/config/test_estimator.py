@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.algorithm import estimator_settings, loading_problem, trial_problem
+from slime.config.algorithm import create_algorithm, loading_problem, trial_problem
 from tests.make_args import make_args
 
 BASE = "from slime.algorithms.grpo import Grpo\n\n\nclass Mine(Grpo):\n"
@@ -48,7 +48,7 @@ def test_a_baseline_that_fails_on_a_small_group_is_named(
         f"{BASE}    def group_baseline(self, rewards):\n        {body}\n"
     )
     args = make_args(advantage_estimator=f"{tmp_path}/mine.py:Mine")
-    found = trial_problem(args.advantage_estimator, estimator_settings(args))
+    found = trial_problem(args.advantage_estimator, lambda: create_algorithm(args))
     assert found is not None and problem in found
 
 

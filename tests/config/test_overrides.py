@@ -96,9 +96,9 @@ def test_another_checkpoint_in_the_override_silences_model_args(workplace) -> No
 
 def test_negative_flags_by_either_name() -> None:
     args, _ = read_command_line([])
-    assert set_value(args, "disable_grpo_std_normalization", True) is None
+    assert set_value(vars(args), "disable_grpo_std_normalization", True) is None
     assert args.grpo_std_normalization is False
-    assert set_value(args, "grpo_std_normalization", True) is None
+    assert set_value(vars(args), "grpo_std_normalization", True) is None
     assert args.grpo_std_normalization is True
 
 
@@ -129,7 +129,7 @@ def test_a_file_takes_the_options_of_packages_as_the_command_line_does(
         }
         assert args.sglang == wanted
     assert "mean sglang_expert_parallel_size?" in str(
-        set_value(args, "sglang_expert_paralel_size", 2)
+        set_value(vars(args), "sglang_expert_paralel_size", 2)
     )
 
 
@@ -139,7 +139,7 @@ def test_dump_holds_everything_and_no_secret(workplace) -> None:
     )
     args.from_a_hook = {"depth": [1, 2]}
     args.not_plain = object()
-    text = yaml.safe_dump(to_dict(args))
+    text = yaml.safe_dump(to_dict(vars(args)))
     assert "s3cret" not in text
     loaded = yaml.safe_load(text)
     assert (
@@ -164,7 +164,7 @@ def test_a_dumped_run_is_an_override_that_repeats_it(
 ) -> None:
     line = f"--rollout-batch-size {prompts} --lr {lr} --advantage-estimator {kind} --run-name r"
     first = workplace.load(line + " --rollout-shuffle" * shuffle)
-    dump = {name: value for name, value in to_dict(first).items() if name in FLAGS}
+    dump = {name: value for name, value in to_dict(vars(first)).items() if name in FLAGS}
     again = workplace.load(f"--override {workplace.write('dump.yaml', yaml.safe_dump(dump))}")
     for name in FLAGS:
         if name != "override":
@@ -182,9 +182,9 @@ def test_a_reference_that_was_the_model_goes_with_it(workplace) -> None:
 
 def test_a_key_that_is_gone_or_of_another_framework_is_refused_with_the_reason() -> None:
     assert "with --rollout-external-engine-addrs" in str(
-        set_value(Args(), "rollout_external", True)
+        set_value(vars(Args()), "rollout_external", True)
     )
-    assert "use --lora-rank R" in str(set_value(Args(), "use_peft", True))
+    assert "use --lora-rank R" in str(set_value(vars(Args()), "use_peft", True))
 
 
 def test_the_home_folder_is_found_in_every_form(workplace, monkeypatch) -> None:

@@ -48,7 +48,7 @@ class Setup:
             self.patch.setitem(FACTS, part, lambda run: holds)
             return
         option, _, wanted = part.partition(" ")
-        _, known = look_up(option, self.args)
+        _, known = look_up(option, vars(self.args))
         flag, values, sets = known.flag, known.values(vars(self.args)), known.sets
         self.args.explicit |= {flag.name}
         if flag.is_bool:
@@ -66,7 +66,7 @@ class Setup:
             return "other" if holds else wanted
         number = 4.0
         if wanted.startswith("--"):
-            _, (flag, _, _) = look_up(wanted, self.args)
+            _, (flag, _, _) = look_up(wanted, vars(self.args))
             setattr(self.args, flag.name, number)
         else:
             number = float(wanted)
@@ -118,7 +118,7 @@ def test_each_row_gives_a_reason_and_each_name_exists() -> None:
         assert rule.because or rule in IDLE, rule
         assert not (rule.needs and rule.excludes), "a row says either"
         for part in parts(rule.when, rule.excludes, rule.needs, rule.unless):
-            assert part in FACTS or look_up(part.partition(" ")[0], Args()), part
+            assert part in FACTS or look_up(part.partition(" ")[0], vars(Args())), part
 
 
 def test_a_zero_that_is_derived_is_off_and_a_typed_one_is_a_value() -> None:
@@ -176,7 +176,7 @@ def test_facts(fact: str, yes: dict[str, Any], no: dict[str, Any]) -> None:
 @pytest.mark.parametrize("rule", all_rules().defaults, ids=str)
 def test_a_switch_follows_from_its_row(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
-    name = look_up(rule.sets, setup.args)[1].flag.name
+    name = look_up(rule.sets, vars(setup.args))[1].flag.name
     for holds in (False, True):
         for part in parts(rule.when, rule.unless):
             setup.put(part, False)

@@ -149,7 +149,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(workplace: Any) -> None:
     ]
     args, _ = check_args(words)
     run = RunDir.create(args)
-    dumps = [str(to_dict(args)), run.config.read_text(), str(public_settings(vars(args)))]
+    dumps = [str(to_dict(vars(args))), run.config.read_text(), str(public_settings(vars(args)))]
     for dump in dumps:
         assert not [value for value in hidden if value in dump]
         assert "host/score" in dump and "'port': 5" in dump.replace("port: 5", "'port': 5")

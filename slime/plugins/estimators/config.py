@@ -30,10 +30,10 @@ class RecipeFlags:
     """Set the flags of a paper, which are printed; a flag that is given wins"""
 
 
-def values_of(recipe: dict[str, Any], args: Args) -> dict[str, Any]:
-    """Return the values that a recipe has for a run, by argument name."""
+def values_of(recipe: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that a recipe has for a run with these arguments, by argument name."""
     shares = {
-        name: int(getattr(args, whole) * share)
+        name: int(attributes[whole] * share)
         for name, (whole, share) in recipe.get("shares", {}).items()
     }
     return recipe["flags"] | shares
@@ -44,11 +44,10 @@ def resolve(args: Args) -> list[str]:
     if args.recipe is None:
         return []
     recipe = recipes()[args.recipe]
-    values = values_of(recipe, args)
+    values = values_of(recipe, vars(args))
     for name in values.keys() - args.explicit:
         setattr(args, name, values[name])
-    told = [f"{FLAGS[name].option} {value}" for name, value in values.items()]
-    told = [text.removesuffix(" True") for text in told]
+    told = [f"{FLAGS[name].option} {value}".removesuffix(" True") for name, value in values.items()]
     kept = [FLAGS[name].option for name in values if name in args.explicit]
     args.notices.append(
         f"--recipe {args.recipe} ({recipe['source']}): {' '.join(told)}"

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from slime.backends.collectives import DTYPES
-from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.config.trainer import ModelConfig
+from slime.config.trainer import OptimizerConfig as OptimizerFlags
 from slime.plugins.megatron.core import MegatronError
 from slime.plugins.megatron.flags import (
     PERFORMANCE,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
+
+    from slime.backends.lr_schedule import LrSchedule
 
 NEUTRAL: Settings = {
     "quick_geglu": False,
@@ -263,22 +265,22 @@ def ddp_config(flags: Settings) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(**fields)
 
 
-def optimizer_config(args: Args, lr: float, min_lr: float) -> OptimizerConfig:
-    """Return the config of AdamW or SGD from slime's flags."""
+def optimizer_config(
+    given: dict[str, Any], flags: OptimizerFlags, dtype: torch.dtype, schedule: LrSchedule
+) -> OptimizerConfig:
+    """Return the config of AdamW or SGD from Megatron's flags that were given, and from slime's."""
     from megatron.core.optimizer import OptimizerConfig
 
-    given = args.megatron
-    dtype = DTYPES[args.train_dtype]
     fields = _fields_from(given, OptimizerConfig)
     fields |= {
-        "optimizer": args.optimizer,
-        "lr": lr,
-        "min_lr": min_lr,
-        "weight_decay": args.weight_decay,
-        "adam_beta1": args.adam_beta1,
-        "adam_beta2": args.adam_beta2,
-        "adam_eps": args.adam_eps,
-        "clip_grad": args.clip_grad,
+        "optimizer": flags.optimizer,
+        "lr": schedule.max_lr,
+        "min_lr": schedule.min_lr,
+        "weight_decay": flags.weight_decay,
+        "adam_beta1": flags.adam_beta1,
+        "adam_beta2": flags.adam_beta2,
+        "adam_eps": flags.adam_eps,
+        "clip_grad": flags.clip_grad,
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
         "use_distributed_optimizer": bool(given.get("use_distributed_optimizer", True)),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.files import read_json
+from slime.config.files import read_json, read_yaml
 from slime.config.hf_config import SHAPE, model_config, read_config
 from slime.config.layout import ParallelLayout
 from slime.config.passthrough import by_name
@@ -18,7 +18,7 @@ from slime.config.rules import RuleSet, Run
 from slime.config.run import other_folder
 from slime.config.settings import no_effect_notice
 from slime.plugins.megatron import OPTIONS
-from slime.plugins.megatron.layout import chunk_problems, drop_other_model, shape_problems
+from slime.plugins.megatron.layout import chunk_problems, shape_problems
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -41,8 +41,23 @@ REFUSED: dict[str, str] = _TABLE["refused"]
 
 
 def resolve(args: Args) -> list[str]:
-    """Leave out MODEL_ARGS of a model that ``--override`` replaces."""
-    drop_other_model(args, ARCHITECTURE)
+    """Remove MODEL_ARGS that describe another model than the checkpoint that the ``--override``
+    file names.
+
+    Such a file scales a recipe to a smaller model, while the recipe's script still passes the shape
+    of the larger one. Its config.json is used instead.
+    """
+    if args.override is None:
+        return []
+    names = {str(key).replace("-", "_") for key in read_yaml(args.override, "--override")[0]}
+    differences = shape_problems(args.megatron, args.hf_checkpoint)
+    if "hf_checkpoint" in names and differences:
+        args.notices.append(
+            "MODEL_ARGS describe another model than hf_checkpoint of the --override file "
+            f"({len(differences)} differences): the config.json of this checkpoint is used instead"
+        )
+        for name in (*SHAPE, *ARCHITECTURE, "untie_embeddings_and_output_weights"):
+            args.megatron.pop(name, None)
     return []
 
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slime.config.files import read_yaml
 from slime.config.hf_config import SHAPE, lookup_dimension, model_config
 from slime.config.layout import ParallelLayout
 
@@ -19,39 +18,6 @@ if TYPE_CHECKING:
 
 def shape_problems(given: Mapping[str, Any], checkpoint: str | None) -> list[str]:
     """Report every difference between the shape flags and config.json."""
-    return [
-        f"{difference}: use the model script of this checkpoint, or leave the flag out"
-        for difference in _differences(given, checkpoint)
-    ]
-
-
-def drop_other_model(args: Args, others: frozenset[str]) -> None:
-    """Remove MODEL_ARGS that describe another model than the checkpoint that the ``--override``
-    file names.
-
-    Such a file scales a recipe to a smaller model, while the recipe's script still passes the shape
-    of the larger one. Its config.json is used instead.
-
-    Args:
-        others: The flags of MODEL_ARGS besides those of the shape.
-    """
-    if args.override is None:
-        return
-    names = {str(key).replace("-", "_") for key in read_yaml(args.override, "--override")[0]}
-    if "hf_checkpoint" not in names:
-        return
-    differences = _differences(args.megatron, args.hf_checkpoint)
-    if not differences:
-        return
-    args.notices.append(
-        "MODEL_ARGS describe another model than hf_checkpoint of the --override file "
-        f"({len(differences)} differences): the config.json of this checkpoint is used instead"
-    )
-    for name in (*SHAPE, *others, "untie_embeddings_and_output_weights"):
-        args.megatron.pop(name, None)
-
-
-def _differences(given: Mapping[str, Any], checkpoint: str | None) -> list[str]:
     shape = {name: given[name] for name in SHAPE if name in given}
     config = model_config(checkpoint)
     if not config or not shape:
@@ -66,7 +32,10 @@ def _differences(given: Mapping[str, Any], checkpoint: str | None) -> list[str]:
         for key, config_value in [lookup_dimension(config, name)]
         if config_value is not None and not _same(value, config_value)
     ]
-    return differences + _tied(given, checkpoint, config)
+    return [
+        f"{difference}: use the model script of this checkpoint, or leave the flag out"
+        for difference in differences + _tied(given, checkpoint, config)
+    ]
 
 
 def _same(flag: object, config: object) -> bool:

@@ -44,7 +44,8 @@ class ScheduledOptimizer:
         # memory.
         given = args.megatron
         schedule = LrSchedule.from_args(args, role)
-        config = optimizer_config(args, schedule.max_lr, schedule.min_lr)
+        dtype = DTYPES[args.train_dtype]
+        config = optimizer_config(given, args, dtype, schedule)
         self.chained = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         offloads = bool(given.get("optimizer_cpu_offload"))
         if offloads:
@@ -58,7 +59,7 @@ class ScheduledOptimizer:
         # Megatron would copy all bfloat16 gradients to float32 at once, and it cannot copy
         # gradients to main parameters in CPU memory. In both cases, slime processes the gradients
         # piece by piece.
-        in_bf16 = given.get("grad_reduce_in_bf16") and DTYPES[args.train_dtype] == torch.bfloat16
+        in_bf16 = given.get("grad_reduce_in_bf16") and dtype == torch.bfloat16
         streamed = offloads or bool(in_bf16 and given.get("use_distributed_optimizer", True))
         self.streamed = (
             [StreamedGradients(one) for one in self.chained.chained_optimizers] if streamed else []

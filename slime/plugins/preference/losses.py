@@ -129,7 +129,7 @@ def _mismatched(sample: Sample, other: Sample) -> Sample:
     return made
 
 
-def set_reference_point(args: Args, batch: dict[str, Any]) -> None:
+def set_reference_point(args: Args, rollout_data: dict[str, Any]) -> None:
     """Set the reference point as the advantages, and the weights as the returns, of each sample
     (``--custom-advantage-function-path``).
 
@@ -141,9 +141,9 @@ def set_reference_point(args: Args, batch: dict[str, Any]) -> None:
 
     from slime.backends.collectives import DataParallelReduce
 
-    weights = [entry[WEIGHT_KEY] for entry in batch["metadata"]]
+    weights = [entry[WEIGHT_KEY] for entry in rollout_data["metadata"]]
     gaps = [
-        float((batch["log_probs"][i] - batch["ref_log_probs"][i]).double().sum())
+        float((rollout_data["log_probs"][i] - rollout_data["ref_log_probs"][i]).double().sum())
         for i, weight in enumerate(weights)
         if not weight
     ]
@@ -153,9 +153,9 @@ def set_reference_point(args: Args, batch: dict[str, Any]) -> None:
     ranks = DataParallelReduce(dist.get_world_size() if parallel else 1, device)
     total, count = ranks.total([sum(gaps), float(len(gaps))])
     point = max(total / max(count, 1.0), 0.0)
-    lengths = batch["response_lengths"]
-    batch["advantages"] = [torch.full((n,), point) for n in lengths]
-    batch["returns"] = [torch.full((n,), w) for n, w in zip(lengths, weights, strict=True)]
+    lengths = rollout_data["response_lengths"]
+    rollout_data["advantages"] = [torch.full((n,), point) for n in lengths]
+    rollout_data["returns"] = [torch.full((n,), w) for n, w in zip(lengths, weights, strict=True)]
 
 
 def kto_loss(ratios: Tensor, weights: Tensor, point: Tensor, beta: float) -> Tensor:

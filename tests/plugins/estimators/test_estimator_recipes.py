@@ -14,7 +14,7 @@ from tools.flags_page import recipes_table
 @pytest.mark.parametrize("name", recipes())
 def test_a_recipe_sets_and_prints_its_flags(name: str) -> None:
     args = make_args(recipe=name)
-    values = values_of(recipes()[name], args)
+    values = values_of(recipes()[name], vars(args))
     assert {one: getattr(args, one) for one in values} == values
     plain = make_args()
     assert any(getattr(plain, one) != value for one, value in values.items())
