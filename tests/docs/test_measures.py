@@ -57,7 +57,7 @@ TOKENS = {
     "plugins/rewards": 20_804,
     "plugins/serve": 17_129,
     "plugins/sglang": 5_598,
-    "plugins/tools": 100_639,
+    "plugins/tools": 100_634,
     "plugins/trackers": 2_165,
     "plugins/vllm": 7_006,
     "plugins/workers": 2_887,

@@ -296,9 +296,7 @@ def _prompt_of(record: JsonObject) -> tuple[str, str]:
         else None
     )
     text = last_user_text(messages if messages is not None else _text(prompt))
-    return xxhash.xxh64_hexdigest(packed), " ".join(text.split()).encode(
-        "utf-8", "replace"
-    ).decode()
+    return xxhash.xxh64_hexdigest(packed), _text(" ".join(text.split()))
 
 
 def _text(value: JsonValue) -> str:
@@ -321,7 +319,7 @@ def _numbers(record: JsonObject, step: int, reward_key: object) -> tuple[object,
         _integer(record.get("response_length")),
         _text(status) if isinstance(status, str) else None,
         step - min(made) if made else None,
-        " ".join(versions)[:_HEAD],
+        _text(" ".join(versions))[:_HEAD],
         *_labels(record.get("metadata")),
     )
 
