@@ -24,8 +24,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "slime"
-HOOKS = PACKAGE.parent / "docs" / "en" / "get_started" / "customization.md"
-"""The page with the table of users' functions."""
+DOCS = PACKAGE.parent / "docs" / "en"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -48,7 +47,8 @@ class Measures:
     functions_that_take_args: int = 0
     own_functions_that_take_args: int = 0
     """Those of them whose signature is slime's own choice: outside of plugins/compat, no registered
-    part, and without the parameters of a user's function (the table in customization.md).
+    part, no name that users' functions import (import_paths.md), and without the parameters of a
+    user's function (the table in customization.md).
     """
     getattr_of_args_with_default: int = 0
     attributes_any_none: int = 0
@@ -93,9 +93,10 @@ def _of_file(text: str, module: str, compat: bool) -> Measures:
         if isinstance(node, Function):
             takes_args = _add_function(total, node)
             if takes_args and not compat:
-                part = module, class_of.get(node, node.name)
+                name = class_of.get(node, node.name)
                 users = _parameters(node) in _of_users() and not node.name.startswith("_")
-                total.own_functions_that_take_args += part not in _registered() and not users
+                fixed = users or name in _importable() or (module, name) in _registered()
+                total.own_functions_that_take_args += not fixed
         elif isinstance(node, ast.Call):
             total.getattr_of_args_with_default += _is_getattr_of_args(node)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -127,9 +128,18 @@ def _parameters(function: Function) -> tuple[str, ...]:
 @functools.cache
 def _of_users() -> frozenset[tuple[str, ...]]:
     """The parameters of each kind of users' functions that has others besides ``args``."""
-    calls = re.findall(r"`(?:await )?fn\((.+?)\)`", HOOKS.read_text(encoding="utf-8"))
+    page = (DOCS / "get_started" / "customization.md").read_text(encoding="utf-8")
+    calls = re.findall(r"`(?:await )?fn\((.+?)\)`", page)
     names = (call.split(", ") for call in calls)
     return frozenset(tuple(n for n in one if not set(n) & set("*=")) for one in names) - {("args",)}
+
+
+@functools.cache
+def _importable() -> frozenset[str]:
+    """The functions and classes that users' functions may import."""
+    page = (DOCS / "reference" / "import_paths.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^- `[\w.]+`: (.+)", page, re.MULTILINE)
+    return frozenset(name for line in lines for name in re.findall(r"`(\w+)`", line))
 
 
 @functools.cache

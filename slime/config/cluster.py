@@ -75,6 +75,9 @@ class ClusterConfig(Section):
 
 
 def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
+    # Nothing has to make room.
+    if args.debug_rollout_only:  # there is no trainer to share the GPUs with
+        args.colocate = args.offload = args.offload_train = args.offload_rollout = False
     if args.critic_num_nodes or args.critic_num_gpus_per_node:
         args.fill(critic_num_nodes=1, critic_num_gpus_per_node=args.actor_num_gpus_per_node or 1)
     # What the user has placed stays as it is.

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from slime.config.files import rollout_template
 from slime.config.flag import Section, flag, path_flag
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 
 def log_samples_count(value: str) -> int | None:
@@ -110,20 +106,15 @@ class DebugConfig(Section):
     (train_actor), or the log-prob passes"""
 
 
-def derive_debug_modes(args: Args) -> None:
-    if args.load_debug_rollout_data:
-        args.debug_train_only = True
-    if args.load_forge_rollout_data and args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION:
-        args.rollout_function_path = "slime.rollout.forge_load.generate_rollout"
-    if args.dump_details:
-        folder = Path(args.dump_details)
-        args.fill(
+def derive_debug_modes(debug: DebugConfig) -> None:
+    if debug.load_debug_rollout_data:
+        debug.debug_train_only = True
+    if debug.dump_details:
+        folder = Path(debug.dump_details)
+        debug.fill(
             save_debug_rollout_data=str(folder / "rollout_data" / "{rollout_id}.pt"),
             save_debug_train_data=str(folder / "train_data" / "{rollout_id}.pt"),
         )
-    # Nothing has to make room.
-    if args.debug_rollout_only:  # there is no trainer to share the GPUs with
-        args.colocate = args.offload = args.offload_train = args.offload_rollout = False
 
 
 def chosen_trackers(observability: ObservabilityConfig) -> list[str]:

@@ -54,6 +54,11 @@ def resolve_defaults(
     # Then what replaces a part of the run: a debug mode has no trainer or no engines, and an
     # environment or an agent program selects functions of its own.
     observability.derive_debug_modes(args)
+    if (
+        args.load_forge_rollout_data
+        and args.rollout_function_path == rollout.DEFAULT_ROLLOUT_FUNCTION
+    ):
+        args.rollout_function_path = rollout.FORGE_FUNCTION
     for name in parts("resolver"):
         problems += find("resolver", name)(args)
     # A data set by name becomes a file here, because the next derivation reads the first row of the

@@ -23,6 +23,7 @@ DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 
 FULLY_ASYNC_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 SFT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
+FORGE_FUNCTION = "slime.rollout.forge_load.generate_rollout"
 OWN_FUNCTIONS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_FUNCTION)
 """The rollout functions that account for every group, and that can generate in rollout workers."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from slime.config.cluster import inline_engine
 from slime.config.flag import own_section
 from slime.config.hf_config import model_config
+from slime.config.hooks import load_function
 from slime.config.lora import FUSED, engine_adapter
 from slime.config.weight_sync import WeightSyncConfig, transport_part
 from slime.engines.launch import fp8_format
@@ -136,6 +137,7 @@ class WeightSyncSettings:
     @classmethod
     def from_args(cls, args: Args) -> WeightSyncSettings:
         named = engine_adapter(args.lora_rank, args.lora_sync, args.rollout_backend)
+        hook = args.custom_update_weight_post_write_path
         return cls(
             model=str(args.hf_checkpoint),
             colocate=args.colocate,
@@ -156,7 +158,10 @@ class WeightSyncSettings:
                 args.phase_timeout * _DRIVER_MARGIN,
             ),
             phase_seconds=float(args.phase_timeout),
-            on_written=_post_write_hook(args),
+            # loaded by the rank that writes
+            on_written=None
+            if hook is None
+            else lambda folder, engines: load_function(hook)(args, str(folder), engines),
             adapter_name=named,
             adapter_of_sglang=args.rollout_backend == "sglang",
             same_process=inline_engine(args) is not None,
@@ -212,19 +217,3 @@ def _is_untied(model: str) -> bool:
     return bool(config.get("tie_word_embeddings")) and bool(
         set(config.get("architectures") or ()) & set(UNTIED)
     )
-
-
-def _post_write_hook(args: Args) -> Written | None:
-    """Return the hook, which is called as ``fn(args, version_dir, rollout_engines)``; None if the
-    flag is not given.
-    """
-    path = args.custom_update_weight_post_write_path
-    if path is None:
-        return None
-
-    def call(folder: Path, engines: Sequence[EngineHandle]) -> object:
-        from slime.config.hooks import load_function
-
-        return load_function(path)(args, str(folder), engines)
-
-    return call

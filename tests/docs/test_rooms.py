@@ -90,7 +90,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "slime.rollout.fully_async_rollout",
     ): "a value of --rollout-function-path with other checks",
     (
-        "slime.config.observability",
+        "slime.config.rollout",
         "slime.rollout.forge_load",
     ): "--rollout-function-path, with --load-forge-rollout-data",
     (

@@ -14,7 +14,7 @@ from slime.config.flag import Flag
 from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
 from slime.config.parser import ConfigError
-from slime.config.passthrough import every_value
+from slime.config.passthrough import Attributes, every_value
 from slime.config.rollout import SFT_FUNCTION
 from slime.config.settings import redacted
 from slime.data.reasoning import THINK
@@ -62,7 +62,7 @@ def dry_run(args: Args, asynchronous: bool = False) -> Iterator[str]:
         ConfigError: A row that was not checked before, as in the middle of a file that is streamed,
             cannot be used.
     """
-    yield from _settings(args)
+    yield from _settings(vars(args))
     try:
         source = _source(args)
         firsts = _first_samples(source)
@@ -82,19 +82,20 @@ def dry_run(args: Args, asynchronous: bool = False) -> Iterator[str]:
 # --- settings ---
 
 
-def _settings(args: Args) -> Iterator[str]:
+def _settings(attributes: Attributes) -> Iterator[str]:
+    explicit = attributes["explicit"]
     given = list[str]()
     follow = list[str]()
     for name, flag in FLAGS.items():
-        value = getattr(args, name)
-        if name == "dry_run" or (value == flag.default and name not in args.explicit):
+        value = attributes[name]
+        if name == "dry_run" or (value == flag.default and name not in explicit):
             continue
         line = _setting(flag, redacted(name, value))
-        (given if name in args.explicit else follow).append(line)
+        (given if name in explicit else follow).append(line)
     given += [
         f"  --{name.replace('_', '-')} {redacted(name, value)}"
-        for name, value in every_value(vars(args)).items()
-        if name not in vars(args)
+        for name, value in every_value(attributes).items()
+        if name not in attributes
     ]
     yield "settings that you gave"
     yield from given or ["  none"]
