@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from slime.api.functions import (
-    AsyncGroupReward,
     GroupReward,
     UnknownParameters,
     adapt,
+    columns_of_reward,
     forget,
     pack,
     ship,
@@ -27,6 +27,7 @@ from slime.api.functions import (
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.data.dataset import PromptMaker
     from slime.data.sample import Message
 
 
@@ -82,6 +83,7 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
     """
     from slime.cluster.checks import all_checks
     from slime.config.parser import ConfigError, check_args
+    from slime.data.source import prompt_maker
 
     # Problems of keywords and those of flags are collected, so that all of them are told at once.
     settings, problems = _settings(keywords, folder)
@@ -104,6 +106,7 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
     if not args.inline:
         problems += pack(folder)
     problems += [_of_rows(one, folder) for one in found]
+    problems = problems or _absent_columns(prompt_maker(args), args.prompt_data, folder)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     for notice in args.notices:
@@ -131,8 +134,7 @@ def _settings(keywords: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any]
         try:
             settings |= _setting(given, name, value, folder)
         except (UnknownParameters, RowsError) as error:
-            told = error.problems if isinstance(error, RowsError) else [str(error)]
-            problems += [f"{given}: {one}" for one in told]
+            problems += [f"{given}: {one}" for one in str(error).splitlines()]
             settings |= _stand_in(name, folder)
     return settings, problems
 
@@ -166,10 +168,8 @@ def _setting(given: str, name: str, value: Any, folder: Path) -> dict[str, Any]:
         }
     if callable(value) and given != "model":  # a loaded model can be called, too
         function = adapt(name, value)
-        whole_groups = (
-            {"group_rm": True} if isinstance(function, GroupReward | AsyncGroupReward) else {}
-        )
-        return {name: ship(function, given, folder), **whole_groups}
+        whole_groups = {"group_rm": True} if isinstance(function, GroupReward) else {}
+        return whole_groups | {name: ship(function, given, folder)}
     if given == "reward" and isinstance(value, Iterable) and not isinstance(value, str):
         raise UnknownParameters(
             "it is one function: for several rewards return a dict of them, whose weighted sum is "
@@ -204,11 +204,7 @@ def stand_in(*args: object, **keywords: object) -> float:
 
 
 class RowsError(ValueError):
-    """Rows that cannot be used; ``problems`` says which and why."""
-
-    def __init__(self, *problems: str) -> None:
-        self.problems = list(problems)
-        super().__init__("\n".join(problems))
+    """Rows that cannot be used; each line of the message says which and why."""
 
 
 def file_of(data: Data, file: Path) -> str:
@@ -231,8 +227,29 @@ def file_of(data: Data, file: Path) -> str:
     if not count:
         raise RowsError("there are no rows")
     if problems.count:
-        raise RowsError(*problems.lines())
+        raise RowsError("\n".join(problems.lines()))
     return str(file)
+
+
+def _absent_columns(make: PromptMaker, data: str | None, folder: Path) -> list[str]:
+    """Name what the reward takes and no row has: it would fail for every sample."""
+    from slime.data.rows import RowFile
+
+    label = make.keys.label or "label"
+    absent = columns_of_reward(folder)
+    # Functions of the program's own may make labels.
+    if not (absent and data and make.rendered_later):
+        return []
+    file = RowFile(data)
+    rows, report = make.parse(file.read(range(len(file))[:1000]))
+    for row in rows:
+        absent -= {*row.metadata, *([] if row.label is None else ["label", label])}
+    problem = (
+        f"reward: it takes {', '.join(map(repr, sorted(absent)))}, which rows have neither as their "
+        f"label (label_key={label!r}) nor in their metadata; the rows have {report.names}: name the "
+        "column with label_key, or give the parameter a default"
+    )
+    return [problem] if absent else []
 
 
 def _of_rows(problem: str, folder: Path) -> str:

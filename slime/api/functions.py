@@ -13,6 +13,7 @@ brings. They get a copy: what it changes outside of itself is not seen by the pr
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +62,7 @@ def adapt(name: str, function: Function) -> Function:
     if name == "custom_rm_path" and "completions" in columns:
         if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
             columns = {}  # it takes all
-        return (AsyncColumnsReward if is_async(function) else ColumnsReward)(function, columns)
+        return _made(ColumnsReward, function, columns)
     names, alone, make = known
     wanted = _wanted(parameters, names, alone)
     return make(function, wanted)
@@ -102,6 +103,8 @@ def _wanted(
 class _Adapter:
     """A function of the user's, and what it gets: a known name for each of its parameters."""
 
+    __call__: Callable[..., Any]
+
     def __init__(self, function: Function, wanted: dict[str, str]) -> None:
         self.function = function
         self.wanted = wanted
@@ -111,40 +114,36 @@ class _Adapter:
         return self.function(**{name: values[key] for name, key in self.wanted.items()})
 
 
-def _of_sample(sample: Sample) -> dict[str, object]:
-    return {"sample": sample, **{name: getattr(sample, name) for name in OF_A_SAMPLE}}
-
-
-def _number(reward: Any) -> Any:
-    """A reward as slime expects it: ``True`` and NumPy's numbers become floats, dicts and None
-    stay.
+def _made(adapter: type[_Adapter], function: Function, wanted: dict[str, str]) -> Function:
+    """Return the adapter of a function. That of an async function is awaited, and has the same
+    parameters.
     """
-    return reward if reward is None or isinstance(reward, dict) else float(reward)
+    if not is_async(function):
+        return adapter(function, wanted)
+    inner = adapter.__call__
+
+    @functools.wraps(inner)
+    async def awaited(self: _Adapter, *given: object, **more: object) -> object:
+        return await inner(self, *given, **more)
+
+    made: Function = type(adapter.__name__, (adapter,), {"__call__": awaited})(function, wanted)
+    return made
 
 
 class Reward(_Adapter):
     def __call__(self, args: object, sample: Sample, **more: object) -> Any:
-        return _number(self.call(_of_sample(sample)))
-
-
-class AsyncReward(_Adapter):
-    async def __call__(self, args: object, sample: Sample, **more: object) -> Any:
-        return _number(await self.call(_of_sample(sample)))
+        values = {name: getattr(sample, name) for name in OF_A_SAMPLE}
+        return self.call({"sample": sample, **values})
 
 
 class GroupReward(_Adapter):
     """Scores all samples of a group in one call, with ``--group-rm``."""
 
     def __call__(self, args: object, samples: list[Sample], **more: object) -> Any:
-        return [_number(reward) for reward in self.call({"samples": samples, "args": args})]
+        return self.call({"samples": samples, "args": args})
 
 
-class AsyncGroupReward(_Adapter):
-    async def __call__(self, args: object, samples: list[Sample], **more: object) -> Any:
-        return [_number(reward) for reward in await self.call({"samples": samples, "args": args})]
-
-
-class _Columns(_Adapter):
+class ColumnsReward(GroupReward):
     """A reward of TRL's form, called with lists over the samples of a group, named as columns."""
 
     def call(self, values: Mapping[str, Any]) -> Any:
@@ -158,18 +157,12 @@ class _Columns(_Adapter):
         return self.function(**{name: [row.get(name) for row in rows] for name in names})
 
 
-class ColumnsReward(_Columns, GroupReward): ...
-
-
-class AsyncColumnsReward(_Columns, AsyncGroupReward): ...
-
-
 def _reward(function: Function, wanted: dict[str, str]) -> Function:
     if "samples" not in wanted.values():
-        return (AsyncReward if is_async(function) else Reward)(function, wanted)
+        return _made(Reward, function, wanted)
     if len(wanted) > 1:
         raise UnknownParameters("a reward of a group has samples as its only parameter")
-    return (AsyncGroupReward if is_async(function) else GroupReward)(function, wanted)
+    return _made(GroupReward, function, wanted)
 
 
 class Generate(_Adapter):
@@ -181,29 +174,13 @@ class Generate(_Adapter):
         )
 
 
-class AsyncGenerate(_Adapter):
-    async def __call__(
-        self, args: object, sample: Sample, sampling_params: object, evaluation: bool = False
-    ) -> Any:
-        return await self.call(
-            {"sample": sample, "sampling_params": sampling_params, "evaluation": evaluation}
-        )
-
-
 class GenerateList(_Adapter):
     def __call__(self, args: object, samples: list[Sample], evaluation: bool = False) -> Any:
         return self.call({"samples": samples, "evaluation": evaluation})
 
 
-class AsyncGenerateList(_Adapter):
-    async def __call__(self, args: object, samples: list[Sample], evaluation: bool = False) -> Any:
-        return await self.call({"samples": samples, "evaluation": evaluation})
-
-
 def _generate(function: Function, wanted: dict[str, str]) -> Function:
-    if "samples" in wanted.values():
-        return (AsyncGenerateList if is_async(function) else GenerateList)(function, wanted)
-    return (AsyncGenerate if is_async(function) else Generate)(function, wanted)
+    return _made(GenerateList if "samples" in wanted.values() else Generate, function, wanted)
 
 
 class Filter(_Adapter):
@@ -247,6 +224,22 @@ def ship(function: Callable[..., object], name: str, folder: Path) -> str:
     paths = [str(Path(path or ".").resolve()) for path in sys.path]
     loader.write_text(_LOADER.format(what=name, name=name, paths=paths), encoding="utf-8")
     return f"{loader}:{name}"
+
+
+def columns_of_reward(folder: Path) -> set[str]:
+    """What the reward that was shipped to ``folder`` needs of each row beside the prompt: its
+    parameters without a default, among them ``label``.
+    """
+    reward = _held.get(folder / "reward.py")
+    if not isinstance(reward, Reward | ColumnsReward):
+        return set()
+    needed = {
+        one.name
+        for one in inspect.signature(reward.function).parameters.values()
+        if one.default is one.empty and one.kind is not one.VAR_KEYWORD
+    }
+    columns = isinstance(reward, ColumnsReward)
+    return needed - {"prompts", "completions"} if columns else needed & {"label"}
 
 
 def pack(folder: Path) -> list[str]:

@@ -7,16 +7,18 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from slime.config.flag import did_you_mean
+
 SHOWN = (
-    *(
-        "rollout/step",
-        "eval/step",
-        "rollout/raw_reward",
-        "rollout/rewards",
-        "train/loss",
-        "train/grad_norm",
-    ),
-    *("rollout/response_len/mean", "rollout/truncated_ratio", "perf/step_time"),
+    "rollout/step",
+    "eval/step",
+    "rollout/raw_reward",
+    "rollout/rewards",
+    "train/loss",
+    "train/grad_norm",
+    "rollout/response_len/mean",
+    "rollout/truncated_ratio",
+    "perf/step_time",
 )
 """Columns that are shown where a table is printed; all others are in the rows. Evaluations show all
 ``eval/`` ones.
@@ -36,16 +38,10 @@ class Table(list[dict[str, float | None]]):
         """The values of one metric, with None for rows that do not have it.
 
         Raises:
-            KeyError: No row has it; the message lists similar names.
+            KeyError: No row has it; the message has a similar name.
         """
         if name not in self.columns:
-            # A mistyped metric is the usual reason.
-            import difflib
-
-            near = difflib.get_close_matches(name, self.columns, n=3, cutoff=0.4)
-            raise KeyError(
-                f"no row has {name!r}" + (f"; did you mean {', '.join(near)}?" if near else "")
-            )
+            raise KeyError(f"no row has {name!r}{did_you_mean(name, self.columns)}")
         return [row.get(name) for row in self]
 
     def to_pandas(self) -> Any:
@@ -60,10 +56,11 @@ class Table(list[dict[str, float | None]]):
 
     def _shown(self) -> list[str]:
         named = [name for name in SHOWN if name in self.columns]
-        evaluations = [
-            name for name in self.columns if name.startswith("eval/") and name not in named
+        return named + [
+            name
+            for name in self.columns
+            if name.startswith("eval/") and name.count("/") == 1 and name not in named
         ]
-        return named + [name for name in evaluations if name.count("/") == 1]
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         names = self._shown()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.config.files import NamedDataError, data_name, first_row, lookup
+from slime.config.files import NamedDataError, data_name, first_row, lookup, web_address
 from slime.config.flag import Section, flag, hook_flag, path_flag
 from slime.config.rollout import (
     DEFAULT_ROLLOUT_FUNCTION,
@@ -211,7 +211,7 @@ class RewardConfig(Section):
     """Function or class that computes rewards instead of --rm-type"""
     rm_model_path: str | None = path_flag()
     """Model that a class given as --custom-rm-path loads"""
-    rm_url: str | None = None
+    rm_url: str | None = flag(valid=web_address)
     """URL of the server that scores samples for --rm-type remote_rm"""
     group_rm: bool = False
     """Pass all samples of a group to the reward function at once instead of one by one"""
@@ -274,5 +274,5 @@ def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:
 
 
 def check_reward(reward: RewardConfig) -> list[str]:
-    problem = None if reward.rm_type is None else reward_type_problem(reward.rm_type, reward.rm_url)
+    problem = reward.rm_type and reward_type_problem(reward.rm_type, reward.rm_url)
     return [f"--rm-type {reward.rm_type}: {problem}"] if problem else []

@@ -69,6 +69,12 @@ def export_template(text: str) -> None:
         ) from None
 
 
+def web_address(text: str) -> None:
+    """Refuse an address that a request would never reach."""
+    if "://" not in text:
+        raise ValueError(f"{text}: an address begins with http:// or https://")
+
+
 def regular_expression(text: str) -> None:
     """Check a regular expression; raises a ValueError that says what is wrong with it."""
     try:
@@ -119,15 +125,10 @@ def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
     """Read a YAML file that maps flag names to values; return the mapping and all problems with the
     file.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        return {}, [f"{option} {path}: no such file"]
     try:
-        content = load_yaml(file)
+        content = load_yaml(Path(path).expanduser()) or {}
     except (ValueError, OSError) as error:
         return {}, [f"{option} {path}: {error}"]
-    if content is None:
-        return {}, []
     if not isinstance(content, dict):
         return {}, [
             f"{option} {path}: needs a mapping of flag names to values, not a "
@@ -140,8 +141,10 @@ def form_problems(document: object, schema: Mapping[str, object]) -> list[str]:
     """Return one line for each place where a document differs from a JSON schema."""
     from jsonschema import Draft202012Validator
 
-    errors = Draft202012Validator(schema).iter_errors(document)
-    return [f"{error.json_path.removeprefix('$.')}: {error.message}" for error in errors]
+    return [
+        f"{error.json_path.removeprefix('$.')}: {error.message}"
+        for error in Draft202012Validator(schema).iter_errors(document)
+    ]
 
 
 def read_named_rows(
@@ -211,8 +214,7 @@ def data_name(text: str) -> NamedData | None:
     """Return what a value of ``--prompt-data`` names; None if it is the path of a file, whether it
     exists or not.
     """
-    found = (find("data name", name)(text) for name in parts("data name"))
-    return next((named for named in found if named is not None), None)
+    return next(filter(None, (find("data name", name)(text) for name in parts("data name"))), None)
 
 
 def file_of(prompt_data: str) -> Path:

@@ -194,7 +194,7 @@ def other_folder(path: str | None, step: int | None = None) -> Path | None:
     """
     readers = () if path is None else parts("checkpoint folder")
     found = (find("checkpoint folder", name)(path, step) for name in readers)
-    return next((folder for folder in found if folder is not None), None)
+    return next(filter(None, found), None)
 
 
 def weights_path(path: str | None, step: int | None = None) -> str | None:

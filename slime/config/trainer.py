@@ -128,16 +128,18 @@ def _hf_problem(option: str, name: str) -> list[str]:
     folder = Path(name).expanduser()
     if is_hf_folder(name) or (not folder.exists() and looks_like_hub_id(name)):
         return []
-    if folder.is_dir():
-        return [
-            f"{option} {name}: the folder has no config.json; pass a Hugging Face folder (of "
-            "checkpoints of Megatron-LM, slime reads those of --ckpt-format torch_dist: .metadata "
-            "and *.distcp)"
-        ]
-    return [
-        f"{option} {name}: no such folder, and the name does not have the form of a hub id "
-        "(owner/model)"
-    ]
+    why = "no such folder, and the name does not have the form of a hub id (owner/model)"
+    if (folder / "adapter_config.json").is_file():
+        why = (
+            "the folder has an adapter and no model: pass the model on which it was trained, and "
+            f"--load {name} to go on with the adapter (slime merge-lora makes one model of both)"
+        )
+    elif folder.is_dir():
+        why = (
+            "the folder has no config.json; pass a Hugging Face folder (of checkpoints of "
+            "Megatron-LM, slime reads those of --ckpt-format torch_dist: .metadata and *.distcp)"
+        )
+    return [f"{option} {name}: {why}"]
 
 
 def check_reference(args: Args) -> list[str]:

@@ -405,15 +405,13 @@ def _optional(args: Args, samples: list[Sample], masks: list[np.ndarray]) -> Tra
     _per_token(data, "rollout_routed_experts", samples, masks, replay)
     if any(s.rollout_top_p_token_offsets is not None for s in samples):
         # An empty nucleus means that the choice of the token was not restricted.
-        offsets = [s.rollout_top_p_token_offsets for s in samples]
-        ids = [s.rollout_top_p_token_ids for s in samples]
-        data["rollout_top_p_token_offsets"] = [
-            np.zeros(s.response_length + 1, np.int32) if o is None else np.asarray(o, np.int32)
-            for s, o in zip(samples, offsets, strict=True)
-        ]
-        data["rollout_top_p_token_ids"] = [
-            np.asarray([] if i is None else i, np.int32) for i in ids
-        ]
+        for sample in samples:
+            offsets, ids = sample.rollout_top_p_token_offsets, sample.rollout_top_p_token_ids
+            nuclei = [0] * (sample.response_length + 1) if offsets is None else offsets
+            data.setdefault("rollout_top_p_token_offsets", []).append(np.asarray(nuclei, np.int32))
+            data.setdefault("rollout_top_p_token_ids", []).append(
+                np.asarray([] if ids is None else ids, np.int32)
+            )
     per_sample: dict[str, list[Any]] = {
         "metadata": [s.train_metadata for s in samples],
         "multimodal_train_inputs": [s.multimodal_train_inputs for s in samples],

@@ -110,6 +110,8 @@ class PromptMaker:
             check_shown(renderer, prompt, text, tools=row.tools, **self.template_kwargs)
             if media and self.rendered_later:
                 self._process(row, text, media)
+        except DataError:  # no row could be used
+            raise
         except ValueError as error:
             return str(error)
         return None
@@ -265,6 +267,7 @@ class Dataset:
         self.seed = seed
         self.max_length = make.max_length
         self._rows = RowFile(path)
+        self.file_bytes = self._rows.path.stat().st_size
         self._epoch: int | None = None  # None: the order of the file
         # samples by row; None: rows are read when needed (streaming)
         self._kept: list[Sample | None] | None = None

@@ -205,8 +205,13 @@ class MultiTurnLossMaskGenerator:
             mask[first:last] = [1] * max(last - first, 0)
             if not ended and i == len(messages) - 1:
                 ending = self._ending(message, tools)
-            elif not ended:
-                self._warn_of_no_end()
+            elif not ended and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "the chat template ends a turn of the assistant with no token at which the model "
+                    "stops (eos_token_id of generation_config.json): only the last turn of each "
+                    "conversation trains an end"
+                )
         return ids, mask, ending
 
     def _span(
@@ -294,15 +299,6 @@ class MultiTurnLossMaskGenerator:
                 return ids[: marker + 1]
         return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
 
-    def _warn_of_no_end(self) -> None:
-        if not self._warned:
-            logger.warning(
-                "the chat template ends a turn of the assistant with no token at which the model "
-                "stops (eos_token_id of generation_config.json): only the last turn of each "
-                "conversation trains an end"
-            )
-        self._warned = True
-
     def _after_header(
         self, text: str, begin: int, before: Messages, tools: Tools | None, turn_end: str
     ) -> int:
@@ -369,11 +365,8 @@ def _common_prefix(a: str, b: str) -> int:
 
 def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
     """Begin and end of each run of ones."""
-    edges = [
-        i
-        for i in range(len(mask) + 1)
-        if (mask[i - 1] if i else 0) != (mask[i] if i < len(mask) else 0)
-    ]
+    padded = [0, *mask, 0]
+    edges = [i for i in range(len(mask) + 1) if padded[i] != padded[i + 1]]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 

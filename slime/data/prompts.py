@@ -143,7 +143,7 @@ def _json_messages(value: object) -> list[Any] | None:
         parsed = parse_json(value)
     except ValueError:
         return None
-    if not isinstance(parsed, list) or not all(isinstance(entry, dict) for entry in parsed):
+    if not _are_objects(parsed):
         return None
     return parsed if any("role" in entry for entry in parsed) else None
 
@@ -198,7 +198,13 @@ def _optional(data: Mapping[str, object], key: str | None) -> Any:
 
 
 def _names(data: Mapping[str, object]) -> str:
-    return ", ".join(map(repr, data)) or "no columns at all"
+    # with the keys of objects, which a dotted key names (verl's reward_model.ground_truth)
+    names = [
+        f"{name}.{inner}".rstrip(".")
+        for name, value in data.items()
+        for inner in (value if isinstance(value, Mapping) else [""])
+    ]
+    return f"{', '.join(map(repr, names)):.500}" or "no columns at all"
 
 
 def _prompt(
@@ -345,7 +351,7 @@ def _label(data: Mapping[str, object], key: str | None) -> JsonValue:
     value = None if key is None else lookup(data, key, _MISSING)
     if value is _MISSING and key != "label":
         raise MissingColumn(f"no label column {key!r}; the row has {_names(data)}")
-    if value is _MISSING or value is None or (isinstance(value, float) and math.isnan(value)):
+    if value in (_MISSING, None) or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bytes):
         raise RowError(f"the label is bytes: {_describe(value)}")

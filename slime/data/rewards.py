@@ -184,7 +184,9 @@ def trained_reward(reward: RewardConfig, sample: Sample) -> float:
         )
     value = reward_number(sample, value)
     if not math.isfinite(value):
-        raise ValueError(f"the reward of sample {sample.index} is {value}, but it must be finite")
+        raise ValueError(
+            f"the reward of sample {sample.index} is {value}, but it must be finite (None: no reward)"
+        )
     return value
 
 

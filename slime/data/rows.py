@@ -119,14 +119,13 @@ class RowFile:
         path, selected = split_spec(spec)
         if not path.is_file():
             what = "is a folder, not a file" if path.is_dir() else "does not exist"
-            shards = path.is_dir() and any(file.suffix in _READERS for file in path.rglob("*.*"))
-            like_hub = re.fullmatch(r"[\w.-]+/[\w-]+", str(path)) and not path.parent.is_dir()
-            hint = (
-                "; data sets of a hub are not downloaded here: use hf download first"
-                if like_hub
-                else ""
-            )
-            hint = f"; {path}:default:train reads all of its data files" if shards else hint
+            hint = ""
+            if not path.is_dir() and path.suffix not in _READERS:
+                hint = (
+                    f"; a data set of the hub is {path}:CONFIGURATION:SPLIT, mostly default:train"
+                )
+            elif any(file.suffix in _READERS for file in path.rglob("*.*")):
+                hint = f"; {path}:default:train reads all of its data files"
             raise DataError(f"data file {path} {what} (looked for {path.absolute()}){hint}")
         if path.suffix not in _READERS:
             raise DataError(
@@ -331,11 +330,8 @@ class _JsonList:
 
     def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
         for row in rows:
-            content = self.rows[row]
-            if not isinstance(content, dict) or too_deep(content) or clean(content) != content:
-                # RawRow.decode refuses it, with its position
-                content = json.dumps(content).encode()
-            yield RawRow(f"{self.path}, row {row + 1}", content)
+            # As text, so that RawRow.decode checks it, and tells its position.
+            yield RawRow(f"{self.path}, row {row + 1}", json.dumps(self.rows[row]).encode())
 
 
 _READERS: dict[str, type[_Reader]] = {

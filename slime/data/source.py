@@ -192,19 +192,24 @@ class RolloutDataSource:
             "sample_group_index": self.sample_group_index,
             "sample_index": self.sample_index,
             "metadata": copy.deepcopy(self.metadata),
-            "dataset_length": len(self),
+            "dataset": self._size(),
         }
+
+    def _size(self) -> list[int]:
+        # The bytes change with nearly every edit that leaves the number of rows as it is.
+        return [len(self), getattr(self.dataset, "file_bytes", 0)]
 
     def load_state_dict(self, state: SourceState) -> None:
         """Continue where the source of ``state`` was."""
         # The data file may have been edited between the two runs; the position in the epoch is then
         # only about right.
-        length = state.get("dataset_length", len(self))
-        if length != len(self):
+        now = self._size()
+        then = state.get("dataset", now)
+        if then != now:
             logger.warning(
-                "the data set had %d prompts when the run was saved and has %d now: "
-                "the rest of epoch %d will repeat some prompts and leave out others",
-                *(length, len(self), state["epoch_id"]),
+                "the data file has changed: it had %d prompts (%d bytes) when the run was saved, and "
+                "has %d (%d bytes) now: the rest of epoch %d may repeat some and leave out others",
+                *(*then, *now, state["epoch_id"]),
             )
         # The order is not part of the state: it follows from the seed and the epoch.
         self.sample_offset = state["sample_offset"]
@@ -335,14 +340,14 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def load_state_dict(self, state: SourceState) -> None:
         super().load_state_dict(state)
         self.buffer = groups_from_dicts(state.get("buffer") or [])
-        then = state.get("n_samples_per_prompt")
         now = self.args.n_samples_per_prompt
-        if then is not None and then != now and self.buffer:
-            what = (
+        then = state.get("n_samples_per_prompt", now)
+        if then != now and self.buffer:
+            logger.warning(
                 "--n-samples-per-prompt: %d -> %d: the %d groups in the buffer begin again from "
-                "their prompts"
+                "their prompts",
+                *(then, now, len(self.buffer)),
             )
-            logger.warning(what, then, now, len(self.buffer))
             self.buffer = [self._begun_again(group) for group in self.buffer]
 
     def _begun_again(self, group: Group) -> Group:

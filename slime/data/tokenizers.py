@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.hf_config import end_token_ids
 from slime.config.process import ONE_AT_A_TIME
 from slime.data.plain_values import parse_json
+from slime.data.rows import DataError
 from slime.types import Tokenizer
 
 if TYPE_CHECKING:
@@ -195,7 +196,13 @@ def render_chat(
 
     Raises:
         TemplateRefusal: The template refuses the messages or fails on them.
+        DataError: There is no template.
     """
+    if getattr(renderer, "chat_template", "") is None:
+        raise DataError(
+            "--hf-checkpoint: its tokenizer has no chat template, which renders messages: add the file "
+            "chat_template.jinja to the folder, or give texts, without --apply-chat-template"
+        )
     messages = _with_content(messages, _takes_text(renderer))
     # A missing content is tried as it is, and replaced only if the template cannot take it.
     absent = [m for m in messages if m.get("content") is None]
@@ -328,7 +335,8 @@ def load_cached(name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ..
     """Load the tokenizer of a folder or a name, once per process for the same options."""
     if is_folder and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
         raise FileNotFoundError(
-            f"{name} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})"
+            f"{name} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}): copy these files from "
+            "the model of which it was made"
         )
     direct = (
         _direct_class(Path(name))
@@ -383,14 +391,14 @@ def _resolve(
     name_or_path: str | Path, trust: bool, kwargs: dict[str, object]
 ) -> tuple[str, bool, tuple[tuple[str, object], ...]]:
     """(folder or hub id, whether it is a folder, the arguments to load it with)"""
-    if name_or_path is None or str(name_or_path) == "":
+    name = str(name_or_path or "")
+    if not name:
         raise FileNotFoundError(
             "no checkpoint is given to load a tokenizer from: set --hf-checkpoint"
         )
     # Without trust, nothing is said about it, as in calls of users: both get the same object.
     options = tuple(sorted({**kwargs, **({"trust_remote_code": True} if trust else {})}.items()))
     # A folder first: a hub id may also be the name of a folder here.
-    name = str(name_or_path)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder), True, options

@@ -4,16 +4,14 @@ its template.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from slime.config.args import Args
 from slime.config.data import reward_type_problem
 from slime.config.files import data_name
 from slime.config.flag import shown
-from slime.config.hf_config import read_chat_template
+from slime.config.hf_config import is_hf_folder, read_chat_template
 from slime.config.hooks import hook_problem, load_function
 from slime.config.rollout import (
     OWN_FUNCTIONS,
@@ -75,8 +73,7 @@ class _Check:
         module = args.data_source_path.rpartition(".")[0]
         built_in = module in BUILT_IN_SOURCES and args.rollout_global_dataset
         # Rollouts without engines, such as SFT, may need no file.
-        needs_file = built_in and not args.debug_train_only
-        return needs_file or bool(args.prompt_data)
+        return bool(args.prompt_data) or (built_in and not args.debug_train_only)
 
     def prompts(self) -> list[str]:
         """The problems of ``--prompt-data``."""
@@ -190,22 +187,28 @@ class _Check:
         elif first is not None and labels.count:
             unset = "there is neither --rm-type nor --custom-rm-path, and " if not rm_type else ""
             problems.add(
-                f"{spec}: {unset}no row has a label (column {make.keys.label!r}, --label-key); "
-                f"{self.label(rm_type, first, first.label)}"
+                f"{spec}: {unset}no row has a label (column {make.keys.label!r}, --label-key); the "
+                f"rows have {report.names}; {self.label(rm_type, first, first.label)}"
             )
         return problems.lines()
 
 
 def _tokenizer(checkpoint: str | None, trust: bool) -> Tokenizer | None:
-    """The tokenizer of a checkpoint that is on this machine; None for others."""
-    if not checkpoint or read_chat_template(checkpoint) is None:
+    """The tokenizer of a checkpoint that is on this machine; None for others.
+
+    Raises:
+        DataError: The checkpoint is a folder without a tokenizer.
+    """
+    is_folder = is_hf_folder(checkpoint)
+    if not checkpoint or (not is_folder and read_chat_template(checkpoint) is None):
         return None
-    is_folder = Path(checkpoint).expanduser().is_dir()
     options = {} if is_folder else {"local_files_only": True}
-    # The rollout manager fails on it in the same way, and says so.
-    with contextlib.suppress(Exception):
+    try:
         return load_tokenizer(checkpoint, trust, **options)
-    return None
+    except FileNotFoundError as error:
+        raise DataError(f"--hf-checkpoint: {error}") from error
+    except Exception:  # The rollout manager fails on it in the same way, and says so.
+        return None
 
 
 def _unusable(config: EvalDatasetConfig, run: EvalDatasetConfig, rm_url: str | None) -> list[str]:

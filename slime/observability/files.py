@@ -132,10 +132,20 @@ def best_effort(what: str) -> Iterator[None]:
             warn(f"{what} could not be written, {count} time(s) so far; the run continues: {error}")
 
 
+def _keep(record: logging.LogRecord) -> bool:
+    if record.levelno >= logging.WARNING:
+        _told.append(record.getMessage())
+    return True
+
+
+# Also those of data sets, whose room may not import this one.
+for _place in (__name__, "slime.data.dataset", "slime.data.source"):
+    logging.getLogger(_place).addFilter(_keep)
+
+
 def warn(message: str) -> None:
-    """Log a warning, and keep it for :func:`take_warnings`."""
+    """Log a warning, which :func:`take_warnings` returns."""
     logger.warning("%s", message)
-    _told.append(message)
 
 
 def take_warnings() -> list[str]:
@@ -144,10 +154,8 @@ def take_warnings() -> list[str]:
     The driver takes those of the rollout manager, whose log is a file, and shows them in the
     terminal.
     """
-    taken: list[str] = []
-    with contextlib.suppress(IndexError):
-        while True:
-            taken.append(_told.popleft())
+    taken = list(_told)
+    _told.clear()
     return taken
 
 

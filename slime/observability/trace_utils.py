@@ -237,15 +237,6 @@ def import_trace(sample: object, trace: Trace | None) -> None:
         _drop("import_trace", error)
 
 
-def trace_next_attempt(sample: object) -> None:
-    """Assign later events to the next attempt, if a sample is generated again (partial rollout,
-    retry).
-    """
-    trace = bind_trace(sample)
-    if trace is not None:
-        trace["attempt"] = int(trace.get("attempt", 0)) + 1
-
-
 def build_sglang_meta_trace_attrs(meta_info: Mapping[str, object]) -> Attrs:
     """Return the entries of an engine's ``meta_info`` for a span: token counts, latencies, finish
     reason.

@@ -284,8 +284,36 @@ def test_missing_values_of_a_data_frame_are_none(tmp_path: Path) -> None:
 def test_rows_without_a_label_are_told_as_on_the_command_line(
     base: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="label"):
+    with pytest.raises(ConfigError, match=r"no row has a label .*; the rows have 'prompt';"):
         parse(base | {"data": ["1 + 1 ="], "reward": "math"}, tmp_path)
+
+
+def of_trl(completions: list[str], answer: list[str], **columns: list[Any]) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def test_a_column_that_the_reward_takes_and_no_row_has_is_told(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    """What people of TRL and verl type first."""
+    rows = [{"prompt": "1 + 1 =", "answer": "2", "reward_model": {"ground_truth": "2"}}]
+    for reward, column in (
+        (of_trl, "answer"),
+        (lambda response, label: float(label in response), "label"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            parse(base | {"data": rows, "reward": reward}, tmp_path)
+        (problem,) = raised.value.problems
+        assert problem.startswith(f"reward: it takes {column!r}, ")
+        assert "'answer', 'reward_model.ground_truth'" in problem and "label_key" in problem
+    for fitting in (
+        {"reward": of_trl, "label_key": "answer"},
+        {"reward": of_trl, "data": [{"prompt": "1 + 1 =", "metadata": {"answer": "2"}}]},
+        {"reward": lambda response, label: 0.0, "label_key": "reward_model.ground_truth"},
+        {"reward": lambda response, label=None: 0.0},
+        {"reward": lambda completions, **columns: [0.0 for _ in completions]},
+    ):
+        parse(base | {"data": rows} | fitting, tmp_path)
 
 
 class Frame:

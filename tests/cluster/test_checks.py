@@ -207,6 +207,9 @@ def test_a_save_folder_that_cannot_be_written_or_has_no_room_is_told(
     args.save = str(tmp_path / "file" / "save")
     (problem,) = check_save_folder(args)
     assert problem.startswith(f"--save {args.save} ")
+    args.save, args.save_hf = str(tmp_path / "save"), str(tmp_path / "file" / "{rollout_id}")
+    (problem,) = check_save_folder(args)
+    assert problem.startswith(f"--save-hf {tmp_path / 'file' / '0'} ")
 
 
 def test_a_schedule_that_cannot_be_made_is_named_before_the_start_where_the_length_is_known() -> (

@@ -218,6 +218,10 @@ def test_a_checkpoint_of_megatron_lm_is_told_from_an_empty_folder(
         RECIPES["qwen3-4B"], "--ref-load", str(tmp_path), "--kl-loss-coef", "0.1"
     )
     assert "no config.json" in problems[0]
+    (tmp_path / "adapter_config.json").touch()
+    _, problems = check_args(["--hf-checkpoint", str(tmp_path)])
+    assert any("an adapter and no model" in problem for problem in problems)
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     _, problems = check_args(
         [

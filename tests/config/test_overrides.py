@@ -58,7 +58,7 @@ def test_override_rejects_names_that_are_no_flags(workplace) -> None:
 def test_files_that_are_not_there_or_not_mappings(workplace) -> None:
     listing = workplace.write("list.yaml", "- 1\n")
     broken = workplace.write("broken.yaml", "a: [1\n")
-    assert "no such file" in workplace.problems("--override none.yaml")[0]
+    assert "No such file" in workplace.problems("--override none.yaml")[0]
     assert "needs a mapping" in workplace.problems(f"--override {listing}")[0]
     assert "YAML" in workplace.problems(f"--custom-config-path {broken}")[0]
     assert workplace.problems(f"--override {workplace.write('empty.yaml', '')}") == []

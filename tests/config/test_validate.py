@@ -58,6 +58,7 @@ ONE_PROBLEM = [
     ("--rollout-max-response-len 0", "at least 1"),
     ("--rm-type deepscalar", "of deepscaler"),
     ("--rm-type remote_rm", "needs --rm-url"),
+    ("--rm-url localhost:5000", "begins with http://"),
     ("--agent-tool-parser qwen26 --agent-command program", "auto, hermes"),
     ("--agent-reasoning-parser qwen4 --agent-command program", "auto, none"),
     ("--sglang-router-ip 127.0.0.1", "needs --sglang-router-port"),

@@ -174,7 +174,7 @@ def test_a_wrong_key_is_said_once_with_the_keys_that_are_there(
 
 def test_unusable_files(tmp_path: Path) -> None:
     assert "does not exist" in problems_of(str(tmp_path / "absent.jsonl"))[0]
-    assert "hf download" in problems_of("openai/gsm8k")[0]
+    assert "is openai/gsm8k:CONFIGURATION:SPLIT" in problems_of("openai/gsm8k")[0]
     assert "hf download" not in problems_of("absent/rows.jsonl")[0]
     assert "is a folder" in problems_of(str(tmp_path))[0]
     (tmp_path / "rows.csv").write_text("a,b\n")

@@ -171,6 +171,22 @@ def test_what_cannot_be_rendered_is_named_by_file_and_row(
         assert caught.value.problems == [problem]
 
 
+def test_a_checkpoint_without_a_tokenizer_or_a_template_is_told_once(
+    model: Any, smollm2: Path, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "rows.jsonl", [[user("2+2?")], "3+3?"])
+    config = smollm2 / "config.json"
+    for name in ("weights", "base"):
+        (tmp_path / name).mkdir()
+        shutil.copyfile(config, tmp_path / name / "config.json")
+    for part in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(smollm2 / part, tmp_path / "base" / part)
+    (problem,) = check_data(arguments(str(tmp_path / "weights"), file), check_label)
+    assert problem.startswith(f"--hf-checkpoint: {tmp_path / 'weights'} holds no tokenizer")
+    (problem,) = check_data(arguments(str(tmp_path / "base"), file), check_label)
+    assert "has no chat template" in problem and "--apply-chat-template" in problem
+
+
 def test_tools_that_no_prompt_would_show(model: Any, tmp_path: Path) -> None:
     """A template without tools ignores them; a prompt may name them itself."""
     add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from slime.config.args import Args
 from slime.data import source as source_module
+from slime.data.dataset import Dataset
 from slime.data.sample import Group, Sample, flatten
 from slime.data.source import load_dataset
+from slime.observability.files import take_warnings
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
 
 
@@ -128,6 +130,26 @@ class OneOfThree(Prompts):
 def test_the_last_prompt_of_a_shuffled_epoch_may_be_the_only_one_that_fits() -> None:
     source = RolloutDataSource(make_args(), OneOfThree(3))
     assert [group[0].prompt for group in source.get_samples(3)] == ["short"] * 3
+
+
+@pytest.mark.parametrize("changed", ["ab", "abc", "xy!"])
+def test_a_resumed_run_is_told_that_its_data_file_has_changed(changed: str, tmp_path: Path) -> None:
+    """In the terminal, also where the number of rows is the same."""
+    file = tmp_path / "rows.jsonl"
+
+    def source(prompts: str) -> RolloutDataSource:
+        file.write_text(
+            "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts.split())
+        )
+        return RolloutDataSource(make_args(), Dataset(str(file)))
+
+    state = source("a b").state_dict()
+    take_warnings()
+    source("a b").load_state_dict(state)
+    assert take_warnings() == []
+    source(f"a {changed}").load_state_dict(state)
+    (warning,) = take_warnings()
+    assert "it had 2 prompts (32 bytes)" in warning
 
 
 class Balanced(RolloutDataSourceWithBuffer):

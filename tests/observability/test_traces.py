@@ -23,7 +23,6 @@ from slime.observability.trace_utils import (
     import_trace,
     trace_event,
     trace_function,
-    trace_next_attempt,
     trace_span,
 )
 from slime.plugins.tools.summary import read_trace
@@ -73,7 +72,7 @@ def test_a_span_on_a_group_reaches_every_sample_and_inner_spans_without_target_t
 
 def test_samples_of_a_group_share_an_event_as_long_as_they_are_at_the_same_attempt() -> None:
     group = [make(0), make(1), make(2)]
-    trace_next_attempt(group[2])
+    bind_trace(group[2])["attempt"] += 1
     trace_event(group, "given_back")
     first, second, third = (sample.trace["events"][0] for sample in group)
     assert first is second and first["attempt"] == 0
@@ -160,7 +159,7 @@ def test_export_and_import_give_the_same_trace_and_share_nothing(steps: list[str
         elif step == "event":
             trace_event(sample, "e")
         else:
-            trace_next_attempt(sample)
+            sample.trace["attempt"] += 1
     exported = export_trace(sample)
     import_trace(other, json.loads(json.dumps(exported)))
     assert other.trace == sample.trace

@@ -64,7 +64,7 @@ def diagnosis(args: argparse.Namespace) -> int:
     except NoRun as error:
         raise CommandError(str(error)) from error
     findings = diagnose(facts)
-    print_report(args.json, [asdict(finding) for finding in findings], page(facts, findings))
+    print_report(args.json, [*map(asdict, findings)], page(facts, findings))
     return int(any(not finding.hint for finding in findings))
 
 
@@ -155,12 +155,13 @@ def ledger(args: argparse.Namespace) -> int:
     for table in _tables(report):
         console.print(table)
     for undone in report.rolled_back:
-        text = (
-            f"attempt {undone['attempt']} continued after step {undone['after']}: "
-            f"{undone['rows']} groups that later steps had closed were rolled back "
-            f"({_intervals(undone['groups'])})"
+        console.print(
+            shown(
+                f"attempt {undone['attempt']} continued after step {undone['after']}: "
+                f"{undone['rows']} groups that later steps had closed were rolled back "
+                f"({_intervals(undone['groups'])})"
+            )
         )
-        console.print(shown(text))
     if report.beyond:
         console.print(
             f"{report.beyond} groups were closed after the last checkpoint: a resume generates "
@@ -173,7 +174,7 @@ def ledger(args: argparse.Namespace) -> int:
             )
         else:
             console.print(f"inconsistent: {shown(problem)}", style="red")
-    if report.closes and report.cut is not None:
+    if report.closes and report.cut:
         console.print(
             f"consistent: {report.asked} groups were requested, and each is in exactly one place"
         )
@@ -182,18 +183,18 @@ def ledger(args: argparse.Namespace) -> int:
 
 def _tables(report: Report) -> Iterator[Table]:
     cut = report.cut
-    title = (
-        f"groups as of step {shown(cut['cut'])}" if cut else "groups before the first checkpoint"
-    )
     counts: list[tuple[object, object]] = [*report.counts.items()]
     if cut:
         counts += [("ahead of training", len(cut["ahead"])), ("open", len(cut["open"]))]
-    yield _table(title, ("state", "groups"), counts)
-    versions = [
-        (names or "-", count) for names, count in list(report.versions.items())[-_MOST_ROWS:]
-    ]
     yield _table(
-        "trained groups by the weight versions of their tokens", ("versions", "groups"), versions
+        f"groups as of step {shown(cut['cut'])}" if cut else "groups before the first checkpoint",
+        ("state", "groups"),
+        counts,
+    )
+    yield _table(
+        "trained groups by the weight versions of their tokens",
+        ("versions", "groups"),
+        [(names or "-", count) for names, count in list(report.versions.items())[-_MOST_ROWS:]],
     )
     if cut and cut["open"]:
         rows = cut["open"][:_MOST_ROWS]
@@ -313,8 +314,6 @@ def _write(runs: Runs, path: Path, steps: int, samples: int) -> None:
 
 
 def _serve(runs: Runs, host: str, port: int | None, token: bool) -> None:
-    from dataclasses import replace
-
     from ..ui.runs import Refresher
     from ..ui.server import Door, PortTaken, bind, serve
 
@@ -327,7 +326,7 @@ def _serve(runs: Runs, host: str, port: int | None, token: bool) -> None:
             f"--host {host}: {error.strerror or error}; it takes an address of this machine, or "
             "0.0.0.0 for all of them"
         ) from error
-    door = replace(Door.at(host, 0, token), port=listener.getsockname()[1])
+    door = Door.at(host, listener.getsockname()[1], token)
     # The runs are followed by a thread, and requests see what it has read.
     refresher = Refresher(runs)
     refresher.start()

@@ -165,7 +165,7 @@ def kind_by_name(name: str) -> GpuKind | None:
     words = re.split(r"[\s-]+", name.lower())
     if "a100" in words:
         return KINDS["a100-40gb" if "40gb" in words else "a100"]
-    return next((kind for word in words if (kind := KINDS.get(word)) is not None), None)
+    return next((KINDS[word] for word in words if word in KINDS), None)
 
 
 def installed_kind(folder: Path = _DRIVER) -> GpuKind | None:
@@ -233,9 +233,16 @@ def snapshot_bytes(args: Args) -> int:
 
 
 def check_save_folder(args: Args) -> list[str]:
-    """Check that this machine can write to ``--save``, and that there is room for a snapshot."""
-    problem = try_to_write(Path(str(args.save)).expanduser(), snapshot_bytes(args))
-    return [f"--save {args.save} {problem}: name another folder, or make room"] if problem else []
+    """Check that this machine can write to ``--save`` and ``--save-hf``, and that there is room for a
+    snapshot.
+    """
+    export = args.save_hf and args.save_hf.format(rollout_id=0)
+    places = ("--save", args.save, snapshot_bytes(args)), ("--save-hf", export, 0)
+    return [
+        f"{flag} {place} {problem}: name another folder, or make room"
+        for flag, place, needed in places
+        if place and (problem := try_to_write(Path(place).expanduser(), needed))
+    ]
 
 
 def report(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) -> list[str]:
@@ -249,13 +256,11 @@ def report(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) 
         ]
     run = read_run(args, kind, asynchronous)
     phases = make_plan(run).phases if run is not None else ()
-    lines = [
-        f"  {phase.name:<15} {phase.total / GIB:.1f} GiB of {kind.memory / GIB:.1f}"
-        for phase in phases
-    ]
-    warnings = [f"  warning: {problem}" for problem in misfits(args, asynchronous, kind)]
     return [
         f"memory by phase on each GPU ({kind.name}; slime plan shows what it consists of)",
-        *lines,
-        *warnings,
+        *(
+            f"  {phase.name:<15} {phase.total / GIB:.1f} GiB of {kind.memory / GIB:.1f}"
+            for phase in phases
+        ),
+        *(f"  warning: {problem}" for problem in misfits(args, asynchronous, kind)),
     ]
