@@ -184,9 +184,9 @@ def mark_too_long(sample: Sample, limit: int | None) -> None:
     """
     sample.status = Sample.Status.TRUNCATED
     room = (
-        f"of {limit} (--rollout-max-context-len, or the model's context)"
+        f"in {limit} (--rollout-max-context-len, or the model's context)"
         if limit
-        else "than the engine takes"
+        else "in the engine's context"
     )
     mark_unscored(
         sample, TOO_LONG, f"its {sample.num_tokens} tokens leave no room for a response {room}"
