@@ -230,6 +230,22 @@ def test_the_tests_of_a_file_run_in_one_process() -> None:
     assert len({process for process, _ in ran}) == 2
 
 
+@pytest.mark.parametrize("folder", ["tests/weights", "tests/cluster"])
+def test_processes_of_a_folder_are_those_of_its_files(tmp_path: Path, folder: str) -> None:
+    """Also where none of its files has to come first."""
+    script = tmp_path / "scripts" / "test_processes.sh"
+    script.parent.mkdir()
+    script.write_text((CHECKOUT / "scripts" / script.name).read_text(encoding="utf-8"))
+    (script.parent / "test.sh").write_text('printf "%s\\n" "$@"\n')
+    (tmp_path / "tests").symlink_to(CHECKOUT / "tests")
+    for more in ({}, {"SLIME_TESTS": "long"}):
+        said = subprocess.run(
+            ["bash", script, folder], env=os.environ | more, capture_output=True, text=True
+        )
+        files = [word for word in said.stdout.splitlines() if word.endswith(".py")]
+        assert files and all(file.startswith(f"{folder}/") for file in files), said
+
+
 def test_no_two_test_files_have_one_name() -> None:
     """pytest imports them by their names, and refuses the second one when both are collected."""
     names = [file.name for file in CHECKOUT.glob("tests/**/test_*.py")]
