@@ -147,11 +147,11 @@ def apply_file(attributes: Attributes, path: str, option: str, new_names: bool) 
     content, problems = read_yaml(path, option)
     if content.keys() >= RESERVED:  # only the config.yaml of a run contains all derived attributes
         content = _of_a_run(content)
-    for key, value in content.items():
-        problem = set_value(attributes, str(key), value, new_names)
-        if problem:
-            problems.append(f"{option} {path}: {problem}")
-    return problems
+    return problems + [
+        f"{option} {path}: {problem}"
+        for key, value in content.items()
+        if (problem := set_value(attributes, str(key), value, new_names))
+    ]
 
 
 def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
@@ -168,8 +168,9 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
         }
     for family in programs():
         if isinstance(given := content.get(family), dict):
-            prefix = prefix_of(family)
-            settings |= {prefix + name: value for name, value in given.items() if value != HIDDEN}
+            settings |= {
+                prefix_of(family) + name: value for name, value in given.items() if value != HIDDEN
+            }
     return settings
 
 
@@ -184,9 +185,9 @@ def set_value(
         return f"{key}: slime sets this itself"
     if name == "override" and not new_names:
         return f"{key}: an --override file cannot name another --override file"
-    if (known := spellings().get(name)) is not None:
+    if known := spellings().get(name):
         return store(attributes, key, known, value)
-    if new_names or name in attributes:
+    if name in attributes or (new_names and not hasattr(Args, name)):
         attributes[name] = value
         attributes["explicit"] |= {name}
         return None

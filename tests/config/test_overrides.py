@@ -32,6 +32,11 @@ def test_override_beats_custom_config_beats_command_line(workplace) -> None:
     assert "sglang_mem_fraction_static: None -> 0.5" in printed
 
 
+def test_a_custom_config_cannot_set_what_is_computed(workplace) -> None:
+    custom = workplace.write("custom.yaml", "critic_gpus: 3")
+    assert "critic_gpus: no such flag" in workplace.problems(f"--custom-config-path {custom}")[0]
+
+
 def test_custom_config_is_checked_with_everything_else(workplace) -> None:
     custom = workplace.write("custom.yaml", "use_tis: true\nuse_rollout_logprobs: true\nlr: fast\n")
     problems = workplace.problems(f"--custom-config-path {custom}")

@@ -33,7 +33,7 @@ TOKENS = {
     "checkpoint": 8_310,
     "cli": 682,
     "cluster": 34_757,
-    "config": 29_382,
+    "config": 29_381,
     "data": 39_416,
     "engines": 15_309,
     "environments": 43,
