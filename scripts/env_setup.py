@@ -266,8 +266,8 @@ def find_uv(folder: Path) -> str | None:
 
 
 def fetch_uv(folder: Path) -> None:
-    """Fetch uv for this install, unless the machine has it or ``SLIME_INSTALLER`` names an installer."""
-    if find_uv(folder) or os.environ.get("SLIME_INSTALLER"):
+    """Fetch uv for this install, unless the machine has it or ``SLIME_INSTALLER`` is ``pip``."""
+    if find_uv(folder) or os.environ.get("SLIME_INSTALLER") == "pip":
         return
     lock = ["--require-hashes", "-r", str(CHECKOUT / "requirements" / "uv.txt")]
     try:

@@ -126,15 +126,15 @@ def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
     file.
     """
     try:
-        content = load_yaml(Path(path).expanduser()) or {}
+        content = load_yaml(Path(path).expanduser())
     except (ValueError, OSError) as error:
         return {}, [f"{option} {path}: {error}"]
-    if not isinstance(content, dict):
+    if not isinstance(content, dict | None):
         return {}, [
             f"{option} {path}: needs a mapping of flag names to values, not a "
             f"{type(content).__name__}"
         ]
-    return content, []
+    return content or {}, []
 
 
 def form_problems(document: object, schema: Mapping[str, object]) -> list[str]:

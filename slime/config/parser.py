@@ -396,5 +396,5 @@ def _apply_override(attributes: passthrough.Attributes, file: str) -> list[str]:
         if before.get(name) != value
     ]
     changes = "; ".join(changed) or "it changes nothing"
-    attributes["notices"].append(f"--override {file}: {changes}")
+    attributes["notices"] += [f"--override {file}: {changes}"]
     return problems

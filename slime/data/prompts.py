@@ -351,7 +351,7 @@ def _label(data: Mapping[str, object], key: str | None) -> JsonValue:
     value = None if key is None else lookup(data, key, _MISSING)
     if value is _MISSING and key != "label":
         raise MissingColumn(f"no label column {key!r}; the row has {_names(data)}")
-    if value in (_MISSING, None) or (isinstance(value, float) and math.isnan(value)):
+    if value is _MISSING or value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bytes):
         raise RowError(f"the label is bytes: {_describe(value)}")

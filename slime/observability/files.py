@@ -154,9 +154,8 @@ def take_warnings() -> list[str]:
     The driver takes those of the rollout manager, whose log is a file, and shows them in the
     terminal.
     """
-    taken = list(_told)
-    _told.clear()
-    return taken
+    # Other threads may add one meanwhile.
+    return [_told.popleft() for _ in range(len(_told))]
 
 
 @contextlib.contextmanager

@@ -53,14 +53,14 @@ class Judge:
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (lambda s: len(s.response), 7.0),
-        (lambda sample: sample.label == "6", 1.0),
-        (lambda prompt, response: f"{prompt}{response}".count("i"), 2.0),
+        (lambda s: len(s.response), 7),
+        (lambda sample: sample.label == "6", True),
+        (lambda prompt, response: f"{prompt}{response}".count("i"), 2),
         (lambda response, strict=False: 0.0 if strict else 0.5, 0.5),
-        (lambda label: np.float32(label), 6.0),
+        (lambda label: np.float32(label), np.float32(6.0)),
         (lambda label: {"score": 1}, {"score": 1}),
         (lambda label: None, None),
-        (by_name, 1.0),
+        (by_name, True),
         (Judge(), 1.5),
         (lambda args, sample, **more: args.seed, 1234),
     ],
@@ -68,7 +68,7 @@ class Judge:
 def test_a_reward_gets_what_its_parameters_are_named_after(function: Any, expected: object) -> None:
     adapted = adapt(REWARD, function)
     got = asyncio.run(call_bounded(5.0, 1, adapted, make_args(), sample()))
-    assert got == expected
+    assert got == expected and type(got) is type(expected)
 
 
 def test_a_reward_of_a_group() -> None:

@@ -61,10 +61,11 @@ def test_override_rejects_names_that_are_no_flags(workplace) -> None:
 
 
 def test_files_that_are_not_there_or_not_mappings(workplace) -> None:
-    listing = workplace.write("list.yaml", "- 1\n")
+    listing, none = workplace.write("list.yaml", "- 1\n"), workplace.write("none.yaml", "[]")
     broken = workplace.write("broken.yaml", "a: [1\n")
-    assert "No such file" in workplace.problems("--override none.yaml")[0]
+    assert "No such file" in workplace.problems("--override absent.yaml")[0]
     assert "needs a mapping" in workplace.problems(f"--override {listing}")[0]
+    assert "needs a mapping" in workplace.problems(f"--override {none}")[0]
     assert "YAML" in workplace.problems(f"--custom-config-path {broken}")[0]
     assert workplace.problems(f"--override {workplace.write('empty.yaml', '')}") == []
     twice = workplace.write("twice.yaml", "lr: 1e-6\nseed: 3\nlr: 2e-6\n")
