@@ -81,7 +81,7 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
     Raises:
         ConfigError: With all problems at once, in the words of the command line.
     """
-    from slime.cluster.checks import all_checks
+    from slime.cluster.checks import check_all
     from slime.config.parser import ConfigError, check_args
     from slime.data.source import prompt_maker
 
@@ -98,10 +98,10 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
     # user's own.
     chooses = "inline" not in settings and not os.environ.get("RAY_ADDRESS")
     settings |= {"inline": True} if chooses else {}
-    args, found = check_args(words, extra_checks=all_checks(), settings=settings)
+    args, found = check_args(words, extra_checks=[check_all], settings=settings)
     if chooses and any(problem.startswith("--inline") for problem in found):
         args, found = check_args(
-            words, extra_checks=all_checks(), settings={**settings, "inline": False}
+            words, extra_checks=[check_all], settings={**settings, "inline": False}
         )
     if not args.inline:
         problems += pack(folder)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,13 +17,12 @@ from slime.algorithms.mis import MisConfig, mean_weight
 from slime.algorithms.reinforce_plus_plus import normalize_advantages
 from slime.algorithms.sequences import Reduce, flatten, keep_where
 from slime.backends.base import TrainBackend
+from slime.backends.loss_inputs import require
 from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
 from slime.config.hooks import load_function
-from slime.data.fields import BY_NAME, FIELDS, RankBatch, on_hook_names
+from slime.data.fields import BY_NAME, FIELDS, RankBatch
 from slime.data.rewards import PASS_ABOVE, shares_in_rollouts
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class AdvantageSettings:
     enabled: bool
     """False with ``--disable-compute-advantages-and-returns``."""
     algorithm: Algorithm
-    custom: Callable[[Args, dict[str, Any]], None] | None
+    custom: Callable[..., object] | None
     """The function of ``--custom-advantage-function-path``, which replaces the estimator's
     formula.
     """
@@ -57,7 +55,7 @@ class AdvantageSettings:
         return cls(
             enabled=args.compute_advantages_and_returns,
             algorithm=create_algorithm(args),
-            custom=on_hook_names(load_function(path)) if path else None,
+            custom=load_function(path) if path else None,
             kl_coef=args.kl_coef,
             kl_type=args.kl_loss_type,
             use_rollout_logprobs=args.use_rollout_logprobs,
@@ -107,8 +105,9 @@ def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Re
         batch["advantages"] = settings.algorithm.over_ranks(batch, own, reduce)
         _check_shapes(batch, f"{type(settings.algorithm).__name__}.advantages")
     else:
-        settings.custom(settings.args, batch)
         what = f"--custom-advantage-function-path {settings.args.custom_advantage_function_path}"
+        with batch.lent_to(what) as view:
+            settings.custom(settings.args, view)
         _check_shapes(batch, what)
         values = flatten([torch.as_tensor(x) for x in batch["advantages"]])
         if not keep_where(flatten(batch["loss_masks"]).to(values.device), values).isfinite().all():
@@ -141,14 +140,14 @@ def _kl_to_reference(settings: AdvantageSettings, batch: RankBatch) -> list[Tens
             for length, mask in zip(batch["response_lengths"], batch["loss_masks"], strict=True)
         ]
     why = f"--kl-coef {settings.kl_coef}"
-    log_probs = _require(_policy_log_probs(settings, batch), "old log-probs (old_log_probs)", why)
-    ref = _require(batch.get("ref_log_probs"), "ref_log_probs", why)
+    log_probs = require(_policy_log_probs(settings, batch), "old log-probs (old_log_probs)", why)
+    ref = require(batch.get("ref_log_probs"), "ref_log_probs", why)
     return [compute_approx_kl(p, q, settings.kl_type) for p, q in zip(log_probs, ref, strict=True)]
 
 
 def _check_shapes(batch: RankBatch, what: str) -> None:
     for name in ("advantages", "returns"):
-        shapes = [tuple(torch.as_tensor(x).shape) for x in _require(batch.get(name), name, what)]
+        shapes = [tuple(torch.as_tensor(x).shape) for x in require(batch.get(name), name, what)]
         if shapes != [(length,) for length in batch["response_lengths"]]:
             raise ValueError(
                 f"{what} set {name} with shapes {shapes}; the responses have the lengths "
@@ -157,10 +156,10 @@ def _check_shapes(batch: RankBatch, what: str) -> None:
 
 
 def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: RankBatch) -> None:
-    student = _require(
+    student = require(
         _policy_log_probs(settings, batch), "old log-probs (old_log_probs)", "--use-opd"
     )
-    teacher = _require(batch.get("teacher_log_probs"), "teacher_log_probs", "--use-opd")
+    teacher = require(batch.get("teacher_log_probs"), "teacher_log_probs", "--use-opd")
     kl = [
         reverse_kl(s, t, m) for s, t, m in zip(student, teacher, batch["loss_masks"], strict=True)
     ]
@@ -174,21 +173,15 @@ def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: Ra
 def _mean_weight(config: MisConfig, batch: RankBatch, reduce: Reduce) -> float:
     # The mean is computed once, over the whole rollout. With a mean per micro-batch, the loss would
     # depend on how samples are packed.
-    train = flatten(_require(batch.get("old_log_probs"), "old_log_probs", "tis_batch_normalize"))
+    train = flatten(require(batch.get("old_log_probs"), "old_log_probs", "tis_batch_normalize"))
     rollout = flatten(
-        _require(batch.get("rollout_log_probs"), "rollout_log_probs", "tis_batch_normalize")
+        require(batch.get("rollout_log_probs"), "rollout_log_probs", "tis_batch_normalize")
     )
     mask = flatten(batch["loss_masks"])
     difference = keep_where(mask, train - rollout)
     return mean_weight(
         config, difference, mask.to(train.dtype), list(batch["response_lengths"]), reduce
     )
-
-
-def _require(value: T | None, what: str, why: str) -> T:
-    if value is None:
-        raise ValueError(f"{why} needs {what}, which the batch does not have")
-    return value
 
 
 METRICS = tuple(field.name for field in FIELDS if field.metric)

@@ -30,7 +30,7 @@ from slime.algorithms.sequences import (
     sequence_sums,
     token_sum_reducer,
 )
-from slime.backends.loss_inputs import LossSettings, TokenBatch
+from slime.backends.loss_inputs import LossSettings, TokenBatch, require
 
 Metrics = dict[str, Tensor]
 T = TypeVar("T")
@@ -157,8 +157,8 @@ def _mean(settings: LossSettings, tokens: TokenBatch, mask: Tensor) -> Reducer:
 
 
 def _policy_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
-    log_probs = _need(tokens.log_probs, "log_probs", "the policy loss")
-    advantages = _need(tokens.advantages, "advantages", "the policy loss")
+    log_probs = require(tokens.log_probs, "log_probs", "the policy loss")
+    advantages = require(tokens.advantages, "advantages", "the policy loss")
     algorithm = settings.algorithm.of_samples(tokens.sample_entries)
     lengths = tokens.response_lengths
     mean_for_metrics = _mean(settings, tokens, tokens.loss_mask)
@@ -223,7 +223,7 @@ def _kl_part(
 ) -> dict[str, Part]:
     if settings.kl is None:
         return {}
-    ref = _need(tokens.ref_log_probs, "ref_log_probs", "--use-kl-loss")
+    ref = require(tokens.ref_log_probs, "ref_log_probs", "--use-kl-loss")
     # The tokens were sampled from the old policy. Multiplied by the ratio, the estimate and its
     # gradient are those for the policy that is trained.
     ratio = exp_ratio(log_probs - old) if settings.kl.unbiased else None
@@ -300,7 +300,7 @@ def _correct_off_policy(
     correction = settings.correction
     if correction is None or (correction.by_default and tokens.rollout_log_probs is None):
         return pg_loss, tokens.loss_mask, {}
-    rollout = _need(
+    rollout = require(
         tokens.rollout_log_probs, "rollout_log_probs", "--use-tis or --get-mismatch-metrics"
     )
     corrected, masks, metrics = _call_accepting(
@@ -348,9 +348,9 @@ def _pg_reducer(
 
 
 def _value_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
-    values = _need(tokens.values, "values", "the value loss")
-    old_values = _need(tokens.old_values, "old_values", "the value loss")
-    returns = _need(tokens.returns, "returns", "the value loss")
+    values = require(tokens.values, "values", "the value loss")
+    old_values = require(tokens.old_values, "old_values", "the value loss")
+    returns = require(tokens.returns, "returns", "the value loss")
     loss, clipfrac = compute_value_loss(values, old_values, returns, settings.value_clip)
     mean = _mean(settings, tokens, tokens.loss_mask)
     total, metrics = _sum_parts({"value_loss": Part(1.0, mean(loss))})
@@ -358,7 +358,7 @@ def _value_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> L
 
 
 def _sft_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
-    log_probs = _need(tokens.log_probs, "log_probs", "the SFT loss")
+    log_probs = require(tokens.log_probs, "log_probs", "the SFT loss")
     return LossSum(_mean(settings, tokens, tokens.loss_mask)(compute_sft_loss(log_probs)), {})
 
 
@@ -384,7 +384,7 @@ def _custom_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
       for each metric.
     """
     assert settings.custom_loss is not None, "from_args has checked it"
-    logits = _need(tokens.logits, "logits", "--loss-type custom_loss")
+    logits = require(tokens.logits, "logits", "--loss-type custom_loss")
     batch = dict(tokens.sample_entries)
     batch |= {"response_lengths": tokens.response_lengths, "total_lengths": tokens.total_lengths}
     if "tokens" in batch:
@@ -424,8 +424,8 @@ def _custom_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
 def _token_sum(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     """Return the plain sum of a loss over the tokens of a micro-batch."""
     assert settings.token_loss is not None, "the loss type has a token loss"
-    log_probs = _need(tokens.log_probs, "log_probs", "a sum over tokens")
-    weights = _need(tokens.advantages, "advantages", "a sum over tokens")
+    log_probs = require(tokens.log_probs, "log_probs", "a sum over tokens")
+    weights = require(tokens.advantages, "advantages", "a sum over tokens")
     sampled = log_probs.detach() if tokens.rollout_log_probs is None else tokens.rollout_log_probs
     return LossSum(settings.token_loss(log_probs, sampled, weights).sum(), {})
 
@@ -437,12 +437,6 @@ LOSSES: dict[str, Callable[[LossSettings, TokenBatch, Reduce], LossSum]] = {
     "custom_loss": _custom_loss,
     "token_sum": _token_sum,
 }
-
-
-def _need(value: Tensor | None, name: str, why: str) -> Tensor:
-    if value is None:
-        raise ValueError(f"{why} needs TokenBatch.{name}, which is missing")
-    return value
 
 
 def _call_accepting(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,17 @@ from slime.config.hooks import load_function
 from slime.data.fields import BY_NAME, LOSS_FIELDS, RankBatch
 from slime.registry import load, parts
 
+T = TypeVar("T")
 LOSS_TYPES = ("policy_loss", "value_loss", "sft_loss", "custom_loss")
+
+
+def require(value: T | None, what: str, why: str) -> T:
+    """Return an entry of a batch. Raises ValueError if the batch lacks it, and says ``why`` it is
+    needed.
+    """
+    if value is None:
+        raise ValueError(f"{why} needs {what}, which the batch does not have")
+    return value
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slime import registry
 from slime.config.args import FLAGS, Args
@@ -20,9 +19,6 @@ from slime.config.hf_config import (
 )
 from slime.config.run import other_folder
 from slime.models.shards import ModelError, quantization_of, require_hub
-
-if TYPE_CHECKING:
-    from slime.config.parser import ExtraCheck
 
 
 def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = False) -> Args:
@@ -41,9 +37,11 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
         # A file has vanished since; parse_args reports that below.
         with contextlib.suppress(ConfigError):
             return load_args(asynchronous=asynchronous, settings=REPORTS.settings)
-    checks = all_checks(asynchronous)
     args = parse_args(
-        words, asynchronous=asynchronous, extra_checks=checks, settings=REPORTS.settings
+        words,
+        asynchronous=asynchronous,
+        extra_checks=[partial(check_all, asynchronous=asynchronous)],
+        settings=REPORTS.settings,
     )
     if args.dry_run:
         try:
@@ -81,14 +79,10 @@ def print_warnings(args: Args, asynchronous: bool = False) -> None:
             print(f"slime: warning: {name}: {warning}", file=sys.stderr)
 
 
-def all_checks(asynchronous: bool = False) -> tuple[ExtraCheck, ...]:
+def check_all(args: Args, asynchronous: bool = False) -> list[str]:
     """The checks of files, rows, labels, checkpoints and folders, which come after those of the
     flags themselves.
     """
-    return (partial(_check_all, asynchronous=asynchronous),)
-
-
-def _check_all(args: Args, asynchronous: bool) -> list[str]:
     # imported only when it runs, so that --help needs no numpy
     from slime.data.validate import check_data
     from slime.rollout.rm_hub.dispatch import check_rewards
@@ -142,7 +136,7 @@ def check_schedules(args: Args) -> list[str]:
 
 def check_checkpoints(args: Args) -> list[str]:
     """Check that the headers of each Hugging Face checkpoint fit the model that its config.json
-    describes.
+    describes, and that no weights of a quantized one would have to be updated in SGLang.
     """
     from slime.models.checked import check_checkpoint_once, require_tied
 
@@ -160,10 +154,16 @@ def check_checkpoints(args: Args) -> list[str]:
             args.notices.extend(f"{path} {notice}" for notice in notices)
         except ModelError as error:
             problems.append(f"{option}: {error}")
+    quantization = quantization_of(model_config(args.hf_checkpoint))
     updates = not (args.debug_train_only or args.debug_rollout_only)
-    return problems + _check_quantized_engines(
-        args.hf_checkpoint, args.rollout_backend == "sglang" and updates
-    )
+    if quantization is not None and believers["SGLang"] and updates:
+        problems.append(
+            f"--hf-checkpoint {args.hf_checkpoint} is quantized "
+            f"({quantization.get('quant_method')}): SGLang would keep its quantized layers, and the "
+            "trainer's plain weights do not fit them. Convert it to a plain checkpoint with "
+            "tools/dequantize_hf.py and pass that instead"
+        )
+    return problems
 
 
 def _named_checkpoints(args: Args) -> dict[str, str]:
@@ -187,18 +187,6 @@ def _here(named: dict[str, str]) -> dict[str, str]:
         for path in reversed(once)
         if is_hf_folder(path) or read_config(path) is not None
     }
-
-
-def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> list[str]:
-    """Refuse a quantized checkpoint whose weights would have to be updated in SGLang."""
-    quantization = quantization_of(model_config(checkpoint))
-    if quantization is None or not updates_sglang:
-        return []
-    return [
-        f"--hf-checkpoint {checkpoint} is quantized ({quantization.get('quant_method')}): SGLang "
-        "would keep its quantized layers, and the trainer's plain weights do not fit them. "
-        "Convert it to a plain checkpoint with tools/dequantize_hf.py and pass that instead"
-    ]
 
 
 def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:

@@ -11,7 +11,6 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,15 +19,12 @@ from slime.cluster.engine import ASK_SECONDS, EngineActor, EngineStatus, FleetSe
 from slime.cluster.engine_fleet import EngineFleet
 from slime.cluster.health import unhealthy
 from slime.cluster.placement import Placement, thread_environment
-from slime.config.machine import raise_file_limit
 from slime.config.rollout import may_use_workers
-from slime.data.tokenizers import preload_tokenizer
 from slime.engines.background import run
 from slime.engines.handle import EngineHandle, on_each
-from slime.engines.http import init_http_client, watch_faults
+from slime.engines.http import watch_faults
 from slime.engines.launch import EngineSettings, RouterSettings, plan_engines
 from slime.engines.sglang_api import EngineError, MemoryTag
-from slime.observability import progress
 from slime.observability.run_dir import RunDir
 from slime.registry import find
 from slime.rollout.group import GroupGenerator
@@ -208,21 +204,8 @@ class Workers(GroupGenerator, Protocol):
         """Return the number of those that were started again since the last call."""
 
 
-def start_engines(fleet: EngineFleet, args: Args) -> tuple[Args, Workers | None]:
-    """Start all engines at the same time, then the router and the rollout workers if there are any.
-
-    Returns:
-        The arguments with the addresses of the engines, and the workers.
-    """
-    raise_file_limit()  # The router inherits the limit, because it is a child of this process.
-    # The first request would wait for the tokenizer. Not on another thread: imports of transformers
-    # on two threads at once can fail.
-    meanwhile = partial(preload_tokenizer, args.hf_checkpoint, args.trust_remote_code)
-    fleet.start(partial(progress.report, "start engines"), meanwhile)
-    args = args.with_values(**fleet.addresses)
-    init_http_client(args)
-    # Who watches the engines: health checks, which a failed request causes at once, and the record
-    # of their load.
+def watch_engines(fleet: EngineFleet) -> None:
+    """Begin the health checks, which a failed request causes at once, and the record of the load."""
     monitor = fleet.monitor
     monitor.start()
     watch_faults(monitor.wake)
@@ -230,7 +213,3 @@ def start_engines(fleet: EngineFleet, args: Args) -> tuple[Args, Workers | None]
     loads: LoadRecord = find("record", "engine loads")(fleet.engines, lambda: monitor.paused, file)
     loads.start()
     fleet.loads = loads
-    workers: Workers | None = None
-    if fleet.settings.workers:
-        workers = find("generator", "workers")(args, fleet)
-    return args, workers

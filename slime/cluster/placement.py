@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from slime.cluster.actors import ClusterError, door
 from slime.cluster.ray_wait import wait_for
-from slime.config.cluster import gpu_problems
 from slime.models.cpu_memory import COMPUTE_VARIABLES
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    from slime.config.cluster import ClusterConfig
 
 PLACEMENT_DEADLINE_SECONDS = 300.0
 WAIT_SECONDS = 1.0
@@ -47,14 +46,13 @@ class Slots:
         return max(self.train, self.rollout_offset + self.rollout) + self.critic
 
 
-def plan_slots(args: Args) -> Slots:
+def plan_slots(gpus: ClusterConfig, trains: bool, starts_engines: bool, critic: int) -> Slots:
     """In colocated runs, engines and trainer share bundles; otherwise the engines' bundles follow
-    the trainer's. A critic with GPUs of its own comes last.
+    the trainer's. A critic with GPUs of its own, ``critic`` in number, comes last.
     """
-    train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    has_none = args.debug_train_only or args.rollout_external_engine_addrs
-    rollout = 0 if has_none else args.rollout_num_gpus or 0
-    return Slots(train, rollout, 0 if args.colocate else train, args.critic_gpus)
+    train = gpus.actor_num_nodes * (gpus.actor_num_gpus_per_node or 0) if trains else 0
+    rollout = (gpus.rollout_num_gpus or 0) if starts_engines else 0
+    return Slots(train, rollout, 0 if gpus.colocate else train, critic)
 
 
 class Placement:
@@ -163,10 +161,3 @@ def pinning_environment(own: Mapping[str, str]) -> dict[str, str]:
         if "pinned" in setting
         else {ALLOCATOR_SETTINGS[0]: ",".join(filter(None, (setting, PINNING)))}
     )
-
-
-def check_resources(args: Args) -> None:
-    """Raise :class:`ClusterError` if the cluster has GPUs, but can never hold the run."""
-    have = int(door().resources().get("GPU", 0))
-    if have and (problems := gpu_problems(args, have)):
-        raise ClusterError(problems[0])

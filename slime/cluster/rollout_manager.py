@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
@@ -21,19 +22,21 @@ from slime.cluster.engine_calls import (
     call_each,
     fleet_of,
     flush_when_idle,
-    start_engines,
+    watch_engines,
 )
 from slime.cluster.generation import GarbageCollection, Generation
 from slime.cluster.ray_wait import wait_for
 from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.config.hooks import load_function
+from slime.config.machine import raise_file_limit
 from slime.data.convert import parts_of_ranks
 from slime.data.sample import Group, Sample, flatten
 from slime.data.schedule import ready
 from slime.data.source import DataSource, rollouts_of_epochs
 from slime.data.staleness import staleness_metrics
+from slime.data.tokenizers import preload_tokenizer
 from slime.engines.background import run
-from slime.engines.http import request, take_retries
+from slime.engines.http import init_http_client, request, take_retries
 from slime.engines.process import exempt_from_proxy
 from slime.observability import progress
 from slime.observability.debug_data import load_rollout, save_rollout
@@ -42,6 +45,7 @@ from slime.observability.logging_utils import logged_into
 from slime.observability.metrics import write_evaluation
 from slime.observability.samples import KeptTexts, preview, write_samples
 from slime.observability.trace_file import TraceFiles
+from slime.registry import find
 from slime.rollout.abort import abort
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.evaluate import NotCompleted, Prompt, complete
@@ -151,8 +155,20 @@ class RolloutManager:
     # --- the engines ---------------------------------------------------------------------------
 
     def start_engines(self) -> list[str]:
-        """Start all engines, and the rollout workers if there are any; returns the engine URLs."""
-        self.args, self.workers = start_engines(self.fleet, self.args)
+        """Start all engines at the same time, then the router and the rollout workers if there are
+        any; returns the engine URLs.
+        """
+        raise_file_limit()  # The router inherits the limit, because it is a child of this process.
+        # The first request would wait for the tokenizer. Not on another thread: imports of
+        # transformers on two threads at once can fail.
+        tokenizer = self.args.hf_checkpoint, self.args.trust_remote_code
+        meanwhile = partial(preload_tokenizer, *tokenizer)
+        self.fleet.start(partial(progress.report, "start engines"), meanwhile)
+        self.args = self.args.with_values(**self.fleet.addresses)
+        init_http_client(self.args)
+        watch_engines(self.fleet)
+        if self.fleet.settings.workers:
+            self.workers = find("generator", "workers")(self.args, self.fleet)
         return self.fleet.status().serving
 
     def on_engines(self, call: Callable[..., T], *arguments: object) -> T:
@@ -237,7 +253,7 @@ class RolloutManager:
             assert isinstance(returned, RolloutFnTrainOutput)
             output = returned
             if args.save_debug_rollout_data:
-                save_rollout(args, rollout_id, output.samples)
+                save_rollout(args, args, rollout_id, output.samples)
         # what was retried, lost and restarted since the previous rollout
         metrics = {**(output.metrics or {}), **self.fleet.counts()}
         metrics["rollout/http_retry_count"] = float(take_retries())
@@ -375,35 +391,26 @@ class RolloutManager:
         """Evaluate all data sets with the weights that the engines hold now."""
         with self.generation.call():
             start = time.perf_counter()
+            args = self.args
             self._generate_state()
             # The responses of each evaluation set, and what is kept of them.
             output = call_rollout_fn(
-                self.eval_function, self.args, rollout_id, self.data_source, evaluation=True
+                self.eval_function, args, rollout_id, self.data_source, evaluation=True
             )
             assert isinstance(output, RolloutFnEvalOutput)
             metrics = dict(output.metrics or {})
-            for name, data in output.data.items():
-                samples = data.get("samples") or []
-                write_samples(
-                    self.run_dir,
-                    rollout_id,
-                    samples,
-                    f"eval-{name}",
-                    KeptTexts.of(self.args),
-                )
-            if self.args.save_debug_rollout_data:
-                save_rollout(
-                    self.args,
-                    f"eval_{rollout_id}",
-                    [data.get("samples") or [] for data in output.data.values()],
-                )
+            sets = {name: data.get("samples") or [] for name, data in output.data.items()}
+            for name, samples in sets.items():
+                write_samples(self.run_dir, rollout_id, samples, f"eval-{name}", KeptTexts.of(args))
+            if args.save_debug_rollout_data:
+                save_rollout(args, args, f"eval_{rollout_id}", [*sets.values()])
             # The metrics: the user's function may log its own in place of the built-in ones.
-            hook = self.args.custom_eval_rollout_log_function_path
+            hook = args.custom_eval_rollout_log_function_path
             with logged_into(metrics):
-                handled = hook and load_function(hook)(rollout_id, self.args, output.data, metrics)
+                handled = hook and load_function(hook)(rollout_id, args, output.data, metrics)
             if not handled:
                 metrics.update(
-                    eval_metrics(output.data, self.args.log_reward_category, self.args.log_passrate)
+                    eval_metrics(output.data, args.log_reward_category, args.log_passrate)
                 )
             write_evaluation(self.run_dir, rollout_id, output.data, metrics)
             metrics["perf/eval_time"] = time.perf_counter() - start

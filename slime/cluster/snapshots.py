@@ -22,7 +22,7 @@ from slime.checkpoint.manifest import (
 from slime.cluster.folders import snapshot_of
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.stop_signals import REPORTS, StopRequested, StopSignals
-from slime.config.args import FLAGS, Args
+from slime.config.args import FLAGS
 from slime.config.passthrough import Attributes
 from slime.config.run import CheckpointConfig
 from slime.config.settings import to_dict
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from slime.cluster.engine_pool import EnginePool
     from slime.cluster.phases import StepLog
     from slime.cluster.ray_wait import ManagerClient
+    from slime.cluster.start import Parts
     from slime.cluster.train_group import TrainGroup
     from slime.cluster.trainer import Trainer
     from slime.types import JsonObject
@@ -90,17 +91,18 @@ def settings_of(attributes: Attributes) -> JsonObject:
     )
 
 
-def restore_rollouts(
-    begin: StartingPoint, settings: JsonObject, manager: ManagerClient, log: StepLog, args: Args
-) -> None:
+def restore_rollouts(parts: Parts, manager: ManagerClient) -> None:
     """Restore the data source of a resumed run in the rollout manager, and warn about settings that
     have changed.
 
     Raises:
         ResumeError: With these settings, the prompts would come in a different order.
     """
+    begin = parts.begin
     if begin.snapshot is None or not begin.resumes:
         return
+    args = parts.args
+    log = parts.log
     path = begin.snapshot.path
     trained = begin.snapshot.iteration
     manager.call(
@@ -116,10 +118,10 @@ def restore_rollouts(
     # In a different order of prompts, some groups would be used twice and others never, so that is
     # an error. Any other change may be intended.
     then = begin.snapshot.manifest.get("settings", {})
-    check_same_prompts(then, settings)
+    check_same_prompts(then, parts.settings)
     before = then.get("num_rollout")
     length = args.num_rollout
-    now = settings | {"num_rollout": before}
+    now = parts.settings | {"num_rollout": before}
     # a new length is told if it changes the learning rate
     if isinstance(before, int) and before != length:
         old, new = (

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.checkpoint.manifest import RunFacts
-from slime.cluster.actors import Ref, door, use
+from slime.cluster.actors import ClusterError, Ref, door, use
 from slime.cluster.checks import check_schedules
 from slime.cluster.engine_calls import offload
 from slime.cluster.engine_pool import EnginePool, WeightClock
 from slime.cluster.folders import FolderLock, lock_run, lock_save, snapshot_of
 from slime.cluster.phases import Run, StepLog
-from slime.cluster.placement import Placement, check_resources, plan_slots
+from slime.cluster.placement import Placement, plan_slots
 from slime.cluster.ray_wait import ManagerClient, Waiter
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.snapshots import (
@@ -30,7 +30,7 @@ from slime.cluster.stop_signals import REPORTS, StopSignals
 from slime.cluster.train_group import TrainGroup
 from slime.cluster.trainer import OldActor, Trainer, settle_token_budget
 from slime.config.algorithm import KlConfig
-from slime.config.cluster import ClusterConfig
+from slime.config.cluster import ClusterConfig, gpu_problems
 from slime.config.layout import ParallelLayout
 from slime.config.parser import ConfigError
 from slime.config.rollout import has_rewards
@@ -157,8 +157,11 @@ def start(parts: Parts) -> Run:
         use(find("actors", "inline")() if args.inline else None)
         door().connect()
         parts.stop.install()  # again: Ray's C++ code has installed handlers of its own
-        slots = plan_slots(args)
-        check_resources(args)
+        have = int(door().resources().get("GPU", 0))
+        if have and (problems := gpu_problems(args, have)):
+            raise ClusterError(problems[0])
+        own_engines = not (args.debug_train_only or args.rollout_external_engine_addrs)
+        slots = plan_slots(args, not args.debug_rollout_only, own_engines, args.critic_gpus)
         placement = parts.placement = Placement(slots, parts.stop.check)
         threads = args.threads_per_process or placement.threads_per_process()
         parts.args = args = args.with_values(threads_per_process=threads)
@@ -194,7 +197,7 @@ def start(parts: Parts) -> Run:
             args, trainer, manager, placement.on_gpu, begin.manifest
         )
         parts.settings = settings_of(vars(args))
-        restore_rollouts(begin, parts.settings, manager, log, args)
+        restore_rollouts(parts, manager)
         metrics = open_records(parts, placement)
     return begin_run(parts, manager, trainer, parts.urls, metrics)
 

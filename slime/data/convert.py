@@ -127,7 +127,7 @@ def parts_of_ranks(
             yield {**part, "rollout_id": rollout_id}
 
 
-def split_train_data(args: Args, train_data: TrainData, ranks: int) -> list[Wire]:
+def split_train_data(settings: PackingSettings, train_data: TrainData, ranks: int) -> list[Wire]:
     """Assign the samples to data-parallel ranks, and pack each rank's part for the object store.
 
     Args:
@@ -137,7 +137,7 @@ def split_train_data(args: Args, train_data: TrainData, ranks: int) -> list[Wire
     Returns:
         One part per rank.
     """
-    return list(each_part(PackingSettings.from_args(args), train_data, ParallelLayout(ranks)))
+    return list(each_part(settings, train_data, ParallelLayout(ranks)))
 
 
 def each_part(

@@ -14,7 +14,7 @@ keeps such arrays outside the pickle, so that a rank can read them without a cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 from slime.config.flag import did_you_mean
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    pass
 
 TrainData = dict[str, Any]
 """A batch before it is split over ranks: lists with one entry per sample of the rollout, by the
@@ -243,19 +243,6 @@ class RankBatch(dict[str, Any]):
         self.added |= entries.keys() - BY_NAME.keys()
         self.clear()
         self.update(entries)
-
-
-def on_hook_names(hook: Callable[..., object]) -> Callable[[Args, TrainData], None]:
-    """Wrap a user's ``hook(args, rollout_data)`` as a function of ``(args, batch)``, where
-    ``batch`` is a RankBatch.
-    """
-
-    def call(args: Args, batch: TrainData) -> None:
-        assert isinstance(batch, RankBatch)
-        with batch.lent_to(getattr(hook, "__name__", repr(hook))) as view:
-            hook(args, view)
-
-    return call
 
 
 # --- transfer ------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from slime.data.sample import Sample, flatten
 from slime.observability.files import best_effort, replacing
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    from slime.config.observability import DebugConfig
+    from slime.config.trainer import ModelConfig
     from slime.data.sample import Group, Nested
 
 
@@ -44,27 +45,26 @@ class DebugDataError(ValueError):
     """
 
 
-def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
+def save_rollout(
+    debug: DebugConfig, model: ModelConfig, rollout_id: int | str, groups: Nested
+) -> Path:
     """Write the samples of one rollout, flat or nested, to ``--save-debug-rollout-data``.
 
     Raises:
         OSError: With ``--debug-rollout-only``, if the file cannot be written.
     """
-    path = _path(args.save_debug_rollout_data, rollout_id, "--save-debug-rollout-data")
+    flag = "--save-debug-rollout-data"
+    path = _path(debug.save_debug_rollout_data, rollout_id, flag)
     samples = [sample.to_dict() for sample in flatten(groups)]
     # Of a run that does nothing else, the files are the purpose, so that an error must end it.
-    with (
-        contextlib.nullcontext()
-        if args.debug_rollout_only
-        else best_effort("--save-debug-rollout-data")
-    ):
-        if args.dump_details and not (Path(args.dump_details) / "tokenizer").is_dir():
+    with contextlib.nullcontext() if debug.debug_rollout_only else best_effort(flag):
+        tokenizer = Path(debug.dump_details or "") / "tokenizer"
+        if debug.dump_details and not tokenizer.is_dir():
             # A dump is read with the tokenizer that made it, which may be gone by then.
             from slime.data.tokenizers import load_processor, load_tokenizer
 
-            named = args.hf_checkpoint, args.trust_remote_code
-            reader = load_processor(*named) or load_tokenizer(*named)
-            reader.save_pretrained(Path(args.dump_details) / "tokenizer")
+            named = model.hf_checkpoint, model.trust_remote_code
+            (load_processor(*named) or load_tokenizer(*named)).save_pretrained(tokenizer)
         _save({"rollout_id": rollout_id, "samples": samples}, path)
     return path
 

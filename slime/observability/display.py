@@ -313,8 +313,8 @@ def sparkline(values: Sequence[float], width: int = 12) -> str:
     if not recent:
         return ""
     low = min(0.0, *recent)
-    high = max(1.0, *recent)
-    return "".join(_BLOCKS[round((value - low) / (high - low) * 7)] for value in recent)
+    height = max(1.0, *recent) - low
+    return "".join(_BLOCKS[round((value - low) / height * 7)] for value in recent)
 
 
 class _LastingOutput:
@@ -366,8 +366,7 @@ def _stdout() -> Console:
     """Standard output. A notebook gets plain lines: rich would show each as an output of its own,
     and a notebook's standard output calls itself a terminal but cannot move the cursor up, as live
     lines do."""
-    in_notebook = Console().is_jupyter
-    terminal = False if in_notebook else None
+    terminal = False if Console().is_jupyter else None
     # None: it was closed
     file = cast(TextIO, _LastingOutput(sys.stdout)) if sys.stdout is not None else None
     return Console(

@@ -148,8 +148,9 @@ class Trackers:
         public = args.with_values(
             **{key: redacted(key, value) for key, value in vars(args).items()}
         )
-        settings = public_settings(vars(public))
-        run = Tracked(args.tracker_project, folder, settings, public, resume_from)
+        run = Tracked(
+            args.tracker_project, folder, public_settings(vars(public)), public, resume_from
+        )
         self._told: set[str] = set()
         self._started: dict[str, Tracker] = {}
         for name in chosen_trackers(args):

@@ -47,31 +47,13 @@ def generate_rollout_fully_async(
         )
     state = GenerateState(args)
     if not isinstance(state.pool, StandingPool) or state.pool.source is not data_source:
-        open_pool(args, data_source, rollout_id)
+        StandingPool(args, data_source, rollout_id)
     return run(state.pool.take(rollout_id))
-
-
-def open_pool(
-    args: Args, data_source: DataSource, first_step: int, last_step: int | None = None, ahead: int = 0,
-    version: int | None = None,
-) -> StandingPool:  # fmt: skip
-    """Create the pool of this run, without groups. The rollout function takes its groups from this
-    pool.
-    """
-    pool = GenerateState(args).pool = StandingPool(
-        args, data_source, first_step, last_step, ahead, version
-    )
-    return pool
-
-
-# The rollout manager looks for this attribute: a rollout function that has it keeps a standing
-# pool, so weight updates take place while its groups generate.
-generate_rollout_fully_async.open_pool = open_pool  # type: ignore[attr-defined]
 
 
 class StandingPool(RolloutLoop):
     """A rollout loop whose groups in flight outlive a rollout and are judged in the order of
-    admission.
+    admission. The rollout function takes its groups from the newest one of a run.
 
     All methods must be called on one event loop. The caller reports the progress of training with
     :meth:`advance`.
@@ -88,6 +70,7 @@ class StandingPool(RolloutLoop):
         version: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(args, -1, data_source)
+        self.state.pool = self
         # Always, not only with --deterministic: Admission's bound on staleness assumes that groups
         # are trained in the order of admission.
         self.deterministic = True
@@ -221,6 +204,11 @@ class StandingPool(RolloutLoop):
         """
         dropped = self.counts.dropped.total() + self.counts.replaced
         return dropped >= self.admission.capacity - self.target
+
+
+# The rollout manager looks for this attribute: a rollout function that has it keeps a standing
+# pool, so weight updates take place while its groups generate.
+generate_rollout_fully_async.open_pool = StandingPool  # type: ignore[attr-defined]
 
 
 def _as_it_is(item: _InFlightGroup) -> Group:

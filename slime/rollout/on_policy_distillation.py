@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 
-def request_seconds(args: Args) -> float:
-    """Maximum seconds for the teacher. ``--reward-timeout`` does not apply, because scoring is a
-    forward pass.
-    """
-    return float(args.sglang_router_request_timeout_secs)
-
-
 async def reward_func(args: Args, sample: Sample, **kwargs: object) -> float:
     """Set ``sample.teacher_log_probs`` (``[response_length]``) from the teacher at ``--rm-url``.
 
@@ -55,13 +48,14 @@ async def reward_func(args: Args, sample: Sample, **kwargs: object) -> float:
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    async with asyncio.timeout(request_seconds(args)):
+    async with asyncio.timeout(args.sglang_router_request_timeout_secs):
         answer = await post(args.rm_url, body, form=dict)
     sample.teacher_log_probs = teacher_log_probs(answer, sample)
     return 0.0
 
 
-reward_func.deadline = request_seconds  # type: ignore[attr-defined]
+# not --reward-timeout, because scoring is a forward pass
+reward_func.deadline = "sglang_router_request_timeout_secs"  # type: ignore[attr-defined]
 
 
 def teacher_log_probs(answer: GenerateOutput, sample: Sample) -> list[float]:

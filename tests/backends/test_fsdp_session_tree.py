@@ -18,6 +18,7 @@ from slime.data import fields
 from slime.data.convert import samples_to_train_data, split_train_data
 from slime.data.fields import RankBatch
 from slime.data.sample import Sample
+from slime.data.schedule import PackingSettings
 from slime.models import scorer
 from slime.models import token_log_probs as token_log_probs_module
 from slime.plugins.agents.trajectory import Tree, Turn
@@ -66,7 +67,7 @@ def batch_of(args: Args) -> RankBatch:
     draw = random.Random(0)
     sessions = [session(args, index, draw) for index in range(2)]
     data = samples_to_train_data(args, [sessions])  # type: ignore[list-item]
-    (part,) = split_train_data(args, data, 1)
+    (part,) = split_train_data(PackingSettings.from_args(args), data, 1)
     return fields.to_rank_batch(part)
 
 

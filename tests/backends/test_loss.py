@@ -811,10 +811,10 @@ def test_from_rank_batch_picks_and_flattens_in_the_given_order() -> None:
 @pytest.mark.parametrize(
     ("changes", "without", "message"),
     [
-        (dict(use_kl_loss=True), "ref_log_probs", "--use-kl-loss needs TokenBatch.ref_log_probs"),
+        (dict(use_kl_loss=True), "ref_log_probs", "--use-kl-loss needs ref_log_probs"),
         (dict(use_tis=True), "rollout_log_probs", "--use-tis"),
         (dict(entropy_coef=0.1), "entropy", "--entropy-coef 0.1"),
-        ({}, "advantages", "TokenBatch.advantages"),
+        ({}, "advantages", "needs advantages"),
         (dict(loss_type="sft"), "returns", "unknown --loss-type 'sft'.*sft_loss"),
         (dict(loss_type="custom_loss"), "returns", "--custom-loss-function-path"),
         (dict(advantage_estimator="grop"), "returns", "'grop'.*grpo"),

@@ -48,12 +48,12 @@ def test_taking_what_is_finished_first_would_starve_the_slow_ones(
     """The measure sees it: the same pool, but judging groups as they finish."""
 
     def quickest_first(*words: Any) -> simulation.StandingPool:
-        pool = open_pool(*words)
+        pool = standing_pool(*words)
         pool.deterministic = False
         return pool
 
-    open_pool = simulation.open_pool
-    monkeypatch.setattr(simulation, "open_pool", quickest_first)
+    standing_pool = simulation.StandingPool
+    monkeypatch.setattr(simulation, "StandingPool", quickest_first)
     run = simulate(SMALL, Mode("fully asynchronous"), 2e-4)
     half = len(run.trained) // 2
     trained = fmean(run.lengths[index] for index in run.trained[:half])

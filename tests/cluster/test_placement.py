@@ -22,10 +22,6 @@ def make_args(**changes: object) -> SimpleNamespace:
         actor_num_gpus_per_node=4,
         rollout_num_gpus=2,
         colocate=False,
-        debug_rollout_only=False,
-        debug_train_only=False,
-        rollout_external_engine_addrs=None,
-        critic_gpus=0,
     )
     return SimpleNamespace(**{**base, **changes})
 
@@ -37,15 +33,16 @@ def make_args(**changes: object) -> SimpleNamespace:
         ({"actor_num_nodes": 2}, Slots(8, 2, 8), 10),
         ({"colocate": True, "rollout_num_gpus": 4}, Slots(4, 4, 0), 4),
         ({"colocate": True, "rollout_num_gpus": 8}, Slots(4, 8, 0), 8),
-        ({"debug_train_only": True}, Slots(4, 0, 4), 4),
-        ({"debug_rollout_only": True}, Slots(0, 2, 0), 2),
-        ({"rollout_external_engine_addrs": ["h:1"]}, Slots(4, 0, 4), 4),
-        ({"critic_gpus": 8}, Slots(4, 2, 4, 8), 14),
-        ({"critic_gpus": 1, "colocate": True, "rollout_num_gpus": 6}, Slots(4, 6, 0, 1), 7),
+        ({"colocate": True, "rollout_num_gpus": 6, "critic": 1}, Slots(4, 6, 0, 1), 7),
+        ({"starts_engines": False}, Slots(4, 0, 4), 4),
+        ({"trains": False}, Slots(0, 2, 0), 2),
+        ({"critic": 8}, Slots(4, 2, 4, 8), 14),
     ],
 )
 def test_slots(changes: dict, expected: Slots, total: int) -> None:
-    slots = plan_slots(make_args(**changes))
+    parts = {"trains": True, "starts_engines": True, "critic": 0}
+    gpus = make_args(**{name: value for name, value in changes.items() if name not in parts})
+    slots = plan_slots(gpus, **{name: changes.get(name, value) for name, value in parts.items()})
     assert slots == expected
     assert slots.total == total
     assert not slots.critic or slots.critic_offset == total - slots.critic

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +173,13 @@ def start_of(args: Args) -> StartingPoint:
     return StartingPoint.of(args, args.start_rollout_id)
 
 
+def restore(driver: Driver, args: Args) -> None:
+    parts = SimpleNamespace(
+        args=args, begin=start_of(args), log=driver.log, settings=settings_of(vars(args))
+    )
+    restore_rollouts(parts, driver.manager)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -198,7 +206,7 @@ def test_a_resume_restores_the_data_source_and_names_changed_settings(tmp_path: 
     saved(tmp_path, lr=1e-6)
     args = make_args(lr=2e-6).with_values(load=str(tmp_path))
     begin, driver = start_of(args), Driver()
-    restore_rollouts(begin, settings_of(vars(args)), driver.manager, driver.log, args)
+    restore(driver, args)
     assert begin.snapshot is not None
     assert driver.actor_manager.arguments["load_state"] == [(6, str(begin.snapshot.path), 2)]
     assert "rollout 7" in driver.printed.getvalue()
@@ -231,7 +239,7 @@ def test_a_run_that_is_extended_is_told_its_learning_rate(
     saved(tmp_path, num_rollout=8, lr=1e-6, **flags)
     args = make_args(num_rollout=16, lr=1e-6, **flags).with_values(load=str(tmp_path))
     driver = Driver()
-    restore_rollouts(start_of(args), settings_of(vars(args)), driver.manager, driver.log, args)
+    restore(driver, args)
     printed = " ".join(driver.printed.getvalue().split())
     assert told in printed and ("settings that differ" in printed) == bool(told)
 
@@ -242,7 +250,7 @@ def test_a_resumed_run_that_is_complete_says_so(tmp_path: Path, length: int, lef
     saved(tmp_path)
     args = make_args(num_rollout=length).with_values(load=str(tmp_path))
     driver = Driver()
-    restore_rollouts(start_of(args), settings_of(vars(args)), driver.manager, driver.log, args)
+    restore(driver, args)
     assert ("nothing is left to train" in driver.printed.getvalue()) == (not left)
 
 
@@ -251,7 +259,7 @@ def test_a_resume_with_another_order_of_prompts_is_refused(tmp_path: Path) -> No
     args = make_args(rollout_seed=2).with_values(load=str(tmp_path))
     driver = Driver()
     with pytest.raises(ResumeError, match="rollout_seed: 1 -> 2"):
-        restore_rollouts(start_of(args), settings_of(vars(args)), driver.manager, driver.log, args)
+        restore(driver, args)
 
 
 def test_a_new_run_and_finetuning_restore_nothing(tmp_path: Path) -> None:
@@ -259,5 +267,5 @@ def test_a_new_run_and_finetuning_restore_nothing(tmp_path: Path) -> None:
     driver = Driver()
     for flags in ({}, {"load": str(tmp_path), "finetune": True}):
         args = make_args().with_values(**flags)
-        restore_rollouts(start_of(args), settings_of(vars(args)), driver.manager, driver.log, args)
+        restore(driver, args)
     assert driver.said == []

@@ -200,7 +200,9 @@ def test_metadata_and_nuclei_of_some_samples() -> None:
         data["rollout_top_p_token_offsets"][1].tolist() == [0, 0, 0]
         and len(data["rollout_top_p_token_ids"][1]) == 0
     )
-    batch = to_rank_batch(split_train_data(make_args(global_batch_size=2), data, 1)[0])
+    batch = to_rank_batch(
+        split_train_data(PackingSettings.from_args(make_args(global_batch_size=2)), data, 1)[0]
+    )
     assert batch["train_metadata"] == batch["metadata"] == [{"a": 1}, None], (
         "it reaches the trainer (trap 4)"
     )
@@ -216,7 +218,7 @@ def test_a_part_of_a_dump_makes_as_many_steps() -> None:
         load_debug_rollout_data_subsample=0.25,
         rollout_batch_size=3,
     )
-    part = split_train_data(args, data, 1)[0]
+    part = split_train_data(PackingSettings.from_args(args), data, 1)[0]
     assert part["global_batch_sizes"] == [2, 2, 2]
 
 
@@ -225,7 +227,9 @@ def test_each_step_counts_the_tokens_of_its_own_samples() -> None:
         [make_sample(2 * g + k, g, response=2 * g + k + 1) for k in range(2)] for g in range(3)
     ]
     args = make_args(global_batch_size=2, rollout_batch_size=3, n_samples_per_prompt=2)
-    part = split_train_data(args, samples_to_train_data(args, groups), 1)[0]
+    part = split_train_data(
+        PackingSettings.from_args(args), samples_to_train_data(args, groups), 1
+    )[0]
     assert part["num_microbatches"] == [1, 1, 1] and part["global_token_counts"] == [
         1 + 2,
         3 + 4,
@@ -291,7 +295,7 @@ def test_custom_converter() -> None:
     )
     data = samples_to_train_data(args, groups)
     assert data["rollout_ids"] == [0, 1, 1] and data["rollout_mask_sums"] == [2.0, 4.0, 4.0]
-    batch = to_rank_batch(split_train_data(args, data, 1)[0])
+    batch = to_rank_batch(split_train_data(PackingSettings.from_args(args), data, 1)[0])
     assert batch["extra"] == [0, 1, 2] and batch["raw_reward"] == [1.0] * 3
     args.custom_convert_samples_to_train_data_path = f"{__file__}:convert_badly"
     with pytest.raises(ValueError, match=r"has 3.*has 1"):
@@ -326,7 +330,7 @@ def test_ranks_together_hold_every_sample_as_it_was(
         max_tokens_per_gpu=12,
     )  # fmt: skip
     data = samples_to_train_data(args, groups)
-    parts = split_train_data(args, data, dp)
+    parts = split_train_data(PackingSettings.from_args(args), data, dp)
     batches = [to_rank_batch(pickle.loads(pickle.dumps(part))) for part in parts]
     assert sorted(i for b in batches for i in b["sample_indices"]) == list(range(index))
     for batch in batches:
@@ -364,7 +368,9 @@ def test_wire_types() -> None:
     sample = make_sample(0, rollout_log_probs=[-1.0, -2.0])
     sample.rollout_routed_experts = np.ones((2, 3, 2), np.uint8)
     args = make_args(global_batch_size=1)
-    part = split_train_data(args, samples_to_train_data(args, [[sample]]), 1)[0]
+    part = split_train_data(
+        PackingSettings.from_args(args), samples_to_train_data(args, [[sample]]), 1
+    )[0]
     assert part["tokens"].values.dtype == np.int32 and part["tokens"].values.flags["C_CONTIGUOUS"]
     part["tokens"].values.setflags(write=False)  # as out of the object store
     batch = to_rank_batch(part)
@@ -384,7 +390,11 @@ def test_routing_of_samples_that_nothing_is_trained_of() -> None:
     rows = np.ones((2, 4, 2), np.uint8)
     group = [make_sample(0, rollout_routed_experts=rows), make_sample(1, response=0)]
     args = make_args(use_rollout_routing_replay=True, global_batch_size=2)
-    batch = to_rank_batch(split_train_data(args, samples_to_train_data(args, [group]), 1)[0])
+    batch = to_rank_batch(
+        split_train_data(PackingSettings.from_args(args), samples_to_train_data(args, [group]), 1)[
+            0
+        ]
+    )
     assert [tuple(x.shape) for x in batch["rollout_routed_experts"]] == [(2, 4, 2), (0, 4, 2)]
     group[1] = make_sample(1)
     with pytest.raises(ValueError, match=r"1 of 2 samples .* rollout_routed_experts"):
@@ -414,7 +424,7 @@ def test_nothing_behind_the_hooks_makes_lists_of_tokens(monkeypatch: pytest.Monk
         args = make_args(rollout_num_gpus=1)
         data = samples_to_train_data(args, groups)
         add_staleness(data, flatten(groups), 3)
-        parts = split_train_data(args, data, 2)
+        parts = split_train_data(PackingSettings.from_args(args), data, 2)
         metrics = [
             rollout_metrics(args, args, flatten(groups), 1.0, args.rollout_num_gpus),
             staleness_metrics(flatten(groups), 3),
@@ -424,7 +434,9 @@ def test_nothing_behind_the_hooks_makes_lists_of_tokens(monkeypatch: pytest.Monk
     assert restored == plain and copies == flatten(plain)
     from_lists = samples_to_train_data(args, plain)
     add_staleness(from_lists, flatten(plain), 3)
-    assert pickle.dumps(parts) == pickle.dumps(split_train_data(args, from_lists, 2))
+    assert pickle.dumps(parts) == pickle.dumps(
+        split_train_data(PackingSettings.from_args(args), from_lists, 2)
+    )
     assert metrics == [
         rollout_metrics(args, args, flatten(plain), 1.0, args.rollout_num_gpus),
         staleness_metrics(flatten(plain), 3),

@@ -16,7 +16,7 @@ from make_args import make_args
 from slime.backends.loss_inputs import PER_TOKEN, TokenBatch
 from slime.data import fields
 from slime.data.convert import samples_to_train_data
-from slime.data.fields import BY_NAME, FIELDS, LOSS_FIELDS, RankBatch, on_hook_names
+from slime.data.fields import BY_NAME, FIELDS, LOSS_FIELDS, RankBatch
 from slime.data.sample import Sample
 from tools import batch_page
 
@@ -109,7 +109,8 @@ def test_a_hook_reads_and_sets_the_documented_names_and_may_add_its_own() -> Non
         del rollout_data["log_probs"]
 
     mine = batch(old_log_probs=[1, 2])
-    on_hook_names(hook)(None, mine)
+    with mine.lent_to("hook") as view:
+        hook(None, view)
     assert (
         mine["old_values"] == [3, 4]
         and "old_log_probs" not in mine
@@ -122,8 +123,11 @@ def test_a_hook_reads_and_sets_the_documented_names_and_may_add_its_own() -> Non
     def wrong(args: Any, rollout_data: dict[str, Any]) -> None:
         rollout_data["old_log_probs"] = []
 
-    with pytest.raises(ValueError, match=r"'old_log_probs'.*'log_probs'"):
-        on_hook_names(wrong)(None, batch())
+    with (
+        pytest.raises(ValueError, match=r"'old_log_probs'.*'log_probs'"),
+        batch().lent_to("") as view,
+    ):
+        wrong(None, view)
 
 
 def test_a_custom_loss_sees_the_documented_names_and_what_hooks_added() -> None:

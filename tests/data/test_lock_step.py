@@ -264,5 +264,5 @@ def test_a_rollout_counts_its_prompts_once(share: bool, packs: int) -> None:
         "loss_masks": [np.ones(2, np.int8)] * 2, "rollout_mask_sums": [2.0, 2.0], "truncated": [0, 0],
         "sample_indices": [0, 1], "group_indices": [0, 0], "rollout_ids": [0, 1],
     }  # fmt: skip
-    (share_of_rank,) = split_train_data(args, data, 1)
+    (share_of_rank,) = split_train_data(PackingSettings.from_args(args), data, 1)
     assert to_rank_batch(share_of_rank)["num_microbatches"] == [packs]

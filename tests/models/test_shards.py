@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from tiny_checkpoints import llama_config, read_tensors, save_model
 
 from slime.backends.fsdp.hf_weights import save_hf_checkpoint
-from slime.cluster.checks import all_checks
+from slime.cluster.checks import check_all
 from slime.models.loading import ModelError, load_hf_config, load_hf_model
 from slime.models.shards import require_hub, resolve_folder
 
@@ -41,7 +41,7 @@ def test_a_run_with_such_a_model_has_one_problem(no_hub: Path) -> None:
     from make_args import make_args
 
     args = make_args(hf_checkpoint=NAME, apply_chat_template=True, prompt_data="absent.jsonl")
-    (problem,) = [problem for check in all_checks() for problem in check(args)]
+    (problem,) = check_all(args)
     assert problem.startswith(f"--hf-checkpoint: {NAME} is not on this machine")
 
 

@@ -25,6 +25,7 @@ from slime.config.hooks import load_function
 from slime.data.convert import samples_to_train_data, split_train_data
 from slime.data.fields import to_rank_batch
 from slime.data.sample import flatten
+from slime.data.schedule import PackingSettings
 from slime.rollout.base_types import call_rollout_fn
 
 pytestmark = pytest.mark.timeout(120)
@@ -251,7 +252,7 @@ async def test_from_the_prompt_to_the_weights(model: Path, tmp_path: Path, form:
     for number, sample in enumerate(samples):
         sample.reward = float(number % 2)  # a group whose rewards are all equal trains nothing
     data = samples_to_train_data(args, output.samples)
-    batch = to_rank_batch(split_train_data(args, data, 1)[0])
+    batch = to_rank_batch(split_train_data(PackingSettings.from_args(args), data, 1)[0])
     batch["rollout_id"] = 0
     backend = create_backend(args, "actor", 0, 1, "127.0.0.1", 0)
     before = {name: tensor.clone() for name, tensor in backend.named_weights()}
@@ -286,7 +287,9 @@ async def test_tool_output_changes_no_gradient(model: Path, tmp_path: Path) -> N
             if replaced:
                 sample.tokens = [*sample.tokens[:-7], *[5] * 7]  # " [tool] " has 8 tokens
         batch = to_rank_batch(
-            split_train_data(args, samples_to_train_data(args, output.samples), 1)[0]
+            split_train_data(
+                PackingSettings.from_args(args), samples_to_train_data(args, output.samples), 1
+            )[0]
         )
         batch["rollout_id"] = 0
         backend = create_backend(args, "actor", 0, 1, "127.0.0.1", 0)

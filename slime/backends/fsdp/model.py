@@ -46,7 +46,9 @@ from slime.backends.trainable import Patterns, lora_settings, select_trainable
 from slime.config.algorithm import registered_loss
 from slime.config.args import Args
 from slime.config.hf_config import rotary_limit
+from slime.config.lora import LoraConfig
 from slime.config.seeds import derive_seed
+from slime.config.trainer import TrainingPrecisionConfig
 from slime.data.schedule import PackingSettings
 from slime.models.fused import fuse, use_compiled_convolutions, use_compiled_norms
 from slime.models.grouped_experts import use_grouped_experts
@@ -114,7 +116,7 @@ def build_scorer(
     # and frozen ones differently.
     scorer = _of_role(policy, role, registered_loss(args), args.seed)
     _select(scorer, model, args.only_train_params_name_list, args.freeze_params_name_list)
-    _set_precision(args, scorer, model, lora is not None, device)
+    _set_precision(args, args, DTYPES[args.train_dtype], scorer, decoder_layers(model), device)
     # Recomputation goes inside of compiled layers, and both inside of FSDP's hooks.
     if args.gradient_checkpointing:
         _checkpoint_layers(model, args.megatron, args.offload_activations)
@@ -156,17 +158,22 @@ def _divide(
 
 
 def _set_precision(
-    args: Args, scorer: Scorer, model: PreTrainedModel, adapter: bool, device: torch.device
+    lora: LoraConfig,
+    precision: TrainingPrecisionConfig,
+    dtype: torch.dtype,
+    scorer: Scorer,
+    layers: list[nn.Module],
+    device: torch.device,
 ) -> None:
     """Store the weights as the flags say: codes of a quantized base, a narrow base of an adapter,
     8-bit products.
     """
-    if args.lora_base_quantization:
-        quantize_base(decoder_layers(model), args.lora_base_quantization, device)
-    if adapter or args.bf16_master_weights:
-        _cast(scorer, DTYPES[args.train_dtype], trained=args.bf16_master_weights)
-    if args.float8_training:
-        use_float8(decoder_layers(model), args.float8_training)
+    if lora.lora_base_quantization:
+        quantize_base(layers, lora.lora_base_quantization, device)
+    if lora.lora_rank or precision.bf16_master_weights:
+        _cast(scorer, dtype, trained=precision.bf16_master_weights)
+    if precision.float8_training:
+        use_float8(layers, precision.float8_training)
 
 
 def _use_kernels(model: PreTrainedModel, stateful: bool, compiled: bool) -> None:

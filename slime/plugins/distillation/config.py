@@ -124,19 +124,16 @@ def resolve(args: Args) -> list[str]:
 
 
 def check(args: Args) -> list[str]:
-    """Return what does not fit distillation, and is no row of ``rules.json``."""
+    """Return what does not fit distillation, and is no row of ``rules.json``: the template, the file
+    of the teachers, or a tokenizer that is not the student's.
+    """
+    from slime.data.tokenizers import load_tokenizer
+
     if args.loss_type != "distill":
         return []
     missing = [word for word in ("{prompt}", "{context}") if word not in args.distill_template]
     if args.distill_context is not None and missing:
         return [f"--distill-template lacks {' and '.join(missing)}"]
-    return _teacher_problems(args)
-
-
-def _teacher_problems(args: Args) -> list[str]:
-    """Return what is wrong with the teachers: the file, or a tokenizer that is not the student's."""
-    from slime.data.tokenizers import load_tokenizer
-
     try:
         rows = teacher_rows(args.distill_teacher, args.hf_checkpoint)
         own = load_tokenizer(args.hf_checkpoint, args.trust_remote_code).get_vocab()

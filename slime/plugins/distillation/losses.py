@@ -32,12 +32,15 @@ class Distill(LossType):
 
     def prepare(self, args: Args, device: torch.device) -> list[tuple[str, Tensor]]:
         """Read the teachers, and return the weights of one that moves."""
-        rows = teacher_rows(args.distill_teacher, args.hf_checkpoint)
+        moves = args.distill_ema is not None
         self.teachers = [
-            ServedTeacher(row) if row.served else Teacher.load(row, args, device) for row in rows
+            ServedTeacher(row)
+            if row.served
+            else Teacher.load(row, args, args.rollout_temperature, moves, device)
+            for row in teacher_rows(args.distill_teacher, args.hf_checkpoint)
         ]
         first = self.teachers[0]
-        if args.distill_ema is None or not isinstance(first, Teacher):
+        if not moves or not isinstance(first, Teacher):
             return []
         moving = first.scorer.hf.named_parameters()
         return [(f"teacher/{name}", weight) for name, weight in moving]

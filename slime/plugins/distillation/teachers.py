@@ -20,7 +20,7 @@ from slime.data.rewards import PASS_ABOVE
 from slime.data.sample import Group, Sample, flatten
 from slime.plugins.distillation.config import TeacherRow, teacher_rows
 from slime.plugins.distillation.divergence import distilled, distilled_from_top
-from slime.rollout.on_policy_distillation import request_seconds, teacher_log_probs
+from slime.rollout.on_policy_distillation import teacher_log_probs
 from slime.rollout.prompts import encode, render_first
 from slime.rollout.state import GenerateState
 from slime.types import Tokenizer
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from slime.backends.loss_inputs import TokenBatch
     from slime.config.args import Args
+    from slime.config.trainer import ModelConfig
     from slime.models.inputs import InputBuilder
     from slime.models.scorer import PolicyScorer
     from slime.types import GenerateOutput
@@ -133,7 +134,7 @@ async def ask_teachers(args: Args, sample: Sample, evaluation: bool = False) -> 
     if TEACHER_PROMPT in metadata:
         tokens = metadata[TEACHER_PROMPT] + tokens[len(tokens) - sample.response_length :]
     seen = Sample(index=sample.index, tokens=tokens, response_length=sample.response_length)
-    seconds, count = request_seconds(args), args.distill_top_k
+    seconds, count = args.sglang_router_request_timeout_secs, args.distill_top_k
     tops = await asyncio.gather(*(_top(row.path, seen, count, seconds) for row in asked))
     metadata[TEACHER_TOP] = {row.name: top for row, top in zip(asked, tops, strict=True)}
     sample.train_metadata = metadata
@@ -199,7 +200,14 @@ class Teacher:
     temperature: float
 
     @classmethod
-    def load(cls, row: TeacherRow, args: Args, device: torch.device) -> Teacher:
+    def load(
+        cls,
+        row: TeacherRow,
+        student: ModelConfig,
+        temperature: float,
+        moves: bool,
+        device: torch.device,
+    ) -> Teacher:
         """Read the model, and compare it with its own forward.
 
         A teacher that moves is float32, because small steps would be lost in bfloat16; another one
@@ -217,9 +225,9 @@ class Teacher:
         from slime.models.packed_layers import prepare_packing
         from slime.models.scorer import PolicyScorer
 
-        dtype = torch.float32 if args.distill_ema is not None else DTYPES[args.train_dtype]
-        model = load_full_model(row.path, ModelFormat.of(args), dtype=dtype)
-        packed = args.attn_implementation in (None, "varlen")
+        dtype = torch.float32 if moves else DTYPES[student.train_dtype]
+        model = load_full_model(row.path, ModelFormat.of(student), dtype=dtype)
+        packed = student.attn_implementation in (None, "varlen")
         stateful = packed and prepare_packing(model)
         model.to(device)  # type: ignore[arg-type]
         model.requires_grad_(False)
@@ -227,11 +235,11 @@ class Teacher:
             backbone_of(model),
             device,
             packed,
-            share_prompts=packed and args.share_prompt_in_pack,
+            share_prompts=packed and student.share_prompt_in_pack,
             float_dtype=dtype,
             stateful=stateful,
         )
-        return cls(row, PolicyScorer(model), builder, args.rollout_temperature)
+        return cls(row, PolicyScorer(model), builder, temperature)
 
     def compare(
         self, samples: Sequence[dict[str, Any]], student: Sequence[Tensor], kind: str, top_k: int

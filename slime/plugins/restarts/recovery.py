@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from slime.cluster.phases import Run
     from slime.cluster.snapshots import StartingPoint
     from slime.cluster.start import Parts
-    from slime.config.args import Args
 
 MOST_WITHOUT_PROGRESS = 3
 """So often in a row the ranks are replaced without a new snapshot in between."""
@@ -111,7 +110,7 @@ class Restarts:
         names = ", ".join(self.lost)
         try:
             snapshot = newest_snapshot(parts, run)
-            reason = obstacle(run.args, self.lost, snapshot, bool(parts.urls)) or _unwell(parts)
+            reason = self.obstacle(snapshot) or _unwell(parts)
             if reason is None and snapshot is not None:
                 self.ranks.note_loss_after(snapshot.iteration, names)
                 if self.ranks.hopeless:
@@ -140,6 +139,42 @@ class Restarts:
             reason = f"{type(failure).__name__}: {str(failure).strip().rpartition(chr(10))[2]}"
         parts.run = run  # it is not usable, but says which snapshot the restart begins with
         log.note(f"the engines cannot stay while training ranks are replaced: {reason}")
+        return None
+
+    def obstacle(self, snapshot: Snapshot | None) -> str | None:
+        """Why the training ranks cannot be replaced while the engines stay; None if they can.
+
+        Args:
+            snapshot: The newest one of the run.
+        """
+        args = self.parts.args
+        others = [
+            name
+            for name in self.lost
+            if "'s rank " not in name and not name.startswith("an answer")
+        ]
+        if others:
+            return f"{', '.join(others)} was lost"
+        if snapshot is None:
+            return "there is no snapshot yet (--save-interval)"
+        if not self.parts.urls:
+            return "the run has none"
+        if args.rollout_external_engine_addrs:
+            return "they are not the run's own (--rollout-external-engine-addrs)"
+        if args.colocate or args.offload_train or args.offload_rollout:
+            return (
+                "they share accelerators with the ranks (--colocate), and who has the memory is not "
+                "known"
+            )
+        if args.data_source_path != DEFAULT_DATA_SOURCE:
+            return "the data source is not the built-in one (--data-source-path)"
+        if args.rollout_function_path not in OWN_FUNCTIONS or args.load_debug_rollout_data:
+            return (
+                "the rollout function is not a built-in one (--rollout-function-path), so a rollout "
+                "cannot be undone"
+            )
+        if args.replay_schedule:
+            return "a schedule is repeated (--replay-schedule)"
         return None
 
     def restarts(self, error: Exception) -> bool:
@@ -200,42 +235,6 @@ def newest_snapshot(parts: Parts, run: Run) -> Snapshot | None:
     return parts.begin.snapshot if parts.begin.resumes else None
 
 
-def obstacle(
-    args: Args, lost: Sequence[str], snapshot: Snapshot | None, engines: bool
-) -> str | None:
-    """Why the training ranks cannot be replaced while the engines stay; None if they can.
-
-    Args:
-        lost: Names of the lost parts, from :func:`lost_parts`.
-        snapshot: The newest one of the run.
-        engines: Whether the run has started engines.
-    """
-    others = [name for name in lost if "'s rank " not in name and not name.startswith("an answer")]
-    if others:
-        return f"{', '.join(others)} was lost"
-    if snapshot is None:
-        return "there is no snapshot yet (--save-interval)"
-    if not engines:
-        return "the run has none"
-    if args.rollout_external_engine_addrs:
-        return "they are not the run's own (--rollout-external-engine-addrs)"
-    if args.colocate or args.offload_train or args.offload_rollout:
-        return (
-            "they share accelerators with the ranks (--colocate), and who has the memory is not "
-            "known"
-        )
-    if args.data_source_path != DEFAULT_DATA_SOURCE:
-        return "the data source is not the built-in one (--data-source-path)"
-    if args.rollout_function_path not in OWN_FUNCTIONS or args.load_debug_rollout_data:
-        return (
-            "the rollout function is not a built-in one (--rollout-function-path), so a rollout "
-            "cannot be undone"
-        )
-    if args.replay_schedule:
-        return "a schedule is repeated (--replay-schedule)"
-    return None
-
-
 def _unwell(parts: Parts) -> str | None:
     if parts.manager is None or not answers(parts.manager.handle):
         return "the rollout manager does not answer"
@@ -292,7 +291,7 @@ def start_ranks_again(parts: Parts, begin: StartingPoint) -> Run:
         for group in parts.groups:
             group.load()
         # while the ranks load the snapshot
-        restore_rollouts(begin, parts.settings, manager, log, parts.args)
+        restore_rollouts(parts, manager)
         for group in parts.groups:
             group.wait_started()
         trainer = trainer_of(parts)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from slime.config.args import Args
+    from slime.plugins.rewards.config import CodeFlags
 
 Outcome = Literal["passed", "wrong", "error", "timeout", "memory", "output", "syntax", "no_code"]
 OUTCOME_KEY = "code_outcome"
@@ -174,11 +175,11 @@ def unreadable(label: object, metadata: Mapping[str, object]) -> str | None:
     return None
 
 
-def _check(args: Args) -> list[str]:
+def _check(flags: CodeFlags) -> list[str]:
     """Try out the sandbox on this machine."""
-    isolation: Isolation = "full" if args.code_isolation == "full" else "process"
+    isolation: Isolation = "full" if flags.code_isolation == "full" else "process"
     try:
-        sandbox(args.code_timeout, args.code_memory_mb, 1, isolation)
+        sandbox(flags.code_timeout, flags.code_memory_mb, 1, isolation)
     except SandboxUnavailable as error:
         return [f"--rm-type code: {error} (--code-isolation process)"]
     return []

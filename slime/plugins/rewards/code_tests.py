@@ -253,11 +253,10 @@ def read_tests(label: object, metadata: Mapping[str, object]) -> CodeTests:
         return _human_eval(value)
     if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
         return _in_and_out(value)
-    shown = f"{str(value)[:80]!r}" if value is not None else "missing"
     raise BadTests(
-        f"the label is {shown}; it needs asserts (a text or a list), an object with test and "
-        "entry_point, an object with inputs and outputs, or a list of objects with input and "
-        "output"
+        f"the label is {'missing' if value is None else repr(str(value)[:80])}; it needs asserts "
+        "(a text or a list), an object with test and entry_point, an object with inputs and "
+        "outputs, or a list of objects with input and output"
     )
 
 

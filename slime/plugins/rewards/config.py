@@ -75,8 +75,7 @@ def read_rubric(path: str) -> tuple[Item, ...]:
 
 @functools.cache
 def _read(path: str, changed: int) -> tuple[Item, ...]:
-    rows = read_named_rows(path, "--rubric", Item, _problems)
-    return tuple(Item(**row) for row in rows)
+    return tuple(Item(**row) for row in read_named_rows(path, "--rubric", Item, _problems))
 
 
 def _problems(row: Mapping[str, Any]) -> list[str]:

@@ -195,8 +195,7 @@ def _plain(text: str) -> str:
 
 
 def _dapo_label_problem(label: object, _: Mapping[str, object]) -> str | None:
-    missing = missing_label(label)
-    return missing or (
+    return missing_label(label) or (
         None
         if "\n" not in str(label).strip()
         else f"label {str(label)[:80]!r} has more than one line"

@@ -46,7 +46,7 @@ async def score(args: Args, sample: Sample) -> float | None:
 
     async def value(one: Sample, item: Item) -> float | None:
         if item.judge is not None:
-            return (await judge_group(args, [one], item.judge))[0]
+            return (await judge_group(args, args, [one], item.judge))[0]
         one.reward = await async_rm(args, one)
         return known_reward(one, args.reward_key)
 
@@ -62,8 +62,9 @@ async def score(args: Args, sample: Sample) -> float | None:
         return None
     if any(item.required and value < PASS for item, value in known.items()):
         return 0.0
-    total = math.fsum(item.weight * value for item, value in known.items())
-    return total / math.fsum(item.weight for item in known)
+    return math.fsum(item.weight * value for item, value in known.items()) / math.fsum(
+        item.weight for item in known
+    )
 
 
 def _asked(sample: Sample, item: Item) -> Sample:

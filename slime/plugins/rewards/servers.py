@@ -42,6 +42,8 @@ from slime.types import Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.data import RewardConfig
+    from slime.config.trainer import ModelConfig
 
 
 logger = logging.getLogger(__name__)
@@ -209,22 +211,24 @@ async def score_group(args: Args, samples: Sequence[Sample], **kwargs: object) -
         ValueError: ``--rm-url`` is not set, or it ends in none of the four forms.
         HttpError: The server refused the request, or failed in all attempts.
     """
-    template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
-    return await judge_group(args, samples, template)
+    # a key of --custom-config-path
+    return await judge_group(args, args, samples, vars(args).get("judge_template") or JUDGE)
 
 
-async def judge_group(args: Args, samples: Sequence[Sample], template: str) -> list[float]:
+async def judge_group(
+    reward: RewardConfig, model: ModelConfig, samples: Sequence[Sample], template: str
+) -> list[float]:
     """Do what :func:`score_group` does, with this question to the judge."""
-    url = args.rm_url or ""
+    url = reward.rm_url or ""
     form = next((form for form in _FORMS if urlsplit(url).path.rstrip("/").endswith(form)), None)
     if form is None:
         raise ValueError(
             f"--rm-url {url or 'is missing'}: the address must end in one of {', '.join(_FORMS)}"
         )
-    judge = _Judge(url, args.rm_model_path or args.hf_checkpoint, template)
-    heard = [spoken(sample, args.hf_checkpoint, args.trust_remote_code) for sample in samples]
-    scores: list[float] = await _FORMS[form](judge, heard)
-    return scores
+    return await _FORMS[form](
+        _Judge(url, reward.rm_model_path or str(model.hf_checkpoint), template),
+        [spoken(sample, model.hf_checkpoint, model.trust_remote_code) for sample in samples],
+    )
 
 
 async def _generate(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
@@ -262,10 +266,8 @@ async def _v1_score(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
 
 async def _classify(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
     tokenizer = _tokenizer(judge)
-    body = {
-        "input_ids": [encode(tokenizer, _conversation(tokenizer, sample)) for sample in samples]
-    }
-    answers = await post(judge.url, body, max_retries=_RETRIES)
+    ids = [encode(tokenizer, _conversation(tokenizer, sample)) for sample in samples]
+    answers = await post(judge.url, {"input_ids": ids}, max_retries=_RETRIES)
     return [
         float(answer["embedding"][0])
         for answer in (answers if isinstance(answers, list) else [answers])
@@ -273,10 +275,11 @@ async def _classify(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
 
 
 async def _embeddings(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
-    texts = [text or " " for sample in samples for text in (sample.response, str(sample.label))]
-    answer = await post(
-        judge.url, {"model": "default", "input": texts}, max_retries=_RETRIES, form=dict
-    )
+    body = {
+        "model": "default",
+        "input": [text or " " for one in samples for text in (one.response, str(one.label))],
+    }
+    answer = await post(judge.url, body, max_retries=_RETRIES, form=dict)
     vectors = [item["embedding"] for item in sorted(answer["data"], key=lambda item: item["index"])]
     return [max(_cosine(a, b), 0.0) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
 

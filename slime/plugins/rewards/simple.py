@@ -51,8 +51,7 @@ def number_label(label: object) -> Fraction | None:
 
 
 def _label_problem(label: object, _: Mapping[str, object]) -> str | None:
-    missing = missing_label(label)
-    return missing or (
+    return missing_label(label) or (
         None if number_label(label) is not None else f"label {str(label)[:80]!r} is not a number"
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 from slime.config.args import FLAGS, Args
 from slime.config.flag import Flag
 from slime.config.hooks import load_function
-from slime.config.layout import ParallelLayout
+from slime.config.layout import BatchConfig, ParallelLayout
 from slime.config.parser import ConfigError
 from slime.config.passthrough import Attributes, every_value
 from slime.config.rollout import SFT_FUNCTION
@@ -39,7 +39,7 @@ from slime.rollout.sft_rollout import encode_sample, mask_generator
 from slime.rollout.state import GenerateState
 from slime.types import Tokenizer
 
-from .plan.read import memory_lines, report
+from .plan.read import installed_kind, memory_lines, misfits, read_run, report
 
 SCORED_ROWS = 8
 """The number of labels that are scored as if the model had answered them."""
@@ -68,13 +68,17 @@ def dry_run(args: Args, asynchronous: bool = False) -> Iterator[str]:
         firsts = _first_samples(source)
     except DataError as error:
         raise ConfigError(error.problems) from error
-    ids = _prompt_ids(args, firsts)
+    ids = []
+    if firsts and args.loss_type != "sft_loss":
+        ids = prompt_ids(GenerateState(args), firsts[0])
     yield from _batches(args, len(source) if source is not None else 0, len(ids), asynchronous)
     yield "\nmemory (without activations and KV cache)"
     for line in memory_lines(args):
         yield f"  {line}"
     yield ""
-    yield from report(args, asynchronous)
+    kind = installed_kind()
+    planned = read_run(args, kind, asynchronous) if kind is not None else None
+    yield from report(kind, planned, misfits(args, asynchronous))
     if source is not None:
         yield from _first_prompt(args, firsts, ids)
 
@@ -90,8 +94,7 @@ def _settings(attributes: Attributes) -> Iterator[str]:
         value = attributes[name]
         if name == "dry_run" or (value == flag.default and name not in explicit):
             continue
-        line = _setting(flag, redacted(name, value))
-        (given if name in explicit else follow).append(line)
+        (given if name in explicit else follow).append(_setting(flag, redacted(name, value)))
     given += [
         f"  --{name.replace('_', '-')} {redacted(name, value)}"
         for name, value in every_value(attributes).items()
@@ -142,7 +145,9 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -
         )
         if critic := args.critic_gpus:
             yield f"  critic ranks    {critic}, beside the others"
-        yield f"  micro-batches   {_micro_batches(args, each, prompt_tokens)}"
+        measured = args.train_dtype != "float32" and "max_tokens_per_gpu" not in args.explicit
+        lengths = prompt_tokens, args.rollout_max_response_len, layout.cp
+        yield f"  micro-batches   {_micro_batches(args, measured, each, *lengths)}"
     if asynchronous:
         yield (
             f"  in advance      up to {args.async_buffer_size} rollouts are generated while one "
@@ -179,25 +184,31 @@ def _batches(args: Args, prompts: int, prompt_tokens: int, asynchronous: bool) -
             )
 
 
-def _micro_batches(args: Args, samples: float, prompt_tokens: int) -> str:
-    """Describe the micro-batches of a rank with ``samples`` samples per optimizer step."""
-    if not args.use_dynamic_batch_size:
+def _micro_batches(
+    batch: BatchConfig, measured: bool, samples: float, prompt: int, response: int, cp: int
+) -> str:
+    """Describe the micro-batches of a rank with ``samples`` samples per optimizer step.
+
+    Args:
+        measured: Whether the start of a run on a GPU measures their size.
+        prompt, response: Tokens of the first prompt, 0 if it is not known, and of the longest
+            response.
+        cp: The number of ranks that share a sample.
+    """
+    if not batch.use_dynamic_batch_size:
         return (
-            f"{samples / args.micro_batch_size:g} per step, of {args.micro_batch_size} samples each"
+            f"{samples / batch.micro_batch_size:g} per step, of {batch.micro_batch_size} samples "
+            "each"
         )
-    budget = args.max_tokens_per_gpu
+    budget = batch.max_tokens_per_gpu
     assert budget is not None, "it follows from other flags"
-    measured = args.train_dtype != "float32" and "max_tokens_per_gpu" not in args.explicit
     origin = "; on a GPU, this is measured at the start" if measured else ""
-    if not prompt_tokens:
+    if not prompt:
         return f"of up to {budget} tokens each{origin}"
-    layout = ParallelLayout.from_args(args)
-    longest = ceil((prompt_tokens + args.rollout_max_response_len) / layout.cp)
-    count = ceil(samples / max(budget // longest, 1))
+    count = ceil(samples / max(budget // ceil((prompt + response) / cp), 1))
     return (
         f"of up to {budget} tokens each{origin}: {count} per step if the prompts are as long as "
-        f"the first one, and the responses as long as they may be ({prompt_tokens} + "
-        f"{args.rollout_max_response_len} tokens)"
+        f"the first one, and the responses as long as they may be ({prompt} + {response} tokens)"
     )
 
 
@@ -220,8 +231,10 @@ def mean_prompt_tokens(args: Args, most: int, say: Callable[[str], None]) -> flo
     ``say``, without any.
     """
     try:
-        source = _source(args) if args.prompt_data else None
-        lengths = [len(_prompt_ids(args, [sample])) for sample in _first_samples(source, most)]
+        source = _source(args) if args.prompt_data and args.loss_type != "sft_loss" else None
+        lengths = [
+            len(prompt_ids(GenerateState(args), sample)) for sample in _first_samples(source, most)
+        ]
     except Exception as error:  # of the user's functions and files
         say(str(error).partition("\n")[0][:200])
         return None
@@ -233,14 +246,6 @@ def _first_samples(source: DataSource | None, most: int = SCORED_ROWS) -> list[S
     groups = source.get_samples(min(most, max(len(source), 1))) if source is not None else []
     firsts = [flatten(group)[0] for group in groups if group]
     return firsts if firsts and firsts[0].prompt else []
-
-
-def _prompt_ids(args: Args, firsts: list[Sample]) -> list[int]:
-    return (
-        prompt_ids(GenerateState(args), firsts[0])
-        if firsts and args.loss_type != "sft_loss"
-        else []
-    )
 
 
 def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[str]:
@@ -255,8 +260,8 @@ def _first_prompt(args: Args, firsts: list[Sample], ids: list[int]) -> Iterator[
     tokenizer = GenerateState(args).tokenizer
     yield f"\nfirst prompt, with its special tokens ({len(ids)} tokens)"
     yield _block(tokenizer.decode(ids))
-    rendered = args.apply_chat_template or not isinstance(sample.prompt, str)
-    yield from _prompt_notes(tokenizer, rendered, ids)
+    plain = isinstance(sample.prompt, str) and not args.apply_chat_template
+    yield from _prompt_notes(tokenizer, plain, ids)
     if args.custom_generate_function_path:
         yield f"  note: {args.custom_generate_function_path} may send something else to the engine"
     yield f"  label: {sample.label!r}"
@@ -274,14 +279,14 @@ def _first_conversation(state: GenerateState, sample: Sample) -> Iterator[str]:
     yield from map(_block, masks.get_text_from_loss_mask(sample.tokens[-len(mask) :], mask))
 
 
-def _prompt_notes(tokenizer: Tokenizer, rendered: bool, ids: list[int]) -> Iterator[str]:
+def _prompt_notes(tokenizer: Tokenizer, plain: bool, ids: list[int]) -> Iterator[str]:
     start = tokenizer.bos_token_id
     if start is not None and ids[:2] == [start, start]:
         yield (
             "  note: it begins with two tokens for the beginning of a text: remove one from the "
             "prompt or the chat template"
         )
-    if tokenizer.chat_template and not rendered:
+    if tokenizer.chat_template and plain:
         yield (
             "  note: the model has a chat template, which a text does not get without "
             "--apply-chat-template"
@@ -309,10 +314,9 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
             program = (
                 args.agent_function_path or args.agent_command or args.custom_generate_function_path
             )
-            elsewhere = program and not args.custom_rm_path and "rm_type" not in args.explicit
-            why = (
-                f"{program} may give it" if elsewhere else "the label is no answer for this reward"
-            )
+            why = "the label is no answer for this reward"
+            if program and not args.custom_rm_path and "rm_type" not in args.explicit:
+                why = f"{program} may give it"
             yield f"  reward of its own answer: not known, because {why}"
             return
         # As if the model had written it in its only turn.
@@ -354,11 +358,11 @@ def own_answer(args: Args, sample: Sample) -> str | None:
         return None
     if args.custom_rm_path:
         return None if isclass(load_reward(args.custom_rm_path)) else str(label)
-    asked = "rm_type" in args.explicit or sample.metadata.get("rm_type")
+    of_row = sample.metadata.get("rm_type")
     # a program of the user's or an environment may give rewards
-    if args.custom_generate_function_path and not asked:
+    if args.custom_generate_function_path and not ("rm_type" in args.explicit or of_row):
         return None
-    name = str(sample.metadata.get("rm_type") or args.rm_type or "")
+    name = str(of_row or args.rm_type or "")
     reward = reward_of(name)
     if reward is None or reward.own_answer is None:
         return None

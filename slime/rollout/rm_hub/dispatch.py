@@ -120,8 +120,8 @@ async def _by_users(
     reward = load_reward(path)
     if isclass(reward):
         return await model_rewards(args, args, path, reward, samples)
-    deadline = getattr(reward, "deadline", None)
-    limit = float(deadline(args)) if deadline is not None else args.reward_timeout
+    # A function of slime may name another flag.
+    limit = float(getattr(args, getattr(reward, "deadline", "reward_timeout")))
     try:
         return await call_bounded(limit, args.reward_workers, reward, args, subject, **kwargs)
     except RewardTimeout as error:

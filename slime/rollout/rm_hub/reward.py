@@ -11,7 +11,7 @@ from slime.data.sample import Sample
 from slime.registry import find, parts
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
+    pass
 
 BOXED = "boxed_"
 """The prefix of a type that scores only the last boxed part of a response."""
@@ -51,7 +51,7 @@ class Reward:
     needs_reasoning: bool = False
     own_answer: Callable[[object, Sample], str | None] | None = label_as_text
     boxed: Callable[[str, str], str] = lambda boxed, response: boxed
-    check: Callable[[Args], list[str]] | None = None
+    check: Callable[..., list[str]] | None = None
 
 
 def reward_of(name: str) -> Reward | None:

@@ -17,6 +17,7 @@ from make_args import make_args
 from slime.data.convert import samples_to_train_data, split_train_data
 from slime.data.fields import to_rank_batch
 from slime.data.sample import Sample
+from slime.data.schedule import PackingSettings
 from slime.models.inputs import InputBuilder
 from slime.models.loading import load_hf_model
 from slime.models.packed_attention import NAME
@@ -61,7 +62,7 @@ def test_trainer_and_engine_agree_on_the_restricted_log_probs(
     samples = sampled(tiny_llama, cut)
     args = make_args(use_tis=True, rollout_batch_size=4, n_samples_per_prompt=1, micro_batch_size=4)
     data = samples_to_train_data(args, [[sample] for sample in samples])
-    batch = to_rank_batch(split_train_data(args, data, 1)[0])
+    batch = to_rank_batch(split_train_data(PackingSettings.from_args(args), data, 1)[0])
     model = load_hf_model(tiny_llama, torch.float32, "cpu", NAME)
     inputs = InputBuilder(model.base_model, torch.device("cpu")).from_batch(batch, [2, 0, 3, 1])
     assert inputs.nuclei is not None

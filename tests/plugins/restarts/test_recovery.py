@@ -23,17 +23,22 @@ from slime.plugins.restarts.recovery import (
     Restarts,
     TrainingRanks,
     again,
-    obstacle,
 )
 
 RANKS = ["the actor's rank 1", "the critic's rank 0 (which does not answer)"]
 SNAPSHOT = Snapshot(Path("iter_0000003"), {"rollout_id": 3, "attempt": 0})  # type: ignore[typeddict-item]
 
 
+def obstacle(lost: list[str], snapshot: Snapshot | None, engines: bool, **flags: Any) -> str | None:
+    parts = SimpleNamespace(args=make_args().with_values(**flags), urls=["http://e"] * engines)
+    restarts = Restarts(parts)  # type: ignore[arg-type]
+    restarts.lost = lost
+    return restarts.obstacle(snapshot)
+
+
 def test_lost_ranks_of_a_run_with_a_snapshot_are_replaced() -> None:
-    args = make_args()
-    assert obstacle(args, RANKS, SNAPSHOT, engines=True) is None
-    assert obstacle(args, ["an answer (NoStatus)"], SNAPSHOT, engines=True) is None
+    assert obstacle(RANKS, SNAPSHOT, engines=True) is None
+    assert obstacle(["an answer (NoStatus)"], SNAPSHOT, engines=True) is None
 
 
 @pytest.mark.parametrize(
@@ -54,8 +59,7 @@ def test_lost_ranks_of_a_run_with_a_snapshot_are_replaced() -> None:
 )
 def test_what_makes_a_restart_necessary_is_named(change: dict[str, Any], why: str) -> None:
     case = {"lost": RANKS, "snapshot": SNAPSHOT, "engines": True} | change
-    lost, snapshot, engines = case.pop("lost"), case.pop("snapshot"), case.pop("engines")
-    assert why in (obstacle(make_args().with_values(**case), lost, snapshot, engines) or "")
+    assert why in (obstacle(**case) or "")
 
 
 def test_a_snapshot_in_between_is_progress() -> None:

@@ -14,7 +14,6 @@ from slime.cluster import checks
 from slime.data.sample import Sample
 from slime.engines.background import run
 from slime.plugins.tools.dry_run import dry_run, own_answer
-from slime.plugins.tools.plan import read as warn
 from slime.plugins.tools.plan.read import memory_lines, snapshot_bytes
 from slime.plugins.tools.plan.setups import KINDS, count_parameters
 from slime.rollout.rm_hub import async_rm
@@ -163,7 +162,9 @@ def test_memory_by_phase_on_the_machines_gpus_and_a_warning_if_it_will_not_fit(
     smollm2: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(tokens: int, kind: str | None) -> list[str]:
-        monkeypatch.setattr(warn, "installed_kind", lambda: KINDS[kind] if kind else None)
+        for module in ("dry_run", "plan.read"):
+            found = f"slime.plugins.tools.{module}.installed_kind"
+            monkeypatch.setattr(found, lambda: KINDS[kind] if kind else None)
         lines: list[str] = []
         args = make_args(
             hf_checkpoint=str(smollm2), prompt_data=str(data), apply_chat_template=True, rollout_batch_size=256,

@@ -68,7 +68,7 @@ class Report:
 
 def check_algorithm(args: Args) -> Report:
     """Run all checks and measurements of the estimator in ``args`` (:func:`.lab.make_args`)."""
-    base, reasons = design_of(args)
+    base, reasons = design_of(args.advantage_estimator, vars(args))
     checks = Checks(args)
     found = tuple(
         Checked(check, finding, reasons.get(check, "")) for check, finding in run_checks(checks)
@@ -184,16 +184,16 @@ OF_FLAGS: Mapping[str, Mapping[str, str]] = {
 """The same for flags that are on."""
 
 
-def design_of(args: Args) -> tuple[str, dict[str, str]]:
+def design_of(estimator: str, flags: Mapping[str, object]) -> tuple[str, dict[str, str]]:
     """Return the registered estimator that a class is or derives from ("" for none), and the
     reasons by the name of the check.
     """
-    lineage = algorithm_class(args.advantage_estimator).__mro__
+    lineage = algorithm_class(estimator).__mro__
     known = {find("algorithm", one): one for one in parts("algorithm") if one in DESIGN}
     base = next((known[one] for one in lineage if one in known), "")
     reasons = dict(DESIGN.get(base, {}))
     for flag, row in OF_FLAGS.items():
-        reasons |= row if getattr(args, flag) else {}
+        reasons |= row if flags[flag] else {}
     for one in reversed(lineage):
         reasons |= vars(one).get("by_design", {})
     return base, reasons

@@ -67,8 +67,7 @@ def check_hooks(
         say("in addition, train.py would refuse these flags on this machine:")
         for line in others:
             say(f"      {line}")
-    fine = len(hooks) - failed
-    say(f"{fine} of {len(hooks)} hooks satisfy their contract")
+    say(f"{len(hooks) - failed} of {len(hooks)} hooks satisfy their contract")
     return 1 if failed else 0
 
 

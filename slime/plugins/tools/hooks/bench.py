@@ -341,8 +341,9 @@ class ScriptedEngine:
 
     async def _send(self, method: str, path: str, body: bytes) -> web.Response:
         headers = {"Content-Type": "application/json"}
-        sent = self._client.request(method, f"{self.url}{path}", data=body or None, headers=headers)
-        async with sent as answer:
+        async with self._client.request(
+            method, f"{self.url}{path}", data=body or None, headers=headers
+        ) as answer:
             return web.Response(
                 status=answer.status, body=await answer.read(), content_type=answer.content_type
             )

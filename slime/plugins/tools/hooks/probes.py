@@ -32,7 +32,6 @@ from .probes_generate import (
 )
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
     from slime.data.fields import RankBatch
 
 Probe = Callable[[Bench, Hook], str]
@@ -141,11 +140,12 @@ def all_samples(bench: Bench, fn: Hook) -> str:
 def convert(bench: Bench, fn: Hook) -> str:
     """Test ``fn(args, samples)`` with the converter and the split over ranks, as in a run."""
     from slime.data.convert import samples_to_train_data, split_train_data
+    from slime.data.schedule import PackingSettings
 
     groups = bench.answered()
     data = guarded(fn, lambda: samples_to_train_data(bench.args, groups), bench.limit).result
-    args = bench.args.with_values(**one_step(data))
-    guarded(fn, lambda: split_train_data(args, data, 1), bench.limit)
+    settings = PackingSettings.from_args(bench.args.with_values(**one_step(data)))
+    guarded(fn, lambda: split_train_data(settings, data, 1), bench.limit)
     return f"{len(data['tokens'])} samples with {', '.join(sorted(data))}"
 
 
@@ -163,18 +163,19 @@ def eval_log(bench: Bench, fn: Hook) -> str:
     return _LOGGED[bool(bench.call(fn, 0, bench.args, {"set": part}, {}))]
 
 
-def _rank_batch(bench: Bench, args: Args) -> RankBatch:
+def _rank_batch(bench: Bench) -> RankBatch:
     """Return the batch of a training rank, with artificial log-probs of all models."""
     import torch
 
     from slime.data.convert import samples_to_train_data, split_train_data
     from slime.data.fields import to_rank_batch
+    from slime.data.schedule import PackingSettings
 
     # slime's own converter: that of the user has a probe of its own.
-    data = samples_to_train_data(
-        args.with_values(custom_convert_samples_to_train_data_path=None), bench.answered()
-    )
-    batch = to_rank_batch(split_train_data(args.with_values(**one_step(data)), data, 1)[0])
+    args = bench.args.with_values(custom_convert_samples_to_train_data_path=None)
+    data = samples_to_train_data(args, bench.answered())
+    settings = PackingSettings.from_args(args.with_values(**one_step(data)))
+    batch = to_rank_batch(split_train_data(settings, data, 1)[0])
     generator = torch.Generator().manual_seed(0)
 
     def draw(low: float, high: float) -> list[torch.Tensor]:
@@ -210,11 +211,10 @@ def _check_per_token(fn: Hook, batch: RankBatch, *names: str) -> None:
 
 def advantages(bench: Bench, fn: Hook) -> str:
     from slime.backends.advantages import AdvantageSettings, compute_advantages
-    from slime.data.fields import on_hook_names
 
     args = bench.args.with_values(compute_advantages_and_returns=True)
-    batch = _rank_batch(bench, args)
-    settings = replace(AdvantageSettings.from_args(args), custom=on_hook_names(fn))
+    batch = _rank_batch(bench)
+    settings = replace(AdvantageSettings.from_args(args), custom=fn)
     guarded(fn, lambda: compute_advantages(settings, batch, IDENTITY), bench.limit)
     _check_per_token(fn, batch, "advantages", "returns")
     return f"advantages and returns of {len(batch['tokens'])} samples"
@@ -224,7 +224,7 @@ def postprocess(bench: Bench, fn: Hook) -> str:
     from slime.backends.advantages import AdvantageSettings, compute_advantages
 
     args = bench.args
-    batch = _rank_batch(bench, args)
+    batch = _rank_batch(bench)
     compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
     with batch.lent_to("--rollout-data-postprocess-path") as view:
         result = bench.call(fn, args, 0, view)
@@ -285,7 +285,7 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
 
     not_async(fn)
     args = bench.args.with_values(**settings)
-    batch = _rank_batch(bench, args)
+    batch = _rank_batch(bench)
     compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
     # Random logits for the response tokens of the samples, as a model would give them.
     both = zip(batch["tokens"], batch["response_lengths"], strict=True)

@@ -4,7 +4,7 @@ GPUs of this machine, for ``--dry-run`` and the start of a run."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -245,16 +245,14 @@ def check_save_folder(args: Args) -> list[str]:
     ]
 
 
-def report(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) -> list[str]:
-    """The memory of each phase of a step on GPUs of a kind, by default this machine's, and why the
-    run does not fit.
+def report(kind: GpuKind | None, run: Run | None, problems: Sequence[str]) -> list[str]:
+    """The memory of each phase of a step on GPUs of a kind, and ``problems``: why the run does not
+    fit.
     """
-    kind = kind or installed_kind()
     if kind is None:
         return [
             "whether it fits on GPUs of a certain kind: slime plan --kind KIND, with the same flags"
         ]
-    run = read_run(args, kind, asynchronous)
     phases = make_plan(run).phases if run is not None else ()
     return [
         f"memory by phase on each GPU ({kind.name}; slime plan shows what it consists of)",
@@ -262,5 +260,5 @@ def report(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) 
             f"  {phase.name:<15} {phase.total / GIB:.1f} GiB of {kind.memory / GIB:.1f}"
             for phase in phases
         ),
-        *(f"  warning: {problem}" for problem in misfits(args, asynchronous, kind)),
+        *(f"  warning: {problem}" for problem in problems),
     ]

@@ -22,7 +22,7 @@ from slime.data.sample import Sample, flatten
 from slime.data.source import RolloutDataSourceWithBuffer
 from slime.data.staleness import sample_staleness
 from slime.rollout.admission import Admission
-from slime.rollout.fully_async_rollout import StandingPool, open_pool
+from slime.rollout.fully_async_rollout import StandingPool
 from slime.rollout.loop import RolloutLoop
 
 from .simulated_engines import H200_CURVE, Engines, Fleet, SimulatedLoop, SpeedCurve
@@ -136,8 +136,8 @@ class Run:
         # The functions of a run find the engines and the lengths in the loop, since a run knows
         # them only by name.
         self.engines = Engines(setting.engines, SpeedCurve(setting.curve), setting.start_seconds)
-        groups = (setting.steps + mode.buffer + 2) * setting.batch
-        self.lengths = setting.draw(groups * setting.samples * 3 // 2)
+        samples = (setting.steps + mode.buffer + 2) * setting.batch * setting.samples
+        self.lengths = setting.draw(samples * 3 // 2)
         self.args: Any = Args(**settings)
         self.fleet = Fleet(self.engines, self.lengths)
         loop = asyncio.get_running_loop()
@@ -161,7 +161,7 @@ class Run:
             await self._ahead(self._rollout)
         else:
             # A standing pool is opened once and advances with the trainer.
-            pool = open_pool(self.args, self.source, 0, self.setting.steps)
+            pool = StandingPool(self.args, self.source, 0, self.setting.steps)
             await pool.advance(0)
             await self._ahead(pool.take, pool)
             await pool.close()

@@ -54,10 +54,14 @@ def test_each_reason_names_its_source() -> None:
     assert reasons and not without
 
 
+def design(estimator: str) -> tuple[str, dict[str, str]]:
+    return design_of(estimator, vars(make_args(estimator)))
+
+
 def test_a_class_has_the_reasons_of_what_it_derives_from() -> None:
-    assert design_of(make_args("luspo")) == ("luspo", dict(DESIGN["luspo"]))
-    assert design_of(make_args(planted("MeanOverLeaves"))) == ("rloo", {})
-    base, reasons = design_of(make_args(planted("ByDesign")))
+    assert design("luspo") == ("luspo", dict(DESIGN["luspo"]))
+    assert design(planted("MeanOverLeaves")) == ("rloo", {})
+    base, reasons = design(planted("ByDesign"))
     assert base == "rloo"
     assert "direction" in reasons
 
@@ -83,7 +87,7 @@ def test_flags_of_the_run_are_part_of_what_is_checked() -> None:
 def test_flags_of_slime_fail_only_what_they_say(flags: tuple[str, ...]) -> None:
     args = make_args("rloo", flags)
     failing = {check for check, found in run_checks(Checks(args)) if not found.holds}
-    assert failing == design_of(args)[1].keys()
+    assert failing == design_of(args.advantage_estimator, vars(args))[1].keys()
 
 
 @pytest.mark.parametrize(("kind", "lowers"), [("k1", False), ("k2", True), ("k3", True)])

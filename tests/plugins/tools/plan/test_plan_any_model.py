@@ -17,7 +17,7 @@ from slime.cli.main import main
 from slime.config.machine import Machine
 from slime.config.parser import read_command_line
 from slime.config.resolve import resolve_defaults
-from slime.plugins.tools.plan.read import report
+from slime.plugins.tools.plan.read import read_run, report
 from slime.plugins.tools.plan.setups import KINDS, PlannedModel
 
 LATENT: dict[str, Any] = dict(
@@ -43,7 +43,7 @@ def planned(folder: Path, *words: str, expected: tuple[int, ...] = (0, 1)) -> No
     args, problems = read_command_line(common)
     assert not problems + resolve_defaults(args, machine=Machine(2, 16, False))
     for kind in ("h200", "l40s"):
-        report(args, kind=KINDS[kind])
+        report(KINDS[kind], read_run(args, KINDS[kind]), ())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
