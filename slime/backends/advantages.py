@@ -147,7 +147,10 @@ def _kl_to_reference(settings: AdvantageSettings, batch: RankBatch) -> list[Tens
 
 def _check_shapes(batch: RankBatch, what: str) -> None:
     for name in ("advantages", "returns"):
-        shapes = [tuple(torch.as_tensor(x).shape) for x in require(batch.get(name), name, what)]
+        shapes = [
+            tuple(torch.as_tensor(x).shape)
+            for x in require(batch.get(name), f"to set {name}", what)
+        ]
         if shapes != [(length,) for length in batch["response_lengths"]]:
             raise ValueError(
                 f"{what} set {name} with shapes {shapes}; the responses have the lengths "

@@ -270,9 +270,9 @@ def _nothing_to_load(named: str, folder: Path) -> list[str]:
     there = sorted(entry.name for entry in entries if not entry.name.startswith("."))
     shown = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
     return [
-        f"--load {named}: neither snapshots (iter_*), nor a Hugging Face folder (config.json), "
-        "nor Megatron weights (torch_dist), nor an adapter (adapter_config.json) were found "
-        f"there, only {shown}"
+        f"--load {named}: neither snapshots (iter_*; in outputs/RUN, these are in checkpoints/), nor "
+        "a Hugging Face folder (config.json), nor Megatron weights (torch_dist), nor an adapter "
+        f"(adapter_config.json) were found there, only {shown}"
     ] if there else []  # fmt: skip
 
 

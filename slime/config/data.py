@@ -223,8 +223,8 @@ class RewardConfig(Section):
     """JSON object of the weights of several rewards, such as {"correct": 1, "format": 0.2}; others
     are only measured. Default: 1 for each entry of a dict of numbers"""
     reward_max_error_share: float = flag(0.1, low=0, high=1)
-    """The run ends if the reward raises exceptions for more than this share of the samples of a
-    rollout or an evaluation; a smaller share is left out"""
+    """The run ends if exceptions of the reward or generate function cost more than this share of the
+    samples of a rollout or an evaluation; a smaller share is left out"""
     custom_reward_post_process_path: str | None = hook_flag()
     """Function that turns raw rewards into the rewards to train on. Default: the baseline of
     --advantage-estimator

@@ -136,8 +136,8 @@ def _hf_problem(option: str, name: str) -> list[str]:
         )
     elif folder.is_dir():
         why = (
-            "the folder has no config.json; pass a Hugging Face folder (of checkpoints of "
-            "Megatron-LM, slime reads those of --ckpt-format torch_dist: .metadata and *.distcp)"
+            "no config.json is there: pass a Hugging Face folder, and --load for snapshots of a "
+            "run and checkpoints of Megatron-LM (torch_dist: .metadata and *.distcp)"
         )
     return [f"{option} {name}: {why}"]
 

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from slime.config.args import FLAGS, Args
 from slime.config.files import NamedDataError, data_name, load_yaml
-from slime.config.flag import out_of_range
+from slime.config.flag import did_you_mean, out_of_range
 from slime.data.dataset import PromptMaker
 from slime.data.prompts import RowKeys
 from slime.types import JsonObject
@@ -127,8 +127,9 @@ def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
                 f"{' '.join(words)}"
             )
         defaults = {}
-        pairs = zip(words[::2], words[1::2], strict=True)
-        entries = [{"name": name, "path": path} for name, path in pairs]
+        entries = [
+            {"name": name, "path": path} for name, path in zip(words[::2], words[1::2], strict=True)
+        ]
     # Metrics and files of an evaluation are named after its data set.
     names = [entry["name"] for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -160,6 +161,7 @@ def _resolve(run: EvalDatasetConfig, defaults: JsonObject, entry: JsonObject) ->
     if unknown:
         raise TypeError(
             f"evaluation data set {entry['name']!r} has unknown keys {', '.join(unknown)}"
+            f"{did_you_mean(unknown[0], _NAMES)}"
         )
     given: dict[str, Any] = {**defaults, **entry}
     for key, value in given.items():

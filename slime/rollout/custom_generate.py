@@ -25,7 +25,7 @@ from slime.rollout.base_types import call, parameters, supported_kwargs
 from slime.rollout.ends import text_of
 from slime.rollout.generate import generate
 from slime.rollout.prompts import encode, prompt_ids, render, render_first
-from slime.rollout.rm_hub.outcome import mark_too_long, plain_reward, says_too_long
+from slime.rollout.rm_hub.outcome import mark_raised, mark_too_long, plain_reward, says_too_long
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams, Tokenizer
 
@@ -58,7 +58,8 @@ async def call_single(
     params: SamplingParams,
     evaluation: bool,
 ) -> Generated:
-    """Call the one-sample form, and complete and check its result.
+    """Call the one-sample form, and complete and check its result. What the function raises costs
+    the sample.
 
     Raises:
         TypeError: The function returned neither a Sample nor a list of them.
@@ -78,32 +79,28 @@ async def call_single(
             threads=state.threads,
             **supported_kwargs(fn, evaluation=evaluation),
         )
-    except HttpError as error:
-        return _refused(state, error, sample, prompt, media)
+    except Exception as error:
+        return _failed(fn, state, error, sample, prompt, media)
     return _finish_all(fn, state, sample, prompt, result)
 
 
 async def call_list(
     fn: Callable[..., object], state: GenerateState, samples: list[Sample], evaluation: bool
 ) -> list[Generated]:
-    """Call the list form on the samples of one prompt. It may return None if it changed the samples
-    in place.
+    """Call the list form on the samples of one prompt, as :func:`call_single`. It may return None
+    if it changed the samples in place.
 
     Raises:
         TypeError: The function returned something else than one Sample, or list of them, for each
             sample.
         ValueError: The fields of a returned sample do not fit together.
     """
-    prompts = [_prepare(sample) for sample in samples]
-    media = [sample.multimodal_inputs for sample in samples]
+    asked = [(sample, _prepare(sample), sample.multimodal_inputs) for sample in samples]
     keywords = supported_kwargs(fn, evaluation=evaluation)
     try:
         result = await call(fn, state.args, list(samples), threads=state.threads, **keywords)
-    except HttpError as error:
-        return [
-            _refused(state, error, *of_sample)
-            for of_sample in zip(samples, prompts, media, strict=True)
-        ]
+    except Exception as error:
+        return [_failed(fn, state, error, *of_sample) for of_sample in asked]
     result = samples if result is None else result
     if not isinstance(result, list) or len(result) != len(samples):
         got = f"{len(result)} results" if isinstance(result, list) else type(result).__name__
@@ -113,31 +110,39 @@ async def call_list(
         )
     return [
         _finish_all(fn, state, sample, prompt, part)
-        for sample, prompt, part in zip(samples, prompts, result, strict=True)
+        for (sample, prompt, _), part in zip(asked, result, strict=True)
     ]
 
 
-def _refused(
+def _failed(
+    fn: Callable[..., object],
     state: GenerateState,
-    error: HttpError,
+    error: Exception,
     sample: Sample,
     prompt: str | list[Message],
     media: dict[str, Any] | None,
 ) -> Sample:
-    """Exclude a sample whose function let through that an engine refused it as too long; raise any
-    other error.
+    """Exclude a sample whose function raised, as a tool may when it reads what the model wrote, or
+    let through that an engine refused it as too long; raise any other error of a request.
 
     It keeps the tokens of its prompt: the other samples of its group may be trained, and a batch
     holds it with them.
     """
-    if error.status != 400 or not says_too_long(error):
+    too_long = isinstance(error, HttpError) and error.status == 400 and says_too_long(error)
+    # An engine concerns the whole rollout. Without a share for exceptions the first one is raised.
+    raised = isinstance(error, HttpError | ConnectionError) or not state.args.reward_max_error_share
+    if raised and not too_long:
         raise error
     sample.prompt = prompt
     sample.multimodal_inputs = media
     sample.reset_response()
     # the function may make the prompt
     sample.tokens = prompt_ids(state, sample) or [state.tokenizer.eos_token_id or 0]
-    mark_too_long(sample, state.context)
+    if too_long:
+        mark_too_long(sample, state.context)
+    else:
+        sample.status = Sample.Status.FAILED
+        mark_raised([sample], f"generate function {_name(fn)}", error)
     return sample
 
 
@@ -319,25 +324,17 @@ def split_conversation_ids(
     # Turns are tokenized one by one, so that the mask is exact; a template that rewrites earlier
     # turns allows no such division.
     turns = _turns(sample, conversation)
-    if turns:
-        parts = _parts(tokenizer, sample, turns, first)
-        if parts is None:
-            return encode(
-                tokenizer, render(tokenizer, sample, [*sample.prompt, *turns])
-            ), *_trained(tokenizer, sample)
-        ids = []
-        mask = []
-        for text, trained in [*parts, (sample.response, 1)]:
-            tokens = encode(tokenizer, text)
-            ids += tokens
-            mask += [trained] * len(tokens)
-        return encode(tokenizer, first), ids, mask
-    return encode(tokenizer, first), *_trained(tokenizer, sample)
-
-
-def _trained(tokenizer: Tokenizer, sample: Sample) -> tuple[list[int], list[int]]:
-    ids = encode(tokenizer, sample.response)
-    return ids, [1] * len(ids)
+    parts = _parts(tokenizer, sample, turns, first) if turns else []
+    if parts is None:
+        first = render(tokenizer, sample, [*sample.prompt, *turns])
+        parts = []
+    ids = []
+    mask = []
+    for text, trained in [*parts, (sample.response, 1)]:
+        tokens = encode(tokenizer, text)
+        ids += tokens
+        mask += [trained] * len(tokens)
+    return encode(tokenizer, first), ids, mask
 
 
 def _turns(sample: Sample, conversation: str | list[Message]) -> list[Message]:
@@ -347,10 +344,10 @@ def _turns(sample: Sample, conversation: str | list[Message]) -> list[Message]:
     """
     if not isinstance(conversation, list) or not isinstance(sample.prompt, list):
         return []
-    turns = list(conversation[len(sample.prompt) :])
+    turns = conversation[len(sample.prompt) :]
     answers = [i for i, message in enumerate(turns) if message.get("role") == "assistant"]
     if answers and turns[answers[-1]].get("content") == sample.response:
-        turns = turns[: answers[-1]]
+        del turns[answers[-1] :]
     return turns
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.backends.advantages import correct_sample_metrics, rollout_metrics
+from slime.backends.advantages import _check_shapes, correct_sample_metrics, rollout_metrics
 from slime.data.rewards import shares_in_rollouts
 from slime.observability.debug_data import save_train_batches
 
@@ -101,6 +101,11 @@ def test_correct_samples_apart() -> None:
     assert "rollout/correct-log_probs" not in correct_sample_metrics(BACKEND, reused)
     none = {**batch(), "raw_reward": [0.0, -1.0, float("nan")]}
     assert correct_sample_metrics(BACKEND, none) == {"rollout/correct_ratio": 0.0}
+
+
+def test_advantages_that_a_function_forgot_are_told() -> None:
+    with pytest.raises(ValueError, match=r"mine\.py:f needs to set advantages"):
+        _check_shapes({"response_lengths": [1], "returns": [torch.ones(1)]}, "mine.py:f")
 
 
 def test_a_dump_of_train_batches(tmp_path: Path) -> None:

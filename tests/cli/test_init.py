@@ -142,7 +142,8 @@ def run(
     command.chmod(0o755)
     path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(CHECKOUT), "MODEL": str(model)}
-    environment["TEACHER"] = str(model)  # its own takes a minute
+    if "--dry-run" not in words:
+        environment["TEACHER"] = str(model)  # its own takes a minute
     script = [shutil.which("bash") or "bash", str(tmp_path / "mine" / "run.sh"), *words]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -77,6 +77,7 @@ def test_datasets_by_name(tmp_path: Path) -> None:
             "eval.defaults: temprature",
         ),
         ("eval: {datasets: [{name: a, path: p, colour: 1}]}", TypeError, r"'a'.*colour"),
+        ("eval: {datasets: [{name: a, path: p, rm_typ: f1}]}", TypeError, "did you mean rm_type"),
         ("eval: {datasets: [{name: a, path: p, top_p: 5}]}", ValueError, "top_p 5"),
         (
             "eval: {defaults: {max_response_len: 0}, datasets: [{name: a, path: p}]}",

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import logging
 import os
+import re
 import sys
 import threading
 from functools import partial
@@ -479,6 +480,51 @@ async def test_a_group_of_the_list_form_that_became_too_long_is_dropped(tokenize
     ] == [1, 2, 3, 4]
     with pytest.raises(custom_generate.HttpError, match="top_p"):
         await roll(arguments(tokenizer_dir, {"why": "top_p must be in (0, 1]"}, **more))
+
+
+RAISES = """
+import asyncio, json
+from slime.rollout.sglang_rollout import generate as one_turn
+async def one(args, sample, sampling_params):
+    sample = await one_turn(args, sample, sampling_params)
+    if sample.index == 4: json.loads("{oops")
+    return sample
+async def late(args, sample, sampling_params):
+    sample.response = "x"
+    if sample.index == 4: await asyncio.wait_for(asyncio.sleep(60), 0.01)
+    return sample
+async def listed(args, samples):
+    for sample in samples: sample.response = "x"
+    if samples[0].group_index == 1: raise OSError("no such tool")
+"""
+
+
+@pytest.mark.parametrize(("name", "error"), [("one", ValueError), ("late", TimeoutError)])
+async def test_an_exception_of_a_generate_function_costs_its_sample(
+    tokenizer_dir, hook, name, error
+):
+    """A tool that raised at what the model had written ended the run."""
+    path = hook(RAISES, name)
+    more = {"n_samples_per_prompt": 3, "custom_generate_function_path": path}
+    async with SmallEngine() as engine:
+        args = engine.serve(arguments(tokenizer_dir, reward_max_error_share=0.1, **more))
+        groups = await roll(args)
+        bad = next(sample for sample in flatten(groups) if sample.index == 4)
+        assert bad.status is Sample.Status.FAILED and bad.remove_sample and bad.reward is None
+        assert re.search(r"Error: .*hook\.py:\d+\)$", bad.metadata["reward_failure"])
+        trained = [
+            int(mask.sum() > 0) for mask in samples_to_train_data(args, groups)["loss_masks"]
+        ]
+        assert trained == [sample is not bad for sample in flatten(groups)]
+        args = engine.serve(arguments(tokenizer_dir, reward_max_error_share=0.0, **more))
+        with pytest.raises(error):
+            await roll(args)
+
+
+async def test_an_exception_of_the_list_form_costs_its_group(tokenizer_dir, hook):
+    more = {"custom_generate_function_path": hook(RAISES, "listed"), "reward_max_error_share": 0.3}
+    groups = await roll(arguments(tokenizer_dir, **more))
+    assert [group[0].group_index for group in groups] == [0, 2, 3, 4]
 
 
 async def test_a_template_that_rewrites_history_trains_the_last_answer_only(tokenizer_dir):

@@ -407,9 +407,8 @@ async def test_tools_run_side_by_side_and_keep_their_order(scripted):
     async def broken():
         raise KeyError("x")
 
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(KeyError):
         await talk.tools([broken(), asyncio.sleep(60, "")], timeout=30)
-    assert caught.group_contains(KeyError)
 
 
 def test_tool_calls_are_read_in_order_and_say_what_is_wrong():

@@ -22,7 +22,7 @@ from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
 from slime.rollout.ends import end_text
 from slime.rollout.generate import generate, remaining, without_room
-from slime.rollout.group import TURNS
+from slime.rollout.group import TURNS, gather_all
 from slime.rollout.prompts import encode, prompt_ids, render, text_ids
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
@@ -293,15 +293,15 @@ class Conversation:
             The results in the order of the calls.
 
         Raises:
-            ExceptionGroup: A tool raised.
+            Exception: A tool raised it. In a generate function that lets it through, it costs the
+                sample.
         """
         began = time.monotonic()
         with trace_span(self.sample, "tools") as span:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._tool(call, timeout)) for call in calls]
-            span.set(calls=len(tasks))
+            results = await gather_all(self._tool(call, timeout) for call in calls)
+            span.set(calls=len(results))
         self.sample.non_generation_time += time.monotonic() - began
-        return [task.result() for task in tasks]
+        return results
 
     async def _tool(self, call: Awaitable[str], timeout: float) -> str:
         try:

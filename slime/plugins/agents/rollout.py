@@ -15,7 +15,7 @@ from slime.config.flag import section
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
 from slime.rollout.rm_hub.dispatch import async_rm, scores_whole_groups
-from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored
+from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored, raised_at
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
@@ -153,7 +153,7 @@ async def _outcome(
                 type(error).__name__,
                 error,
             )
-        return None, ("error", f"the agent program raised {type(error).__name__}: {error}"[:2000])
+        return None, ("error", f"the agent program raised {raised_at(error)}")
     finally:
         # However it ended, no request of it may reach the engines from now on.
         session.close()

@@ -47,7 +47,7 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
     if status not in _warned:
         _warned.add(status)
         logger.warning(
-            "no reward for sample %s: verifier %s (%s). The sample is excluded from group "
+            "no reward for sample %s: %s (%s). The sample is excluded from group "
             "statistics and loss; later ones are only counted (rollout/reward_*_count).",
             sample.index,
             status,
@@ -66,14 +66,18 @@ def accept_rewards(path: str, samples: Sequence[Sample], rewards: Iterable[objec
     return plain
 
 
-def mark_raised(samples: Iterable[Sample], where: str, error: BaseException) -> None:
-    """Exclude samples whose reward function raised an exception."""
+def raised_at(error: BaseException) -> str:
+    """Return the type, the message and the line of an exception of somebody else's code."""
     frames = traceback.extract_tb(error.__traceback__)
     # Where a library raised, such as json, the line of the function that called it says more.
     frame = ([one for one in frames if "/lib/python3" not in one.filename] or frames)[-1]
-    detail = f"{where}: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+    return f"{type(error).__name__}: {error}"[:2000] + f" ({frame.filename}:{frame.lineno})"
+
+
+def mark_raised(samples: Iterable[Sample], where: str, error: BaseException) -> None:
+    """Exclude samples whose reward or generate function raised an exception."""
     for sample in samples:
-        mark_unscored(sample, RAISED, detail)
+        mark_unscored(sample, RAISED, f"{where}: {raised_at(error)}")
 
 
 def failure(sample: Sample) -> str:
@@ -84,11 +88,11 @@ def failure(sample: Sample) -> str:
 
 
 def check_raised(what: str, samples: Sequence[Sample], count: int, share: float, of: int) -> None:
-    """End the run if the reward has raised exceptions for too many samples.
+    """End the run if exceptions of the reward or of the generate function cost too many samples.
 
     Args:
         what: What the samples are of, for the message.
-        samples: The samples that were scored last.
+        samples: The samples that came last.
         count: How many samples were marked by :func:`mark_raised` so far.
         share: ``--reward-max-error-share``.
         of: The number of samples of the whole rollout or evaluation.
@@ -99,8 +103,8 @@ def check_raised(what: str, samples: Sequence[Sample], count: int, share: float,
     last = next((s for s in reversed(samples) if failure(s) == RAISED), None)
     if last is not None and count > share * of:
         raise RuntimeError(
-            f"{what}: the reward raised an exception for {count} of {of} samples, which is more "
-            f"than --reward-max-error-share {share:g}; the last {last.metadata[FAILURE_KEY]}"
+            f"{what}: exceptions cost {count} of {of} samples, which is more than "
+            f"--reward-max-error-share {share:g}; the last {last.metadata[FAILURE_KEY]}"
         )
 
 

@@ -14,7 +14,7 @@ from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
 from slime.rollout.ends import text_of
 from slime.rollout.generate import generate as generate_text
-from slime.rollout.rm_hub.outcome import mark_unscored
+from slime.rollout.rm_hub.outcome import mark_unscored, raised_at
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
@@ -158,7 +158,7 @@ def _failures(what: str, late: str, limits: StepLimits) -> Iterator[None]:
             "timeout", f"{late} in {limits.seconds:g} s (--environment-timeout)"
         ) from error
     except Exception as error:
-        raise StepFailed("error", f"{what}{type(error).__name__}: {error}"[:2000]) from error
+        raise StepFailed("error", f"{what}{raised_at(error)}") from error
 
 
 def give_up(state: GenerateState, sample: Sample, failed: StepFailed) -> Sample:

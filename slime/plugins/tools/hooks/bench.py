@@ -76,6 +76,7 @@ class Bench:
             "partial_rollout": False,
             "phase_timeout": limit,
             "reward_timeout": min(args.reward_timeout, limit),
+            "reward_max_error_share": 0.0,
             "streaming_data": False,
             "num_data_workers": 0,
         }

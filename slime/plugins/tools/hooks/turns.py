@@ -38,10 +38,10 @@ _CLOSE = 1e-4
 async def on_group(fn: Hook, state: GenerateState, samples: Sequence[Sample]) -> list[Any]:
     """Call a generate function on the samples of a group, as a rollout does."""
     if takes_list(fn):
-        return list(await call_list(fn, state, list(samples), False))
+        return await call_list(fn, state, list(samples), False)
     params: SamplingParams = {**request_params(state.args), "sampling_seed": 1}
     calls = (call_single(fn, state, one, copy.copy(params), False) for one in samples)
-    return list(await asyncio.gather(*calls))
+    return await asyncio.gather(*calls)
 
 
 class _Try:

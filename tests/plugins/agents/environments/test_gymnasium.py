@@ -106,7 +106,8 @@ async def test_an_aborted_episode_that_cannot_be_played_again_ends(
 async def test_an_environment_that_fails_costs_its_sample_only(play: Any) -> None:
     sample, _ = await play(GUESS, ["crash"])
     assert sample.reward is None and sample.remove_sample
-    assert sample.metadata["reward_failure"] == "error: OSError: the game is broken"
+    told = r"error: OSError: the game is broken \(.*guess_number\.py:\d+\)"
+    assert re.fullmatch(told, sample.metadata["reward_failure"])
 
 
 @pytest.mark.parametrize("late", [False, True])

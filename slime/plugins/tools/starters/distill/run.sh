@@ -16,7 +16,11 @@ if [ "${1:-}" = check-hooks ]; then command=check-hooks && shift; fi
 model="${MODEL:-$(slime fetch-model smollm2-135m-instruct | tail -n 1)}"  # fetched once, into models/
 teacher="${TEACHER:-outputs/teacher/model}"
 
-# Without a teacher of your own, the model itself becomes one: it imitates the answers of lessons.jsonl for a minute.
+# Without a teacher of your own, the model itself becomes one: it imitates the answers of lessons.jsonl for a minute. Checks
+# train none, the model stands in for it.
+if [[ $command = check-hooks || " $* " = *" --dry-run "* ]]; then
+    TEACHER="${TEACHER:-$model}" && teacher="$TEACHER"
+fi
 if [ ! -e "$teacher/config.json" ] && [ -z "${TEACHER:-}" ]; then
     slime train --run-name teacher --inline --train-backend fsdp --max-tokens-per-gpu 2048 --debug-train-only \
         --hf-checkpoint "$model" --prompt-data lessons.jsonl --input-key messages --rollout-shuffle \
