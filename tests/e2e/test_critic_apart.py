@@ -36,6 +36,7 @@ def test_the_asynchronous_loop(runner, flags) -> None:
     assert "train/critic-value_loss" in apart.metrics()[-1]
 
 
+@pytest.mark.long
 def test_each_role_has_its_own_number_of_ranks(runner, flags) -> None:
     """Samples are divided otherwise for either role, and each loads what another number wrote."""
     more = ("--kl-coef", "0.05", "--num-rollout", 4, "--save-interval", 2, "--save")

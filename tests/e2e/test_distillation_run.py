@@ -66,6 +66,7 @@ def test_it_learns_what_the_teacher_does(runner, flags, teacher):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.long
 def test_a_teacher_behind_a_server_is_the_same_teacher(runner, flags, teacher, served):
     common = [*flags, "--loss-type", "distill", "--lr", "3e-3", "--train-dtype", "float32"]
     common += ["--distill-divergence", "forward_kl", "--distill-top-k", 16, "--deterministic"]

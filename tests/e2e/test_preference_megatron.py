@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.m
     ("loss", "layout"),
     [
         ("dpo", ["--tensor-model-parallel-size", 2]),
-        ("reward_model", ["--pipeline-model-parallel-size", 2]),
+        pytest.param("reward_model", ["--pipeline-model-parallel-size", 2], marks=pytest.mark.long),
         pytest.param("kto", [], marks=pytest.mark.long),
     ],
 )

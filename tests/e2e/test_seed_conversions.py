@@ -111,6 +111,7 @@ def test_glm4_there_training_and_back_by_both_ways(workshop: Desk) -> None:
     assert any(not start[name].equal(end[name]) for name in start), "training changed the weights"
 
 
+@pytest.mark.long
 def test_two_nodes_convert_together(workshop: Desk) -> None:
     """``torchrun`` on two nodes: here two launchers with one process each instead of eight."""
     from slime.engines.process import free_port

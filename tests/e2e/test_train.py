@@ -254,7 +254,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     "placement",
     [
         pytest.param([], id="apart", marks=pytest.mark.long),
-        pytest.param(["--colocate"], id="colocated"),
+        pytest.param(["--colocate"], id="colocated", marks=pytest.mark.long),
     ],
 )
 def test_sigterm_saves_and_ends_in_order(runner, flags, placement) -> None:

@@ -143,6 +143,7 @@ def test_other_packs_give_the_same_step_within_rounding(
     assert refused.code == 1 and "--calculate-per-token-loss" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_parts_are_made_in_the_order_in_which_groups_finish(runner, long_last) -> None:
     """Without --deterministic, also if the first group is the longest. A part has two groups."""
     own = [str(flag).replace("long_last.py", "long_first.py") for flag in long_last]

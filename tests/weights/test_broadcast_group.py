@@ -222,7 +222,11 @@ async def test_a_member_lost_before_a_bucket_is_named_and_the_others_are_well(
 
 
 @pytest.mark.slow
-@BLOWS
+@pytest.mark.parametrize(
+    "blow",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)],
+    ids=["killed", "stopped"],
+)
 async def test_a_member_lost_within_a_bucket_is_named_and_the_next_sync_works(
     members: list[Any], blow: int
 ) -> None:

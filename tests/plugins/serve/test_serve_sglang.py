@@ -13,7 +13,7 @@ from slime.cluster import actors
 from slime.plugins.serve.command import SGLANG_ADAPTERS
 from slime.plugins.serve.messages import last, parse, raw
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 
 
 async def test_sglang_samples_with_the_adapter_of_the_sampler(

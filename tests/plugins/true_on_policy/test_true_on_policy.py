@@ -74,6 +74,7 @@ def test_log_probs_are_equal_for_any_batch_and_pack(kind: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_log_probs_of_a_real_model_are_equal(smollm2: Path) -> None:
     """Its hidden states have outliers, of which other kernels differ most."""
     sequences = generate(smollm2, 49_000, kernels="exact")

@@ -110,7 +110,7 @@ def test_a_model_of_experts_is_right(here: Any, tmp_path: Path) -> None:
         ("DeepseekV32Config", {"attn_implementation": "sdpa"}, "deepseek_v32: 4 of 61 layers, hidden size 32, "
          "2 heads, 2 key heads, 4 experts"),
         pytest.param("Qwen3NextConfig", {}, "qwen3_next: 4 of 48 layers, hidden size 128, 16 heads, 2 key heads, "
-                     "4 experts", marks=pytest.mark.slow),
+                     "4 experts", marks=[pytest.mark.slow, pytest.mark.long]),
     ],
     ids=["gpt-oss", "minimax-m2", "deepseek-v3", "gemma-3", "deepseek-v3.2", "qwen3-next"],
 )  # fmt: skip
