@@ -48,8 +48,8 @@ def verifiers(facts: Facts) -> Iterator[Finding]:
         if count and facts.samples and count > 0.05 * facts.samples:
             yield Finding(
                 kind,
-                f"The reward of {count / facts.samples:.0%} of the samples {what}; these samples "
-                "are left out.",
+                f"The reward or generate function of {count / facts.samples:.0%} of the samples "
+                f"{what}; these samples are left out.",
                 (
                     f"{count:.0f} of {facts.samples:.0f} samples of a rollout",
                     *facts.last_lines("reward", most=4),
